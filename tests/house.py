@@ -26,7 +26,7 @@ BESIDE = {
 }
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {
-    "plan": 2_500,
+    "plan": 2_440,
     "parallel": 895,
     "kernels": 525,
     "model": 950,
@@ -45,8 +45,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_265,
-    "statements": 23_400,
+    "statements of the compact package": 6_255,
+    "statements": 23_330,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

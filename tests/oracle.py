@@ -32,7 +32,10 @@ def frequencies(c):
         slow = yarn_ramp(width, c.rope_theta, s)
         return w * (1 - slow) + w / s.factor * slow
     turns = s.original_context * w / (2 * math.pi)
-    smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    if s.low_freq_factor == s.high_freq_factor:
+        smooth = np.where(turns > s.low_freq_factor, 1.0, 0.0)
+    else:
+        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     smooth = np.minimum(np.maximum(smooth, 0), 1)
     return (1 - smooth) * w / s.factor + smooth * w
 
@@ -120,6 +123,11 @@ def projected(x, w, c, positions):
         axes = (-2, -1) if c.variant.qk_norm == "all" else (-1,)
         q, k = (norm(y, w[f"attention.{i}_norm.scale"], c, axes=axes) for i, y in (("q", q), ("k", k)))
     q, k = (rotated(y, c, positions) for y in (q, k))
+    if c.variant.qk_norm == "rotated":
+        q, k = (y / jnp.sqrt((y * y).mean(-1, keepdims=True) + c.norm_eps) for y in (q, k))
+    if c.variant.query_scale:
+        far = jnp.floor((positions + 1) / c.variant.query_every)
+        q = q * (1 + c.variant.query_scale * jnp.log(1 + far))[..., None, None]
     return (q, *(jnp.repeat(y, q.shape[2] // y.shape[2], 2) for y in (k, v)))
 
 
@@ -145,7 +153,10 @@ def seen(c, batch):
     """Which keys (b s t: the last) a query sees."""
     at, of = batch["positions"], batch["segments"]
     apart = at[:, :, None] - at[:, None, :]
-    return (apart >= 0) & (of[:, :, None] == of[:, None, :]) & (apart < (c.window or math.inf))
+    near = apart < (c.window or math.inf)
+    if c.variant.chunked:
+        near = (at // c.window)[:, :, None] == (at // c.window)[:, None, :]
+    return (apart >= 0) & (of[:, :, None] == of[:, None, :]) & near
 
 
 def attention(x, w, c, batch):
@@ -199,8 +210,14 @@ def experts(x, w, c, pieces):
         here = (pieces == piece)[..., None]
         room = math.ceil(round(how.top_k * here.sum(-2).max() * how.capacity_factor / how.num_experts, 9))
         kept &= ~here | (jnp.cumsum(chosen & here, 1) <= room)
-    each = jax.vmap(lambda own: feed_forward(x, own, c), out_axes=-1)(matrices(w, "experts"))
-    y = (each * jnp.where(kept, weight, 0)[:, :, None]).sum(-1)
+    weight = jnp.where(kept, weight, 0)
+    if how.weighs == "input":  # weight and expert go together
+        run = lambda own, share: feed_forward(x * share[..., None], own, c)
+        each = jax.vmap(run, (0, -1), -1)(matrices(w, "experts"), weight)
+        y = each.sum(-1)
+    else:
+        each = jax.vmap(lambda own: feed_forward(x, own, c), out_axes=-1)(matrices(w, "experts"))
+        y = (each * weight[:, :, None]).sum(-1)
     if how.num_shared:
         y += feed_forward(x, matrices(w, "experts.shared"), c)
     told = {

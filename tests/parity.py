@@ -104,7 +104,14 @@ def every_expert(experts, par, x, weights, chosen, gate, up, down, *biases, vari
     """`moe.visit_experts` without sending or sorting: all tokens through all experts, most with weight 0."""
     share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, experts.num_experts), weights)
     of_gate, of_up, of_down = (y[None, None] for y in biases or [jnp.zeros((1, 1), x.dtype)] * 3)
-    inner = jnp.einsum("bsd,edm->bsem", x, gate) + of_gate, jnp.einsum("bsd,edm->bsem", x, up) + of_up
+    x_bsed, letters = x, "bsd"
+    if experts.weighs == "input":  # an expert without biases makes zeros of zeros
+        x_bsed, letters = x[:, :, None] * share.astype(x.dtype)[..., None], "bsed"
+        share = jnp.ones_like(share)
+    inner = (
+        jnp.einsum(f"{letters},edm->bsem", x_bsed, gate) + of_gate,
+        jnp.einsum(f"{letters},edm->bsem", x_bsed, up) + of_up,
+    )
     y = jnp.einsum("bsem,emd->bsed", grouped.gated(variant, *inner), down) + of_down
     return jnp.einsum("bsed,bse->bsd", y, share.astype(x.dtype))
 

@@ -443,6 +443,22 @@ def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(n, window, h
     assert kept.all() == (hops == n - 1)
 
 
+@pytest.mark.parametrize("begin", [0, 1000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_are_segments_of_positions(packed, begin):
+    """A query sees those of its document, before it and in its chunk, wherever positions begin; and segments
+    rise, as kernels that search for intervals need it."""
+    _, ids = inputs(packed=packed)
+    at, of = ids["q_positions_bs"] + begin, ids["q_segments_bs"]
+    mask = Mask(window=7, in_chunks=True)
+    q_ids, (k_ids,) = attention.ids_of(mask, None, S, **ids_of(jnp.asarray(at), jnp.asarray(of)))
+    alike = lambda x: x[:, :, None] == x[:, None, :]
+    want = (at[:, :, None] >= at[:, None, :]) & alike(of) & alike(at // 7)
+    np.testing.assert_array_equal(attention.sees(mask, q_ids, k_ids), want)
+    assert begin or (np.diff(q_ids[:, 1], axis=1) >= 0).all()
+    assert attention.ids_of(Mask(7), None, S, **ids)[0][:, 1].max() == of.max()
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)
 def test_masked_blocks_are_not_executed(mask, monkeypatch):
     """Count the blocks that each rank computes while it runs, and compare with what pairs_by_step says."""

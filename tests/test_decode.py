@@ -53,6 +53,7 @@ def whole(config, tokens):
 PLANS = [
     (COPIES, Plan("sp=2 tp=4", zero=0)), (WINDOW, Plan("fsdp=2 sp=2")),
     (family("deepseek_v2"), Plan("sp=2 tp=2")), long(family("gpt_oss"), Plan("ep=2 tp=2", zero=0)),
+    (family("llama4_text"), Plan("sp=2 tp=2")),
     (TIGHT, Plan("ep=2 sp=2", zero=0)), full(MOE, Plan("ep=2 sp=2 tp=2", zero=0)),
     full(QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
     full(LLAMA, Plan("dp=1", zero=0)), full(LLAMA, Plan("sp=4", zero=0)),

@@ -254,7 +254,8 @@ def test_the_readme_s_feed_forward_is_the_model_s():
     names: dict = {"jax": jax}
     exec(examples(README)[1], names)
     config, par = PRESETS["tiny"], Solo()
-    layer = FeedForward(functools.partial(param, nnx.Rngs(0), config.block_weights()), "ffn")
+    rows = config.block_weights()
+    layer = FeedForward(config, functools.partial(param, nnx.Rngs(0), rows), rows, "ffn")
     x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
     np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
 

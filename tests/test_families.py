@@ -177,7 +177,7 @@ def test_lead_and_period_are_the_shortest():
 
 def test_no_row_is_there_in_vain(monkeypatch):
     """Without any row of any part, some family's count is another. So a forgotten one is seen."""
-    words = {name: set(re.findall(r"[\w-]+", str(families._family(model(name))))) for name in CASES}
+    words = {name: set(re.findall(r"[\w-]+", str(families.family_of(model(name))))) for name in CASES}
     for part, rows in list(families.PARTS.items()):
         names = [name for name in CASES if part in words[name]]
         monkeypatch.setitem(families.PARTS, part, {})
@@ -200,7 +200,7 @@ def differs(name):
 
 def test_tables_name_only_what_they_have():
     for name in families.FAMILIES:
-        family = families._family(name)
+        family = families.family_of(name)
         texts = family["layer"], family.get("ends", ""), *family["mixers"].values(), *family["ffns"].values()
         for word in " ".join(texts).split():
             assert word.partition("?")[0] in families.PARTS, f"{name}: {word}"
@@ -216,6 +216,8 @@ def test_rows_are_layouts():
 
 RUNS = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4}
 RUNS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+LLAMA4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 64}
+LLAMA4 |= {"attention_chunk_size": 8, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1}
 ASKS = [
     ({}, ""),
     ({"zebra_width": 7}, "its keys zebra_width are not read"),
@@ -224,11 +226,16 @@ ASKS = [
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not implemented"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "much"}}, "factor is"),
     ({"rope_scaling": [1]}, "and no table"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+    ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "a number from 1"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not"),
     ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
     ({"vision_config": {"hidden_size": 8}}, "a part for other media (vision_config)"),
     ({"model_type": "smollm3", "use_sliding_window": True}, "only False is implemented"),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not"),
     ({"head_dim": 8, "partial_rotary_factor": 0.4}, "the rotated part of heads is 3 wide"),
+    (LLAMA4, ""),
+    (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, and only 1 is implemented"),
 ]  # fmt: skip
 
 

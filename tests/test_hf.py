@@ -24,7 +24,7 @@ from parity import name as name_of
 
 from llmpar.model.weights import init_params, weight_dims
 from llmpar.parallel.mesh import make_mesh, sharding
-from llmpar.plan import running
+from llmpar.plan import families
 from llmpar.plan.model_config import (
     PRESETS,
     ExpertConfig,
@@ -272,7 +272,7 @@ def test_every_weight_has_a_name():
     experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
     assert hf.TENSOR_NAMES.keys() >= every.weights().keys() | experts.weights().keys()
     names = hf.TENSOR_NAMES.keys() | {
-        row for run in running.FAMILIES.values() for row in run.get("tensors", ())
+        row for name in families.RUNNING for row in families.family_of(name)["tensors"]
     }
     models = [PRESETS[name] for name in PRESETS if PRESETS[name].runs]
     rows = {row for config in models for _, block in config.blocks for row in block.block_weights()}
@@ -536,9 +536,10 @@ def test_configurations_without_a_name_there_are_refused():
     both = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     with pytest.raises(ValueError, match="both biases and norms on q and k"):
         to_hugging_face(both)
-    for routing in ({"num_shared": 1}, {"renormalise": False}, {"num_groups": 2}):
+    for routing in ({"num_shared": 1}, {"renormalise": False}, {"num_groups": 2}, {"weighs": "input"}):
+        experts = ExpertConfig(4, 1 if "weighs" in routing else 2, **routing)
         with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
-            to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, **routing)))
+            to_hugging_face(dataclasses.replace(LESSON, experts=experts))
     with pytest.raises(ValueError, match="'deepseek-v3.2' cannot run here"):
         to_hugging_face(PRESETS["deepseek-v3.2"])
     with pytest.raises(ValueError, match="'deepseek-v3' is no longer what its config.json says"):

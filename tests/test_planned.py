@@ -172,13 +172,15 @@ def test_a_kernel_that_cannot_do_what_a_layer_asks_for_is_refused_and_not_chosen
         name: Plan("fsdp=8", dtype="bfloat16", documents="whole")
         .resolve(PRESETS[name], "gpu 9.0")
         .attention_kernel
-        for name in ("gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3")
+        for name in ("gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout")
     }
-    assert list(kernels.values()) == ["cudnn", "portable", "flash", "flash"]
-    for name, kernel in (("gemma-2-9b", "flash"), ("gpt-oss-20b", "cudnn"), ("deepseek-v3", "xla")):
+    assert list(kernels.values()) == ["cudnn", "portable", "flash", "flash", "flash"]
+    refused = ("gemma-2-9b", "flash"), ("gpt-oss-20b", "cudnn"), ("deepseek-v3", "xla")
+    for name, kernel in (*refused, ("llama-4-scout", "cudnn")):
         plan = Plan("fsdp=8", dtype="bfloat16", documents="whole", attention_kernel=kernel)
         with pytest.raises(
-            ValueError, match=f"attention_kernel='{kernel}' (does not cap|gives no log|needs)"
+            ValueError,
+            match=f"attention_kernel='{kernel}' (does not cap|gives no log|needs|sees keys in windows)",
         ):
             plan.resolve(PRESETS[name], "gpu 9.0", 8, 1024)
 

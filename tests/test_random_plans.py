@@ -38,7 +38,7 @@ from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan import checks, running, schedules
+from llmpar.plan import checks, families, schedules
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import (
@@ -104,6 +104,7 @@ DRAWN = {
         top_k=(2, 1, 3),
         num_shared=(0, 1, 2),
         scale=(1.0, 2.5),
+        weighs=("result",) * 5 + ("input",),
         bias_rate=(None, 0.01),
         num_groups=(1, 2, 3),
         top_groups=(1, 2),
@@ -173,6 +174,17 @@ OF_FAMILIES = {
     "kimi_k2": LATENT,
     "deepseek_v2": LATENT | dict(topk_method=("group_limited_greedy",)),
     "gpt_oss": dict(swiglu_limit=(1.5, 7.0), attention_bias=SOME),
+    "llama4_text": dict(
+        attention_chunk_size=(5, 3, 8, 16),
+        intermediate_size_mlp=(24, 48),
+        interleave_moe_layer_step=(2, 1),
+        no_rope_layer_interval=(2, 3, 4),
+        use_qk_norm=SOME,
+        attn_temperature_tuning=SOME,
+        floor_scale=(4, 8.0),
+        attention_bias=BOTH,
+        num_experts_per_tok=(1,),
+    ),
 }
 """What a random ``config.json`` of a family that runs has besides its sizes."""
 OF_FAMILIES_SHARE = 1 / 3
@@ -180,7 +192,7 @@ OF_FAMILIES_SHARE = 1 / 3
 WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
-WITH_EXPERTS += ["gpt_oss"]
+WITH_EXPERTS += ["gpt_oss", "llama4_text"]
 MIXED = "gemma2 gemma3_text olmo3 cohere2 gpt_oss".split()
 """Families whose ``layer_types`` may have any order."""
 ORDERS = None, ["sliding", "full"], ["full", "sliding", "sliding"], ["full"], ["sliding"]
@@ -722,7 +734,7 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
 def test_every_field_is_drawn_from_all_its_values():
     """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere. So
     is every family that runs."""
-    assert OF_FAMILIES.keys() == running.FAMILIES.keys()
+    assert OF_FAMILIES.keys() == set(families.RUNNING)
     for cls, table in FIELDS.items():
         assert set(table) == {f.name for f in dataclasses.fields(cls)} and set(DRAWN[cls]) <= set(table)
         for name, hint in typing.get_type_hints(cls).items():

@@ -65,7 +65,8 @@ def described_kind(count: int, block: ModelConfig) -> str:
     if block.shares_cache:
         words[0] = "latent attention"
     if block.window:
-        words.append(f"in a window of {block.window:,}")
+        cut = "chunks" if block.variant.chunked else "a window"
+        words.append(f"in {cut} of {block.window:,}")
     if block.experts:
         words.append(f"with {block.experts.top_k} of {block.experts.num_experts} experts")
     elif not block.ffn_width:

@@ -134,6 +134,7 @@ def as_promised(
 
 
 def ids_of(
+    mask: Mask,
     axis: str | None,
     t: int,
     *,
@@ -143,7 +144,8 @@ def ids_of(
     k_segments_bt=None,
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
     """Return the ids of the queries, and those of the `t` keys of each rank along an axis, which are gathered
-    if only this rank's are given. Without segments all positions belong to one document."""
+    if only this rank's are given. Without segments all positions belong to one document. Where a mask cuts
+    these into chunks, segments are chunks."""
     if (q_segments_bs is None) != (k_segments_bt is None):
         raise ValueError(
             "segments were given for only one of queries and keys; give both or neither"
@@ -161,6 +163,10 @@ def ids_of(
         )
         for positions, segments in ((q_positions_bs, q_segments_bs), keys)
     )
+    if mask.in_chunks and (length := mask.window):
+        many = 2 + n * t // length  # of a document at most, and so they rise, as segments do
+        chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
+        q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
     return q_ids, jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], n, t), 2, 0)
 
 
@@ -421,7 +427,7 @@ def ring_attention(
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
-    q_ids, k_ids = ids_of(axis, t, **ids)
+    q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
     # A tile that joins the two parts that zigzag deals to a rank would be right, and never be skipped.
     block = None if axis and block and block >= s else block
@@ -537,7 +543,7 @@ def _hop(ring, arrays, by=1):
 
 def full(q: Q, k: KV, v: V, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Partial:
     """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of all tests."""
-    q_ids, (k_ids,) = ids_of(None, k.shape[1], **ids)
+    q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
     out, lse = attend_tile(q, k, v, sees(mask, q_ids, k_ids), scale, mask.cap)
@@ -565,7 +571,7 @@ def by_kernel(
     if whole and contiguous:
         attend = partial(attend, local_window_size=mask.window and (mask.window - 1, 0))
     else:
-        q_ids, (k_ids,) = ids_of(None, k.shape[1], **ids)
+        q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
         attend = partial(attend, mask=sees(mask, q_ids, k_ids)[:, None])
     out = attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
     return checkpoint_name(out, OUT), None

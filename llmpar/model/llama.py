@@ -43,7 +43,7 @@ from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import PROJECTED, STREAM, Solo
-from llmpar.plan.model_config import LLAMA, LoraConfig, ModelConfig, Variant, Weight
+from llmpar.plan.model_config import LLAMA, ModelConfig, Variant, Weight
 from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
@@ -79,6 +79,12 @@ NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
 
 
+def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
+    """Divide by the root mean square over the last dim, in float32."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class Norm(nnx.Module):
     """Divide by the root mean square over the last dims, in float32 (Zhang & Sennrich 2019), or normalise to
     mean 0 and deviation 1 (Ba et al. 2016); then multiply by a scale."""
@@ -99,7 +105,7 @@ class Norm(nnx.Module):
         if heads:
             x32 = x32 * jax.lax.rsqrt(self.mean_of_heads(x32, par, heads) + self.eps)
         else:
-            x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+            x32 = unit(x32, self.eps)
         return par.beside(self.scaled, x32.astype(x.dtype), self.scale)
 
     def mean_of_heads(
@@ -116,50 +122,56 @@ class Norm(nnx.Module):
         return x * (scale + self.variant.norm_offset) if self.variant.norm_offset else x * scale
 
 
+def take(
+    part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
+) -> None:
+    """Start the weights of a part of a block, as its attributes; a norm of each scale."""
+    for row in rows:
+        owner, _, name = row.removesuffix(".scale").rpartition(".")
+        if owner == path:
+            weight = make(row)
+            setattr(part, name, weight if row.endswith(name) else Norm(weight, eps, variant))
+
+
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    # all three only where the model has them
+    # these only where the model has them
     q_norm: Norm
     k_norm: Norm
     o_bias: nnx.Param
+    sinks: nnx.Param
 
     def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
-        self.q, self.k, self.v, self.o = (make(f"attention.{x}") for x in "qkvo")
+        take(self, make, rows, "attention", config.norm_eps, config.variant)
         adapt(self, config.lora, make, "attention")
-        biases = [x for x in "qkvo" if f"attention.{x}_bias" in rows]
-        for x in biases:
-            setattr(self, f"{x}_bias", make(f"attention.{x}_bias"))
-        if "attention.q_norm.scale" in rows:
-            for x in "qk":
-                scale = make(f"attention.{x}_norm.scale")
-                setattr(self, f"{x}_norm", Norm(scale, config.norm_eps, config.variant))
-        if "attention.sinks" in rows:
-            self.sinks = make("attention.sinks")
-        self.config, self.biases = config, "".join(biases)
+        self.config = config
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
         weights = used_weights(self, par, "q", "k", "v")
-        biases = [getattr(self, f"{x}_bias") for x in self.biases if x != "o"]
+        biases = [getattr(self, f"{x}_bias") for x in "qkv" if hasattr(self, f"{x}_bias")]
         arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
         if hasattr(self, "q_norm"):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        q_bsnh, k_bskh = (rotate(y, rope, variant.rope) for y in (q_bsnh, k_bskh))
+        q_bsnh = rotate(q_bsnh, rope, variant.rope)
+        k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
+        if variant.qk_norm == "rotated":
+            q_bsnh, k_bskh = (unit(y, config.norm_eps) for y in (q_bsnh, k_bskh))
         b, s, k, h = k_bskh.shape
         if variant.score_scale:
             q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = par.weight(self.sinks).reshape(k, -1) if hasattr(self, "sinks") else None
-        y_bskrh = attend(q_bskrh, k_bskh, v_bskh, ids, mask_of(config), par, sinks_kr)
+        y_bskrh = attend(q_bskrh, k_bskh, v_bskh, ids, config.mask, par, sinks_kr)
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y_bskrh.reshape(q_bsnh.shape)
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.beside(jnp.add, y, self.o_bias) if "o" in self.biases else y
+        return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
 
 
 class LatentAttention(nnx.Module):
@@ -173,16 +185,7 @@ class LatentAttention(nnx.Module):
     o_bias: nnx.Param
 
     def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
-        every = "q_down", "q", "q_up", "kv_down", "kv_up", "o"
-        names = [x for x in every if f"attention.{x}" in rows]
-        for name in names:
-            setattr(self, name, make(f"attention.{name}"))
-        self.biases = tuple(x for x in names if f"attention.{x}_bias" in rows)
-        for name in self.biases:
-            setattr(self, f"{name}_bias", make(f"attention.{name}_bias"))
-        for name in ("q_norm", "kv_norm"):
-            if f"attention.{name}.scale" in rows:
-                setattr(self, name, Norm(make(f"attention.{name}.scale"), LATENT_EPS))
+        take(self, make, rows, "attention", LATENT_EPS, config.variant)
         adapt(self, config.lora, make, "attention")
         self.config, self.latent = config, rows["attention.kv_norm.scale"].shape[0]
 
@@ -209,13 +212,14 @@ class LatentAttention(nnx.Module):
         y_bsnh = attended(q_bsnh, latent_bsc, ids, par)
         (o_nhd,) = used_weights(self, par, "o")
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.beside(jnp.add, y, self.o_bias) if "o" in self.biases else y
+        return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
 
     def projected(self, name: str, x: Array, par: Solo) -> Array:
         """Multiply by one of the matrices, and add its bias, if it has one."""
         (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
-        return par.beside(jnp.add, y, getattr(self, f"{name}_bias")) if name in self.biases else y
+        bias = getattr(self, f"{name}_bias", None)
+        return y if bias is None else par.beside(jnp.add, y, bias)
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
@@ -227,9 +231,7 @@ class LatentAttention(nnx.Module):
         r = shared_btr.shape[-1]
         shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], r))
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
-        y = attend_moved(
-            q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, mask_of(self.config), par
-        )
+        y = attend_moved(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
         return y[..., 0, :]
 
     def absorbed(
@@ -245,13 +247,8 @@ class LatentAttention(nnx.Module):
         # The cache divides scores by the root of this width.
         q_bsnc = q_bsnc * jnp.asarray((q_bsnc.shape[-1] / q.shape[-1]) ** 0.5, q.dtype)
         keys = latent[:, :, None]
-        y = par.cache.attend(q_bsnc[:, :, None], keys, None, ids[0], mask_of(self.config))
+        y = par.cache.attend(q_bsnc[:, :, None], keys, None, ids[0], self.config.mask)
         return jnp.einsum("bsnc,cnh->bsnh", y[:, :, 0, :, : self.latent], to_values)
-
-
-def mask_of(config: ModelConfig) -> attention.Mask:
-    """Return which keys a layer's queries see, and how its scores are capped."""
-    return attention.Mask(config.window, config.variant.score_cap)
 
 
 def attend(
@@ -299,20 +296,14 @@ def attend_moved(
 class FeedForward(nnx.Module):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
 
-    def __init__(
-        self,
-        make: Make,
-        path: str,
-        lora: LoraConfig | None = None,
-        variant: Variant = LLAMA,
-        biased: bool = False,
-    ):
-        self.gate, self.up, self.down = (make(f"{path}.{x}") for x in MATRICES)
-        adapt(self, lora, make, path)
-        if biased:
-            names = (f"{x}_bias" for x in MATRICES)
-            self.gate_bias, self.up_bias, self.down_bias = (make(f"{path}.{x}") for x in names)
-        self.variant, self.biased = variant, biased
+    gate_bias: nnx.Param  # these where a model has them
+    up_bias: nnx.Param
+    down_bias: nnx.Param
+
+    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight], path: str):
+        take(self, make, rows, path, config.norm_eps, config.variant)
+        adapt(self, config.lora if path == "ffn" else None, make, path)
+        self.variant, self.biased = config.variant, f"{path}.down_bias" in rows
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -338,21 +329,16 @@ class FeedForward(nnx.Module):
 class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
+    router: nnx.Param
+    router_bias: nnx.Param  # these where a model has them
+    bias: nnx.Param
+
     def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
         assert config.experts
-        self.config, self.router = config.experts, make("experts.router")
-        self.variant = config.variant
-        self.gate, self.up, self.down = (make(f"experts.{x}") for x in MATRICES)
-        self.biased = "experts.gate_bias" in rows
-        if self.biased:
-            names = (f"experts.{x}_bias" for x in MATRICES)
-            self.gate_bias, self.up_bias, self.down_bias = map(make, names)
-        if "experts.router_bias" in rows:
-            self.router_bias = make("experts.router_bias")
-        if self.config.bias_rate is not None:
-            self.bias = make("experts.bias")
+        self.config, self.variant = config.experts, config.variant
+        take(self, make, rows, "experts", config.norm_eps, config.variant)
         if self.config.num_shared:
-            self.shared = FeedForward(make, "experts.shared", None, self.variant)
+            self.shared = FeedForward(config, make, rows, "experts.shared")
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
@@ -376,8 +362,8 @@ class Experts(nnx.Module):
         x = par.move(x, "stream b s d -> ffn b s d")
         # Their last dim is the k choices of a token. Layouts call it e: their k is KV heads.
         choices = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
-        names = *MATRICES, *(f"{x}_bias" for x in MATRICES if self.biased)
-        weights = [getattr(self, name) for name in names]
+        names = (f"{x}{bias}" for bias in ("", "_bias") for x in MATRICES)
+        weights = [getattr(self, name) for name in names if hasattr(self, name)]
         visit = par.local(
             functools.partial(moe.visit_experts, self.config, par.island, variant=self.variant),
             ["ffn b s d", "ffn b s e", "ffn b s e", *(w.dims for w in weights)],
@@ -398,15 +384,13 @@ class Block(nnx.Module):
         rows = config.block_weights()
         make = functools.partial(param, rngs, rows)
         self.norms = tuple(name for name in NORMS if f"{name}.scale" in rows)
-        for name in self.norms:
-            setattr(self, name, Norm(make(f"{name}.scale"), config.norm_eps, config.variant))
+        take(self, make, rows, "", config.norm_eps, config.variant)
         mixer = LatentAttention if config.shares_cache else Attention
         self.attention = mixer(config, make, rows)
         if config.experts:
             self.experts = Experts(config, make, rows)
         else:
-            biased = "ffn.gate_bias" in rows
-            self.ffn = FeedForward(make, "ffn", config.lora, config.variant, biased)
+            self.ffn = FeedForward(config, make, rows, "ffn")
         self.config = config
 
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
@@ -536,7 +520,7 @@ class Llama(nnx.Module):
 
         def rope_of(config: ModelConfig) -> Rope:
             # a row that breaks a promise gets a table of NaN, and so a loss of NaN
-            is_right_b = attention.as_promised(par, mask_of(config), k_positions, k_segments)
+            is_right_b = attention.as_promised(par, config.mask, k_positions, k_segments)
             return nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
 
         ropes = [rope_of(config) for _, config in self.config.blocks]

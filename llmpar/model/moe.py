@@ -137,6 +137,9 @@ def visit_experts(
         x_td, weights_tk, chosen_tk, slots = dispatch_tokens(
             experts, par, x_td, weights_tk, chosen_tk, num_slots
         )
+    if experts.weighs == "input":  # of the one expert that a row has
+        x_td, weights_tk, _ = vary_alike((x_td, weights_tk, matrices))
+        x_td, weights_tk = x_td * weights_tk.astype(x_td.dtype), jnp.ones_like(weights_tk)
     slot_map = grouped.lay_out(blocks, chosen_tk, len(matrices[0]))
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")

@@ -11,11 +11,15 @@ Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 
 
 def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
-    """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
+    """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021). What else depends
+    on a query's position is in them: layers that do not rotate multiply their queries alone."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
     angles = positions_bp[..., None].astype(jnp.float32) * frequencies
     scaling = config.rope_scaling if config.variant.rope != "none" else None
-    factor = scaling.attention_factor if scaling else 1.0
+    factor = jnp.asarray(scaling.attention_factor if scaling else 1.0, jnp.float32)
+    if growth := config.variant.query_scale:
+        times = jnp.floor((positions_bp + 1).astype(jnp.float32) / config.variant.query_every)
+        factor = 1 + growth * jnp.log1p(times)[:, :, None, None]
     return factor * jnp.cos(angles)[:, :, None], factor * jnp.sin(angles)[:, :, None]
 
 
@@ -36,7 +40,7 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.kind == "llama3":
         num_turns = scaling.original_context * frequency / (2 * np.pi)
-        blend = np.clip((num_turns - low) / (high - low), 0, 1)
+        blend = np.clip((num_turns - low) / max(high - low, 1e-9), 0, 1)
         return frequency * (blend + (1 - blend) / scaling.factor)
     # the pairs that make so many turns in the original context
     pair_of = lambda turns: (

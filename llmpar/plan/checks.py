@@ -222,20 +222,32 @@ def why_not_run(plan: Any) -> str:
 def kernels_refused(config: Any) -> dict[str, str]:
     """Return the kernels of attention that cannot do what a layer of a model needs, with the reason."""
     blocks = [block for _, block in config.blocks if block.mixer == "attention"]
-    refused = dict[str, str]()
-    if any("attention.sinks" in block.block_weights() for block in blocks):
-        refused |= dict.fromkeys(
-            ("cudnn", "xla"), "gives no log of sums, which sinks need; use 'flash'"
-        )
-    if any(block.value_width != block.head_width for block in blocks):
-        why = "needs values as wide as keys; use 'flash'"
-        refused |= dict.fromkeys(("cudnn", "xla"), why)
-    if any(block.value_width > block.head_width for block in blocks):
-        refused["flash"] = "needs values as wide as keys or narrower"
-    if any(block.variant.score_cap for block in blocks):
-        why = "does not cap scores (attn_logit_softcapping)"
-        refused |= dict.fromkeys(("flash", "cudnn", "xla"), why)
-    return refused
+    narrow = lambda block: block.value_width != block.head_width
+    of_jax, ours = ("cudnn", "xla"), ("flash",)
+    rules: list[tuple[Any, tuple[str, ...], str]] = [
+        (
+            lambda block: "attention.sinks" in block.block_weights(),
+            of_jax,
+            "gives no log of sums, which sinks need; use 'flash'",
+        ),
+        (
+            lambda block: block.variant.chunked,
+            of_jax,
+            "sees keys in windows, not in chunks (attention_chunk_size); use 'flash'",
+        ),
+        (narrow, of_jax, "needs values as wide as keys; use 'flash'"),
+        (
+            lambda block: block.value_width > block.head_width,
+            ours,
+            "needs values as wide as keys or narrower",
+        ),
+        (
+            lambda block: block.variant.score_cap,
+            (*ours, *of_jax),
+            "does not cap scores (attn_logit_softcapping)",
+        ),
+    ]
+    return {x: why for asks, names, why in rules if any(map(asks, blocks)) for x in names}
 
 
 def _zero(plan, batch_size: int, seq_len: int) -> _Rows:

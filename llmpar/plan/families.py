@@ -23,7 +23,10 @@ from llmpar.plan.places import repeated
 TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of families")
 PARTS, FACTS, NAMES, NOTES = (TABLES[x] for x in ("parts", "facts", "names", "notes"))
 FAMILIES = TABLES["families"] | {name: {"like": known} for name, known in TABLES["aliases"].items()}
+RUNNING = tuple(name for name, own in FAMILIES.items() if own.get("runs"))
+"""The families that run; the others are planned alone."""
 IGNORED = re.compile("|".join(map(fnmatch.translate, TABLES["ignored"])))
+_NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors".split()
 MOST_LAYERS, MOST = 4096, 1 << 40
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
@@ -56,12 +59,12 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _family(name: str) -> dict[str, Any]:
+def family_of(name: str) -> dict[str, Any]:
     """Return a family's entries over those that it is like."""
     own = FAMILIES[name]
-    base = _family(own["like"]) if "like" in own else {}
+    base = family_of(own["like"]) if "like" in own else {}
     merged = base | own
-    for table in ("sizes", "unsaid", "facts", "mixers", "ffns", "names"):
+    for table in _NESTED:
         merged[table] = base.get(table, {}) | own.get(table, {})
     if "attention" in own:
         parts = dict.fromkeys(TABLES["attention"], own["attention"])
@@ -202,7 +205,7 @@ def read_family(
 ) -> dict[str, Any]:
     """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
-    family = _family(raw["model_type"]) | {"runs": runs}
+    family = family_of(raw["model_type"]) | {"runs": runs}
     file = family["unsaid"] | {key: value for key, value in raw.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
@@ -224,7 +227,7 @@ def read_family(
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
     described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
     if family["runs"]:
-        running.check_file(raw, _unread(reader))
+        running.check_file(raw, family, _unread(reader))
         described["ends"] = running.started(ends, kinds[largest], num_layers)
         described["file"] = json.dumps(raw)
     main = kinds[largest] | {"num_layers": num_layers, "described": described}
@@ -245,7 +248,7 @@ def _kinds(
         if (key := repr((pair, layer.own))) not in known:
             kind = _kind(layer, family, *pair)
             if family["runs"]:
-                kind |= running.fields(layer, pair[0], kind)
+                kind |= running.fields(layer, family, pair[0], kind)
                 rows = running.started(kind["described"]["rows"], kind, num_layers)
                 kind["described"] |= {"runs": True, "rows": rows}
             kinds += [kind] * (kind not in kinds)
@@ -288,7 +291,7 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
     experts = None
     if ffn == "experts":
         e, k = layer.number("e", "the number of experts"), layer.number("top", "experts per token")
-        experts = {"num_experts": e, "top_k": min(k, e), "num_shared": int(bool(layer.get("u")))}
+        experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(layer.get("u")))}
         groups = layer.number("n_group | num_expert_group | 1", "the number of groups of experts")
         chosen = layer.number("topk_group | 1", "the groups that are open to a token")
         if groups > 1:
@@ -338,10 +341,18 @@ def _rows(reader: _Reader, parts: list[str]) -> list[tuple[str, dict[str, Any]]]
     return list(rows.items())
 
 
+def rows_of(
+    parts: str, fields: dict[str, Any], sizes: dict[str, str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the rows of parts, by ``sizes`` as expressions of fields."""
+    reader = _Reader(fields, sizes)
+    return _rows(reader, _parts(reader, parts))
+
+
 @functools.cache
 def _known(model_type: str) -> frozenset[str]:
     """Return the keys that a family's expressions may read."""
-    family = _family(model_type)
+    family = family_of(model_type)
     tables = PARTS, FACTS, TABLES["sizes"] | family["sizes"]
     known = set(re.findall(r"\w+", f"{family} {list(family)} {TABLES['always']}"))
     for _ in range(4):  # families name parts, parts letters, and letters others

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml
+from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml, refuse
 from llmpar.plan import config_json as hugging_face
 from llmpar.plan import families, running
 from llmpar.plan.places import LayerLoop, loops
 from llmpar.plan.running import NotImplementedHere
+from llmpar.plan.sequence_order import Mask
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
@@ -50,8 +51,8 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
-        if self.low_freq_factor >= self.high_freq_factor and self.kind == "llama3":
-            low, high = self.low_freq_factor, self.high_freq_factor
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(
                 f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4"
             )
@@ -68,6 +69,7 @@ class ExpertConfig:
             each (DeepSeek-V3).
         renormalise: the chosen experts' weights add up to one (Mixtral: a softmax over the chosen logits).
         scale: factor on the weights of the chosen.
+        weighs: a weight multiplies its expert's ``result``, or the ``input`` (Llama 4, with a top_k of 1).
         bias_rate: None, or the step of a bias that takes part in choosing, not in weighing, and rises for
             experts with less than the mean load and falls for others (Wang et al. 2024).
         num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
@@ -84,6 +86,7 @@ class ExpertConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True
     scale: Rate = 1.0
+    weighs: Literal["result", "input"] = "result"
     bias_rate: Annotated[float | None, Allowed(float, 0, 1e9, none=True)] = None
     num_groups: Size = 1
     top_groups: Size = 1
@@ -99,6 +102,8 @@ class ExpertConfig:
             raise ValueError(
                 f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}"
             )
+        if self.weighs == "input" and k > 1:
+            raise ValueError(f"weights of {k} experts multiply no one input; choose from 1 to 1")
         if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
         if k > (open_experts := experts // self.num_groups * self.top_groups):
@@ -184,8 +189,13 @@ class Weight:
     frozen: bool = False
 
 
-def _vector(dims: str, *shape: int, fill: float = 1.0) -> Weight:
-    return Weight(dims, shape, fill=fill, is_vector=True)
+_OWN_PARTS = """first_norm gqa second_norm qkv_bias?qkv_bias qk_norm?qk_norm swiglu?!e
+    router?e router_bias?rate experts?e shared?u"""
+_OWN_SIZES = {
+    "d": "width", "n": "num_heads", "k": "num_kv_heads", "h": "head_width", "m": "ffn_width",
+    "e": "experts.num_experts", "u": "experts.num_shared * m", "rate": "experts.bias_rate + 1",
+}  # fmt: skip
+"""The sizes of dims, of a block that its fields describe, as `families` has them."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +205,16 @@ class Variant:
     Attributes:
         norm: by the root mean square, or ``layer``: by the deviation from the mean (Ba et al. 2016).
         norm_offset: is added to each norm's scale (Gemma: 1).
-        qk_norm: whether a norm of q and k is over each ``head``, or over ``all`` heads together (OLMo 2).
+        qk_norm: whether a norm of q and k is over each ``head``, or over ``all`` heads together (OLMo 2), or
+            ``rotated``: over each head, behind the rotation and without a scale (Llama 4).
+        chunked: `ModelConfig.window` is the length of chunks, and a query sees keys of its own alone.
         activation: of the feed-forward. ``clamped`` is gpt-oss's: gate · sigmoid(1.702 gate) · (up + 1), gate
             at most ``clamp`` and up within ± that.
         rope: which numbers of a head rotation pairs: i with i + h/2 (``halves``), 2i with 2i + 1
             (``neighbours``), or ``none``.
         rope_width: how many of them, from the first; None: all.
+        query_scale, query_every: a query is multiplied by 1 + scale · ln(1 + ⌊(position + 1) / every⌋), in
+            layers that do not rotate (Llama 4); None: by nothing.
         score_scale: factor of the scores; None: 1/√h.
         score_cap, logit_cap: x becomes cap · tanh(x / cap) (Gemma 2).
         embedding_scale, residual_scale, logit_scale: factors of what is looked up, of what a layer adds to
@@ -209,11 +223,14 @@ class Variant:
 
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: Rate = 0.0
-    qk_norm: Literal["head", "all"] = "head"
+    qk_norm: Literal["head", "all", "rotated"] = "head"
+    chunked: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh", "clamped"] = "silu"
     clamp: _Positive = 7.0
     rope: Literal["halves", "neighbours", "none"] = "halves"
     rope_width: Length = None
+    query_scale: _Factor = None
+    query_every: _Positive = 8192.0
     score_scale: _Factor = None
     score_cap: _Factor = None
     logit_cap: _Factor = None
@@ -235,7 +252,7 @@ class Described:
 
     Attributes:
         runs: the model's text computes it; else it is planned alone.
-        why: what is not implemented; empty: `ModelConfig.why_planned` says it.
+        why: what is not implemented.
         file: the text of the ``config.json`` that it was read from, which an export writes again.
         rows: the weights of a block, by their paths.
         ends: its weights outside of blocks, besides embedding, last norm and head.
@@ -340,7 +357,11 @@ class ModelConfig:
         """Return `weights` with so many layers of each kind."""
         v, d, std = self.vocab_size, self.width, self.init_scale
         weights = {"embedding": Weight("vocab v d", (v, d), std)}
-        weights |= self.described.ends if self.described else {"norm.scale": _vector("stream d", d)}
+        weights |= (
+            self.described.ends
+            if self.described
+            else {"norm.scale": Weight("stream d", (d,), is_vector=True)}
+        )
         if not self.tied:
             weights["head"] = Weight("vocab v d", (v, d), std)
         for i, (count, (_, block)) in enumerate(zip(counts, self.blocks, strict=True)):
@@ -357,39 +378,15 @@ class ModelConfig:
     def block_weights(self) -> dict[str, Weight]:
         """The weights of one block, by their paths in it. What ends in the residual stream starts smaller, by
         the root of twice the number of layers (Radford et al. 2019, section 2.3)."""
-        if self.described:
-            weights = dict(self.described.rows)
-            return weights | (self._adapters(self.lora, weights) if self.lora else {})
-        d, n, k, h = self.width, self.num_heads, self.num_kv_heads, self.head_width
-        std, last = self.init_scale, self.init_scale / (2 * self.num_layers) ** 0.5
-        weights = {
-            "attention_norm.scale": _vector("stream d", d),
-            "attention.q": Weight("attention d n h", (d, n, h), std),
-            "attention.k": Weight("attention d k h", (d, k, h), std),
-            "attention.v": Weight("attention d k h", (d, k, h), std),
-            "attention.o": Weight("attention n h d", (n, h, d), last),
-            "ffn_norm.scale": _vector("stream d", d),
-        }
-        if self.qkv_bias:
-            for name, dim, heads in (("q", "n", n), ("k", "k", k), ("v", "k", k)):
-                weights[f"attention.{name}_bias"] = _vector(
-                    f"attention {dim} h", heads, h, fill=0.0
-                )
-        if self.qk_norm:
-            weights |= {f"attention.{x}_norm.scale": _vector("attention h", h) for x in "qk"}
+        weights = dict(self.described.rows if self.described else self._own_rows)
+        return weights | (self._adapters(self.lora, weights) if self.lora else {})
 
-        if experts := self.experts:
-            weights["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
-            if experts.bias_rate is not None:
-                weights["experts.bias"] = _vector("stream e", experts.num_experts, fill=0.0)
-            weights |= self._feed_forward("experts", "experts e", (experts.num_experts,))
-            if experts.num_shared:
-                weights |= self._feed_forward("experts.shared", "ffn", (), experts.num_shared)
-        else:
-            weights |= self._feed_forward("ffn", "ffn", ())
-        if self.lora:
-            weights |= self._adapters(self.lora, weights)
-        return weights
+    @functools.cached_property
+    def _own_rows(self) -> tuple[tuple[str, Weight], ...]:
+        """The weights of a Llama's block, by the parts of `families`."""
+        fields = dataclasses.asdict(self)
+        rows = families.rows_of(_OWN_PARTS, fields, _OWN_SIZES)
+        return _weights(running.started(rows, fields, self.num_layers))
 
     def _adapters(self, lora: LoraConfig, weights: dict[str, Weight]) -> dict[str, Weight]:
         """A and B for each target, such as ``d z`` and ``z n h`` for q, ``d n h``. B starts at zero, A with
@@ -406,15 +403,6 @@ class ModelConfig:
                 rows[f"{part}.lora.{name}_a"] = Weight(a, (*into, lora.rank), std)
                 rows[f"{part}.lora.{name}_b"] = Weight(b, (lora.rank, *out), fill=0.0)
         return rows
-
-    def _feed_forward(
-        self, path: str, dims: str, lead: tuple[int, ...], times: int = 1
-    ) -> dict[str, Weight]:
-        """The weights of a feed-forward ``times`` as wide; ``lead`` has the sizes of dims before ``d m``."""
-        d, m, std = self.width, times * self.ffn_width, self.init_scale
-        into = Weight(f"{dims} d m", (*lead, d, m), std)
-        out = Weight(f"{dims} m d", (*lead, m, d), std / (2 * self.num_layers) ** 0.5)
-        return {f"{path}.gate": into, f"{path}.up": into, f"{path}.down": out}
 
     @functools.cached_property
     def blocks(self) -> tuple[tuple[int, "ModelConfig"], ...]:
@@ -440,6 +428,11 @@ class ModelConfig:
     def mixer(self) -> str:
         """What mixes positions in a layer: ``attention``, a ``recurrent`` state, or ``none``."""
         return self.described.mixer if self.described else "attention"
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a layer's queries see, and how its scores are capped."""
+        return Mask(self.window, self.variant.score_cap, self.variant.chunked)
 
     @property
     def value_width(self) -> int:
@@ -551,16 +544,7 @@ class ModelConfig:
     @property
     def why_planned(self) -> str:
         """What of a planned model is not implemented."""
-        blocks = [block for _, block in self.blocks]
-        parts = {
-            "latent attention": any(block.shares_cache for block in blocks),
-            "recurrent layers": any(block.mixer == "recurrent" for block in blocks),
-            "layers of several kinds": len(blocks) > 1,
-            "these layers": not self.kinds,
-        }
-        own = " and ".join([part for part, has in parts.items() if has][:2])
-        why = self.described.why if self.described else ""
-        return f"{own} are counted but not implemented" if not why else why
+        return self.described.why if self.described else ""
 
     @property
     def params_of_a_layer(self) -> int:
@@ -682,25 +666,44 @@ def folder_of(name: str) -> str:
 
 
 def from_hugging_face(path: str) -> ModelConfig:
-    """Read a ``config.json``: of one of `hugging_face.FAMILIES`, or of another family that `families`
-    describes. Refuse, by key, what neither knows."""
-    fields = allowed(ModelConfig) | allowed(RopeScaling) | allowed(ExpertConfig)
-    raw = read_json(path, "model configuration")
+    """Read a ``config.json`` of a family that `families` describes. Refuse, by key, what it does not know."""
+    raw = families.text_part(read_json(path, "model configuration"))
+    model_type = raw.get("model_type")
+    if not families.is_planned(model_type):
+        others = len(families.FAMILIES) - len(families.RUNNING)
+        raise ValueError(
+            f"model_type '{str(model_type):.60}' in '{path}' is not one of"
+            f" {', '.join(families.RUNNING)}, nor of {others} others that are planned"
+        )
+    name = pathlib.Path(path).parent.name or str(model_type)
     try:
-        return from_dict(hugging_face.read_config(raw, path, fields))
-    except NotImplementedHere as reason:
-        part = families.text_part(raw)
-        if not families.is_planned(part.get("model_type")):
-            others = len(families.FAMILIES) - len(hugging_face.FAMILIES)
-            raise ValueError(f"{reason}, nor of {others} others that are planned") from None
-        name = pathlib.Path(path).parent.name or str(part["model_type"])
-        return described_model(name, part, str(reason))
+        if model_type in hugging_face.FAMILIES:
+            hugging_face.check_entries(raw, allowed(ModelConfig) | allowed(ExpertConfig))
+            return _of_own_fields(name, raw)
+        return described_model(name, raw)
+    except ValueError as reason:
+        refuse(path, "model configuration", str(reason))
 
 
-def described_model(name: str, raw: dict[str, Any], why: str = "") -> ModelConfig:
-    """Return the model of a ``config.json``'s entries: one that runs, or one that is planned, ``why`` or
-    because of what running it would need."""
-    if running.family(raw["model_type"]):
+def _of_own_fields(name: str, raw: dict[str, Any]) -> ModelConfig:
+    """Return the model of a ``config.json``'s entries without rows, where its own fields say all of them."""
+    try:
+        fields = families.read_family(raw, name, runs=True)
+    except NotImplementedHere:
+        return described_model(name, raw)
+    described, rows = from_dict(fields), dict(fields["described"]["rows"])
+    more = {"qk_norm": "attention.q_norm.scale" in rows, "qkv_bias": "attention.q_bias" in rows}
+    own = from_dict(fields | more | {"described": None})
+    written = own.rope_scaling is None or own.rope_scaling.kind == "llama3"
+    plain = written and own.variant == LLAMA and not own.kinds
+    return own if plain and own.weights() == described.weights() else described
+
+
+def described_model(name: str, raw: dict[str, Any]) -> ModelConfig:
+    """Return the model of a ``config.json``'s entries: one that runs, or one that is planned, because of what
+    running it would need."""
+    why = f"layers of model_type '{raw['model_type']}' are counted but not implemented"
+    if raw["model_type"] in families.RUNNING:
         try:
             return from_dict(families.read_family(raw, name, runs=True))
         except ValueError as reason:

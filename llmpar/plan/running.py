@@ -1,33 +1,20 @@
-"""Families that run: what their layers compute, as the fields of a kind of layers (`running.toml`)."""
+"""Families that run: what their layers compute, as the fields of a kind of layers, by the same tables."""
 
-import functools
 import math
-import pathlib
 from typing import Any
 
-from llmpar.files import Allowed, read_toml
+from llmpar.files import Allowed
 
-_TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of families that run")
-FAMILIES = _TABLES["families"]
-_NUMBER = Allowed(float, 0, 1e15)
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""What Hugging Face calls those that are implemented."""
+_LLAMA3 = "factor", "low_freq_factor", "high_freq_factor"
 
 
 class NotImplementedHere(ValueError):
     """A model that asks for what is not implemented: it may still be planned."""
 
 
-@functools.cache
-def family(name: str) -> dict[str, Any]:
-    """Return a family's tables over those that it is like; nothing of one that does not run."""
-    own = FAMILIES.get(name)
-    if own is None:
-        return {}
-    base = family(own.get("like", ""))
-    tables = "model", "variant", "experts", "needs", "tensors"
-    return base | own | {table: base.get(table, {}) | own.get(table, {}) for table in tables}
-
-
-def check_file(file: dict[str, Any], unread: list[str]) -> None:
+def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) -> None:
     """Refuse, by its key, what a whole file asks for and is not implemented; and keys that nothing reads."""
     if unread:
         raise NotImplementedHere(f"its keys {', '.join(unread)} are not read")
@@ -36,30 +23,28 @@ def check_file(file: dict[str, Any], unread: list[str]) -> None:
         raise NotImplementedHere(f"{what}; use the model in bfloat16")
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
-    run = family(file["model_type"])
-    if file.get("layer_types") and not run.get("reads_layer_types"):
+    if file.get("layer_types") and not family.get("reads_layer_types"):
         raise NotImplementedHere("layer_types is in the file, and its family does not read it")
-    for key, value in run["needs"].items():
+    for key, value in family["needs"].items():
         allowed = value if isinstance(value, list) else [value]
         if file.get(key) not in (None, *allowed):
             only = " or ".join(map(repr, allowed))
             raise NotImplementedHere(f"{key} is {file[key]!r:.40}, and only {only} is implemented")
 
 
-def fields(layer: Any, mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
+def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
     """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
-    run = family(layer.file["model_type"])
-    if mixer not in ("full_attention", "sliding_attention"):
+    if mixer not in ("full_attention", "sliding_attention", family.get("runs_also")):
         raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
     layer = layer.with_letters({"mixer": repr(mixer)})
-    values = lambda table: {name: layer.get(text) for name, text in run[table].items()}
+    values = lambda table: {name: layer.get(text) for name, text in family[table].items()}
     given = lambda table: {name: x for name, x in values(table).items() if x is not None}
     model, variant = given("model"), given("variant")
     name = variant.get("activation")
-    if name != "clamped" and (name := _TABLES["activations"].get(str(name))) is None:
+    if name != "clamped" and (name := ACTIVATIONS.get(str(name))) is None:
         raise NotImplementedHere(f"activation {variant['activation']!r:.40} is not implemented")
-    rope = _rope_of(layer.file, run, mixer)
-    head_width, share = kind["head_width"], run.get("partial", 1.0)
+    rope = _rope_of(layer.file, family, mixer)
+    head_width, share = kind["head_width"], family.get("partial", 1.0)
     width = int(head_width * _number(rope, "partial_rotary_factor", share))
     if "rope_width" not in variant and width != head_width:
         variant["rope_width"] = width
@@ -68,7 +53,7 @@ def fields(layer: Any, mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
     latent = kind["described"]["cache_width"]
     if latent and scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
         variant["score_scale"] = head_width**-0.5 * _mscale(scaling["factor"], all_dim) ** 2
-    experts = kind["experts"] and kind["experts"] | given("experts")
+    experts = kind["experts"] and kind["experts"] | given("routing")
     if experts and "renormalise" in experts:
         experts["renormalise"] = bool(experts["renormalise"])
     variant["activation"] = name
@@ -94,23 +79,23 @@ def started(rows: list[Any], kind: dict[str, Any], num_layers: int) -> list[Any]
     return [(path, row | start(path, row)) for path, row in rows]
 
 
-def _rope_of(file: dict[str, Any], run: dict[str, Any], mixer: str) -> dict[str, Any]:
+def _rope_of(file: dict[str, Any], family: dict[str, Any], mixer: str) -> dict[str, Any]:
     """Return the entries on rotary embedding that count for a layer: of both spellings, and of tables by the
     names of layers."""
-    rope = file.get("rope_scaling") or file.get("rope_parameters") or run.get("rope", {})
+    rope = file.get("rope_scaling") or file.get("rope_parameters") or family.get("rope", {})
     if not isinstance(rope, dict):
         raise NotImplementedHere(f"rope_scaling is {rope!r:.40}, and no table")
     outer = {key: file[key] for key in ("partial_rotary_factor",) if file.get(key) is not None}
     if any(isinstance(value, dict) for value in rope.values()):
         return outer | (rope[mixer] if isinstance(rope.get(mixer), dict) else {})
-    return outer | (rope if mixer in run.get("rope_of", [mixer]) else {})
+    return outer | (rope if mixer in family.get("rope_of", [mixer]) else {})
 
 
-def _number(table: dict[str, Any], key: str, default: float) -> float:
+def _number(table: dict[str, Any], key: str, default: float, least: float = 0) -> float:
     """Return a number of a table, or the default where it has none; refuse others by name."""
     if (value := table.get(key)) is None:
         return default
-    _NUMBER.check(key, value)
+    Allowed(float, least, 1e15).check(key, value)
     return value
 
 
@@ -122,10 +107,12 @@ def _scaling(rope: dict[str, Any], file: dict[str, Any]) -> dict[str, Any] | Non
     if kind not in ("llama3", "linear", "yarn"):
         raise NotImplementedHere(f"rope type {kind!r:.40} is not implemented")
     longest = _number(file, "max_position_embeddings", 8192)
-    original = _number(file, "original_max_position_embeddings", longest)
-    original = _number(rope, "original_max_position_embeddings", original)
+    original = _number(file, "original_max_position_embeddings", longest, 1)
+    original = _number(rope, "original_max_position_embeddings", original, 1)
     factor = _number(rope, "factor", longest / original)
     scaling: dict[str, Any] = {"kind": kind, "factor": factor}
+    if kind == "llama3" and (lacks := [key for key in _LLAMA3 if rope.get(key) is None]):
+        raise ValueError(f"rope_scaling lacks '{lacks[0]}', which its rope type needs")
     low, high = _number(rope, "low_freq_factor", 1.0), _number(rope, "high_freq_factor", 4.0)
     if kind == "yarn":
         low, high = _number(rope, "beta_slow", 1.0), _number(rope, "beta_fast", 32.0)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 class Mask:
     """Which keys a query may see: none after it, and with a `window` none that many or more positions before
     it. (Positions of different segments never see each other.) With a ``cap`` its scores become
-    cap · tanh(score / cap)."""
+    cap · tanh(score / cap). ``in_chunks``: positions are cut into chunks as long as the window, each of which
+    is a segment by itself (`llmpar.model.attention.ids_of`)."""
 
     window: int | None = None
     cap: float | None = None
+    in_chunks: bool = False
 
     def admits(self, low, high):
         """Return whether some gap (query minus key position) in [low, high] is allowed; exact if low equals

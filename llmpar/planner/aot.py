@@ -24,7 +24,6 @@ from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.backend import fits_cudnn
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
-from llmpar.plan.sequence_order import Mask
 from llmpar.plan.timetable import branch_shares, timetable
 from llmpar.planner import planner
 from llmpar.planner.planner import BAND
@@ -187,7 +186,7 @@ def _busiest(
     tiles = kernel_tiles(
         "flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own
     )
-    seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, Mask(config.window))
+    seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, config.mask)
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [
         roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches

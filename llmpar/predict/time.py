@@ -18,7 +18,7 @@ from typing import Any
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.sequence_order import Mask, ring_hops
+from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
@@ -240,7 +240,7 @@ class Clock:
                 once += 3 * self.rates.start_s
             if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
                 order = "zigzag" if run.balanced else "contiguous"
-                hops = ring_hops(Mask(block.window), order, ring, run.seq_len // ring)
+                hops = ring_hops(block.mask, order, ring, run.seq_len // ring)
                 hop = self.collective("permute", keys, ring, inner * near) * hops
         state = 4.0 * run.rows * block.state_size / mesh.tp
         once += self.collective("permute", state, mesh.sp, inner) * (mesh.sp - 1)

@@ -14,7 +14,6 @@ from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule
-from llmpar.plan.sequence_order import Mask
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import visited_share, whole_ring_bytes
 
@@ -213,7 +212,7 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * sum(count for loop, count in own if loop.always)
         # What B computes anew from the batch gathers the ids where `attention.as_promised` does.
-        masks = [Mask(block.window) for _, block in plan.config.blocks]
+        masks = [block.mask for _, block in plan.config.blocks]
         gathers = any(plan.order_matters(mask, seq_len) for mask in masks)
         attended = cells * (1 + gathers)
         return replace(every, forward=n, matrices=twice, vectors=twice, attended=attended)
@@ -592,7 +591,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
             both += values.local_size("keys b s k h", b, s, k, width)
     _ids(values, run)
     if ring := plan.regions["keys"]["s"]:
-        hops = plan.ring_hops(Mask(config.window), s)
+        hops = plan.ring_hops(config.mask, s)
         of = Transfer(of.value, "keys b t -> the next rank", hidden_by=ATTENTION)
         forward = hops * (run.forward + run.attention + again)
         values.ring(ring, of, both * values.itemsize, forward)

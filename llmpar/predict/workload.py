@@ -235,10 +235,11 @@ class Run:
         return flops
 
     def seen(self, causal: bool, block: ModelConfig) -> float:
-        """Return the keys that a query meets: of a window all, elsewhere half of the sequence where
-        ``causal``."""
+        """Return the keys that a query meets: of a window all, elsewhere half of the sequence, or of a chunk,
+        where ``causal``."""
         seen = min(block.window or self.seq_len, self.seq_len)
-        return seen * (0.5 if causal and seen == self.seq_len else 1.0)
+        half = causal and (seen == self.seq_len or block.variant.chunked)
+        return seen * (0.5 if half else 1.0)
 
     # ------------------------------------------------------------------------------ what a layer computes
 

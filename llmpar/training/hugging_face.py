@@ -1,5 +1,4 @@
-"""Weights of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE as Hugging Face stores them: safetensors in
-and out.
+"""Weights of the families that run as Hugging Face stores them: safetensors in and out.
 
 They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
 layers and experts and keep heads apart. `TENSOR_NAMES` has theirs in our letters: ``(n h) d`` has one dim
@@ -32,7 +31,7 @@ from jax.experimental.multihost_utils import process_allgather
 from llmpar.files import check_ordinary, read_json, refuse
 from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import axes_of
-from llmpar.plan import running
+from llmpar.plan import families
 from llmpar.plan.config_json import TABLES, family
 from llmpar.plan.model_config import ModelConfig, Weight, kind_of, to_hugging_face
 from llmpar.training.data import FileTokenizer, Tokenizer
@@ -45,7 +44,7 @@ _KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
-# Path of each weight here to its name there (``{}`` is the layer, then the expert); `running.toml` has what
+# Path of each weight here to its name there (``{}`` is the layer, then the expert); `families.toml` has what
 # families call otherwise.
 TENSOR_NAMES = TABLES["weights"]
 
@@ -187,7 +186,7 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
     base = dataclasses.replace(config, lora=None)
     file = json.loads(config.described.file) if config.described else None
-    run = running.family(file["model_type"] if file else family(dataclasses.asdict(config)))
+    run = families.family_of(file["model_type"] if file else family(dataclasses.asdict(config)))
     weights = dict[str, _Weight]()
     for path, weight in base.weights().items():
         kind = kind_of(path)
