@@ -221,6 +221,9 @@ LLAMA4 |= {"attention_chunk_size": 8, "interleave_moe_layer_step": 2, "num_exper
 ASKS = [
     ({}, ""),
     ({"zebra_width": 7}, "its keys zebra_width are not read"),
+    ({"unsloth_version": "2026.1", "layer_types": ["full_attention"] * 4}, ""),
+    ({"embedding_multiplier": 12.0}, "its keys embedding_multiplier are not read"),
+    ({"embedding_multiplier": 1.0}, ""),
     ({"layer_types": ["sliding_attention"] * 4}, "its family does not read it"),
     ({"hidden_act": "relu2"}, "activation 'relu2' is not implemented"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not implemented"),

@@ -89,7 +89,8 @@ def parse(argv: list[str]):
     command: Any = tyro.cli(
         command_type, prog=f"llmpar {name}", description=about, args=argv[1:at], config=settings
     )
-    if hasattr(step := getattr(command, "step", None), "given"):
+    step: Any = getattr(command, "step", None)
+    if hasattr(step, "given"):
         flags = (
             word.removeprefix("--").partition("=")[0]
             for word in argv[1:at]

@@ -25,7 +25,9 @@ PARTS, FACTS, NAMES, NOTES = (TABLES[x] for x in ("parts", "facts", "names", "no
 FAMILIES = TABLES["families"] | {name: {"like": known} for name, known in TABLES["aliases"].items()}
 RUNNING = tuple(name for name, own in FAMILIES.items() if own.get("runs"))
 """The families that run; the others are planned alone."""
-IGNORED = re.compile("|".join(map(fnmatch.translate, TABLES["ignored"])))
+IGNORED, CHANGING = (
+    re.compile("|".join(map(fnmatch.translate, TABLES[name]))) for name in ("ignored", "changing")
+)
 _NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors".split()
 MOST_LAYERS, MOST = 4096, 1 << 40
 _OPERATORS: dict[type, Any] = {
@@ -227,7 +229,7 @@ def read_family(
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
     described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
     if family["runs"]:
-        running.check_file(raw, family, _unread(reader))
+        running.check_file(raw, family, _unread(reader, runs=True))
         described["ends"] = running.started(ends, kinds[largest], num_layers)
         described["file"] = json.dumps(raw)
     main = kinds[largest] | {"num_layers": num_layers, "described": described}
@@ -373,8 +375,10 @@ def _notes(reader: _Reader, family: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _unread(reader: _Reader) -> list[str]:
-    """Return the keys of a file that nothing reads and that might change what the model is."""
+def _unread(reader: _Reader, runs: bool = False) -> list[str]:
+    """Return the keys of a file that nothing reads and that might change what the model is; of one that runs,
+    also those that change no size and answers."""
     known = _known(reader.file["model_type"]) | set(re.findall(r"\w+", " ".join(NOTES)))
     rest = [key for key, value in reader.file.items() if value and key not in known]
-    return sorted(key for key in rest if not IGNORED.fullmatch(key))
+    changing = [key for key in rest if runs and CHANGING.fullmatch(key) and reader.file[key] != 1]
+    return sorted(key for key in rest if key in changing or not IGNORED.fullmatch(key))

@@ -23,7 +23,8 @@ def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) 
         raise NotImplementedHere(f"{what}; use the model in bfloat16")
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
-    if file.get("layer_types") and not family.get("reads_layer_types"):
+    others = set(file.get("layer_types") or ()) - {"full_attention"}
+    if others and not family.get("reads_layer_types"):
         raise NotImplementedHere("layer_types is in the file, and its family does not read it")
     for key, value in family["needs"].items():
         allowed = value if isinstance(value, list) else [value]
