@@ -22,7 +22,6 @@ from llmpar.inspect.twin import (
     RETURN,
     Cures,
     Equation,
-    Pair,
     Pieces,
     Program,
     cut_of,
@@ -65,29 +64,30 @@ def _whole(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return x
 
 
-def _reduced(step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any) -> Any:
-    """Call a step with some operands whole along axes."""
-    return step.call(*(_whole(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)))
-
-
-def _divided(step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any) -> Any:
-    """Call a step with some operands divided by the number of ranks."""
-    return step.call(*(_scaled(x, axes) if j in chosen else x for j, x in enumerate(xs)))
-
-
-def _counted_once(step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any) -> Any:
-    """Call a sum, and divide its results by the number of ranks."""
-    return [_scaled(x, axes) for x in jax.tree.leaves(step.call(*xs))]
-
-
-def _summed_rightly(step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any) -> Any:
+def _resummed(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     """Sum over the axes along which there are terms of a sum, in the place of a step."""
-    return [_whole(x, cut, cut.over("sum")) for x in xs]
+    return _whole(x, cut, cut.over("sum"))
 
 
-def _scaled(x: Any, axes: tuple) -> Any:
-    x = jnp.asarray(x)
-    return (x * jnp.float32(1 / math.prod(map(lax.axis_size, axes)))).astype(x.dtype)
+def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
+    """Let a sum count a value once: that of the first rank, and of means the n-th part."""
+    for axis in axes:
+        one_of = 1 / lax.axis_size(axis) if cut.axes[axis] == "mean" else lax.axis_index(axis) == 0
+        x = x * jnp.asarray(one_of, x.dtype)
+    return x
+
+
+def _seen(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
+    """Do nothing: the values show such a mistake by themselves."""
+    return x
+
+
+def _mended(
+    mistake: "Mistake", step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any
+) -> Any:
+    """Call a step with some operands mended."""
+    mended = [mistake.mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)]
+    return mended if mistake.mend is _resummed else step.call(*mended)
 
 
 _SCALES = {"mean for a sum", "counted", "missing mean"}
@@ -96,15 +96,15 @@ _SCALES = {"mean for a sum", "counted", "missing mean"}
 
 class Mistake(NamedTuple):
     """State a kind of mistake: its words; at which steps it is, as a pattern; which states of an operand it
-    needs, and what else (``when``, of step, cuts, axes, operands); what is called in the place of a step to
-    try whether that mends the program."""
+    needs, and what else (``when``, of step, cuts, axes, operands); what is done with such operands to try
+    whether that mends the program."""
 
     kind: str
     sentence: str
     cure: str = ""
     steps: str = "-"
     states: tuple[str, ...] = ()
-    mend: Callable[..., Any] | None = None
+    mend: Callable[..., Any] = _seen
     when: Callable[..., Any] = lambda *_: True
 
 
@@ -121,7 +121,7 @@ MISTAKES = {
         "lax.psum(…, {right})",
         _SUMS,
         ("copy", "cut"),
-        _summed_rightly,
+        _resummed,
         lambda step, cuts, *_: _beside(step, cuts),
     ),
     "transposed": Mistake(
@@ -130,7 +130,7 @@ MISTAKES = {
         "use check_vma=True, or jax.grad outside of shard_map: without types a psum's transpose is a psum",
         _SUMS,
         ("copy",),
-        _counted_once,
+        _once,
         lambda step, *_: step.backward,
     ),
     "counted": Mistake(
@@ -139,7 +139,7 @@ MISTAKES = {
         "leave {axes} out of the sum",
         _SUMS,
         ("copy",),
-        _counted_once,
+        _once,
     ),
     "sum of means": Mistake(
         "counted",
@@ -147,7 +147,7 @@ MISTAKES = {
         "lax.pmean(…, {names})",
         _SUMS,
         ("mean",),
-        _counted_once,
+        _once,
     ),
     "sum of shards": Mistake(
         "sum of shards",
@@ -155,7 +155,7 @@ MISTAKES = {
         "leave {axes} out of the sum",
         _SUMS,
         ("cut",),
-        _summed_rightly,
+        _resummed,
     ),
     "added": Mistake(
         "counted",
@@ -164,7 +164,7 @@ MISTAKES = {
         "add it after the sum over {axes}",
         "add|sub|add_any",
         ("copy",),
-        _divided,
+        _once,
         lambda step, cuts, axes, _: any({*axes} <= {*cut.over("sum")} for cut in cuts),
     ),
     "mean of means": Mistake(
@@ -173,7 +173,7 @@ MISTAKES = {
         "lax.psum(…, {names}) of both before the div",
         "div",
         ("sum",),
-        _reduced,
+        _whole,
         lambda step, cuts, axes, chosen: len(chosen) == 2,
     ),
     "missing": Mistake(
@@ -182,7 +182,7 @@ MISTAKES = {
         "lax.{reduce}(…, {names}) before the {name}",
         _OTHERS,
         _PARTS,
-        _reduced,
+        _whole,
     ),
     "unfinished": Mistake(
         "{lack}",
@@ -190,7 +190,7 @@ MISTAKES = {
         "lax.{reduce}(…, {names}) before it is returned",
         RETURN,
         _PARTS,
-        _reduced,
+        _whole,
     ),
     "over a shard": Mistake(
         "over a shard",
@@ -198,7 +198,7 @@ MISTAKES = {
         "gather dim {dim} over {axes}, or combine what the ranks find",
         _WHOLES,
         ("cut",),
-        _reduced,
+        _whole,
         lambda step, cuts, axes, chosen: chosen == (0,) and "shard" not in cuts[0].axes.values(),
     ),
     "shard for a copy": Mistake(
@@ -207,7 +207,7 @@ MISTAKES = {
         "gather it over {axes}, or name {axes} in out_specs",
         RETURN,
         ("cut",),
-        None,
+        _seen,
         lambda step, cuts, axes, _: len(axes) == 1 and axes[0] not in step.params["named"],
     ),
     "other order": Mistake(
@@ -216,7 +216,7 @@ MISTAKES = {
         "",
         RETURN,
         ("cut",),
-        None,
+        _seen,
         lambda step, cuts, axes, _: (
             len(axes) == 1 and cuts[0].axes[axes[0]] != step.params["named"].get(axes[0])
         ),
@@ -352,9 +352,12 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
     rows, wrong = case.compare(case.results())
     if not wrong and case.has_gradients:
         try:
-            both = _Case(leaves, *(_and_gradients(call, names) for call in calls))
+            both = _Case(leaves, *map(_and_gradients, calls))
             more, wrong = both.compare(both.results())
-            rows, both.notes, case = rows + more[len(rows) :], case.notes, both
+            floats = [name for name, x in zip(names, leaves, strict=True) if _is_float(x)]
+            titles = [{"name": f"gradient of {name}"} for name in floats]
+            rows += [row | title for row, title in zip(more[len(rows) :], titles, strict=True)]
+            both.notes, case = case.notes, both
         except Exception as error:
             case.notes.append(f"gradients are not compared: {_first_line(error)}")
     findings = case.findings(wrong) if wrong else []
@@ -366,15 +369,19 @@ class _Case:
     """One comparison: of a function of arrays with itself on one device, or with a reference."""
 
     def __init__(self, leaves: list, call: Callable, reference: Callable | None = None):
-        self.notes, self.leaves, self.call, self.reference = list[str](), leaves, call, reference
+        self.notes, flat = list[str](), lambda f: f and (lambda *xs: jax.tree.leaves(f(*xs)))
+        self.call, self.reference = flat(call), flat(reference)
         traced, shape = jax.make_jaxpr(call, return_shape=True)(*leaves)
-        self.names = [_name(path) for path, _ in jax.tree.leaves_with_path(shape)]
-        results = jax.tree.leaves(shape)
-        scalars = bool(results) and all(x.shape == () and _is_float(x) for x in results)
+        named = jax.tree.leaves_with_path(shape)
+        self.shapes = [x.shape for _, x in named]
+        self.names = [f"result{jax.tree_util.keystr(path)}" for path, _ in named]
+        scalars = bool(named) and all(x.shape == () and _is_float(x) for _, x in named)
         self.has_gradients = scalars and any(map(_is_float, leaves))
         self.many, self.one, self.draws = read(traced), None, False
         self.mesh = _mesh_of(leaves, self.many)
         self.inputs = [[_values(x, seed) for x in leaves] for seed in range(4)]
+        spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
+        self.places = [x.sharding if spread(x) else None for x in leaves]
         try:
             with _jax.on_one_device(), _context():
                 bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -390,41 +397,34 @@ class _Case:
         if reference and self.draws:
             self.notes.append("random numbers are drawn: compared with itself on one device")
         elif reference:
-            self.right = self.alone(reference)
-            a, b = ([x.shape for x in side] for side in (results, self.right[0]))
-            if a != b:
-                raise ValueError(
-                    f"results have shapes {a}, and those of the reference {b}; they must agree"
-                )
+            self.right = self.alone(self.reference)
+            self.refuse_shapes("the reference")
         self.spreads = spreads(self.many, math.prod(self.mesh.values()))
-        far = [self.spreads.get(x, 0.0) for x in self.many.gives]
-        self.bounds = [
-            [_bound(*each) for each in zip(far, *self.right[k::2], strict=True)] for k in (0, 1)
-        ]
+
+    def refuse_shapes(self, other: str) -> None:
+        """Refuse results of other shapes."""
+        a, b = self.shapes, [np.shape(x) for x in self.right[0]]
+        if a != b:
+            raise ValueError(f"f has shape {a} of results, {other} {b}; they must agree: {_ASK}")
 
     def run_one(self, *xs: Any, see: bool = False) -> Any:
-        """Run the program of one device."""
-        assert self.one
+        """Run the program of one device; with ``see`` return all values."""
         return run(self.one, xs, see, {})[see]
 
-    def alone(self, call: Callable, see: bool = False) -> list:
+    def alone(self, call: Callable) -> list:
         """Run a function on one device on all arguments."""
-        jitted = jax.jit(call)
         with _context():
             try:
-                each = [jitted(*xs) for xs in self.inputs]
+                return _runs(call, self.inputs)
             except jax.errors.JAXTypeError:  # it is a function of NumPy
-                each = [call(*map(np.asarray, xs)) for xs in self.inputs]
-        return jax.device_get(each) if see else list(map(_arrays, each))
+                return [call(*map(np.asarray, xs)) for xs in self.inputs]
 
     def results(self, cures: Cures | None = None, see: bool = False) -> list:
         """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
         as_it_is = not (cures or see or self.draws)
         steps = lambda *xs: run(self.many, xs, see, cures or {})[see]
-        call = jax.jit(self.call if as_it_is else steps)
-        put = lambda x, like: jax.device_put(x, like.sharding) if _is_spread(like) else x
-        each = [call(*map(put, xs, self.leaves)) for xs in self.inputs[:2]]
-        return jax.device_get(each) if see else list(map(_arrays, each))
+        placed = [[*map(jax.device_put, xs, self.places)] for xs in self.inputs[:2]]
+        return _runs(self.call if as_it_is else steps, placed)
 
     def agrees(self, results: Callable[[], list]) -> bool:
         """Return whether results can be had, and are right."""
@@ -436,8 +436,10 @@ class _Case:
         """Return a row for each result, and the numbers of those that differ."""
         rows = list[dict[str, Any]]()
         for j, name in enumerate(self.names):
-            sides = zip(results, self.right[:2], self.bounds, strict=True)
-            far = [(distance(a[j], b[j]), c[j], _scale(b[j])) for a, b, c in sides]
+            sides = zip(results, self.right, self.right[2:], strict=False)
+            each = [[_array(side[j]) for side in three] for three in sides]
+            spread = self.spreads.get(self.many.gives[j], 0.0)
+            far = [(distance(a, b), _bound(spread, b, c), _scale(b)) for a, b, c in each]
             difference, bound, scale = max(far, key=lambda one: (one[0] - one[1]) / one[2])
             row = {"name": name, "difference": difference / scale, "bound": bound / scale}
             rows.append(row | {"equal": difference <= bound})
@@ -451,9 +453,7 @@ class _Case:
         if self.one is None:
             self.notes.append(f"{self.why}, so its lines are not compared")
         elif (
-            self.reference
-            and not self.draws
-            and not self.agrees(lambda: self.alone(self.run_one)[:2])
+            self.reference and not self.draws and not self.agrees(lambda: self.alone(self.run_one))
         ):
             self.notes.append(
                 "on a mesh of ones the program differs from the reference, too: sharding is not what makes"
@@ -462,7 +462,7 @@ class _Case:
         else:
             rows = _Reading(self).findings(wrong)
             if not self.reference and all(row["kind"] == "unknown" for row in rows):
-                self.refuse_own_rows(wrong)
+                self.refuse_own_rows()
             return rows
         for axis, n in self.mesh.items():
             most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
@@ -471,23 +471,17 @@ class _Case:
                 self.notes.append(f"if it is a ring, it is one hop short: {seen}")
         return []
 
-    def refuse_own_rows(self, wrong: list[int]) -> None:
+    def refuse_own_rows(self) -> None:
         """Refuse a program that is another function on a mesh of ones: results have another shape there, or
         each rank has one row of an argument, and takes it by its number."""
-        ask = f"on one device that is another function; {_ASK}"
-        for j, x in ((j, self.results()[0][j]) for j in wrong):
-            if x.shape != (other := self.right[0][j].shape):
-                raise ValueError(
-                    f"{self.names[j]} has shape {x.shape}, and {other} on a mesh of ones: {ask}"
-                )
-        rows = set[int]()
+        self.refuse_shapes("a mesh of ones")
+        rows = {i for _, step in self.many.all_steps() if step.name == ENTER for i in step.gives}
         for _, step in self.many.all_steps():
-            same = step.name == "convert_element_type" and step.takes[0] in rows
-            rows |= {*step.gives} if step.name == ENTER or same else set()
             for x, v in zip(step.takes, step.eqn.invars if step.eqn else (), strict=False):
                 if x in rows and step.name in _ROWS and 1 in v.aval.shape:
                     raise ValueError(
-                        f"{step.line}: each rank takes its only row of an argument: {ask}"
+                        f"{step.line}: each rank takes its only row of an argument: on one device that is"
+                        f" another function; {_ASK}"
                     )
 
 
@@ -508,14 +502,14 @@ class _Reading:
 
     def __init__(self, case: _Case):
         assert case.one
-        self.case, self.pair = case, twins(case.many, case.one)
+        self.case, self.twin_of = case, twins(case.many, case.one)
         self.makers, self.before = dict[int, Equation](), dict[int, list[int]]()
         self.sizes = dict.fromkeys(case.many.takes, dict[str, int]())
         self.takers = defaultdict[int, list[Equation]](list)
         self.data = {*case.many.takes}  # what is made of arguments, or of random numbers
         for program, step in case.many.all_steps():
             # what it is made of; where that has no twin, what is before it
-            known = [[x] if x in self.pair else self.before.get(x, []) for x in step.takes]
+            known = [[x] if x in self.twin_of else self.before.get(x, []) for x in step.takes]
             self.makers |= dict.fromkeys(step.gives, step)
             for x in step.takes:
                 self.takers[x].append(step)
@@ -523,7 +517,7 @@ class _Reading:
             self.sizes |= dict.fromkeys(step.gives, program.sizes)
             if step.name == "random_bits" or self.data & {*step.takes}:
                 self.data |= {*step.gives}
-        self.twins = case.alone(functools.partial(case.run_one, see=True), see=True)
+        self.twins = case.alone(functools.partial(case.run_one, see=True))
         self.watch([])
 
     def watch(self, kept: list[Finding]) -> None:
@@ -531,33 +525,29 @@ class _Reading:
         self.values = self.case.results(_cures(kept), see=True)
         self.cut, self.is_wrong = functools.cache(self._cut), functools.cache(self._is_wrong)
 
-    def pairs(self, i: int) -> list[Pair]:
-        """Return a value beside its twin, on both sets of arguments."""
-        pairs, lead, j = list[Pair](), (0,) * len(self.sizes[i]), self.pair[i]
+    def beside(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a value and its twin, on both sets of arguments, in units of what rounding explains."""
+        sides, lead, j = [], (0,) * len(self.sizes[i]), self.twin_of[i]
         for values, right, moved in zip(self.values, self.twins, self.twins[2:], strict=False):
             local, whole, near = map(_array, (values[i], right[j][lead], moved[j][lead]))
-            pairs.append((local, whole, _bound(self.case.spreads.get(i, 0.0), whole, near, local)))
-        return pairs
+            unit = _bound(self.case.spreads.get(i, 0.0), whole, near, local)
+            sides.append([x / max(unit, 1e-9 * _scale(whole)) for x in (local, whole)])
+        local, whole = map(np.stack, zip(*sides, strict=True))
+        return local, whole
 
     def _cut(self, i: int) -> Pieces | None:
         """Return how a value is cut, None where nothing explains it; constants are the same everywhere."""
         if i in self.case.many.consts:
             return Pieces(dict.fromkeys(self.case.mesh, "copy"))
-        return cut_of(self.pairs(i), self.sizes[i]) if i in self.pair else None
+        return cut_of(*self.beside(i), self.sizes[i]) if i in self.twin_of else None
 
     def _is_wrong(self, i: int, deep: bool) -> bool:
         """Return whether a value is no right one. Keys, and what is made of ranks, sizes and positions alone,
-        are each rank's own: only a ``deep`` search doubts the latter, and what they scale."""
+        are each rank's own: only a ``deep`` search doubts the latter."""
         key = i in self.makers and re.match("random_(?!bits)", self.makers[i].name)
-        if i not in self.pair or key or not (deep or i in self.data):
+        if i not in self.twin_of or key or not (deep or i in self.data):
             return False
-        if (cut := self.cut(i)) is None:
-            return True
-        before = self.before.get(i, [])
-        if cut.factor != 1 and (deep or not any((self.cut(x) or cut).factor != 1 for x in before)):
-            return True
-        by_chance = cut.factor != 1 or cut.over("mean", "share")
-        return bool(by_chance) and any(self.is_wrong(x, deep) for x in before)
+        return (cut := self.cut(i)) is None or cut.factor != 1
 
     def first(self, wrong: list[int], deep: bool) -> list[int]:
         """Return the wrong values that are made of right ones alone, in the order of the program."""
@@ -574,29 +564,21 @@ class _Reading:
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
         without a trial; or else between which lines the mistake must be."""
-        last, kept, seen = (
-            [self.case.many.gives[j] for j in wrong],
-            list[Finding](),
-            list[Finding](),
-        )
+        last = [self.case.many.gives[j] for j in wrong]
+        kept, seen = list[Finding](), list[Finding]()
         for _ in range(_ROUNDS):
             first = self.first(last, False)
-            deep = [i for i in self.first(last, True) if i not in first]
-            each = [one for i in first + deep for one in self.suggestions(i)]
+            each = [one for i in first for one in self.suggestions(i)]
+            best = self.healing(each, kept)
+            if not best or best.row["kind"] in _SCALES:
+                deep = [i for i in self.first(last, True) if i not in first]
+                more = [one for i in deep for one in self.suggestions(i)]
+                best, each = self.healing(more, kept) or best, each + more
+            if best:
+                return [x.row | {"tried": True} for x in (*kept, best)]
             seen, able = seen or each, [one for one in each if one.cures]
-            if not able or able[0] in kept:
+            if not able:
                 break
-            kind = lambda one: (one.row["kind"], one.row["axes"])
-            alike = {x.value: x for x in able[::-1] if kind(x) == kind(able[0])}
-            for tried in (able[:1], [*alike.values()][::-1], *([x] for x in able[1:_TRIED])):
-                if self.heals(kept, tried):
-                    others = (
-                        [x for x in able if x.value in deep] if kind(tried[0])[0] in _SCALES else []
-                    )
-                    best = next(([x] for x in others[:_TRIED] if self.heals(kept, [x])), tried)
-                    rows = [x.row | {"tried": True} for x in (*best[::-1], *kept[::-1])]
-                    key = lambda row: (row["line"], row["kind"], *row["axes"])
-                    return [*{key(row): row for row in rows}.values()][::-1]
             kept.append(able[0])
             with contextlib.suppress(Exception):
                 self.watch(kept)
@@ -605,9 +587,10 @@ class _Reading:
         sure = [one.row for one in seen if not one.cures]
         return [row | {"tried": False} for row in sure[:1] or [self.unknown(last)]]
 
-    def heals(self, *findings: list[Finding]) -> bool:
-        """Return whether all results are right with the cures of these."""
-        return self.case.agrees(lambda: self.case.results(_cures(*findings)))
+    def healing(self, each: list[Finding], kept: list[Finding]) -> Finding | None:
+        """Return the first one whose cure makes all results right, with the cures of those that are kept."""
+        right = lambda one: self.case.agrees(lambda: self.case.results(_cures([*kept, one])))
+        return next(filter(right, [one for one in each if one.cures][:_TRIED]), None)
 
     def unknown(self, last: list[int]) -> dict[str, Any]:
         """Return between which lines values part."""
@@ -626,13 +609,13 @@ class _Reading:
 
     def text(self, taken: int) -> str:
         """Write a value's shape with its cuts: ``f32[8@dp,16], a partial sum over tp``."""
-        if taken not in self.pair:
+        if taken not in self.twin_of:
             return "a constant" if taken in self.case.many.consts else "its own on each rank"
-        whole, cut, axes = self.pairs(taken)[0][1], self.cut(taken), dict[Any, list[str]]()
+        (_, whole), cut, axes = self.beside(taken), self.cut(taken), dict[Any, list[str]]()
         for axis, kind in cut.axes.items() if cut else ():
             axes.setdefault(kind, []).append(axis)
         dtype = short_dtype(np.asarray(self.values[0][taken]).dtype.name)
-        words = [typed(dtype, whole.shape, axes), *["unknown"] * (cut is None)]
+        words = [typed(dtype, whole.shape[1:], axes), *["unknown"] * (cut is None)]
         words += [
             f"{text} {','.join(axes[kind])}" for kind, text in _STATES.items() if kind in axes
         ]
@@ -655,26 +638,30 @@ class _Reading:
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
                 # of one operand alone: at first for all that take it
                 at = [(s, (s.takes.index(x),)) for s in self.takers[x]] if len(chosen) == 1 else []
-                for places in ([at] if mistake.mend is _reduced else []) + [[(step, chosen)]]:
+                for places in ([at] if mistake.mend is _whole else []) + [[(step, chosen)]]:
                     mend = {
-                        s: functools.partial(mistake.mend, s, cut, axes, js)
+                        s: functools.partial(_mended, mistake, s, cut, axes, js)
                         for s, js in places
-                        if mistake.mend
+                        if mistake.mend is not _seen
                     }
                     yield self.finding(key, step, i, axes, mend, cut, x)
 
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
         """Random numbers, and numbers of positions, that are the same on every rank; or that are not."""
-        local, whole, _ = self.pairs(i)[0]
-        shape, dtype = local.shape[len(sizes) :], self.values[0][i].dtype
-        differs = [a for k, a in enumerate(sizes) if not equal_along(local, k, 0.0)]
-        cuts = cuts_of_shape(shape, whole.shape, sizes, differs)
+        local, whole = self.beside(i)
+        shape, over, lead = (
+            local.shape[1 + len(sizes) :],
+            whole.shape[1:],
+            (0,) * len(self.sizes[i]),
+        )
+        differs = [a for k, a in enumerate(sizes, 1) if not equal_along(local, k)]
+        cuts = cuts_of_shape(shape, over, sizes, differs)
         same = [a for cut in cuts for a in cut if a not in differs]
         if step.name == "iota":
-            mend: Callable = lambda *_: own_shard(whole.astype(dtype), shape, cuts)
+            mend: Callable = lambda *_: own_shard(self.twins[0][self.twin_of[i]][lead], shape, cuts)
             each = {"positions": same}
         else:
-            mend = draw_shard(step.params, whole.shape, sizes, cuts)
+            mend = draw_shard(step.params, over, sizes, cuts)
             each = {"another key": [a for a in differs if a not in sum(cuts, ())], "same key": same}
         yield from (
             self.finding(key, step, i, axes[:1], {step: mend}) for key, axes in each.items() if axes
@@ -692,33 +679,38 @@ class _Reading:
         **more: Any,
     ) -> Finding:
         """Put a mistake into words, for an operand with a cut."""
-        state, maker = (
-            next((cut.axes[a] for a in axes if a in cut.axes), ""),
-            self.makers.get(operand),
-        )
+        maker, what = self.makers.get(operand), step.params.get("what", "")
+        state = next((cut.axes[a] for a in axes if a in cut.axes), "")
         rest = [a for a in cut.over("sum") if a not in step.axes]
-        right = [a for a in step.axes if a not in axes] + rest
         words = {
             "axes": " and ".join(axes),
+            "names": _names(axes),
             "rest": " and ".join(rest),
+            "right": _names([a for a in step.axes if a not in axes] + rest),
+            "name": step.name,
+            "what": what,
+            "dim": state,
             "state": _STATES.get(state),
+            "reduce": getattr(_REDUCE.get(state), "__name__", ""),
+            "lack": "mean for a sum" if state == "share" else f"missing {state}",
+            "other": "the same on all ranks" if state == "copy" else "cut",
+            "tail": ", a gradient that is not all-reduced" * bool(maker and maker.backward),
         }
-        words |= {"names": _names(axes), "right": _names(right), "dim": state, "name": step.name}
-        words["lack"] = "mean for a sum" if state == "share" else f"missing {state}"
-        words["reduce"] = getattr(_REDUCE.get(state), "__name__", "")
-        words["other"] = "the same on all ranks" if state == "copy" else "cut"
-        words["tail"] = ", a gradient that is not all-reduced" * bool(maker and maker.backward)
-        words["what"] = what = step.params.get("what", "")
         kind, sentence, cure = (text.format(**words | more) for text in MISTAKES[key][:3])
-        before = f"{what}: " if what else f"{step.name} of "
-        row = {"line": maker.line if maker and state == "share" else step.line, "kind": kind}
-        row |= {"axes": [*axes], "sentence": sentence, "cure": cure}
-        operands = before + "; ".join(map(self.text, step.takes)) if step.takes else ""
-        return Finding(value, row | {"operands": operands}, cures or {})
+        taken = "; ".join(map(self.text, step.takes))
+        row = {
+            "line": maker.line if maker and state == "share" else step.line,
+            "kind": kind,
+            "axes": [*axes],
+            "sentence": sentence,
+            "cure": cure,
+            "operands": taken and (f"{what}: {taken}" if what else f"{step.name} of {taken}"),
+        }
+        return Finding(value, row, cures or {})
 
 
-def _cures(*findings: list[Finding]) -> Cures:
-    return {step: call for one in sum(findings, []) for step, call in one.cures.items()}
+def _cures(findings: list[Finding]) -> Cures:
+    return {step: call for one in findings for step, call in one.cures.items()}
 
 
 def _names(axes: Iterable[str]) -> str:
@@ -742,31 +734,20 @@ def _on_arrays(f: Callable, args: tuple, kwargs: dict) -> Callable:
     return call
 
 
-def _and_gradients(call: Callable, names: list[str]) -> Callable:
-    """Return results, and the gradients of the first one by every array of floats."""
+def _and_gradients(call: Callable) -> Callable:
+    """Return a list of results, and of the gradients of the first one by every array of floats."""
 
-    def both(*arrays: Any) -> Any:
+    def both(*arrays: Any) -> list:
         by = [i for i, x in enumerate(arrays) if _is_float(x)]
-        first = lambda *xs: (jax.tree.leaves(results := call(*xs))[0], results)
+        first = lambda *xs: ((results := jax.tree.leaves(call(*xs)))[0], results)
         grads, results = jax.grad(first, by, has_aux=True)(*arrays)
-        return results, {f"gradient of {names[i]}": x for i, x in zip(by, grads, strict=True)}
+        return [*results, *grads]
 
     return both
 
 
-def _name(path: Any) -> str:
-    """Name a result, or a gradient."""
-    last = str(getattr(path[-1], "key", "")) if path else ""
-    return last if last.startswith("gradient of ") else f"result{jax.tree_util.keystr(path)}"
-
-
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-
-
-def _is_spread(x: Any) -> bool:
-    """Return whether an argument is on several devices."""
-    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
 
 
 def _is_float(x: Any) -> bool:
@@ -799,29 +780,34 @@ def _values(x: Any, seed: int) -> Any:
     rng, is_float = np.random.default_rng(seed % 2), _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         values = rng.standard_normal(x.shape) if is_float else rng.integers(0, 2, x.shape)
-    elif seed % 2 == 0 or not is_float or not x.size:
-        values = np.asarray(x)
-    elif ((values := np.asarray(x)) == values.flat[0]).all():
-        values = values + 0.1 * abs(rng.standard_normal(x.shape))
     else:
-        values = rng.permutation(values.ravel()).reshape(x.shape)
+        values = np.asarray(x)
+    if seed % 2 and is_float and x.size:
+        more = 0.1 * (values == values.flat[0]).all() * abs(rng.standard_normal(x.shape))
+        values = rng.permutation(values.ravel()).reshape(x.shape) + more
+    values = values.astype(x.dtype)
     if seed > 1 and is_float:
         step = _NOISE * 2.0**16 if x.dtype.itemsize == 2 else _NOISE
-        noise = np.random.default_rng(2).standard_normal(x.shape)
-        values = values.astype(x.dtype).astype(float) * (1 + step * noise)
+        values = values.astype(float) * (
+            1 + step * np.random.default_rng(2).standard_normal(x.shape)
+        )
     return values.astype(x.dtype)
+
+
+def _runs(call: Callable, inputs: list[list]) -> list:
+    """Run a function on each list of arguments, compiled once; random keys come back as their numbers."""
+    jitted = jax.jit(lambda *xs: jax.tree.map(_plain, call(*xs)))
+    return jax.device_get([jitted(*xs) for xs in inputs])
+
+
+def _plain(x: Any) -> Any:
+    is_key = jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else jnp.asarray(x)
 
 
 def _array(x: Any) -> np.ndarray:
     """Return numbers in double precision."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    x = np.asarray(x)
-    return x.astype(complex if np.iscomplexobj(x) else float)
-
-
-def _arrays(results: Any) -> list[np.ndarray]:
-    return [_array(x) for x in jax.tree.leaves(results)]
+    return np.asarray(x).astype(complex if np.iscomplexobj(x) else float)
 
 
 def _scale(x: np.ndarray) -> float:

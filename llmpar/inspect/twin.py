@@ -31,6 +31,7 @@ _TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cas
 """Primitives that change a value's type inside shard_map, and not the value."""
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
 _OURS = r"^inspect/(check|twin)\.py.*"
+_same = lambda x: x
 _UNROLLED, _EQUATIONS = 16, 2000
 """A scan is read iteration by iteration up to so many of them, and so many equations in all."""
 ENTER, RETURN = "enter", "return"
@@ -86,10 +87,6 @@ class Program:
                 yield self, step
 
 
-def _same(x: Any) -> Any:
-    return x
-
-
 class _Reader:
     """Make a `Program` of a jaxpr. ``alone``: constraints on layouts are left out."""
 
@@ -127,14 +124,10 @@ class _Reader:
             elif name == "scan" and _is_short(params["length"], inner):
                 gives = self.unroll(eqn, inner, xs, steps, inside)
             else:
-                gives, step = (
-                    self.number(eqn.outvars),
-                    Equation(name, line, xs, [], _caller(eqn), params),
-                )
-                step.gives, step.eqn = gives, eqn
-                steps.append(step)
+                gives = self.number(eqn.outvars)
+                steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
                 if name == "shard_map" and not self.manual:
-                    step.body = self.body(step, inner, inside)
+                    steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
         return [of(v) for v in jaxpr.outvars]
 
@@ -216,7 +209,7 @@ def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple
         results = results if isinstance(results, list | tuple) else [results]
         values |= zip(step.gives, results, strict=True)
     if see:
-        seen |= {i: _plain(x) for i, x in values.items() if i not in program.consts}
+        seen |= {i: x for i, x in values.items() if i not in program.consts}
     return [values[x] for x in program.gives], seen
 
 
@@ -238,12 +231,6 @@ def _run_mapped(step: Equation, xs: list, see: bool, cures: Cures) -> tuple[list
         axis_names=names,
         check_vma=False,
     )(*xs)
-
-
-def _plain(x: Any) -> Any:
-    """Return random keys as their numbers."""
-    is_key = jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else jnp.asarray(x)
 
 
 # --------------------------------------------------------------------------------------------- what is a twin
@@ -285,22 +272,20 @@ def share_draws(many: Program, one: Program) -> bool:
     """Let ranks draw the random numbers of one device, each its shard of them, where their keys differ: a
     program that folds its rank into a key is right, though its numbers are others. Return whether any are
     drawn."""
-    pair, any_drawn = twins(many, one), False
-    makers = {i: step for _, step in one.all_steps() for i in step.gives}
+    pair, makers = twins(many, one), {i: step for _, step in one.all_steps() for i in step.gives}
     differs = defaultdict[int, frozenset[str]](frozenset)  # along which axes a value may
     for program, step in many.all_steps():
         axes = frozenset(step.axes) if step.name == "axis_index" else frozenset()
         axes = axes.union(*(differs[x] for x in step.takes))
         differs |= dict.fromkeys(step.gives, axes)
-        if step.name == "random_bits":
-            any_drawn = True
-            if program.sizes and (other := makers.get(pair.get(step.gives[0], -1))):
-                whole, part = other.params["shape"], step.params["shape"]
-                if cuts := cuts_of_shape(part, whole, program.sizes, axes):
-                    own = [[a for a in cut if a in axes] for cut in cuts]
-                    rest = axes.difference(*cuts)
-                    step.call = draw_shard(step.params, whole, program.sizes, own, rest)
-    return any_drawn
+        other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
+        if step.name == "random_bits" and program.sizes and other:
+            whole, part = other.params["shape"], step.params["shape"]
+            if cuts := cuts_of_shape(part, whole, program.sizes, axes):
+                own = [[a for a in cut if a in axes] for cut in cuts]
+                rest = axes.difference(*cuts)
+                step.call = draw_shard(step.params, whole, program.sizes, own, rest)
+    return any(step.name == "random_bits" for _, step in many.all_steps())
 
 
 def cuts_of_shape(
@@ -364,10 +349,6 @@ class Pieces:
         return [a for a, kind in self.axes.items() if kind in kinds or is_cut(kind)]
 
 
-Pair = tuple[np.ndarray, np.ndarray, float]
-"""A value of all devices, with the axes of the mesh as first dims; its twin; how far they may be apart."""
-
-
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest difference, infinite where shapes, NaNs or infinities differ."""
     if a.shape != b.shape:
@@ -377,85 +358,83 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.nan_to_num(apart, nan=math.inf).max(initial=0.0))
 
 
-def equal_along(local: np.ndarray, axis: int, tolerance: float) -> bool:
-    """Return whether all devices along an axis have the same value."""
-    first = np.broadcast_to(local.take([0], axis), local.shape)
-    return distance(local, first) <= tolerance
+def cut_of(local: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> Pieces | None:
+    """Return the first layout that makes the twin of a value; else one that makes it in another order; else
+    one that makes it counted several times; None if there is none.
 
-
-def cut_of(pairs: list[Pair], sizes: dict[str, int]) -> Pieces | None:
-    """Return the first layout that makes the twin of a value, for all pairs; else the first that makes it
-    counted several times; None if there is none."""
-    (local, whole, _), n = pairs[0], len(sizes)
-    shape, counted = local.shape[n:], None
-    is_part = len(shape) == whole.ndim
-    dims = [d for d, m in enumerate(whole.shape) if is_part and shape[d] < m]
-    same = [all(equal_along(a, i, tol) for a, _, tol in pairs) for i in range(n)]
-    parts = [*dims, "sum", "mean", "max", "min", "shard"]
-    kinds: list[list] = [["copy", "share", *dims] if copy else parts for copy in same]
-    choices = [c for c in itertools.product(*kinds) if _is_possible(c)]
-    for choice in sorted(choices, key=lambda c: "shard" in c):
-        for order in _orders(choice):
-            joined = [(_joined(a, choice, order, b), b, tol) for a, b, tol in pairs]
-            if all(distance(a, b) <= tol for a, b, tol in joined):
-                return Pieces(dict(zip(sizes, choice, strict=True)))
-            if not counted and not {"mean", "max", "min", "shard"} & {*choice}:
-                if factor := _factor(joined, sizes):
-                    counted = Pieces(dict(zip(sizes, choice, strict=True)), factor)
-    return counted
-
-
-def _is_possible(choice: tuple) -> bool:
-    """Return whether a layout is one of its own: a share of a mean is a mean, and shards in another order are
-    of no other part."""
-    return not {"mean", "share"} <= {*choice} and not (
-        "shard" in choice and {"share", "max", "min"} & {*choice}
-    )
-
-
-def _orders(choice: tuple) -> list[tuple[int, ...]]:
-    """Return the orders in which to join axes: the last one first, and all where two axes cut one dim."""
-    cuts = [kind for kind in choice if isinstance(kind, int)]
-    orders = [*itertools.permutations(reversed(range(len(choice))))]
-    return orders if len({*cuts}) < len(cuts) else orders[:1]
+    Both arrays have the sets of arguments as first dim, and are in units of what rounding may move them by;
+    the second dims of ``local`` are the axes of the mesh."""
+    for parts, factor_of in _READINGS:
+        for axes, joined in _joined(local, whole, [*sizes], parts):
+            kinds = {*axes.values()}
+            if ("shard" in parts) != ("shard" in kinds) or {"mean", "share"} <= kinds:
+                continue
+            joined = joined.reshape(whole.shape) if joined.size == whole.size else joined
+            if factor := factor_of(joined, whole, sizes):
+                return Pieces({a: axes[a] for a in sizes}, factor)
+    return None
 
 
 def _joined(
-    local: np.ndarray, choice: tuple, order: Iterable[int], whole: np.ndarray
-) -> np.ndarray:
-    """Put the values of all devices together, in the shape of the whole. Shards in another order are compared
-    by their elements, if these are no few numbers."""
-    left, value = list(range(len(choice))), local
-    for axis in (i for i in order if choice[i] != "shard"):
-        at, kind = left.index(axis), choice[axis]
-        left.remove(axis)
-        if isinstance(kind, int):
-            value = np.concatenate(list(np.moveaxis(value, at, 0)), axis=len(left) + kind)
-        else:
-            reduce = {"copy": "take", "share": "sum"}.get(kind, kind)
-            value = value.take(0, at) if reduce == "take" else getattr(np, reduce)(value, axis=at)
-    if value.size != whole.size:
-        return value
-    if left:  # the elements' order in the whole
-        few = whole.size < 4 or len(np.unique(whole)) * 2 < whole.size
-        value = np.sort(value, axis=None)[np.argsort(np.argsort(whole, axis=None))]
-        return np.empty(0) if few else value.reshape(whole.shape)
-    return value.reshape(whole.shape)
+    local: np.ndarray, whole: np.ndarray, names: list[str], parts: tuple[str, ...]
+) -> Iterator[tuple[dict[str, str | int], np.ndarray]]:
+    """Put the values of all devices together in every way, one axis after another: the last one first, and
+    the others also before it where they cut a dim."""
+    if not names:
+        yield {}, local
+    rest = local.shape[len(names) + 1 :]
+    dims = [d for d, n in enumerate(whole.shape[1:]) if len(rest) == whole.ndim - 1 and rest[d] < n]
+    for at in reversed(range(len(names))):
+        kinds: list[str | int] = [*dims]
+        if at == len(names) - 1:
+            kinds = ["copy", "share", *dims] if equal_along(local, at + 1) else [*dims, *parts]
+        for kind in kinds:
+            if isinstance(kind, int):
+                value = np.concatenate([*np.moveaxis(local, at + 1, 0)], axis=len(names) + kind)
+            elif kind == "shard":  # its elements come last
+                value = np.moveaxis(local, at + 1, -1)
+            else:  # any of the copies will do
+                reduce = {"copy": "max", "share": "sum"}.get(kind, kind)
+                value = getattr(np, reduce)(local, axis=at + 1)
+            for more, joined in _joined(value, whole, names[:at] + names[at + 1 :], parts):
+                yield more | {names[at]: kind}, joined
 
 
-def _factor(pairs: list[Pair], sizes: dict[str, int]) -> float:
-    """Return the number by which values are too large, if it is one that a mesh can make; 0.0 if not."""
+def equal_along(local: np.ndarray, axis: int) -> bool:
+    """Return whether all devices along an axis have the same value."""
+    return distance(local, np.broadcast_to(local.take([0], axis), local.shape)) <= 1
+
+
+def _exact(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
+    return float(distance(joined, whole) <= 1)
+
+
+def _reordered(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
+    """Return 1 for the elements of the whole in another order. Few numbers tell nothing."""
+    few = whole.size < 8 or len(np.unique(whole)) * 2 < whole.size
+    a, b = (np.sort(x.reshape(len(x), -1), axis=1) for x in (joined, whole))
+    return float(not few and distance(a, b) <= 1)
+
+
+def _counted(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
+    """Return the number by which values are too large, if it is one that a mesh can make; 0 if not."""
     groups = (
         g for k in range(1, len(sizes) + 1) for g in itertools.combinations(sizes.values(), k)
     )
     factors = (x for p in map(math.prod, groups) for x in (p, 1 / p, p - 1, (p - 1) / p, p * p))
     for factor in (x for x in factors if x not in (0, 1)):
-        fits = (distance(a, factor * b) <= max(1, factor) * tol for a, b, tol in pairs)
-        if all(fits) and all(
-            abs(b).max(initial=0) * abs(1 - factor) > 4 * tol for _, b, tol in pairs
-        ):
+        far = abs(whole).reshape(len(whole), -1).max(axis=1, initial=0) * abs(1 - factor) > 4
+        if far.all() and distance(joined, factor * whole) <= max(1, factor):
             return float(factor)
     return 0.0
+
+
+_READINGS: list[tuple[tuple[str, ...], Callable[..., float]]] = [
+    (("sum", "mean", "max", "min"), _exact),
+    (("shard", "sum", "mean"), _reordered),
+    (("sum",), _counted),
+]
+"""What a value that differs along an axis may be a part of, and what the values of all devices must make."""
 
 
 # ------------------------------------------------------------------------------------------------- rounding
