@@ -77,17 +77,12 @@ def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return x
 
 
-def _seen(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
-    """Do nothing: the values show such a mistake by themselves."""
-    return x
-
-
 def _mended(
-    mistake: "Mistake", step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any
+    mend: Callable, step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any
 ) -> Any:
     """Call a step with some operands mended."""
-    mended = [mistake.mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)]
-    return mended if mistake.mend is _resummed else step.call(*mended)
+    mended = [mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)]
+    return mended if mend is _resummed else step.call(*mended)
 
 
 _SCALES = {"mean for a sum", "counted", "missing mean"}
@@ -104,7 +99,7 @@ class Mistake(NamedTuple):
     cure: str = ""
     steps: str = "-"
     states: tuple[str, ...] = ()
-    mend: Callable[..., Any] = _seen
+    mend: Callable[..., Any] | None = None
     when: Callable[..., Any] = lambda *_: True
 
 
@@ -207,7 +202,7 @@ MISTAKES = {
         "gather it over {axes}, or name {axes} in out_specs",
         RETURN,
         ("cut",),
-        _seen,
+        None,
         lambda step, cuts, axes, _: len(axes) == 1 and axes[0] not in step.params["named"],
     ),
     "other order": Mistake(
@@ -216,7 +211,7 @@ MISTAKES = {
         "",
         RETURN,
         ("cut",),
-        _seen,
+        None,
         lambda step, cuts, axes, _: (
             len(axes) == 1 and cuts[0].axes[axes[0]] != step.params["named"].get(axes[0])
         ),
@@ -636,14 +631,12 @@ class _Reading:
         for key, mistake in MISTAKES.items():
             for axes, chosen in _places(mistake, step, cuts, sizes):
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
-                # of one operand alone: at first for all that take it
-                at = [(s, (s.takes.index(x),)) for s in self.takers[x]] if len(chosen) == 1 else []
-                for places in ([at] if mistake.mend is _whole else []) + [[(step, chosen)]]:
-                    mend = {
-                        s: functools.partial(_mended, mistake, s, cut, axes, js)
-                        for s, js in places
-                        if mistake.mend is not _seen
-                    }
+                tries = [{step: chosen}]
+                if mistake.mend is _whole and len(chosen) == 1:  # at first for all that take it
+                    tries.insert(0, {s: (s.takes.index(x),) for s in self.takers[x]})
+                for each in tries if mistake.mend else [{}]:
+                    of = functools.partial(functools.partial, _mended, mistake.mend)
+                    mend = {s: of(s, cut, axes, places) for s, places in each.items()}
                     yield self.finding(key, step, i, axes, mend, cut, x)
 
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
@@ -776,7 +769,8 @@ def _values(x: Any, seed: int) -> Any:
     """Return an argument's values: its own, and with seed 1 floats in another order, or a little larger where
     all are equal. A shape gets random ones. Seeds 2 and 3: the same, moved by about a rounding."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
+        data = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     rng, is_float = np.random.default_rng(seed % 2), _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         values = rng.standard_normal(x.shape) if is_float else rng.integers(0, 2, x.shape)

@@ -26,6 +26,8 @@ _CALLS = {
     "reshard": "jax.sharding.reshard",
     "sharding_constraint": "jax.lax.with_sharding_constraint",
 }
+_MOST = 4
+"""Axes: the layouts on more of them are too many to search."""
 _MOVERS = "all-gather", "all-to-all", "collective-permute"
 
 
@@ -85,13 +87,14 @@ def cheaper(
     """List the reshards of a program that could send less: ``source``, ``count``, ``bytes_sent`` and
     ``instead_of`` as both are compiled, ``expression``.
 
-    Those of which both layouts are known: by the types of explicit axes, or as constraints on arguments and
-    on one another. ``arguments`` are the shardings of a traced function's, ``rows`` those of a look at it.
+    Those outside shard_map of which both layouts are known, by the types of explicit axes, or as constraints
+    on arguments and on one another; on up to `_MOST` axes. ``arguments`` are the shardings of a traced
+    function's, ``rows`` those of a look at it.
     """
     program, counts = read(jaxpr), Counter[tuple]()
     known = dict(zip(program.takes, arguments, strict=False))
-    for _, step in program.all_steps():
-        if step.name in _CALLS:
+    for home, step in program.all_steps():
+        if step.name in _CALLS and not home.sizes:
             given, result = step.eqn.invars[0].aval, step.eqn.outvars[0].aval
             after = step.params.get("sharding") or result.sharding
             before = known.get(step.takes[0]) or given.sharding
@@ -101,18 +104,24 @@ def cheaper(
                 counts[step.line, step.name, *pair, given.shape, given.dtype] += 1
     result = []
     for (line, name, before, after, shape, dtype), count in counts.items():
-        sent = [r["bytes_sent"] for r in rows if r["source"] == line and r["collective"] in _MOVERS]
-        fewest, path = cheapest_moves(before, after, shape, dtype.itemsize, (*mesh.shape.items(),))
-        if count * fewest < sum(sent):
-            now, then = (
-                _compiled(mesh, name, before, route, shape, dtype) for route in (path[-1:], path)
-            )
-            if then < now and count * now <= sum(sent):
-                row = {"source": line, "count": count, "bytes_sent": count * then}
-                row["instead_of"], row["expression"] = count * now, "x"
-                for cuts in path:
-                    row["expression"] = f"{_CALLS[name]}({row['expression']}, {_spec(cuts)})"
-                result.append(row | {"expression": row["expression"].replace("PartitionSpec", "P")})
+        sent = sum(
+            r["bytes_sent"] for r in rows if r["source"] == line and r["collective"] in _MOVERS
+        )
+        used = {*sum(before + after, ())}
+        sizes = {a: n for a, n in mesh.shape.items() if n > 1 or a in used}
+        if len(sizes) > _MOST or None in (_part(shape, cuts, sizes) for cuts in (before, after)):
+            continue
+        fewest, path = cheapest_moves(before, after, shape, dtype.itemsize, (*sizes.items(),))
+        if count * fewest >= sent:
+            continue
+        of = lambda route, args=(mesh, name, before, shape, dtype): _compiled(*args, route)
+        now, then = count * of(path[-1:]), count * of(path)
+        if then < now <= sent:
+            code = "x"
+            for cuts in path:
+                code = f"{_CALLS[name]}({code}, {_spec(cuts)})"
+            row = {"source": line, "count": count, "bytes_sent": then, "instead_of": now}
+            result.append(row | {"expression": code.replace("PartitionSpec", "P")})
     return result
 
 
@@ -131,10 +140,10 @@ def _spec(cuts: Cuts) -> PartitionSpec:
 
 
 def _compiled(
-    mesh: Mesh, name: str, before: Cuts, path: Iterable[Cuts], shape: Any, dtype: Any
+    mesh: Mesh, name: str, before: Cuts, shape: Any, dtype: Any, route: Iterable[Cuts]
 ) -> int:
     """Return the bytes that a device sends when a value takes this path, as compiled."""
-    on = [NamedSharding(mesh, _spec(cuts)) for cuts in (before, *path)]
+    on = [NamedSharding(mesh, _spec(cuts)) for cuts in (before, *route)]
     move = jax.sharding.reshard if name == "reshard" else jax.lax.with_sharding_constraint
     moved = lambda x: functools.reduce(move, on[1:], x)
     lowered = jax.jit(moved).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=on[0]))

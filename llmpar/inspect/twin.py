@@ -222,15 +222,15 @@ def _run_mapped(step: Equation, xs: list, see: bool, cures: Cures) -> tuple[list
         return results, {i: x[(None,) * len(body.sizes)] for i, x in seen.items()}
 
     specs = list(params["out_specs"]), PartitionSpec(*body.sizes)
-    names, given = {*body.sizes}, params["in_specs"]
-    return jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=params["mesh"],
-        in_specs=given,
+        in_specs=params["in_specs"],
         out_specs=specs,
-        axis_names=names,
+        axis_names={*body.sizes},
         check_vma=False,
-    )(*xs)
+    )
+    return mapped(*xs)
 
 
 # --------------------------------------------------------------------------------------------- what is a twin
@@ -451,16 +451,13 @@ def _roundings(step: Equation, ranks: int) -> float:
     """Return the squared unit roundoff of a step, times the roundings in a row that it makes."""
     if step.eqn is None or not step.eqn.outvars:
         return 0.0
-    (before, after), params = (
-        ([v.aval for v in side] for side in (step.eqn.invars, step.eqn.outvars)),
-        step.params,
-    )
+    before, after = ([v.aval for v in side] for side in (step.eqn.invars, step.eqn.outvars))
     size = lambda aval: float(math.prod(getattr(aval, "shape", ())) or 1)
     terms = max(map(size, before), default=1.0) / size(after[0])
     if step.name == "dot_general":
-        terms = math.prod(before[0].shape[d] for d in params["dimension_numbers"][0][0])
-    inner = [len(x.eqns) for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
-    length = (
-        tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + sum(inner) * params.get("length", 8)
-    )
+        dims, _ = step.params["dimension_numbers"][0]
+        terms = math.prod(before[0].shape[d] for d in dims)
+    inner = sum(len(x.eqns) for x in jax.tree.leaves(step.params) if hasattr(x, "eqns"))
+    loops = inner * step.params.get("length", 8)
+    length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
     return UNIT["bfloat16" if "16" in str(after[0].dtype) else "float32"] ** 2 * length
