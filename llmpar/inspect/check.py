@@ -77,9 +77,7 @@ def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return x
 
 
-def _mended(
-    mend: Callable, step: Equation, cut: Pieces, axes: tuple, chosen: tuple, *xs: Any
-) -> Any:
+def _mended(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
     """Call a step with some operands mended."""
     mended = [mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)]
     return mended if mend is _resummed else step.call(*mended)
@@ -357,7 +355,8 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
             case.notes.append(f"gradients are not compared: {_first_line(error)}")
     findings = case.findings(wrong) if wrong else []
     name = getattr(f, "__name__", type(f).__name__)
-    return Check(name, case.mesh, not wrong, rows, findings, case.notes, case.layouts)
+    layouts = lambda: _Reading(case).rows() if case.one else []
+    return Check(name, case.mesh, not wrong, rows, findings, case.notes, layouts)
 
 
 class _Case:
@@ -372,7 +371,8 @@ class _Case:
         self.names = [f"result{jax.tree_util.keystr(path)}" for path, _ in named]
         scalars = bool(named) and all(x.shape == () and _is_float(x) for _, x in named)
         self.has_gradients = scalars and any(map(_is_float, leaves))
-        self.many, self.one, self.draws = read(traced), None, False
+        self.many, self.draws = read(traced), False
+        self.one: Program | None = None
         self.mesh = _mesh_of(leaves, self.many)
         self.inputs = [[_values(x, seed) for x in leaves] for seed in range(4)]
         spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
@@ -404,6 +404,7 @@ class _Case:
 
     def run_one(self, *xs: Any, see: bool = False) -> Any:
         """Run the program of one device; with ``see`` return all values."""
+        assert self.one
         return run(self.one, xs, see, {})[see]
 
     def alone(self, call: Callable) -> list:
@@ -439,9 +440,6 @@ class _Case:
             row = {"name": name, "difference": difference / scale, "bound": bound / scale}
             rows.append(row | {"equal": difference <= bound})
         return rows, [j for j, row in enumerate(rows) if not row["equal"]]
-
-    def layouts(self) -> list[dict[str, str]]:
-        return _Reading(self).rows() if self.one else []
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Name what makes these results wrong."""
@@ -522,7 +520,7 @@ class _Reading:
 
     def beside(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a value and its twin, on both sets of arguments, in units of what rounding explains."""
-        sides, lead, j = [], (0,) * len(self.sizes[i]), self.twin_of[i]
+        sides, lead, j = list[Any](), (0,) * len(self.sizes[i]), self.twin_of[i]
         for values, right, moved in zip(self.values, self.twins, self.twins[2:], strict=False):
             local, whole, near = map(_array, (values[i], right[j][lead], moved[j][lead]))
             unit = _bound(self.case.spreads.get(i, 0.0), whole, near, local)
@@ -635,8 +633,8 @@ class _Reading:
                 if mistake.mend is _whole and len(chosen) == 1:  # at first for all that take it
                     tries.insert(0, {s: (s.takes.index(x),) for s in self.takers[x]})
                 for each in tries if mistake.mend else [{}]:
-                    of = functools.partial(functools.partial, _mended, mistake.mend)
-                    mend = {s: of(s, cut, axes, places) for s, places in each.items()}
+                    of = (mistake.mend, cut, axes)
+                    mend = {s: functools.partial(_mended, *of, s, js) for s, js in each.items()}
                     yield self.finding(key, step, i, axes, mend, cut, x)
 
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:

@@ -37,7 +37,8 @@ def cheapest_moves(
 ) -> tuple[int, tuple[Cuts, ...]]:
     """Return the fewest bytes that a device can send from one layout to another, and the layouts on the
     way to the last one."""
-    queue, done = [(0, 0, before, ())], set[Cuts]()
+    queue: list[tuple[int, int, Cuts, tuple[Cuts, ...]]] = [(0, 0, before, ())]
+    done = set[Cuts]()
     while queue:
         sent, steps, cuts, path = heapq.heappop(queue)
         if cuts == after:

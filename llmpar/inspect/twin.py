@@ -93,6 +93,8 @@ class _Reader:
     def __init__(self, alone: bool):
         self.alone, self.manual, self.ids = alone, False, itertools.count()
         self.consts = dict[int, Any]()
+        line = lambda eqn, place: re.sub(_OURS, "", line_within(eqn, *place)) or place[1]
+        self.line = functools.cache(line)  # of an unrolled loop's equation once
 
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
         takes, steps = self.number(_jax.equations(closed)[0].invars), list[Equation]()
@@ -114,7 +116,7 @@ class _Reader:
         of = lambda v: self.constants([v.val])[0] if hasattr(v, "val") else known[v]
         for eqn in jaxpr.eqns:
             xs, name, params = [of(v) for v in eqn.invars], eqn.primitive.name, eqn.params
-            line = re.sub(_OURS, "", line_within(eqn, *place)) or place[1]
+            line = self.line(eqn, place)
             inner = next((x for x in jax.tree.leaves(params) if hasattr(x, "eqns")), None)
             inside = (params["name"], line) if isinstance(params.get("name"), str) else place
             if self.alone and name in _LAYOUTS:
@@ -405,10 +407,6 @@ def equal_along(local: np.ndarray, axis: int) -> bool:
     return distance(local, np.broadcast_to(local.take([0], axis), local.shape)) <= 1
 
 
-def _exact(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
-    return float(distance(joined, whole) <= 1)
-
-
 def _reordered(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
     """Return 1 for the elements of the whole in another order. Few numbers tell nothing."""
     few = whole.size < 8 or len(np.unique(whole)) * 2 < whole.size
@@ -430,7 +428,7 @@ def _counted(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> fl
 
 
 _READINGS: list[tuple[tuple[str, ...], Callable[..., float]]] = [
-    (("sum", "mean", "max", "min"), _exact),
+    (("sum", "mean", "max", "min"), lambda joined, whole, _: float(distance(joined, whole) <= 1)),
     (("shard", "sum", "mean"), _reordered),
     (("sum",), _counted),
 ]
