@@ -671,7 +671,7 @@ class _Reading:
     ) -> Finding:
         """Put a mistake into words, for an operand with a cut."""
         maker, what = self.makers.get(operand), step.params.get("what", "")
-        state = next((cut.axes[a] for a in axes if a in cut.axes), "")
+        state: Any = next((cut.axes[a] for a in axes if a in cut.axes), "")
         rest = [a for a in cut.over("sum") if a not in step.axes]
         words = {
             "axes": " and ".join(axes),
@@ -719,7 +719,9 @@ def _on_arrays(f: Callable, args: tuple, kwargs: dict) -> Callable:
 
     def call(*arrays: Any) -> Any:
         rest = iter(arrays)
-        given, named = tree.unflatten(next(rest) if hasattr(x, "dtype") else x for x in leaves)
+        given, named = jax.tree.unflatten(
+            tree, [next(rest) if hasattr(x, "dtype") else x for x in leaves]
+        )
         return f(*given, **named)
 
     return call
@@ -767,7 +769,7 @@ def _values(x: Any, seed: int) -> Any:
     """Return an argument's values: its own, and with seed 1 floats in another order, or a little larger where
     all are equal. A shape gets random ones. Seeds 2 and 3: the same, moved by about a rounding."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(x))
+        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     rng, is_float = np.random.default_rng(seed % 2), _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):

@@ -115,7 +115,7 @@ def cheaper(
         fewest, path = cheapest_moves(before, after, shape, dtype.itemsize, (*sizes.items(),))
         if count * fewest >= sent:
             continue
-        of = lambda route, args=(mesh, name, before, shape, dtype): _compiled(*args, route)
+        of = functools.partial(_compiled, mesh, name, before, shape, dtype)
         now, then = count * of(path[-1:]), count * of(path)
         if then < now <= sent:
             code = "x"

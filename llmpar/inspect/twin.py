@@ -154,7 +154,7 @@ class _Reader:
         consts, carried = _jax.scan_parts(eqn)
         fixed, carry, rows = xs[:consts], xs[consts : consts + carried], list[list[int]]()
         order = range(eqn.params["length"])
-        add = lambda name, *rest: steps.append(Equation(name, place[1], *rest, {}))
+        add = lambda name, xs, ys, call: steps.append(Equation(name, place[1], xs, ys, call, {}))
         for i in order[::-1] if eqn.params["reverse"] else order:
             parts = self.number(xs[consts + carried :])
             at = functools.partial(lax.index_in_dim, index=i, keepdims=False)
