@@ -568,7 +568,9 @@ class _Reading:
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
             if best:
-                return [x.row | {"tried": True} for x in (*kept, best)]
+                rows = [x.row | {"tried": True} for x in (best, *kept[::-1])]
+                each_line = {(row["line"], row["kind"], *row["axes"]): row for row in rows}
+                return [*each_line.values()][::-1]
             seen, able = seen or each, [one for one in each if one.cures]
             if not able:
                 break
