@@ -740,6 +740,13 @@ def constrained(x, w):
     return (h @ w.T).mean()
 
 
+def joined(x, y):
+    """Two arrays, cut over an axis beside one that cuts nothing: JAX once added them up (jax#24576)."""
+    rows = jax.NamedSharding(mesh(data=2, model=4), P("data"))
+    both = jnp.concatenate([lax.with_sharding_constraint(a, rows) for a in (x, y)])
+    return lax.with_sharding_constraint(both, rows)
+
+
 def half(*shape):
     return jnp.asarray(numbers(*shape), jnp.bfloat16)
 
@@ -764,6 +771,7 @@ other("ones and zeros", True, added(False), None, jnp.ones((8, 4)), jnp.zeros((4
 other("a bias of zeros in the sum", False, added(True), None, jnp.ones((8, 4)), jnp.zeros((4,)))
 other("shapes", True, added(False), None, jax.ShapeDtypeStruct((8, 4), "f"), jax.ShapeDtypeStruct((4,), "f"))
 other("constraints", True, constrained, None, numbers(8, 16), numbers(16, 32))
+other("concatenation", True, joined, lambda x, y: jnp.concatenate([x, y]), numbers(8, 4), numbers(8, 4) + 1)
 other("bfloat16", True, feed, None, half(8, 16), half(16, 32), half(32, 16))
 other(
     "one is another function",

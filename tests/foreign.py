@@ -16,8 +16,9 @@ import sys
 import traceback
 import types
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "32", "PJRT_NPROC": "32"}
+if "conftest" not in sys.modules:
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "32", "PJRT_NPROC": "32"}
 
 import jax
 import jax.numpy as jnp
@@ -449,20 +450,24 @@ def easylm_like_step():
     return on, f, w, x
 
 
-def programs():
-    helpers = {seen, watched, mesh, put, _ring, programs, main}
+def built(*names):
+    """The name, the mesh of the context, and (f, *arguments) of each program that can be made here."""
+    helpers = {seen, watched, mesh, put, _ring, built, programs, main}
     builds = [f for f in globals().values() if isinstance(f, types.FunctionType) and f.__module__ == __name__]
-    for build in builds:
-        if build in helpers:
-            continue
+    for build in (f for f in builds if f not in helpers and (not names or f.__name__ in names)):
         try:
             made = build()
         except Exception as error:  # not installed, or not of this JAX
             SEEN[build.__name__, ""] = f"skipped: {type(error).__name__}: {error}"
             continue
         on, *rest = made if isinstance(made[0], Mesh) else (None, *made)
+        yield build.__name__, on, rest
+
+
+def programs():
+    for name, on, rest in built():
         with jax.set_mesh(on) if on else contextlib.nullcontext():
-            found = seen(build.__name__, "", functools.partial(llmpar.look, *rest))
+            found = seen(name, "", functools.partial(llmpar.look, *rest))
         if found and "-v" in sys.argv:
             print(found)
 

@@ -35,7 +35,7 @@ BUDGETS = {
     "predict": 2_125,
     "planner": 1_490,
     "draw": 2_620,
-    "inspect": 2_970,
+    "inspect": 2_920,
     "explore": 1_390,
     "serve": 730,
     "launch": 1_220,
@@ -46,7 +46,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_255,
-    "statements": 23_330,
+    "statements": 23_285,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

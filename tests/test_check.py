@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 
+import foreign
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +81,21 @@ def test_programs_as_documents_show_them_are_silent(build):
             assert "give the function for one device as reference" in str(error)
             return
         assert checked, str(checked)
+
+
+BY_NIGHT = "optax_linesearch", "nnx_train_step", "linen_scanned", "stax_step"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["optax_muon", "easylm_like_step", *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)],
+)
+def test_a_program_of_another_package_is_silent(name):
+    """Those of foreign.py whose packages are installed with the tests."""
+    ((_, mesh, (f, *args)),) = foreign.built(name)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        checked = check(f, None, *args)
+    assert checked, str(checked)
 
 
 @pytest.mark.nightly

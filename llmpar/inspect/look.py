@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from llmpar.inspect.explain import explain
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed, short_dtype, typed
 from llmpar.inspect.jaxpr import LOOPS, kept_lines, unchecked
 from llmpar.inspect.links import axis_links
+from llmpar.inspect.reshard import cheaper
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.parallel.mesh import axes_of, platform_of
@@ -71,6 +72,8 @@ class Look:
             each, and the bytes ``saved`` by the cut.
         unordered: pairs of collectives without a data dependency between them.
         notes: what could not be read, and why.
+        cheaper: the reshards that send less by another sequence of moves (`reshard.cheaper`): ``source``,
+            ``count``, ``bytes_sent`` and ``instead_of`` as both are compiled, ``expression``.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Look:
     unordered: list[tuple[str, str]]
     links: dict[str, str]
     notes: list[str]
+    cheaper: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         on = " ".join(f"{a}={n}" for a, n in self.mesh.items()) or "one device"
@@ -89,6 +93,9 @@ class Look:
         if not self.rows:
             partly = any(re.match("not counted: .* sends$", text) for text in self.notes)
             words = [f"{self.name} on {on} sends nothing" + (" that is counted" if partly else "")]
+        for row in self.cheaper:
+            less, sent = f"{row['bytes_sent']:,} B", f"{row['instead_of']:,} B"
+            words.append(f"cheaper: {row['source']}  {row['expression']}  {less}, not {sent}")
         if loops := sorted({row["per_turn"] for row in self.rows} - {""}):
             words.append(
                 f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum"
@@ -215,12 +222,13 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
             "look compiles, and another program is being traced; call it outside"
         ) from None
     notes, lines = [_WHOLE] if hasattr(f, "eqns") else [], dict[str, set[str]]()
+    jaxpr: Any = None
     try:
         program = _staged(f, args, kwargs)
         meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
         if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
-            meshes += _meshes("the program", program.jaxpr)
-            lines, notes = kept_lines(program.jaxpr), notes + unchecked(program.jaxpr)
+            meshes += _meshes("the program", jaxpr := program.jaxpr)
+            lines, notes = kept_lines(jaxpr), notes + unchecked(jaxpr)
             program = _lowered(program, _one(meshes))
         if isinstance(program, jax.stages.Compiled):
             compiled, text, meshes = program, program.as_text() or "", []
@@ -241,7 +249,9 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
         else result.name
     )
     more = _replicated(leaves, mesh, memory["argument_bytes"])
-    return replace(result, name=name, memory=memory, replicated=more)
+    given = [where for path, _, where in leaves if re.match(r"in (?!captured)", path)]
+    ways = cheaper(jaxpr, given, mesh, result.rows) if jaxpr and isinstance(mesh, Mesh) else []
+    return replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
 
 
 def _returned(leaves: list) -> list[str]:
