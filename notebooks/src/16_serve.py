@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["01", "05", "06"]
-#     question: What does a token cost to serve, who holds what it leaves behind, and why an inference engine?
+#     question: What does a token cost to serve, where is its cache, and why an inference engine?
 #     objectives:
 #     - Say why a prompt computes and a token reads, and what a batch changes.
 #     - Compute what the cache of a model takes, and which cut of it holds a long context.
@@ -14,10 +14,14 @@
 # %% [markdown]
 # # 16 · 1,000 tokens in, 1,000 tokens out: why is one half so slow?
 #
-# A model reads a prompt of 1,000 tokens. Then it writes 1,000 tokens, which takes hundreds of times as long: the same model, the
-# same GPU. Why?
+# A model processes a prompt of 1,000 tokens. Then it generates 1,000 tokens, which takes hundreds of times as long: the same model, on
+# the same GPU. Why?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -47,7 +51,7 @@ from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder, DecoderInput
 from llmpar.serve.engine import Engine, Request
 
-N = max(n for n in (1, 2, 4) if n <= len(devices))
+N = 4  # of the eight
 LENGTH = 64  # positions of the cache, for each request
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_width": 16}
 TOY = replace(preset("tiny"), width=128, num_layers=2, ffn_width=384, **HEADS)
@@ -75,7 +79,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 # The whole prompt goes through the model in one pass: *prefill*. The answer needs a pass for each token, *decode*, because a token
 # must be known before the next one. A *cache* keeps the keys and values of all earlier tokens for attention.
 #
-# ## Predict: what is a byte of weights read for?
+# ## Predict: how many FLOPs per byte of weights?
 #
 # In bfloat16 a weight has 2 bytes. A token multiplies by it once and adds the result: 2 FLOPs. A pass reads all weights
 # once. **How many FLOPs does a pass do for each byte of weights** with a prompt of 64 tokens? With the next token of 1 request?
@@ -282,7 +286,9 @@ END = len(batches[0])
 
 # %%
 waiting = drawn("A batch waits for its longest request", batches, END)
-show(draw.slots(waiting, "A column is a pass; hatched: it computes for nobody"))
+show(
+    draw.slots(waiting, "A column is a pass; hatched: the slot computes for no request")
+)
 
 # %% [markdown]
 # ### Exercise (core): who takes a free slot?
@@ -298,7 +304,7 @@ def join(slots, waiting): ...
 attempt("16.join", join)
 
 # %% [markdown]
-# ## Who is through makes room
+# ## A finished request frees its slot
 #
 # The engine behind `llmpar serve` says after each pass which request got a token. From that we draw who had which slot:
 
@@ -341,10 +347,10 @@ print(f"{END} passes become {passes}; each request is answered as if it were alo
 # %% [markdown]
 # This is *continuous batching* (Yu et al. 2022): as many requests as possible share each pass.
 #
-# ## Memory is set aside for answers that never come
+# ## How much reserved memory is used?
 #
-# Nobody knows how long an answer will be, so a slot has room for the longest. vLLM (Kwon et al. 2023) hands out *pages* of 16
-# tokens when they are needed:
+# The length of an answer is not known before, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023) reserves *pages* of
+# 16 tokens, each when it is needed:
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages
@@ -372,17 +378,17 @@ rooms = {
     f"Four slots: {used:.0%} is used": memory(reserved),
     f"Pages: {len(NEED) + len(MORE)} requests in the same memory": memory(paged),
 }
-show(draw.slots(rooms, "A box is a page; hatched: set aside, not used"))
+show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 
 # %% [markdown]
 # `llmpar serve` has slots and no pages: its code is short enough to read. For many users take an *inference engine* such as vLLM.
 #
-# ## Keep: a prompt computes, a token reads
+# ## Keep: prefill computes, decode reads
 #
 # 1. Prefill reads the weights once for many tokens, decode once for each. In bfloat16, FLOPs per byte of weights = tokens in a pass.
 # 2. Requests of a batch share the reading of the weights. The caches are not shared.
 # 3. A token leaves 2 · layers · KV heads · head width numbers in the cache.
-# 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; nothing of it travels.
+# 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; the cache itself is never sent.
 # 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine has both.
 
 # %% [markdown]
