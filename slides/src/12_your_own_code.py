@@ -92,7 +92,7 @@ show(draw.program(lines, {"sent": sent(loss, before, lines)}))
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these lines is to blame? The largest bar is the logits' line, and it only inherits.
 #
-# **Misunderstanding:** that a test would find it. Every value is right: it is slow, and nobody says a word.
+# **Misunderstanding:** that a test would find it. Every value is right: it is only slow, and there is no error.
 #
 # **Source:** compiled here, for this slide; JAX 0.10 and 0.12 send the same.
 
