@@ -69,7 +69,8 @@ show(draw.cube("dp=2 fsdp=2 tp=2", rows=8, cut=("dp", "fsdp"), row=5))
 #
 # ## Predict: who holds row 5?
 #
-# Replace the dots and run the cell. `attempt` judges your answer; `hint("00.row")` helps.
+# Replace the dots and run the cell. `attempt` judges your answer; `hint("00.row")` helps. A figure that answers a question stays shut
+# until you have answered; a guess will do.
 
 # %%
 holders = [..., ...]  # two numbers, the smaller one first
@@ -83,7 +84,8 @@ attempt("00.row", holders)
 # has one letter. After the slash stand the axes that cut the dim. If the layout does not name an axis, the array is not split along it: devices
 # that differ only in that coordinate hold identical copies.
 #
-# We put an array on the devices in this layout, and ask JAX who has row 5 (the code is folded):
+# We put an array on the devices in this layout, and ask JAX which devices have row 5. (The code is folded. `met` prints your first answer
+# beside what was found.)
 
 # %% tags=["plumbing"]
 cube = parse_mesh("dp=2 fsdp=2 tp=2")

@@ -113,7 +113,8 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # ## The compiler reserves exactly what was counted
 #
 # Is that true of a real program? We train a small model with weights and moments of 32 bits: a step takes 12 bytes for each parameter as
-# arguments, and the tokens of a batch. The compiler says how many bytes it reserves for arguments.
+# arguments, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (`remat` chooses what is recomputed;
+# the next part explains it.)
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
