@@ -87,7 +87,7 @@ if opened("03.exchanged"):
     show(draw.replicas())
 
 # %% [markdown]
-# ## Only gradients travel
+# ## What replicas exchange
 #
 # All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
 # from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis
@@ -290,7 +290,7 @@ bytes_sent = ...  # your number, for the gradients alone
 attempt("03.sent", bytes_sent, params=LLAMA.num_params, devices=N)
 
 # %% [markdown]
-# Below are four plans of one training. **Which of them sends the fewest bytes per step?** Choose, then run.
+# Below are four plans of one training. They pack the gradients into messages in four ways:
 
 # %%
 plans = {
@@ -381,7 +381,7 @@ by_layer = (leaves - stacked) + LLAMA.num_layers * stacked + 1
 assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 
 # %% [markdown]
-# ## Twice the gradients' bytes, however they are packed
+# ## What the four plans send
 #
 # All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message more (the loss, the number
 # of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).

@@ -79,8 +79,7 @@ show(
 # %% [markdown]
 # ## Predict: columns or rows?
 #
-# `x` has a row for each token. Every device has all of `x`, and wants all of `y`. Cut each matrix into four blocks of columns or of
-# rows.
+# `x` has a row for each token. Every device has all of `x`, and needs all of `y`. Cut each matrix into four blocks of columns or of rows.
 
 # %%
 cuts = {"W1": ..., "W2": ...}  # "columns" or "rows"
@@ -149,8 +148,9 @@ show(
 # ## Four orders, and what they send
 #
 # `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units), and `tp`, the mesh axis of the devices.
-# W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The partial sums are `s d +tp`, a sum unfinished over tp. The pair sends one arrow, `s
-# d +tp -> s d`. The other three orders send wider arrays, or more of them (an all-reduce costs twice a gather of the same array):
+# W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The partial sums are `s d +tp`, a sum unfinished over tp, and the pair sends one
+# arrow, `s d +tp -> s d`. The other three orders send wider arrays, or more of them (an all-reduce costs twice a gather of the same
+# array):
 
 # %% tags=["plumbing"]
 orders = {

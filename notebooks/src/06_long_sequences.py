@@ -94,7 +94,7 @@ show(
 # Coloured: what each device can compute from its own queries and keys. Cutting the positions of a sequence is called *context
 # parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*.
 #
-# ## Queries stay, keys travel
+# ## Keys go round a ring
 #
 # Each rank computes with the keys and values that it has, and then sends them to the next rank: a *hop* (Liu et al. 2023). A *piece* is
 # the keys and values that one rank began with:
@@ -105,9 +105,9 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # %% [markdown]
 # ## Predict: how much does a device send?
 #
-# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share one head of keys and
-# values (a KV head). Only K and V travel. **How many bytes of keys and values does one
-# device send in the forward pass?**
+# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share
+# one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one device send in the forward
+# pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
@@ -290,7 +290,7 @@ met("06.ring_bytes", kv_bytes)
 # followed by their gradients.
 #
 # ## Predict: which rank waits most?
-# #
+#
 # A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank 3 the
 # last. **Which of the 4 ranks waits most, and how many times as long as with even work does the ring take?**
 
@@ -389,7 +389,7 @@ show(
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
 # Left is the time of a full square's two matmuls, right that of sending a piece. Under a causal mask a zigzag computes half of each
-# square, so a hop needs a piece twice as long to hide behind. In positions per device, by published rates:
+# square, so a hop needs a piece twice as long to overlap with. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
@@ -407,12 +407,12 @@ for where, rate in links:
     print(f"{four:.0f} with 4 query heads per KV head")
 
 # %% [markdown]
-# ## Keep: keys travel, N − 1 times, and everybody has an early part
+# ## Keep: keys are sent N − 1 times, and each rank has an early part
 #
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
-# 2. A ring makes N − 1 hops of K and V; only KV heads travel.
+# 2. A ring makes N − 1 hops of K and V.
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. A hop hides behind a piece of C/β · k/n positions, twice that under a causal mask. All-to-alls and gathers do not hide.
+# 4. A hop overlaps with a piece of C/β · k/n positions, twice that under a causal mask. Gathers do not overlap.
 #
 # **Remember N − 1 hops.** With twice the devices you can have twice the sequence, and each holds no more.
 

@@ -80,7 +80,7 @@ attempt("10.share", share_held)
 # %% [markdown]
 # ## Measured: one model on growing meshes
 #
-# One model, one batch, the same weights. Only the mesh grows. (With fewer than 16 devices the list is shorter.)
+# One model, one batch, the same weights. Only the mesh grows.
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)

@@ -122,8 +122,8 @@ attempt("12.unfinished", layout_of_y)
 # | way | in JAX, you write | who chooses what is sent |
 # |---|---|---|
 # | **Manual** | `jax.shard_map`: what *one device* does | you: each collective is a line |
-# | **Auto** | `jax.jit`: the *whole* computation, and where its arguments and its result lie | XLA's *partitioner*, which splits it over devices |
-# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; where a value lies is part of its *type* | you, in types; JAX checks them |
+# | **Auto** | `jax.jit`: the *whole* computation, and the layouts of its arguments and its result | XLA's *partitioner*, which splits it over devices |
+# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; the layout of a value is part of its *type* | you, in types; JAX checks them |
 #
 # Auto takes `feed_forward` as it stands. The two others add a line:
 

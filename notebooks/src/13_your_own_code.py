@@ -132,8 +132,8 @@ assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
 # %% [markdown]
 # ## What each line sends
 #
-# `In[3]:5` is line 5 of cell 3. It sends 35 times as much as four weights. After the line number are the types of a value before and
-# after, as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the all-reduce adds them up. In
+# The program sends 35 times as much as four weights. `In[3]:5` is line 5 of cell 3. After it are the types of a value before and after,
+# as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the all-reduce adds them up. In
 # `f32[64@X,16]` the axis `X` cuts the first dim. The same beside the code:
 
 # %% tags=["plumbing"]

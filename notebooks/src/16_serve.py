@@ -112,11 +112,11 @@ for name, (requests, tokens) in PASSES.items():
     print(f"{name}: {flops:,} FLOPs, {size:,} B, as predicted")
 
 # %% [markdown]
-# ## A token reads as much as a prompt
+# ## What the three passes do
 #
-# But it computes only 1/64 as much. In the time in which an H100 reads a byte it could do 295 FLOPs: 989 TFLOP/s by 3.35 TB/s. For
-# one request it does 1, and its matmul units wait. With 295 tokens in a pass, computing takes as long as reading the weights: this is
-# the *balance batch*. A long prompt has so many tokens. Decode needs so many requests.
+# A pass for one token reads as much as a pass for a prompt, but computes only 1/64 as much. An H100 could do 295 FLOPs while it reads a
+# byte: 989 TFLOP/s by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long as reading the weights:
+# this is the *balance batch*. A long prompt has so many tokens. Decode needs so many requests.
 #
 # ## Requests share weights, not caches
 #
@@ -208,7 +208,7 @@ shares = {"tp=4": ..., "sp=4": ...}
 attempt("16.shares", shares)
 
 # %% [markdown]
-# ## tp runs out of heads, sp goes on
+# ## Four devices, two KV heads
 
 # %%
 CUT = {
@@ -224,9 +224,9 @@ met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:
 # A column is a position, a number a device. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the cuts
 # are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
 #
-# ## Nothing of the cache travels
+# ## What is sent for a token
 #
-# In a ring (lesson 06) keys travel to queries. Here every device of `sp` has the query, which is only one token. It attends to its own
+# In a ring (lesson 06) keys are sent to queries. Here every device of `sp` has the query, which is only one token. It attends to its own
 # positions; two small all-reduces in each layer join the results. For the next tokens of four requests a device sends:
 
 # %% tags=["plumbing"]
@@ -260,8 +260,8 @@ show(draw.collectives(sent))
 #
 # ## A slot stands empty while others go on
 #
-# Eight requests, A to H, want 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four.
-# First A to D, then E to H:
+# Eight requests, A to H, need 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four. First A to
+# D, then E to H:
 
 # %% tags=["plumbing"]
 WANT = dict(zip("ABCDEFGH", (3, 9, 5, 2, 6, 4, 7, 3), strict=True))
@@ -293,8 +293,8 @@ show(
 # %% [markdown]
 # ### Exercise (core): who takes a free slot?
 #
-# `slots` is a list: how many tokens each slot's request still wants, 0 if the slot is free. `waiting` lists the tokens that each waiting
-# request wants, the oldest first. Fill the free slots: return the new `slots`, and remove from `waiting` the requests that joined.
+# `slots` is a list: how many tokens each slot's request still needs, 0 if the slot is free. `waiting` lists what each waiting request
+# needs, the oldest first. Fill the free slots: return the new `slots`, and remove from `waiting` the requests that joined.
 
 
 # %%
