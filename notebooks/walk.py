@@ -171,6 +171,9 @@ ANSWERS = {
     "17.leaves": [("..., ...", "1_482_057, 11_821_092", "2_964_114, 11_821_092")],
     "17.equal": [("= ...", "= 144", "= 4 * 144")],
     "17.goes_on": [("= ...", "= 7", "= 4")],
+    "19.norm": [("= ...", '= "copies"', '= "counted"')],
+    "19.noise": [("= ...", '= "mean of means"', '= "same key"')],
+    "19.memory": [("= ...", '= "counted"', '= "copies"')],
 }  # fmt: skip
 """Each exercise of the core paths: what stands there, what a learner types first, what at last."""
 

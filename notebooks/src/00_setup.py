@@ -286,13 +286,8 @@ explorer if opened("00.fits") else None
 # %% [markdown]
 # The bar is the memory of one device, with a margin of 8 %. *Activations* are what the forward pass keeps for the backward pass (lesson 01). In a
 # running notebook, change the axes with + and −: give all 16 devices to `dp`. Each then holds all weights, gradients and optimizer numbers, and the model does not
-# fit:
-
-# %% tags=["plumbing"]
-if opened("00.fits"):
-    show(copies_only.scene)
-
-# %% [markdown]
+# fit.
+#
 # ## Keep: a line of text says who holds what
 #
 # 1. A mesh gives devices coordinates; its directions are the axes.
