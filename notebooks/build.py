@@ -151,6 +151,7 @@ def kernel(folder: Path) -> Iterator[Callable[[nbformat.NotebookNode], nbformat.
             "JUPYTER_CONFIG_DIR": scratch,
             "JUPYTER_RUNTIME_DIR": scratch,
             "LLMPAR_ANSWERS": str(Path(scratch) / "answers.jsonl"),  # nobody has answered anything
+            "LLMPAR_OPEN": "1",  # but all pictures are stored
         }
         client = NotebookClient(
             nbformat.v4.new_notebook(),

@@ -37,8 +37,15 @@ ANSWERS = {
     "00.row": [("[..., ...]", "[6, 7]", "[4, 5]")],
     "00.held": [("bytes_held = ...", "bytes_held = 256", "bytes_held = 512")],
     "00.layout_of": [("layout_seen = ...", 'layout_seen = "b/dp d/tp"', 'layout_seen = "b/tp d/dp"')],
+    "00.fits": [('{"dp=16": ..., "dp=2 fsdp=4 tp=2": ...}', '{"dp=16": 7.48, "dp=2 fsdp=4 tp=2": 7.48}',
+                 '{"dp=16": 119.7, "dp=2 fsdp=4 tp=2": 14.96}')],
     "00b.collectives": [("= ...", "= 0", "= 1")],
     "01.state_gb": [("gigabytes = ...", "gigabytes = 2 * 8.03", "gigabytes = 16 * 8.03")],
+    "01.policies": [
+        ('{"none": ..., "selective": ..., "block": ...}',
+         '{"none": "fits", "selective": "fits", "block": "fits"}',
+         '{"none": "too large", "selective": "fits", "block": "fits"}'),
+    ],
     "01.fits": [("..., ...", "3, 40 - 128.5 / 8", "4, 40 - 128.5 / 8")],
     "01.days": [("= ...", "= 2 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400",
                  "= 6 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400")],
@@ -46,6 +53,12 @@ ANSWERS = {
                       "length = 6 * (8.03e9 - 128256 * 4096) / (12 * 32 * 32 * 128)")],
     "02.scattered": [("= ...", "= 2 * 2**20 * (N - 1) / N", "= 2**20 * (N - 1) / N")],
     "02.sent": [("..., ..., ..., ...", "6, 6, 6, 6", "6, 6, 12, 6")],
+    "03.exchanged": [("= ...", '= "weights"', '= "gradients"')],
+    "03.three_sums": [
+        ('{"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}',
+         '{"mean_then_sum": "right", "mean_then_mean": "wrong", "clip_then_sum": "wrong"}',
+         '{"mean_then_sum": "wrong", "mean_then_mean": "wrong", "clip_then_sum": "wrong"}'),
+    ],
     "03.sent": [("= ...", "= 2 * 4 * LLAMA.num_params", "= 2 * 4 * LLAMA.num_params * (N - 1) / N")],
     "03.repair": [
         ("def gradient(grad_sum, count): ...",
@@ -57,7 +70,11 @@ ANSWERS = {
          "def clipped(grad_sum, count):\n    g = gradient(grad_sum, count)\n"
          "    return g * jnp.minimum(1.0, 1.0 / jnp.sqrt((g * g).sum()))"),
     ],
-    "04.stage3_bytes": [("= ...", "= 28_672", "= 43_008")],
+    "04.sent": [("{0: 2, 1: ..., 2: ..., 3: ...}", "{0: 2, 1: 3, 2: 3, 3: 3}", "{0: 2, 1: 2, 2: 2, 3: 3}")],
+    "04.accumulated": [
+        ("{0: ..., 1: ..., 2: ..., 3: ...}", '{0: "same", 1: "same", 2: "same", 3: "more"}',
+         '{0: "same", 1: "same", 2: "more", 3: "more"}'),
+    ],
     "04.memory_table": [("{0: ..., 1: ..., 2: ..., 3: ...}", "{0: 112, 1: 38.5, 2: 49, 3: 28}",
                          "{0: 112, 1: 49, 2: 38.5, 3: 28}")],
     "04.stage2_accumulated": [
@@ -70,6 +87,8 @@ ANSWERS = {
     "05.cut": [
         ('{"W1": ..., "W2": ...}', '{"W1": "rows", "W2": "columns"}', '{"W1": "columns", "W2": "rows"}'),
     ],
+    "05.sequence_bytes": [("= ...", '= "fewer"', '= "as many"')],
+    "05.beyond_node": [("= ...", "= 1", "= 2")],
     "05.stack_all_reduces": [("= ...", "= 8", "= 7")],
     "05.attention_layouts": [
         ('{"q": ..., "k": ..., "v": ..., "o": ...}',
@@ -83,6 +102,8 @@ ANSWERS = {
          '    return lax.psum((jax.nn.silu(x @ gate) * (x @ up)) @ down, "tp")'),
     ],
     "06.ring_bytes": [("= ...", "= 2 * OWN * 2 * 16 * 4 * N", "= 2 * OWN * 2 * 16 * 4 * (N - 1)")],
+    "06.ring_waits": [('{"rank": ..., "times": ...}', '{"rank": 3, "times": 1.75}',
+                       '{"rank": 0, "times": 1.75}')],
     "06.hop_bytes": [("= ...", "= 2 * 16384 * 32 * 128 * 2", "= 2 * 16384 * 8 * 128 * 2")],
     "06.to_heads": [
         ("def to_heads(x): ...", "def to_heads(x):\n    return x",
@@ -104,12 +125,21 @@ ANSWERS = {
                   '{"pp": "network", "dp": "network", "tp": "NVLink"}')],
     "11.replicas": [("..., ...", "12.3, 12.3", "788.5, 12.32")],
     "11.bet": [("bet = ...", 'bet = "pp=8 tp=8"', 'bet = "fsdp=16 tp=4"')],
-    "11.schemes": [("..., ..., ...", '"dp", "pp", "tp"', '"dp", "fsdp", "tp"')],
+    "11.thresholds": [("..., ..., ...", "12_480, 1_040, 27.6", "1_040, 12_480, 27.6")],
+    "11.terms": [("..., ...", "11.1, 5.5", "14.2, 2.7")],
+    "11.buy": [("buy = ...", 'buy = "network"', 'buy = "H100s"')],
+    "11.rack": [('{"tokens": ..., "overlap": ...}', '{"tokens": 12_480, "overlap": "no"}',
+                 '{"tokens": 2_664, "overlap": "yes"}')],
     "12.unfinished": [("= ...", '= "b/dp s d"', '= "b/dp s d +tp"')],
     "12.fates": [
         ('{"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}',
          '{"Manual": "refused", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}',
          '{"Manual": "refused", "Manual, check off": "wrong", "Auto": "right", "Explicit": "refused"}'),
+    ],
+    "12.wrong_cut": [
+        ('{"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}',
+         '{"Manual": "wrong", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}',
+         '{"Manual": "refused", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}'),
     ],
     "13.sent": [("= ...", "= 4 * 98304", "= 4 * 98304 * (N - 1) / N")],
     "13.lookup": [("= ...", '= "b/X s d"', '= "b s d/X"')],
@@ -139,7 +169,11 @@ ANSWERS = {
          "    return batch[process * each : (process + 1) * each]"),
     ],
     "17.leaves": [("..., ...", "1_482_057, 11_821_092", "2_964_114, 11_821_092")],
+    "17.equal": [("= ...", "= 144", "= 4 * 144")],
     "17.goes_on": [("= ...", "= 7", "= 4")],
+    "19.norm": [("= ...", '= "copies"', '= "counted"')],
+    "19.noise": [("= ...", '= "mean of means"', '= "same key"')],
+    "19.memory": [("= ...", '= "counted"', '= "copies"')],
 }  # fmt: skip
 """Each exercise of the core paths: what stands there, what a learner types first, what at last."""
 

@@ -156,6 +156,7 @@ FAULTS = {
         "a slot sees its neighbour's keys",
     ),
     "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
+    "19": ("two axes of the mesh exchanged",),
 }
 """What is planted for each lesson; the first is what the lesson is about."""
 

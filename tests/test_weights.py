@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import KINDS, OURS, random_params, same, state_dict, stored
 
-from llmpar.cli.weights import ModelOptions, opened
+from llmpar.cli.weights import ModelOptions, open_weights
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
@@ -69,7 +69,7 @@ def plans():
 def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kind, plan):  # noqa: F811
     source, kept, out = (tmp_path / name for name in ("source", "kept", "out"))
     tensors = put_fixture(source, kind)
-    config, tokenizer, load, said = opened(None, str(source), None, None)
+    config, tokenizer, load, said = open_weights(None, str(source), None, None)
     assert not said and tokenizer.vocab_size == 7
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
@@ -84,7 +84,7 @@ def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kin
     alike = ("model_type", "max_position_embeddings", "vocab_size", "tie_word_embeddings")
     assert {k: after[k] for k in alike} == {k: before[k] for k in alike}
     assert after["eos_token_id"] == [2, 0]
-    assert opened(None, str(out), None, None)[0] == dataclasses.replace(config, name="out")
+    assert open_weights(None, str(out), None, None)[0] == dataclasses.replace(config, name="out")
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ def test_training_begins_with_a_folders_weights_and_the_same_command_goes_on(tmp
     assert about["made"]["from"] == str(source) and about["config"].name == "tiny" != preset("tiny")
     assert about["made"]["tokenizer"]["name"] == str(source / "tokenizer.json")
     here = jax.tree.map(lambda x: x.sharding, found)
-    trained = opened(str(kept), None, None, None)[2](here)
+    trained = open_weights(str(kept), None, None, None)[2](here)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), trained, found)
     said = document("generate", "to be", "--from", str(source), "--tokens", "4", "--mesh", "dp=1")["tokens"]
     assert (
@@ -127,7 +127,7 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     snapshot = tmp_path / "hub" / "models--us--little" / "snapshots" / "0a1b"
     hf.save(snapshot, random_params(OURS["llama"]), OURS["llama"])
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    config, tokenizer, _, said = opened(None, "us/little", None, None)
+    config, tokenizer, _, said = open_weights(None, "us/little", None, None)
     assert config.name == "little" and tokenizer.name == "bytes"
     assert said == ["us/little has no tokenizer.json: using the tokenizer 'bytes'"]
 

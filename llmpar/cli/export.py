@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from llmpar.cli.options import Name, Output, give, inform
-from llmpar.cli.weights import opened
+from llmpar.cli.weights import open_weights
 from llmpar.launch import signals
 
 
@@ -49,7 +49,7 @@ class Export(Output):
         from llmpar.training import hugging_face as hf
 
         start_jax()
-        config, tokenizer, load, notes = opened(
+        config, tokenizer, load, notes = open_weights(
             self.checkpoints, None, None, self.tokenizer, best=self.best
         )
         for line in notes:

@@ -19,7 +19,7 @@ Load = Callable[..., Any]
 """Weights from (shardings, dtype)."""
 
 
-def opened(
+def open_weights(
     checkpoints: str | None,
     from_: str | None,
     model: str | None,
@@ -113,8 +113,10 @@ class ModelOptions:
         return Plan(mesh, zero=0, dtype=self.dtype)
 
     def opened(self, seed: int = 0) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
-        """Call the function `opened` with these options."""
-        return opened(self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best)
+        """Call `open_weights` with these options."""
+        return open_weights(
+            self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best
+        )
 
     def engine(
         self, plan: Plan, config: ModelConfig, load: Load, notes: list[str], slots: int, length: int

@@ -6,7 +6,8 @@ In a lesson, the learner replaces the dots and runs the cell again:
     attempt("03.bytes_sent", bytes_sent)
 
 `hint("03.bytes_sent")` helps a step at a time, `solution("03.bytes_sent")` answers after an attempt, and
-`met("03.bytes_sent", found)` sets the first answer beside what the compiled program says.
+`met("03.bytes_sent", found)` sets the first answer beside what the compiled program says. What answers a bet
+stays shut until the bet is given: `if opened("03.bytes_sent"): show(…)`.
 
 What is said stands in the page `llmpar/lessons/03.md`, under the same name: hints, why the solution is
 right, wrong answers, and for each of them the sentence that helps (`pages` has the form). An exercise whose
@@ -20,6 +21,7 @@ are functions. `observe` turns an answer into what is compared: a function is kn
 import contextlib
 import importlib
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -40,6 +42,7 @@ __all__ = [
     "find",
     "hint",
     "met",
+    "opened",
     "say",
     "solution",
 ]
@@ -152,6 +155,16 @@ def met(name: str, result: Any, what: str = "compiled") -> None:
         )
     else:
         say(f"you said {in_short(first)}; {what} {in_short(result)}")
+
+
+def opened(name: str) -> bool:
+    """Tell whether what answers a bet may be shown: once it is given, or with LLMPAR_OPEN=1. Else print
+    that."""
+    if os.environ.get("LLMPAR_OPEN") or first_answer(name) is not None:
+        return True
+    say(f"shut until {name} is answered: a guess will do, then run this cell again")
+    say("(to open everything: import os; os.environ['LLMPAR_OPEN'] = '1')")
+    return False
 
 
 def say(text: object, hanging: int = 0) -> None:

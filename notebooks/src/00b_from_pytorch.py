@@ -21,6 +21,10 @@
 # wrapped, and no line names a sum. Yet all devices end with the same gradient. Who adds?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -100,7 +104,7 @@ num_collectives = ...  # a number
 attempt("00b.collectives", num_collectives)
 
 # %% [markdown]
-# ## `grad` adds the gradients by itself, because the weights are shared
+# ## What was compiled
 
 # %%
 gradient = ddp(w, x)
@@ -109,16 +113,15 @@ whole_batch = jax.grad(loss)(w, x)  # on one device
 print(
     "times the gradient of the whole batch:", np.median(gradient / whole_batch).round(3)
 )
-if N > 1:
-    met("00b.collectives", len(sent_by(ddp, w, x)), "compiled")
+met("00b.collectives", len(sent_by(ddp, w, x)), "compiled")
 
 # %% tags=["plumbing"]
-assert sent_by(ddp, w, x) == ["all-reduce"] * (N > 1)
+assert sent_by(ddp, w, x) == ["all-reduce"]
 assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# JAX knows that `w` is the same on all devices (`P()`). A shared weight gets a share of its gradient from each device, and the
-# shares are added up. That is DDP's all-reduce:
+# JAX knows that `w` is the same on all devices (`P()`). Each device computes a part of its gradient, and JAX adds the parts: that is DDP's
+# all-reduce:
 
 # %%
 show(draw.replicas())
@@ -129,9 +132,9 @@ show(draw.replicas())
 #
 # ## With `pcast` each device keeps a gradient of its own
 #
-# `lax.pcast(w, "dp", to="varying")` changes no number. It marks `w` as each device's own copy. Gradients that flow back *through*
-# it are added up over the devices. Here we ask for the gradient of what `pcast` returns, so it does not flow back through it, and
-# each device gets its own, as in a model that nobody wrapped in DDP:
+# `lax.pcast(w, "dp", to="varying")` changes no number. It marks `w` as each device's own copy. We differentiate with respect to that copy, so
+# each device gets its own gradient, as in a model without DDP. ([Lesson 03](03_data_parallelism.ipynb) has a picture of `pcast`, forward and
+# backward.)
 
 
 # %%
@@ -165,7 +168,7 @@ except ValueError as error:
 assert "out_specs which require replication" in refused
 
 # %% [markdown]
-# In PyTorch forgotten sums make the copies drift apart, and nothing tells. JAX refuses to call such a result shared: with
+# In PyTorch the copies drift apart if a sum is forgotten, without an error. JAX refuses to call such a result shared: with
 # `out_specs=P()` the program above is a `ValueError`.
 #
 # ## FSDP2 is one line more: gather the weight before its use
@@ -188,11 +191,11 @@ fsdp = jax.jit(fsdp)
 print("in the compiled program:", *sent_by(fsdp, w, x))
 
 # %% tags=["plumbing"]
-assert sent_by(fsdp, w, x) == ["all-gather", "reduce-scatter"] * (N > 1)
+assert sent_by(fsdp, w, x) == ["all-gather", "reduce-scatter"]
 assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# Nobody wrote the reduce-scatter. The gradient of a gather is a sum that is handed out in parts, and `grad` knows it.
+# We did not write the reduce-scatter. `grad` wrote it: the gradient of a gather is a sum, of which each device gets its part.
 #
 # ## You can read a program before it runs
 #
@@ -241,7 +244,7 @@ show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
 # | `torchrun`, a process per GPU | `jax.distributed.initialize()`, a process per host | |
 #
 # (`jax.make_mesh` makes axes along which JAX checks layouts as types, lesson 12. Ours are of the older kind,
-# `AxisType.Auto`.) An arrow `->` is a movement, and `+tp` a sum that nobody has finished. Lesson 02 draws them. (`m` is the width of a feed-forward.)
+# `AxisType.Auto`.) An arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward.)
 
 
 # %% tags=["plumbing"]
@@ -266,9 +269,9 @@ for text, function in ROWS.items():
     )  # JAX does not see that a gathered value is whole
     program = jax.jit(jax.shard_map(own, mesh=mesh, **places, **vague))
     kinds = [move.kind for move in arrow.moves]
-    assert sent_by(program, x) == kinds * (N > 1)
+    assert sent_by(program, x) == kinds
     assert np.allclose(program(x), x * (N if adds else 1), rtol=1e-5)
-two, four = (2, 4) if N == 8 else (1, N)
+two, four = 2, 4
 auto = (AxisType.Auto, AxisType.Auto)
 theirs = jax.make_mesh((two, four), ("dp", "tp"), axis_types=auto)
 placed = jax.device_put(x, NamedSharding(theirs, P("dp")))
@@ -285,7 +288,7 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 #
 # 1. One JAX process runs all devices of its host; `shard_map` is what a rank's script is in PyTorch.
 # 2. The gradient of a shared weight is summed over the devices: DDP without DDP, as a sum and no mean.
-# 3. `pcast(…, to="varying")` marks a value as each device's own copy; a gradient with respect to the copy is not summed.
+# 3. `pcast(…, to="varying")` marks a value as each device's own copy. A gradient with respect to that copy is not summed.
 # 4. The gradient of an all-gather is a reduce-scatter: that is FSDP.
 # 5. Read what was compiled, with `lower().compile()`; do not guess.
 
@@ -329,7 +332,7 @@ print({name: value.shape for name, value in new.items()})
 # %% [markdown]
 # ### Exercise (stretch): read a placement
 #
-# A DTensor `[b, d]` lies on a mesh with the axes `("dp", "tp")`. Its placements are `[Replicate(), Shard(1)]`. Write our layout.
+# A DTensor `[b, d]` is on a mesh with the axes `("dp", "tp")`. Its placements are `[Replicate(), Shard(1)]`. Write our layout.
 
 # %%
 layout_seen = ...  # a text such as "b/dp d"

@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 20
 #     needs: ["00"]
-#     question: How much memory and how much computing does a model want, before anything
+#     question: How much memory and how much computing does a model need, before anything
 #       is parallel?
 #     objectives:
 #     - Count the parameters, the training state and the FLOPs of a Llama from its dims.
@@ -16,10 +16,14 @@
 # %% [markdown]
 # # 01 · An 8B model is 16 GB. Why does it not fit on 80?
 #
-# Llama 3 8B has 8 billion weights of 2 bytes each: 16 GB. An H100 has 80 GB. Train it there, and memory runs out before the first
-# token is read.
+# Llama 3 8B has 8 billion weights of 2 bytes each: 16 GB. An H100 has 80 GB. Train it there, and memory runs out before the first token
+# is processed.
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -34,7 +38,7 @@ import optax
 from llmpar import draw
 from llmpar.draw import scene
 from llmpar.inspect.census import compiled_memory
-from llmpar.lessons import attempt, hint, met, solution
+from llmpar.lessons import attempt, hint, met, opened, solution
 from llmpar.lessons.lesson import (
     counting_text,
     predicted_argument_bytes,
@@ -53,14 +57,15 @@ usable, whole = h100.usable_bytes, h100.usable_hbm_gib * 2**30
 MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama2-13b")
 
 
-def bars(parts, title):
+def bars(parts, title, bet=""):
     """Bytes of each model, for so many bytes a parameter, beside one H100."""
     each = {name: preset(name).num_params for name in MODELS}
     held = {
         name: {part: n * size for part, n in parts.items()}
         for name, size in each.items()
     }
-    scene.show(draw.memory_bars(held.items(), usable, title, whole))
+    if not bet or opened(bet):
+        scene.show(draw.memory_bars(held.items(), usable, title, whole))
     return held
 
 
@@ -68,8 +73,9 @@ def bars(parts, title):
 held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
-# The weights of all four models fit. The dashed line is what a program may use: of the card's 79 GiB JAX takes three quarters when it
-# starts, unless you tell it otherwise: 59.3 GiB. Lessons draw this line, and only 00 tells JAX to take 95 %. (1 GB is 1e9 bytes, 1 GiB is 2**30; the card is sold as "80 GB".)
+# The weights of all four models fit. The dashed line is what a program may use: JAX takes three quarters of the card's 79 GiB when it
+# starts, unless you tell it otherwise: 59.3 GiB. All lessons draw this line. (1 GB is 1e9 bytes, 1 GiB is 2**30; the card is sold as "80
+# GB".)
 #
 # ## Predict: what does training hold besides?
 #
@@ -84,14 +90,15 @@ gigabytes = ...
 attempt("01.state_gb", gigabytes)
 
 # %% [markdown]
-# ## The state does not fit, long before a token is read
+# ## Weights, gradients and optimizer, beside one H100
 
 # %%
-held = bars({"weights": 2, "gradients": 2, "optimizer": 12}, "What training holds")
+title = "What training holds"
+held = bars({"weights": 2, "gradients": 2, "optimizer": 12}, title, "01.state_gb")
 met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
 
 # %% [markdown]
-# 2 + 2 + 12: **16 bytes for each parameter**. Two of the four models are too large now, and no token has been read.
+# 2 + 2 + 12: **16 bytes for each parameter**. Two of the four models are too large now, and no token has been processed.
 #
 # ### Exercise (core): what fits?
 #
@@ -105,8 +112,9 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # %% [markdown]
 # ## The compiler reserves exactly what was counted
 #
-# Is that true of a real program? A small model is trained here, with weights and moments of 32 bits: 12 bytes for each parameter
-# go into a step and come out changed. The tokens of a batch go in, too. The compiler says how many bytes it reserves for them.
+# Is that true of a real program? We train a small model with weights and moments of 32 bits: a step takes 12 bytes for each parameter as
+# arguments, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (`remat` chooses what is recomputed;
+# the next part explains it.)
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
@@ -127,16 +135,21 @@ assert predicted["params"] == 4 * CONFIG.num_params
 assert predicted["optimizer"] == 8 * CONFIG.num_params
 
 # %% [markdown]
-# ## Activations climb for 32 layers, and come down again
+# ## Activations: what the backward pass needs again
 #
-# One thing is missing. The backward pass of `y = x @ w` needs `x` again. So each layer leaves results behind on its way forward,
-# its **activations**. The backward pass uses them up, last layer first. They grow with the tokens, not with the parameters.
+# One thing is missing. The backward pass of `y = x @ w` needs `x` again. So the forward pass keeps results of each layer, its
+# **activations**. The backward pass uses them, last layer first. They grow with the tokens, not with the parameters.
 #
-# **Recomputation** keeps fewer of them and computes the others again. `none` keeps all that the backward pass reads. `selective`
-# keeps the results of matmuls and of attention. `block` keeps the input of each layer and nothing else.
+# **Recomputation** keeps fewer of them, and computes the others again in the backward pass. There are three policies, called `remat` in
+# JAX. `none` keeps all that the backward pass reads. `selective` keeps the results of matmuls and of attention. `block` keeps only the
+# input of each layer.
 #
-# Llama 3 8B shall lie on eight H100s, its state cut evenly, and each reads 8,192 tokens in 16 bits. **Which of the three will
-# cross the line? Bet before you run the cell.**
+# Split the state of Llama 3 8B evenly over eight H100s; each GPU processes 8,192 tokens in bfloat16 (2 bytes). **Which of the three
+# policies need more than 59.3 GiB?**
+
+# %%
+over = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
+attempt("01.policies", over)
 
 # %% tags=["plumbing"]
 LLAMA, TOKENS = preset("llama3-8b"), 8192
@@ -166,11 +179,16 @@ for policy in runs:
 most = {name: max(sum(now.values()) for now in row) for name, row in rows.items()}
 assert most["none"] > usable > most["selective"] > most["block"]
 assert KEPT["selective"] == 736 * 2**20
+fits = {name: "fits" if size < usable else "too large" for name, size in most.items()}
+met("01.policies", fits, "predicted")
 
 # %%
 phases = [("forward", 33), ("backward", 32)]
 title = "Llama 3 8B on eight H100s: one of them, over a step"
-scene.show(draw.step_memory(rows, phases, usable, title, roles={"at work": "again"}))
+if opened("01.policies"):
+    scene.show(
+        draw.step_memory(rows, phases, usable, title, roles={"at work": "again"})
+    )
 
 # %% tags=["nbval-check-output"]
 for policy, size in KEPT.items():
@@ -178,9 +196,9 @@ for policy, size in KEPT.items():
     print(f", {32 * size / 2**30:4.1f} GiB of all 32")
 
 # %% [markdown]
-# *At work* is what the loss and one layer need while they run. Without recomputation the step needs more than the card has;
-# `block` needs about a quarter of that. The 736 MiB of `selective` are a layer's input, queries, keys, values, attention's
-# result, the sum after it and the two wide matmuls of the feed-forward.
+# *At work*: temporary memory of the one layer (or the loss) that is running. Without recomputation the step needs more than a program may
+# use; `block` needs about a quarter of that. The 736 MiB of `selective` are a layer's input, queries, keys, values, attention's result,
+# the sum after it and the two wide matmuls of the feed-forward.
 #
 # ## The compiler agrees, and the losses stay the same
 #
@@ -204,14 +222,13 @@ assert not any(sent.values()), "one device sends nothing"
 assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
-# The same numbers are computed, some of them twice. The last line is checked in every lesson; here one device holds all and sends
-# nothing.
+# The same numbers are computed, some of them twice. Every lesson checks these four things. Here there is one device, so nothing is sent.
 #
 # ## Each weight costs 6 FLOPs a token
 #
-# A **FLOP** is one addition or multiplication. In a matmul each weight is multiplied by one number of each token, and the
-# result is added to a sum: 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for
-# that of the weight: 4 more. The compiler counts the same.
+# A **FLOP** is one addition or multiplication. A matmul multiplies each weight by one number of each token, and adds the result to a sum:
+# 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for that of the weight: 4 more. The
+# compiler counts the same.
 
 # %%
 T, D, M = 256, 64, 128  # tokens, width in, width out
@@ -246,10 +263,10 @@ attempt("01.days", num_days)
 # %% [markdown]
 # ## Predict: when does attention cost more than all weights?
 #
-# Attention multiplies without weights: every token with every other. Each token of a sequence of `s` costs `12 l n h s` FLOPs,
-# both ways, where `l` are the layers, `n` the heads and `h` the width of a head. (The PaLM paper counts so, appendix B. A causal
-# mask leaves half of it.) Llama 3 8B has 32 layers, 32 heads and h = 128. Its weights cost 6 FLOPs each, apart from the
-# embedding's, `v d` = 128,256 × 4,096, which are looked up and not multiplied.
+# Attention has matmuls without weights: every token with every other one. Each token of a sequence of `s` costs `12 l n h s` FLOPs, both
+# ways, where `l` are the layers, `n` the heads and `h` the width of a head. (The PaLM paper counts so, appendix B. A causal mask leaves
+# half of it.) Llama 3 8B has 32 layers, 32 heads and h = 128. Its weights cost 6 FLOPs each, apart from the embedding's, `v d` = 128,256
+# × 4,096, which are looked up and not multiplied.
 #
 # **From which `s` on does attention cost more?**
 
@@ -258,7 +275,7 @@ length = ...
 attempt("01.crossover", length)
 
 # %% [markdown]
-# ## Attention takes over with the length
+# ## Attention's share, by length
 
 # %% tags=["plumbing"]
 LENGTHS = [2**n for n in range(11, 21)]

@@ -16,10 +16,14 @@
 # %% [markdown]
 # # 02 · How do eight devices add up their numbers?
 #
-# Each device has 1 MiB of numbers of its own, its buffer, and each wants the sum of all eight. If everybody sent its buffer to
-# everybody else, each would send 7 MiB. With 1,024 devices it would be a GiB. There must be a better way.
+# Each device has 1 MiB of numbers of its own, its buffer, and each wants the sum of all eight. If every device sent its buffer to
+# every other one, each would send 7 MiB. With 1,024 devices each would send a GiB. There must be a better way.
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -33,13 +37,22 @@ from jax.sharding import PartitionSpec as P
 from llmpar import draw
 from llmpar.draw.scene import show, time_text
 from llmpar.explore.small import SumExplorer
-from llmpar.inspect.census import census_hlo, partitioned_hlo
-from llmpar.lessons import attempt, hint, met, solution
-from llmpar.parallel.mesh import make_mesh
+from llmpar.inspect.census import (
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
+from llmpar.lessons import attempt, hint, met, opened, solution
+from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
+from llmpar.parallel.modes import Manual
+from llmpar.plan.layout import parse_arrow
+from llmpar.plan.mesh_shape import AXES, parse_mesh
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
-N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
+N = len(devices)  # 8
 mesh = make_mesh(f"tp={N}")
 RING = [(i, (i + 1) % N) for i in range(N)]  # to the next device, the last to the first
 CUT = P("tp")  # the first dim, along tp
@@ -62,24 +75,23 @@ show(draw.before_after())
 
 # %% [markdown]
 # Programs send in five patterns. They are called **collectives**, because all devices take part. Our eight want the third
-# one, the all-reduce. Begin with the second one.
+# one, the all-reduce. We begin with the second one.
 #
 # ## Predict: what does a reduce-scatter send?
 #
-# Each device has a buffer of 1 MiB. The buffers are added up, and each device gets its part of the sum.
+# Each of eight devices has a buffer of 1 MiB. The buffers are added up, and each device gets its part of the sum.
 # **How many bytes must a device send?**
 
 # %%
-print(f"{N} devices, 1 MiB = {2**20:,} bytes")
-bytes_sent = ...
+bytes_sent = ...  # 1 MiB is 2**20 bytes
 attempt("02.scattered", bytes_sent, devices=N)
 
 # %% [markdown]
 # ## Measured: a program for each pattern
 #
-# `on_each` runs a function on every device, and each device has its own
-# buffer `x`. A collective is a call inside that function. It names the devices that take part: `"tp"` is our
-# line of devices. `sent_by` reads the compiled program and adds up what one device sends.
+# `jax.shard_map` runs one function on every device; inside, the function sees this device's own piece, here its buffer `x`. (`on_each`, folded
+# above, calls it.) A collective is a call inside that function. It names a mesh axis. Ours is called `"tp"`, and is just a line of eight
+# devices. `sent_by` reads the compiled program and adds up what one device sends.
 
 # %%
 rows = 512  # of 512 float32: a buffer of 1 MiB on each device
@@ -92,15 +104,15 @@ programs = {
     "all-to-all": on_each(lambda x: lax.all_to_all(x, "tp", 1, 0, tiled=True)),
     "permute": on_each(lambda x: lax.ppermute(x, "tp", RING)),
 }
-for kind, program in programs.items():
-    found = sent_by(program, x)
-    if N > 1:
-        assert found == [(kind, 1, formulas.sent_bytes(kind, 2**20, N))]
-        print(f"{kind:<15} {found[0][2]:>9,} bytes sent by each device")
-        if kind == "reduce-scatter":
-            met("02.scattered", found[0][2])
+sent = {kind: sent_by(program, x) for kind, program in programs.items()}
+met("02.scattered", sent["reduce-scatter"][0][2])
 
 # %% tags=["plumbing"]
+shown = opened("02.scattered")
+for kind, found in sent.items():
+    assert found == [(kind, 1, formulas.sent_bytes(kind, 2**20, N))]
+    if shown:
+        print(f"{kind:<15} {found[0][2]:>9,} bytes sent by each device")
 blocks = x.reshape(N, rows, 512)
 total = blocks.sum(0)
 close = dict(rtol=1e-4, atol=1e-4)  # sums of N numbers in another order
@@ -110,19 +122,17 @@ shifted = np.asarray(programs["permute"](x)).reshape(N, rows, 512)
 assert np.array_equal(shifted, np.roll(blocks, 1, axis=0))
 
 # %% [markdown]
-# Three of them send a little less than the message, the permute sends all of it, and the all-reduce sends nearly twice as much.
+# Cut the message into `N` parts, one for each device. A device keeps its own part, and sends `N - 1` parts: `(N - 1)/N` of the message. (For an
+# all-gather the message is the gathered result.) A permute sends the whole buffer.
 #
-# Why? Cut the message into `N` parts, one for each device. A device's own part stays at home, and `N - 1` parts leave. So a device
-# sends `(N - 1)/N` of the message. (For an all-gather the message is the gathered result.) A permute sends the whole buffer.
-#
-# And why twice for an all-reduce? Because an all-reduce can be made of two others. First a reduce-scatter: each device gets a part of the sum.
-# Then an all-gather: these parts go to everybody.
+# An all-reduce sends nearly twice as much, because it is two others: a reduce-scatter, after which each device has a part of the
+# sum, then an all-gather of these parts.
 #
 # ## A thousand devices send hardly more than eight
 #
-# Twice `(N - 1)/N` stays below 2, however many devices take part. That is the better way that we were looking for:
+# Twice `(N - 1)/N` stays below 2, however many devices take part. That is the better way:
 
-# %%
+# %% tags=["plumbing"]
 counts = [2**k for k in range(1, 11)]
 ring = [formulas.sent_bytes("all-reduce", 1.0, n) for n in counts]
 assert max(ring) < 2
@@ -137,7 +147,7 @@ show(draw.curves(lines, counts, **axes, title="What one sum costs each device"))
 # %% [markdown]
 # ### Exercise (core): four kinds
 #
-# Four devices, and a message of 8 MB: the gathered result of an all-gather, the buffer of a device for the others. How many
+# Four devices, and a message of 8 MB: for an all-gather the gathered result, for the others the buffer of each device. How many
 # **MB** does a device send?
 
 # %%
@@ -146,17 +156,16 @@ answer = {"all-gather": all_gather, "reduce-scatter": reduce_scatter}
 attempt("02.sent", answer | {"all-reduce": all_reduce, "all-to-all": all_to_all})
 
 # %% [markdown]
-# ## The sum goes round a ring, and then round again
+# ## The sum goes round a ring twice
 #
-# How can a device get a sum and send so little? The devices form a ring, and each sends to the next one only. In the **first
-# lap** the sum of a part travels, and each device adds its own numbers to what comes in: a reduce-scatter. In the **second
-# lap** the finished parts travel: an all-gather. Step through it (in a stored page all hops stand beside one another):
+# The devices form a ring, and each sends to the next one only. In the **first lap** the sum of a part travels, and each device adds its own
+# numbers to what comes in: a reduce-scatter. In the **second lap** the finished parts travel: an all-gather. Step through it:
 
 # %%
 SumExplorer(collective="all-reduce")
 
 # %% [markdown]
-# The same in code. `lax.ppermute` is one hop: it sends a value along the pairs of `RING`.
+# The same in code. `lax.ppermute` is one hop: it sends a value along `RING`, which lists pairs (from, to).
 
 
 # %%
@@ -164,7 +173,7 @@ def ring_all_reduce(x):
     """psum, out of 2 (N - 1) permutes. x is one device's buffer."""
     me, parts = lax.axis_index("tp"), x.reshape(N, -1)
     part = parts[(me - 1) % N]
-    for hop in range(2, N + 1):  # first lap: add mine to what comes
+    for hop in range(2, N + 1):  # first lap: add own numbers to what comes
         part = lax.ppermute(part, "tp", RING) + parts[(me - hop) % N]
     done = [part]  # the sum of part me
     for _ in range(N - 1):  # second lap: hand on what is finished
@@ -184,13 +193,45 @@ assert all(np.allclose(one, total, **close) for one in got), "as psum"
 assert hops == 2 * (N - 1) and sent == formulas.sent_bytes("all-reduce", 2**20, N)
 
 # %% [markdown]
-# The result is that of `lax.psum`, and so are the bytes.
+# Result and bytes are those of `lax.psum`.
 #
+# ## On a mesh, a collective runs in groups
+#
+# A collective over one axis joins the devices that differ in that coordinate only: a **group**. Here each device of a cube gathers the device
+# numbers of its groups:
+
+# %%
+show(draw.mesh("dp=2 fsdp=2 tp=2", highlight_axis="fsdp"))
+
+# %% tags=["plumbing"]
+cube = parse_mesh("dp=2 fsdp=2 tp=2")
+cubic = make_mesh(cube)
+live = [axis for axis, size in cube.sizes.items() if size > 1]
+ALL = P(tuple(AXES))  # JAX's own layout: the first dim, cut by all axes
+
+# %%
+hear = lambda number: [lax.all_gather(number, axis, tiled=True) for axis in live]
+ask = jax.jit(jax.shard_map(hear, mesh=cubic, in_specs=ALL, out_specs=ALL))
+heard = [np.asarray(row).reshape(N, -1) for row in ask(jnp.arange(N))]
+for axis, row in zip(live, heard, strict=True):
+    groups = sorted({tuple(map(int, numbers)) for numbers in row})
+    print(f"groups over {axis}:", *(" ".join(map(str, g)) for g in groups), sep="  ")
+
+# %% tags=["plumbing"]
+for axis, row in zip(live, heard, strict=True):
+    for group in draw.groups(cube.sizes, AXES, [axis]):
+        assert (row[group] == group).all(), "the groups of the notation"
+compiled = ask.lower(jnp.arange(N)).compile()
+table = census_table(census_hlo(compiled.as_text(), cubic))
+counts = {key: row["count"] for key, row in table.items()}
+assert counts == {(axis, "all-gather"): 1 for axis in live}
+
+# %% [markdown]
 # ## An arrow says which collective it is
 #
 # The lessons write a movement as an **arrow** between two layouts. Take an array, `s` positions down and `d` width across.
-# `s/tp d`: positions are cut by the devices along `tp`. `s d +tp`: each device has numbers for the whole array, and they must
-# still be added up over `tp`. The plus is a sum that nobody has finished. It is drawn as slanted lines:
+# `s/tp d`: positions are cut along `tp`. `s d +tp`: each device has numbers for the whole array, partial sums that must
+# still be added up over `tp`. The plus is an unfinished sum, drawn as slanted lines:
 
 # %%
 show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
@@ -205,14 +246,14 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 #
 # A permute has no arrow: the layout stays the same. It is one step of a ring.
 #
-# ## Below 7.5 MB you wait for the start, not for the bytes
+# ## Small messages wait for the start, not for the bytes
 #
 # Each start costs α, and then come the bytes (at β bytes a second):
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
-# Simulated devices have no links. So this is the model of an H100, whose GPUs send 370 GB/s inside a node (one
-# machine with 8 GPUs) and 50 GB/s between nodes. A ring would start 14 times. For small messages NCCL, the GPUs' library, uses a
+# Simulated devices have no links, so this is a model of H100s: 370 GB/s leave a GPU inside a node (one
+# machine with 8 GPUs) and 50 GB/s between nodes. A ring starts 14 times. For small messages NCCL, the GPUs' library, uses a
 # **tree**: up and down, with 1 + log₂ 8 = 4 starts each.
 
 # %%
@@ -251,13 +292,8 @@ show(draw.curves(lines, ticks, **axes, marks=marks, text=time_text, title="8 H10
 
 # %% [markdown]
 # Left of the mark the curve is flat: 1 kB takes as long as 100 kB. That is why gradients are sent in **buckets** of many
-# megabytes, not one by one. It is also why a chatbot whose model is spread over GPUs, and which
-# writes one token at a time, waits for starts. Right of the mark the link decides. Between nodes the same sum
-# takes seven times as long, because each GPU has only one network port there. So axes that send much stay inside a
-# node.
-#
-# How sure is that? 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training
-# runs. Our times of whole training steps are off by 6 to 8 % in the median. So do not rank what differs by less.
+# megabytes, not one by one. Right of the mark the link decides. Between nodes the same sum takes seven times as long, because each GPU has
+# only one network port there. So axes that send much stay inside a node.
 #
 # ## Keep: a sum costs less than two buffers
 #
@@ -293,10 +329,67 @@ size = ...
 attempt("02.half_size", size)
 
 # %% [markdown]
+# ## An all-to-all by hand
+#
+# `b/tp d -> b d/tp` (`b` rows of the batch): the cut moves from `b` to `d`. Each device cuts its shard into pieces, keeps one and sends the
+# others: on our cube, 0 and 1 exchange halves, so do 2 and 3, 4 and 5, 6 and 7.
+
+# %%
+arrow, whole = parse_arrow("b/tp d -> b d/tp"), np.arange(512.0, dtype=np.float32)
+whole = whole.reshape(32, 16)
+before = jax.device_put(whole, sharding(cubic, arrow.before))
+
+
+def swapped(x):
+    # tiled: the pieces are joined along dim 0
+    return lax.all_to_all(x, "tp", split_axis=1, concat_axis=0, tiled=True)
+
+
+def on_mesh(function):
+    places = dict(in_specs=spec(arrow.before), out_specs=spec(arrow.after))
+    return jax.jit(jax.shard_map(function, mesh=cubic, **places))
+
+
+moved = on_mesh(swapped)(before)
+show(draw.arrow(arrow, whole.shape, cube, 4))
+
+# %% tags=["plumbing"]
+# The same from the text of the arrow: value, sharding, communication and memory.
+right = lambda y: all(
+    np.array_equal(s.data, whole[s.index]) for s in y.addressable_shards
+)
+after = sharding(cubic, arrow.after)
+assert right(moved) and moved.sharding.is_equivalent_to(after, 2)
+resolved = Plan(cube, zero=0).resolve()
+by_arrow = on_mesh(lambda x: Manual(resolved).carry_out(x, arrow))
+package, compiled = by_arrow(before), by_arrow.lower(before).compile()
+table = census_table(census_hlo(compiled.as_text(), cubic))
+moves = draw.moved(arrow, whole.shape, cube.sizes, 4)
+predicted = {
+    (",".join(move.axes), move.kind): {"count": 1, "bytes_sent": sent}
+    for move, sent in moves
+    if sent
+}
+assert right(package) and table == predicted
+assert package.sharding.is_equivalent_to(after, 2)
+given = shard_bytes(arrow.before, whole.shape, 4, cube.sizes)
+assert compiled_memory(compiled)["argument_bytes"] == given
+assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
+
+# %% [markdown]
+# A shard is 1 KiB (1,024 B). Half of it leaves: 512 B. llmpar, the library of these lessons, can also carry out an arrow by itself: it
+# sends the same 512 B.
+#
+# ## How sure are these times?
+#
+# 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training
+# runs. Our times of whole training steps are off by 6 to 8 % in the median. So do not rank what differs by less. Starts are also why a
+# chatbot whose model is spread over GPUs, and which writes one token at a time, is slower than its bytes.
+#
 # ## A profile prints the result, not what was sent
 #
 # Profiles and dumps of a compiler print the size of the *result*. For a reduce-scatter that is a part, for an all-gather the
-# whole, and both send the same. Our **census** of a compiled program reckons with it.
+# whole, and both send the same. Our **census** of a compiled program computes what is sent from it.
 
 # %%
 for kind in ("all-gather", "reduce-scatter", "all-reduce"):

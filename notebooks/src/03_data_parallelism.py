@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["00", "02"]
-#     question: What must replicas tell one another, and when can they?
+#     question: What must replicas exchange, and when?
 #     objectives:
 #     - Write data parallelism by hand, and say what replicas must agree on.
 #     - Recognise the three usual faults in summing gradients.
@@ -13,12 +13,16 @@
 # ---
 
 # %% [markdown]
-# # 03 · What must replicas tell one another?
+# # 03 · What must replicas exchange?
 #
 # Four devices hold the same model. Each computes a gradient from its own rows of the batch, and updates its weights. After one
 # step there are four models. What must they send, so that there is one?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -34,7 +38,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
-from llmpar.draw.scene import show, time_text
+from llmpar.draw.scene import Line, Rect, Text, compose, show, small_text, time_text
 from llmpar.explore.small import OverlapExplorer
 from llmpar.inspect.census import (
     arrow_rows,
@@ -43,7 +47,7 @@ from llmpar.inspect.census import (
     census_table,
     partitioned_hlo,
 )
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import (
     as_predicted,
     counting_text,
@@ -72,17 +76,23 @@ LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 show(draw.replicas(together=False))
 
 # %% [markdown]
-# Rows, activations, gradients or weights? Choose the one thing that they must exchange, and say why, before you read on.
+# ## Predict: what must they exchange?
 
 # %%
-show(draw.replicas())
+exchanged = ...  # "rows", "activations", "gradients" or "weights"
+attempt("03.exchanged", exchanged)
+
+# %% tags=["plumbing"]
+if opened("03.exchanged"):
+    show(draw.replicas())
 
 # %% [markdown]
-# ## Only gradients travel
+# ## What replicas exchange
 #
 # All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
 # from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis
-# `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a feed-forward): `d m +dp -> d m`. On the left each device has one addend of a sum over `dp`; on the right the sum is finished.
+# `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a feed-forward): `d m +dp -> d m`. On the left each device has a partial sum;
+# on the right the sum is finished.
 #
 # ## Three sums that look right
 #
@@ -156,7 +166,11 @@ def clip_then_sum(grads, count):
 
 
 # %% [markdown]
-# On one device all three are right. That is why people write them. **Which are right on several?** Decide, then look.
+# On one device all three are right. That is why people write them. **Which are right on several devices?**
+
+# %%
+right = {"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}
+attempt("03.three_sums", right)  # each "right" or "wrong"
 
 # %% tags=["plumbing"]
 WAYS = (mean_then_sum, mean_then_mean, clip_then_sum)
@@ -171,19 +185,21 @@ def all_three(weights, x, counted):
 assert norm(want) > 1, "the clip must bite, or it hides the fault"
 wanted = (want, want, scaled(want, jnp.minimum(1, 1 / norm(want))))
 given = on_mesh(all_three)(toy, x, counted)
+shown = opened("03.three_sums")
 for way, got, right in zip(WAYS, given, wanted, strict=True):
     error = distance(got, right)
-    assert (error > 1e-2) == (N > 1)
-    print(f"{way.__name__:<15} off by {error:.0%} of the largest gradient")
+    assert error > 1e-2
+    if shown:
+        print(f"{way.__name__:<15} off by {error:.0%} of the largest gradient")
 
 # %% [markdown]
-# None. The second stood in Hugging Face Transformers until October 2024, with microbatches in place of devices. A mean over all
-# rows is **the sum of sums over the sum of counts**, and a norm is that of the finished sum.
+# The second stood in Hugging Face Transformers until October 2024, with microbatches in place of devices. Divide **the total sum by the
+# total count**, and take the norm only after the sum.
 #
 # ### Exercise (core): repair the three
 #
-# Both functions run on every device. They get its gradient of the *sum* (one array) and its own count (a float), and return what
-# every device uses: first the mean over all rows, then the same clipped to a norm of 1.
+# Both functions run on every device. They get this device's gradient of the *sum* (one array) and its count (a float). `gradient` returns the
+# mean over all rows of all devices; `clipped` returns the same, clipped to a norm of 1.
 
 
 # %%
@@ -198,9 +214,43 @@ attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 # %% [markdown]
 # ## Data parallelism is two lines
 #
-# `lax.pcast(w, "dp", to="varying")` marks the weights as each device's own copy. Gradients that flow back *through* it are added
-# up over the devices. We ask for the gradient of what `pcast` returns, so it does not flow back through it: each device gets its own
-# part, and we write the sum ourselves.
+# One call needs a picture: `lax.pcast(w, "dp", to="varying")`. It changes no number. It marks the weights as each device's own copy.
+
+# %% tags=["plumbing"]
+fills = ("other1", "other3", "ep", "tp")
+items = [Rect(0, 40, 110, 56, "weights", "edge")]
+items.append(Text(55, 68, "w, shared", anchor="middle", fill="white"))
+items += [Rect(190, 48, 70, 40, "cell", "edge", radius=6)]
+items.append(Text(225, 68, "pcast", anchor="middle", bold=True))
+for k, fill in enumerate(fills):
+    left, top = 350 + 5 * k, 32 + 8 * k
+    items += [
+        Rect(left, top, 110, 44, fill, "edge"),
+        Rect(left + 220, top, 110, 44, fill, "edge"),
+    ]
+items.append(Text(420, 80, "own w", anchor="middle", fill="black"))
+items.append(Text(640, 80, "own loss", anchor="middle", fill="black"))
+for a, b in ((112, 188), (262, 346), (478, 566)):
+    items.append(Line(((a, 68), (b, 68)), "ink", 2.5, head=True))
+items.append(small_text(530, 52, "own rows", fill="ink"))
+for a, b in ((600, 440), (400, 60)):
+    items.append(
+        Line(((a, 118), (a, 150), (b, 150), (b, 118)), "dp-line", 2.5, head=True)
+    )
+items.append(small_text(520, 166, "backward to pcast's output:", fill="dp-line"))
+items.append(small_text(520, 184, "this device's own gradient", fill="dp-line"))
+items.append(small_text(230, 166, "on to pcast's input:", fill="dp-line"))
+items.append(small_text(230, 184, "all-reduce, the sum", fill="dp-line"))
+words = (
+    "forward: w, shared by all, goes through pcast, which changes no number, to each"
+    " device's own w and own loss\nbackward to the output of pcast: each device's own"
+    " gradient\nfurther back to its input: an all-reduce, the sum of all"
+)
+show(compose("pcast: nothing forward, an all-reduce backward", [items], words))
+
+# %% [markdown]
+# Its backward pass is an all-reduce. Differentiate with respect to its *output*, as below, and you stop before that all-reduce: each
+# device gets its own gradient, and we write the sum. Differentiate with respect to its *input*, and you get the sum.
 
 
 # %%
@@ -224,13 +274,13 @@ text = partitioned_hlo(on_mesh(by_hand).lower(toy, x, counted))
 sent_by_hand = census_table(census_hlo(text, mesh))
 for (_, kind), row in sent_by_hand.items():
     print(f"as on one device, by {row['count']} {kind}s: rows, loss, two weights")
-assert N == 1 or sent_by_hand.keys() == {("dp", "all-reduce")}
-assert N == 1 or sent_by_hand["dp", "all-reduce"]["count"] == 4
+assert sent_by_hand.keys() == {("dp", "all-reduce")}
+assert sent_by_hand["dp", "all-reduce"]["count"] == 4
 
 # %% [markdown]
-# ## What does each device send?
+# ## Predict: what does each device send?
 #
-# Predict. A small Llama with gradients in float32. **How many bytes does each device send per step**, by ring all-reduces, so that
+# A small Llama has gradients in float32. **How many bytes does each device send per step**, by ring all-reduces, so that
 # all have the sum of all gradients?
 
 # %%
@@ -240,7 +290,7 @@ bytes_sent = ...  # your number, for the gradients alone
 attempt("03.sent", bytes_sent, params=LLAMA.num_params, devices=N)
 
 # %% [markdown]
-# Four plans of one training. **Which of them sends the fewest bytes per step?**
+# Below are four plans of one training. They pack the gradients into messages in four ways:
 
 # %%
 plans = {
@@ -261,7 +311,7 @@ plans = {
 BATCH, SEQ, RATE, MOMENTUM, STEPS = 2 * N, 16, 0.3, 0.9, 4
 batch = counting_text(BATCH, SEQ)
 left_out = rng.random((BATCH, SEQ)) < 0.2
-left_out[BATCH - 2 if N > 1 else BATCH :] = True
+left_out[BATCH - 2 :] = True
 batch["targets"] = np.where(left_out, -1, batch["targets"])
 
 
@@ -314,7 +364,8 @@ packed = {
     name: [c.bytes_sent / c.count for c in found for _ in range(c.count)]
     for name, found in censuses.items()
 }
-show(draw.messages(packed.items()))
+if opened("03.sent"):
+    show(draw.messages(packed.items()))
 
 # %% tags=["plumbing"]
 bound = 2 * (4 * LLAMA.num_params + small) * (N - 1) / N
@@ -325,20 +376,19 @@ for name, census in censuses.items():
     # A ring that does not divide rounds each message.
     assert abs(size - bound) <= counts[name]
 leaves, stacked = (len(jax.tree.leaves(t)) for t in (params, params["blocks"]))
-if N > 1:
-    assert counts["end"] == counts["microbatches"] == leaves + 1
-    by_layer = (leaves - stacked) + LLAMA.num_layers * stacked + 1
-    assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
+assert counts["end"] == counts["microbatches"] == leaves + 1
+by_layer = (leaves - stacked) + LLAMA.num_layers * stacked + 1
+assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 
 # %% [markdown]
-# ## Twice the gradients' bytes, however they are packed
+# ## What the four plans send
 #
-# No plan wins: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message more (the loss, the number
-# of targets, the norm). The plans differ in the *number* of messages. Each costs a start (lesson 02).
+# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message more (the loss, the number
+# of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
 #
-# ## With enough tokens it costs hardly any time
+# ## From how many tokens on is the sum hidden?
 #
-# The gradient of the last layer is ready first. It can travel while the layers before it compute. **From how many tokens per
+# The gradient of the last layer is ready first. It can be sent while the layers before it compute. **From how many tokens per
 # device on does computing take as long as sending?** Guess, then drag. (`28+` is layers 28 to 31.)
 
 # %%
@@ -371,31 +421,31 @@ for where, (device, rate, published) in thresholds.items():
 
 # %% [markdown]
 # (Published: Austin et al. 2025.) The figure turns at 2,340 tokens: it takes what large messages reach, 370 of NVLink's
-# 450 GB/s, and the ring's 7/8. From there on only the last piece is waited for: nothing is left to compute meanwhile.
+# 450 GB/s, and the ring's 7/8. From there on a step waits only for the last piece: nothing is left to compute meanwhile.
 #
 # ## Measured: the second node costs most
 #
-# Llama 2 7B on 1 to 16 nodes of 8 H100s, a replica per node, the same tokens per GPU. **How much of its speed does a GPU keep
-# on 16 nodes?**
+# Llama 2 7B was trained on 1 to 16 nodes of 8 H100s, with a replica on each node and the same tokens per GPU:
 
 # %%
 NODES, TFLOPS = [1, 2, 4, 8, 16], [492, 422, 407, 409, 375]  # MaxText, each GPU
 kept = ("measured", [one / TFLOPS[0] for one in TFLOPS], "measured", "o", False)
 ideal = ("nothing lost", [1] * 5, "soft", None, True)
-axes = "nodes of 8 H100s", "a GPU's speed, of one node's"
-show(draw.curves([ideal, kept], NODES, *axes, high=1.1, percent=True))
+axes = "nodes of 8 H100s", "share of one node's speed"
+look = dict(high=1.1, percent=True, title="On 16 nodes a GPU keeps 76 % of its speed")
+show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
-# (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) The second node makes gradients leave the node. Later
-# ones cost less, for 2(N − 1)/N never reaches 2.
+# (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. More
+# nodes cost less, for 2(N − 1)/N never reaches 2.
 #
-# ## Keep: gradients travel, twice their bytes, behind the backward pass
+# ## Keep: replicas sum their gradients
 #
-# 1. Replicas agree on gradients: one arrow, `d m +dp -> d m`, per weight.
-# 2. The mean is the sum of sums over the sum of counts; a mean of means and a local norm are wrong.
+# 1. Replicas exchange gradients: one arrow, `d m +dp -> d m`, for each weight.
+# 2. Divide the total sum by the total count. A mean of means and a norm of a partial sum are wrong.
 # 3. Each device sends 2(N − 1)/N times the gradients' bytes, in one message or in many.
-# 4. It hides behind a backward pass of at least C/β tokens per device; the last piece never does.
-# 5. Accumulating microbatches sends the same once, if the sums wait for the last one.
+# 4. Sending overlaps with a backward pass of at least C/β tokens per device; the last piece never does.
+# 5. With microbatches a device adds its gradients first, and sends their sum once.
 
 # %% [markdown]
 # ## Further
@@ -418,10 +468,10 @@ print(f"2 x (N - 1) / N = {2 * (N - 1) / N:g} for N = {N}, below 2 for any N")
 # %% [markdown]
 # ### When the last bucket arrives
 #
-# The live figure's arithmetic. In all lessons a *threshold* takes published rates, and a *time* takes what large messages reach.
-# In this package `layer` sends like this; `end` and `bucket` send after the backward pass and hide nothing. Across nodes each
-# device exchanges an eighth of the gradients over its own port, so together a node's 8 ports count. Gradients summed in float32,
-# as here, double the bytes and every threshold; a program that reaches only half of C halves them.
+# The live figure's arithmetic. In all lessons a *threshold* takes published rates, and a *time* takes what large messages reach. In this
+# package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing overlaps. Across nodes each device
+# exchanges an eighth of the gradients over its own port, so together a node's 8 ports count. Gradients summed in float32, as here, double
+# the bytes and every threshold; a program that reaches only half of C halves them.
 
 
 # %%
@@ -490,7 +540,7 @@ for way in (unasked, by_package):
     census = census_hlo(partitioned_hlo(on_mesh(way).lower(toy, x, counted)), mesh)
     assert census_table(census) == sent_by_hand
 arrows = {c.arrow: c.bytes_sent for c in census}
-assert N == 1 or arrows.keys() == {"rows that count", "loss", *map(str, GRADS.values())}
+assert arrows.keys() == {"rows that count", "loss", *map(str, GRADS.values())}
 assert sum(arrows.values()) == sum(row["bytes_sent"] for row in sent_by_hand.values())
 print("both compile to what by_hand compiles to, and give the same")
 say("by arrows: " + "; ".join(f"{arrow}: {size} B" for arrow, size in arrows.items()))
@@ -526,7 +576,7 @@ layered = censuses["layer"]
 sent_by_layer = sum(row["bytes_sent"] for row in arrow_rows(layered))
 assert sent_by_layer == sum(c.bytes_sent for c in layered)
 inside = [c for c in layered if c.count == LLAMA.num_layers]
-assert N == 1 or len(inside) == stacked
+assert len(inside) == stacked
 print(f"{len(inside)} all-reduces in the loop over {LLAMA.num_layers} layers,", end=" ")
 print(f"{len(layered) - len(inside)} outside it")
 
@@ -551,13 +601,13 @@ for u in (1, 2, 4):
     print(f"{u:>12}   {sent(at_end):<9,}   {sent(by_layer):,} bytes per step")
 try:
     by_layer.resolve(LLAMA, batch_size=BATCH * u, seq_len=SEQ)
-    assert N == 1, "this should have been refused"
+    raise AssertionError("this should have been refused")
 except ValueError as refusal:
     say(refusal)
 
 # %% [markdown]
-# A gradient is final only in the last microbatch's backward pass, so only the tokens of that one hide it. It is the wait's
-# *share* of the step that becomes `u` times smaller. Of the timeline above, in buckets:
+# A gradient is final only in the last microbatch's backward pass, so it can overlap with the tokens of that one only. The wait stays the
+# same; the step gets `u` times longer, so it matters less. Of the timeline above, in buckets:
 
 # %% tags=["plumbing"]
 print("microbatches   waited for   of the step's backward passes")

@@ -7,18 +7,22 @@
 #     question: How much memory does each ZeRO stage save, and what does it cost to send?
 #     objectives:
 #     - Say what each ZeRO stage cuts, what it saves and what it sends.
-#     - Write the four stages by hand, and read their collectives in the compiled
+#     - Write stages 0, 1 and 3 by hand, and read their collectives in the compiled
 #       program.
 #     - Explain why the stages send different amounts once there are microbatches.
 # ---
 
 # %% [markdown]
-# # 04 · 8B does not fit. Why is ZeRO-1 free?
+# # 04 · 8B does not fit on 8 GPUs. What can be cut?
 #
-# To train Llama 3 8B a GPU holds weights, gradients and Adam's state: twice what fits. Eight GPUs do not help. Data
-# parallelism gives each of them a copy of everything. What can be cut, and what does cutting cost?
+# To train Llama 3 8B, a GPU holds weights, gradients, Adam's state and activations: twice what fits. Eight GPUs do not help: in
+# data parallelism each of them holds a copy of everything. Which parts can be cut, and what does a cut cost to send?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -44,7 +48,7 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import (
     as_predicted,
     as_table,
@@ -63,7 +67,7 @@ from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
+N = len(devices)  # 8
 LAP = (N - 1) / N  # what a ring of N devices sends of each message
 mesh = make_mesh(f"fsdp={N}")
 BYTES = {
@@ -73,7 +77,8 @@ BYTES = {
 }
 
 
-PARAMS = preset("llama3-8b").num_params
+LLAMA8 = preset("llama3-8b")
+PARAMS = LLAMA8.num_params
 
 
 def held(stage, num_devices=8, params=PARAMS):
@@ -82,83 +87,91 @@ def held(stage, num_devices=8, params=PARAMS):
     return {part: size(part) for part in BYTES}
 
 
-# %%
 h100 = chip("h100")
+# One sequence of 8,192 tokens; of each layer its input alone is kept, in bfloat16.
+ACTIVATIONS = 2 * LLAMA8.num_layers * 8192 * LLAMA8.width
+
+
+# %% tags=["plumbing"]
 bars = [("1 GPU", held(0, 1)), ("each of 8 GPUs", held(0, 8))]
-title = "Llama 3 8B: model state of a GPU, data parallel"
+bars = [(name, parts | {"activations": ACTIVATIONS}) for name, parts in bars]
+title = "Llama 3 8B: memory of a GPU, data parallel"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
 # Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the *optimizer* (a
-# float32 copy of the weight and two *moments*). The line, 59.3 GiB, is what a program may use of an H100 "with 80 GB": JAX takes
-# three quarters of its 79.1 GiB unless told otherwise.
+# float32 copy of the weight, and two *moments*). Activations are 2 GiB: each GPU processes one sequence of 8,192 tokens, keeps the
+# input of each layer, and recomputes the rest (lesson 01). The line, 59.3 GiB, is what a program may use of an H100: JAX takes three
+# quarters of its 79.1 GiB. All pictures of this part count in this way.
 #
-# ## Most of it waits most of the time
+# ## When is each part used?
 #
 # One device in one step:
 
-# %%
+# %% tags=["plumbing"]
 show(draw.zero_strips(stages=[0]))
 
 # %% [markdown]
-# Adam's moments are used only once in a step: in the update. And Adam treats each number by itself, so a device can update a
-# *part* of the weights.
+# Adam's moments are used only once in a step: in the update. And Adam updates each number without looking at the others, so a device can
+# update a *part* of the weights.
 #
-# *ZeRO* (Rajbhandari et al. 2020) cuts at stage 1, also called ZeRO-1, the optimizer; at
-# stage 2 the gradients too; at stage 3 the weights too. Stage 3 is *FSDP*, fully sharded data parallelism. The axis that cuts is
-# called `fsdp`.
+# *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 1, also called ZeRO-1, cuts the optimizer's state: each of N devices holds one
+# part of N. Stage 2 cuts the gradients too. Stage 3 cuts the weights too, and is also called *FSDP*, fully sharded data parallelism. The mesh
+# axis is called `fsdp`.
 #
-# ## Two bets
+# ## Predict: what does each device hold?
 #
-# First, what is saved. **A model of 7 billion parameters, mixed precision with Adam, 4 A100 of 40 GB:** how many GB (1e9 bytes)
-# of weights, gradients and optimizer does a device hold at each stage? A program may use 31.7 GB of each (75 % of its 42.3 GB).
-# Which stages fit?
+# **A model of 7 billion parameters, mixed precision with Adam, four A100 of 40 GB:** how many GB (1e9 bytes) of weights, gradients
+# and optimizer state does a device hold at each stage? (A program may use 31.7 GB of each GPU. Which stages fit?)
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
 attempt("04.memory_table", memory_gb)
 
 # %% [markdown]
-# Second, what is sent. A toy has 4 layers of 32 × 32 weights in float32: `Ψ` = 4096 parameters, 16,384 bytes. On a ring of
-# `N` devices a reduce-scatter or an all-gather sends (N − 1)/N of a message, an all-reduce twice that. At stage 3 every layer's
-# weights are gathered before they are used, and thrown away. **How many bytes does a device send per step?**
+# ## Predict: what does each device send?
+#
+# Let Ψ be one message with a number for each parameter. A reduce-scatter or an all-gather of the whole model sends **Ψ** from each
+# device, an all-reduce **2Ψ** (lesson 02; to be exact, times (N − 1)/N). Stage 0 sums gradients by an all-reduce. At stage 3 each
+# layer's weights are gathered before they are used, forward and backward, and thrown away after each use. **How many Ψ does a device send
+# in a step?**
 
 # %%
-bytes_at_stage_3 = ...  # a number, or a formula with N
-attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
+sent_in_psi = {0: 2, 1: ..., 2: ..., 3: ...}
+attempt("04.sent", sent_in_psi)
 
 # %% [markdown]
-# ## Each stage thins out one column
+# ## Each stage cuts one more part
 
-# %%
-show(draw.zero_strips())
-
-# %% [markdown]
-# For this state of our 8B alone, stage 1 is enough on 8 GPUs:
-
-# %%
+# %% tags=["plumbing"]
+if opened("04.sent"):
+    show(draw.zero_strips())
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
-title = "Llama 3 8B on 8 GPUs: model state of each"
-show(draw.memory_bars(bars, h100.usable_bytes, title))
+bars = [(name, parts | {"activations": ACTIVATIONS}) for name, parts in bars]
+title = "Llama 3 8B on 8 GPUs: memory of each"
+if opened("04.memory_table"):
+    show(draw.memory_bars(bars, h100.usable_bytes, title))
 sevens = [formulas.zero_bytes(7e9, 4, stage) for stage in range(4)]
 met("04.memory_table", {stage: held / 1e9 for stage, held in enumerate(sevens)}, "GB:")
 
 # %% tags=["plumbing"]
-sizes = [sum(held(stage).values()) for stage in range(4)]
+sizes = [sum(parts.values()) for _, parts in bars]
 assert sizes[0] > 1.9 * h100.usable_bytes and max(sizes[1:]) < h100.usable_bytes
+assert ACTIVATIONS == 2 * 2**30
 a100 = chip("a100-40")  # the first bet's: only stage 3 fits
 assert sevens[3] < a100.usable_bytes < min(sevens[:3])
 assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
 
 # %% [markdown]
-# On the A100s only stage 3 fits.
+# On eight H100s stage 1 is enough for 8B. On the four smaller A100s 7B needs stage 3. No stage cuts activations.
 #
-# ## Four trainings, written out
+# ## Stage 0: all-reduce, then update
 #
-# Without llmpar, the library of these lessons: only JAX's own functions. Inside `jax.shard_map` you read what one device does.
-# The model is a stack of `tanh(x @ w)`.
+# Two trainings, with JAX's own functions. The model is four layers of `tanh(x @ w)`: 4 × 32 × 32 weights in float32. Inside
+# `jax.shard_map` you read what one device does. (Adam's formula, `adam`, is folded below. `pcast` gives each device a copy of its own to
+# differentiate: the picture is in [lesson 03](03_data_parallelism.ipynb).)
 
-# %%
+# %% tags=["plumbing"]
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
 
 
@@ -181,99 +194,83 @@ def adam(w, g, m1, m2, t):
     return w - RATE * up, m1, m2
 
 
+# %%
+def own_gradient(w, x, y):
+    """The loss and the gradient of this device's rows, before any sum."""
+    w = lax.pcast(w, "fsdp", to="varying")
+    return jax.value_and_grad(loss)(w, x, y)
+
+
+def stage0(w, m1, m2, t, x, y):
+    value, g = own_gradient(w, x, y)
+    g = lax.psum(g, "fsdp")  # all-reduce: everybody gets the whole sum
+    w, m1, m2 = adam(w, g, m1, m2, t)  # everybody updates everything
+    return w, m1, m2, lax.psum(value, "fsdp")
+
+
 # %% [markdown]
-# An arrow says what moves: `l d m +fsdp -> l d/fsdp m` turns an unfinished sum over `fsdp` into finished parts, cut along `d`
-# (`l` layers; of a weight, `d` width in, the rows, and `m` width out, the columns).
+# ## Stage 1: reduce-scatter, update, all-gather
 #
-# `pcast` marks `w` as each device's own copy. Gradients that flow back *through* it are added up over the devices. Here, as in
-# lesson 03, we ask for the gradient of what `pcast` returns: it does not flow back through it, and we write the sum.
+# An all-reduce *is* a reduce-scatter and then an all-gather:
+
+# %% tags=["plumbing"]
+show(draw.before_after(("reduce-scatter", "all-gather")))
+
+# %% [markdown]
+# Stage 1 puts the update between the two. After the reduce-scatter a device has the finished sum for its own rows of each weight. It updates
+# these rows, with its part of Adam's state. What is gathered then is the updated weights. Three lines change:
 
 
 # %%
-def my_block(w):
-    """This device's rows of every layer: `l d m -> l d/fsdp m`. Nothing moves."""
+def my_rows(w):
+    """This device's rows of every layer: `l d m -> l d/fsdp m`. Nothing is sent."""
     first = lax.axis_index("fsdp") * (D // N)
     return lax.dynamic_slice_in_dim(w, first, D // N, axis=1)
 
 
-def stage0(w, m1, m2, t, x, y):
-    mine = lax.pcast(w, "fsdp", to="varying")
-    value, g = jax.value_and_grad(loss)(mine, x, y)
-    g = lax.psum(g, "fsdp")  # l d m +fsdp -> l d m
-    return *adam(w, g, m1, m2, t), lax.psum(value, "fsdp")
-
-
 def stage1(w, m1, m2, t, x, y):
-    mine = lax.pcast(w, "fsdp", to="varying")
-    value, g = jax.value_and_grad(loss)(mine, x, y)
-    # l d m +fsdp -> l d/fsdp m; tiled: cut along that dim
+    value, g = own_gradient(w, x, y)
     g = lax.psum_scatter(g, "fsdp", scatter_dimension=1, tiled=True)
-    # a share of the work and of the state
-    block, m1, m2 = adam(my_block(w), g, m1, m2, t)
-    # l d/fsdp m -> l d m; tiled: joined along that dim; invarying: the same on all
-    w = lax.all_gather(block, "fsdp", axis=1, tiled=True, to="invarying")
+    rows, m1, m2 = adam(my_rows(w), g, m1, m2, t)
+    w = lax.all_gather(rows, "fsdp", axis=1, tiled=True, to="invarying")
     return w, m1, m2, lax.psum(value, "fsdp")
 
 
 # %% [markdown]
-# Stage 2 takes the backward pass apart, to cut each layer's gradient as soon as it exists. `jax.vjp` runs a function and returns
-# its result and `pull`, its backward pass:
-
-
-# %%
-def stage2(w, m1, m2, t, x, y):
-    mine, pulls, shards = lax.pcast(w, "fsdp", to="varying"), [], []
-    for l in range(L):  # forward, keeping what the backward pass needs
-        x, pull = jax.vjp(layer, mine[l], x)
-        pulls.append(pull)
-    value, g_x = jax.value_and_grad(error)(x, y)
-    for pull in reversed(pulls):  # backward: one whole gradient at a time
-        g, g_x = pull(g_x)
-        # d m +fsdp -> d/fsdp m
-        g = lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
-        shards.append(g)
-    block, m1, m2 = adam(my_block(w), jnp.stack(shards[::-1]), m1, m2, t)
-    w = lax.all_gather(block, "fsdp", axis=1, tiled=True, to="invarying")
-    return w, m1, m2, lax.psum(value, "fsdp")
-
-
-# %% [markdown]
+# (`tiled`: parts are cut from, or joined along, that dim. `invarying`: all devices get the same. `l` layers; of a weight, `d` width in, the
+# rows, and `m` width out.)
+#
 # ## Stage 3: gather, use, forget
 
-# %%
+# %% tags=["plumbing"]
 show(draw.gather_use_forget())
 
 # %% [markdown]
-# One layer is whole while it is used, and the next one is fetched meanwhile. `jax.checkpoint` throws away what it
-# computed and computes it again in the backward pass; so it gathers again:
+# One layer is whole while it is used, and the next one is fetched meanwhile. `jax.checkpoint` keeps nothing of what a function computed: in
+# the backward pass it runs again, and gathers again.
 
 
 # %%
-def stage3(w, m1, m2, t, x, y, gather_again=True):
-    def gathered_layer(shard, x):  # d/fsdp m -> d m
-        return layer(lax.all_gather(shard, "fsdp", axis=0, tiled=True), x)
+@jax.checkpoint
+def gathered_layer(rows, x):  # d/fsdp m -> d m
+    return layer(lax.all_gather(rows, "fsdp", axis=0, tiled=True), x)
 
-    # Keep nothing of what is gathered: gather again in the backward pass.
-    use = jax.checkpoint(gathered_layer) if gather_again else gathered_layer
 
-    def sharded_loss(shards, x, y):
-        return error(lax.scan(lambda x, shard: (use(shard, x), None), x, shards)[0], y)
+def stage3(w, m1, m2, t, x, y, use=gathered_layer):
+    def sharded_loss(w, x, y):
+        return error(lax.scan(lambda x, rows: (use(rows, x), None), x, w)[0], y)
 
-    # `g` is a shard: no reduce-scatter is written anywhere.
-    value, g = jax.value_and_grad(sharded_loss)(w, x, y)
+    value, g = jax.value_and_grad(sharded_loss)(w, x, y)  # g: my rows of the sum
     return *adam(w, g, m1, m2, t), lax.psum(value, "fsdp")
 
 
 # %% [markdown]
 # This code has no reduce-scatter, but its program will: **the gradient of a gather is a reduce-scatter.** A weight was copied to
-# everybody, so its gradient is a sum over everybody, and each device needs that sum for its own part alone.
-
-# %%
-HAND = {0: stage0, 1: stage1, 2: stage2, 3: stage3}
-WEIGHT_AT = {0: "l d m", 1: "l d m", 2: "l d m", 3: "l d/fsdp m"}
-MOMENT_AT = {0: "l d m", 1: "l d/fsdp m", 2: "l d/fsdp m", 3: "l d/fsdp m"}
+# all devices, so its gradient is a sum over all devices; each device needs that sum for its own rows alone.
 
 # %% tags=["plumbing"]
+WEIGHT_AT = {0: "l d m", 1: "l d m", 2: "l d m", 3: "l d/fsdp m"}
+MOMENT_AT = {0: "l d m", 1: "l d/fsdp m", 2: "l d/fsdp m", 3: "l d/fsdp m"}
 rng = np.random.default_rng(0)
 W = (rng.standard_normal((L, D, D)) / D**0.5).astype(np.float32)
 X, Y = (rng.uniform(-1, 1, (ROWS, D)).astype(np.float32) for _ in range(2))
@@ -316,100 +313,87 @@ def one_device():
     return losses, w
 
 
-# %%
-reference_losses, reference_w = one_device()
-programs = {stage: prepare(function, stage) for stage, function in HAND.items()}
-results = {stage: train(programs[stage][0], programs[stage][1]) for stage in HAND}
-print("losses on one device:", " ".join(f"{x:.4f}" for x in reference_losses))
-
-# %% tags=["plumbing"]
-for stage, (losses, (w, _, _)) in results.items():
-    assert np.allclose(losses, reference_losses, rtol=1e-5), f"stage {stage}: {losses}"
-    assert np.allclose(w, reference_w, atol=1e-4), f"stage {stage}: other weights"
-for stage, (_, arrays) in results.items():
-    texts = (WEIGHT_AT[stage], MOMENT_AT[stage], MOMENT_AT[stage])
-    for array, text in zip(arrays, texts, strict=True):
-        promised = parse_layout(text).shard_shape(array.shape, mesh.shape)
-        shapes = {shard.data.shape for shard in array.addressable_shards}
-        assert shapes == {promised}, f"stage {stage}: {text}"
-for stage, (_, compiled, _) in programs.items():  # weights, moments, rows, the number
-    weights, moments = (
-        shard_bytes(parse_layout(place[stage]), W.shape, 4, mesh.shape)
-        for place in (WEIGHT_AT, MOMENT_AT)
-    )
-    predicted = weights + 2 * moments + 2 * X.nbytes // N + 4
-    assert compiled_memory(compiled)["argument_bytes"] == predicted
-print("stages 0 to 3: the same training, each array cut as its layout says")
-
-# %% [markdown]
-# ## What the compiled programs send
-#
-# 2Ψ means: two messages of Ψ numbers, and a device sends (N − 1)/N of each. (The loss is one number more.)
-
-# %% tags=["plumbing"]
-expected_counts = {
+PSI_BYTES = 4 * W.size
+COUNTS = {  # of the weights and gradients, without the loss
     0: {"all-reduce": 1},
     1: {"reduce-scatter": 1, "all-gather": 1},
     2: {"reduce-scatter": L, "all-gather": 1},
     3: {"reduce-scatter": L, "all-gather": 2 * L},
 }
-PSI_BYTES = 4 * W.size
-loss_bytes = formulas.sent_bytes("all-reduce", 4, N)
-found, state_bytes = {}, {}
-for stage, (_, _, text) in programs.items():
-    found[stage] = census = census_hlo(text, mesh)
+
+
+def checked(stage, function):
+    """Train, and assert value, sharding, memory and communication; the program, and Ψ
+    that a device sends."""
+    arrays, compiled, text = prepare(function, stage)
+    losses, found = train(arrays, compiled)
+    assert np.allclose(losses, reference_losses, rtol=1e-5), f"stage {stage}: {losses}"
+    assert np.allclose(found[0], reference_w, atol=1e-4), f"stage {stage}: weights"
+    places = (WEIGHT_AT[stage], MOMENT_AT[stage], MOMENT_AT[stage])
+    for array, place in zip(found, places, strict=True):
+        promised = parse_layout(place).shard_shape(array.shape, mesh.shape)
+        shapes = {shard.data.shape for shard in array.addressable_shards}
+        assert shapes == {promised}, f"stage {stage}: {place}"
+    weights, moments = (
+        shard_bytes(parse_layout(place), W.shape, 4, mesh.shape) for place in places[:2]
+    )
+    predicted = weights + 2 * moments + 2 * X.nbytes // N + 4  # and rows, the number
+    assert compiled_memory(compiled)["argument_bytes"] == predicted
+    census = census_hlo(text, mesh)
     state = [c for c in census if c.shape != ()]
     kinds = sorted({c.kind for c in state})
     counts = {kind: sum(c.count for c in state if c.kind == kind) for kind in kinds}
-    assert counts == (expected_counts[stage] if N > 1 else {}), f"{stage}: {counts}"
-    state_bytes[stage] = sum(c.bytes_sent for c in state)
-    assert state_bytes[stage] == 4 * formulas.zero_elements(W.size, stage, devices=N)
-    assert sum(c.bytes_sent for c in census) == state_bytes[stage] + loss_bytes
-    volume = state_bytes[stage] / (PSI_BYTES * LAP) if N > 1 else 0
-    print(f"stage {stage}: {volume:.0f}Ψ sent as", end=" ")
-    print(", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing")
+    assert counts == COUNTS[stage], f"{stage}: {counts}"
+    sent = sum(c.bytes_sent for c in state)
+    assert sent == 4 * formulas.zero_elements(W.size, stage, devices=N)
+    loss_bytes = formulas.sent_bytes("all-reduce", 4, N)
+    assert sum(c.bytes_sent for c in census) == sent + loss_bytes
+    made = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    print(f"stage {stage}: the losses of one device; sends {made}")
+    return compiled, sent / (PSI_BYTES * LAP)
+
 
 # %%
-met("04.stage3_bytes", state_bytes[3])
-show(draw.before_after(("reduce-scatter", "all-gather")))
+reference_losses, reference_w = one_device()
+hand = {0: stage0, 1: stage1, 3: stage3}
+programs = {stage: checked(stage, function) for stage, function in hand.items()}
+found = {stage: round(psi) for stage, (_, psi) in programs.items()}
+met("04.sent", {0: found[0], 1: found[1], 2: 2, 3: found[3]}, "Ψ:")
 
 # %% [markdown]
-# ## Stage 1 is free
+# So stage 1 divides the optimizer's memory by N and sends what stage 0 sends. Stage 3 sends one Ψ more: the second gather, for the backward
+# pass. (In stage 2, in *Further*, each layer's gradient is scattered as soon as it exists: 2Ψ too.)
 #
-# An all-reduce *is* these two, one after the other. Stage 1 puts the update between them: each device updates the part whose sum
-# it has, and what is gathered is the updated weights. So it sends what stage 0 sends. Stage 3 pays one gather more, for the
-# backward pass.
+# ## Predict: which stages send more with microbatches?
 #
-# ## A batch in slices
-#
-# A batch may be run in `u` slices, *microbatches*, whose gradients are added before one update (*accumulation*). **Which stages
-# send more then?** Decide. First the memory; choose the number of microbatches:
+# A batch may be run in `u` slices, *microbatches*, whose gradients are added before one update (*accumulation*). Stage 2 keeps no whole
+# gradient, and stage 3 no whole weight, from one microbatch to the next. Does a step with four microbatches send more than a step with one?
 
 # %%
-explorer = MemoryExplorer(microbatches=4)
-explorer
+sends = {0: ..., 1: ..., 2: ..., 3: ...}  # "same" or "more"
+attempt("04.accumulated", sends)
 
 # %% tags=["plumbing"]
-for u in (1, 4):
-    parts = explorer.bytes_by_part(explorer.state | {"microbatches": u})
-    stage1, stage2 = (sum(parts[f"ZeRO-{zero}"].values()) for zero in (1, 2))
-    assert stage2 == stage1 if u == 1 else stage2 < stage1
+counts = [1, 2, 4, 8]
+times = {z: [formulas.zero_elements(1, z, u) for u in counts] for z in range(4)}
+assert [times[z][2] for z in range(4)] == [2, 2, 5, 12]
+lines = [("stages 0 and 1: 2Ψ", times[0], "weights", "o", False)]
+lines += [("stage 2: (u+1)Ψ", times[2], "gradients", "s", False)]
+lines += [("stage 3: 3uΨ", times[3], "fsdp-line", "^", False)]
+axes = dict(x="microbatches u in a step", y="Ψ sent by a device in a step")
+if opened("04.accumulated"):
+    show(draw.curves(lines, counts, **axes, title="What accumulation costs"))
+more = {z: "more" if times[z][2] > times[z][0] else "same" for z in range(4)}
+met("04.accumulated", more, "found")
 
 # %% [markdown]
-# The bars above had another recipe: 16-bit weights, no activations. llmpar keeps weights and gradients in float32 (4+4+8
-# bytes), and activations are counted; stage 2 cuts only after a whole microbatch. So only stage 3 fits.
-#
-# ## With microbatches stage 2 has a price
-#
-# * Stages 0 and 1 add up whole gradients and communicate once: **2Ψ**.
-# * Stage 2 cuts each microbatch's gradient before it adds. That makes `u` reduce-scatters, and one gather of the updated weights:
-#   **(u+1)Ψ**.
-# * Stage 3 gathers twice and scatters once for each microbatch: **3uΨ**.
+# Stages 0 and 1 add up whole gradients and send once. Stage 2 scatters once for each microbatch, and gathers the updated weights once. Stage 3
+# gathers twice and scatters once for each microbatch.
 #
 # ### Exercise (stretch): make stage 2 from stage 1
 #
-# Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
-# stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole.
+# Below is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
+# stage 2's: return the same shard, `d/fsdp m`, and never add up anything whole.
 
 
 # %%
@@ -424,16 +408,76 @@ def stage2_accumulated(gradient, parts): ...
 attempt("04.stage2_accumulated", stage2_accumulated)
 
 # %% [markdown]
-# ## Keep: 16 bytes per parameter, and what nobody needs whole is cut
+# ## Keep: what a device needs only in part is cut
 #
-# 1. ZeRO cuts what replicas hold in common: the optimizer (stage 1), gradients (2), weights (3).
-# 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, for free.
+# 1. ZeRO cuts what replicas hold in common: optimizer state (stage 1), gradients (2), weights (3).
+# 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, and sends nothing more.
 # 3. The gradient of a gather is a reduce-scatter.
 # 4. A step of stage 0, 1, 2, 3 sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `u` microbatches 2Ψ, 2Ψ, (u+1)Ψ, 3uΨ.
 # 5. No stage cuts activations: recompute (lesson 01), or cut the model itself (lesson 05).
 
 # %% [markdown]
 # ## Further
+#
+# ### Exercise (core): the same in bytes
+#
+# The toy has 4 × 32 × 32 weights of 4 bytes: 16,384 bytes. **How many bytes does each of the `N` devices send in a step of stage 3?**
+# On a ring a device sends (N − 1)/N of each message.
+
+# %%
+bytes_at_stage_3 = ...  # a number, or a formula with N
+attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
+
+# %%
+met("04.stage3_bytes", round(programs[3][1] * PSI_BYTES * LAP))
+
+# %% [markdown]
+# ### Stage 2 by hand
+#
+# Stage 2 takes the backward pass apart, to cut each layer's gradient as soon as it exists. `jax.vjp` runs a function and returns
+# its result and `pull`, its backward pass:
+
+
+# %%
+def stage2(w, m1, m2, t, x, y):
+    mine, pulls, shards = lax.pcast(w, "fsdp", to="varying"), [], []
+    for l in range(L):  # forward, keeping what the backward pass needs
+        x, pull = jax.vjp(layer, mine[l], x)
+        pulls.append(pull)
+    value, g_x = jax.value_and_grad(error)(x, y)
+    for pull in reversed(pulls):  # backward: one whole gradient at a time
+        g, g_x = pull(g_x)
+        # d m +fsdp -> d/fsdp m
+        g = lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
+        shards.append(g)
+    rows, m1, m2 = adam(my_rows(w), jnp.stack(shards[::-1]), m1, m2, t)
+    w = lax.all_gather(rows, "fsdp", axis=1, tiled=True, to="invarying")
+    return w, m1, m2, lax.psum(value, "fsdp")
+
+
+programs[2] = checked(2, stage2)
+assert round(programs[2][1]) == 2
+
+# %% [markdown]
+# ### Another recipe: all in float32
+#
+# The core path counted mixed precision: 2 + 2 + 12 bytes per parameter. llmpar keeps weights and gradients in float32 unless told otherwise
+# (`--param-dtype`): 4 + 4 + 8 bytes. That is 16 bytes too, but whole weights and whole gradients are twice as large, so stage 1 and stage 2
+# save less. This explorer counts so, with activations. It cuts gradients at stage 2 only after a whole microbatch. Choose the number of
+# microbatches:
+
+# %%
+explorer = MemoryExplorer(microbatches=4)
+explorer
+
+# %% tags=["plumbing"]
+for u in (1, 4):
+    parts = explorer.bytes_by_part(explorer.state | {"microbatches": u})
+    stage1, stage2 = (sum(parts[f"ZeRO-{zero}"].values()) for zero in (1, 2))
+    assert stage2 == stage1 if u == 1 else stage2 < stage1
+
+# %% [markdown]
+# With this recipe 8B needs stage 3.
 #
 # ### The same for a Llama
 #
@@ -471,18 +515,16 @@ print(f"the optimizer's bytes are divided by exactly {N} from stage 1 on")
 temporaries = {
     n: compiled_memory(run.compiled)["temp_bytes"] for n, run in llamas.items()
 }
-if devices[0].platform == "cpu" and N > 1:
-    assert temporaries["stage 3"] < temporaries["stage 0"]
-    print("temporaries: stage 3 needs less than stage 0, whose gradients are whole")
+assert temporaries["stage 3"] < temporaries["stage 0"]
+print("temporaries: stage 3 needs less than stage 0, whose gradients are whole")
 
 # %% [markdown]
-# Which line of the model sends what? In stage 3 a block's weight is gathered forward, gathered again for the backward pass (JAX
-# counts that as recomputed), and its gradient is scattered backward: three times the weight's bytes under one name. The
-# embedding and the head are used where the forward pass begins and ends, so nobody gathers them twice.
+# Which line of the model sends what? In stage 3 a block's weight is gathered forward, gathered again for the backward pass (JAX counts
+# that as recomputed), and its gradient is scattered backward: three times the weight's bytes under one name. The embedding and the head
+# are used where the forward pass begins and ends, so they are gathered once.
 
 # %%
 print(arrow_text(censuses["stage 3"]))
-show(draw.arrows_sent(arrow_rows(censuses["stage 3"])))
 
 # %% tags=["plumbing"]
 predicted = traffic.step_traffic(llamas["stage 3"].step.plan, BATCH, SEQ)
@@ -490,7 +532,7 @@ sent = arrow_rows(censuses["stage 3"])
 assert sum(row["bytes_sent"] for row in sent) == predicted.total_bytes
 for name in ("ffn d m", "attention n h d"):
     passes = {c.direction for c in censuses["stage 3"] if c.arrow == name}
-    assert N == 1 or passes == {"forward", "recomputed", "backward"}, passes
+    assert passes == {"forward", "recomputed", "backward"}, passes
 
 # %% [markdown]
 # With microbatches it sends what the list of the core path says. (Embedding, head and norms are gathered once per microbatch, not
@@ -533,18 +575,18 @@ print("communication: formula = prediction = traced program, in kind, count and 
 # memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in llmpar it is `Plan.reshard_after_forward`.
 
 # %%
-arrays, compiled, text = prepare(lambda *args: stage3(*args, gather_again=False), 3)
+keeps = lambda rows, x: layer(lax.all_gather(rows, "fsdp", axis=0, tiled=True), x)
+arrays, compiled, text = prepare(lambda *args: stage3(*args, use=keeps), 3)
 
 # %% tags=["plumbing"]
 kept = [c for c in census_hlo(text, mesh) if c.shape != ()]
 assert np.allclose(train(arrays, compiled)[0], reference_losses, rtol=1e-5)
 assert sum(c.bytes_sent for c in kept) == 2 * PSI_BYTES * LAP
-assert sum(c.count for c in kept if c.kind == "all-gather") == (L if N > 1 else 0)
+assert sum(c.count for c in kept if c.kind == "all-gather") == L
 print("by hand: again sends 3Ψ, keep sends 2Ψ; the losses are the same")
-again, keep = (compiled_memory(c)["temp_bytes"] for c in (programs[3][1], compiled))
-if N > 1:
-    assert keep > again
-    print(f"temporaries: keep needs {(keep - again) / PSI_BYTES:.2f} Ψ more than again")
+again, keep = (compiled_memory(c)["temp_bytes"] for c in (programs[3][0], compiled))
+assert keep > again
+print(f"temporaries: keep needs {(keep - again) / PSI_BYTES:.2f} Ψ more than again")
 
 for reshard in (True, False):
     plan = Plan(f"fsdp={N}", zero=3, reshard_after_forward=reshard)
@@ -561,10 +603,9 @@ for reshard in (True, False):
 # %% [markdown]
 # ### Exercise (expert): bytes against memory
 #
-# Ψ weights in blocks, many devices, `u = 4` microbatches in a step. Three policies: gather `again` in each backward pass; `keep`
-# until the end of the microbatch; `keep all step`, until the update. For each: how many Ψ elements does a device send per step,
-# and how many Ψ of gathered weights does it still hold when the forward pass ends? What does the last policy remind you of?
-# (The verdict's *why* tells.)
+# Ψ weights in blocks, many devices, `u = 4` microbatches in a step. Three policies: gather `again` in each backward pass; `keep` until
+# the end of the microbatch; `keep all step`, until the update. For each: how many Ψ elements does a device send per step, and how many Ψ
+# of gathered weights does it still hold when the forward pass ends? What does the last policy remind you of? (The verdict says why.)
 
 # %%
 policies = {"again": (..., ...), "keep": (..., ...), "keep all step": (..., ...)}
@@ -600,7 +641,7 @@ attempt("04.lora", lora)
 
 # %%
 ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(rank=4))
-AXES = {1: "dp=1", 2: "fsdp=2", 4: "fsdp=2 tp=2", 8: "dp=2 fsdp=2 tp=2"}[N]
+AXES = "dp=2 fsdp=2 tp=2"
 both = {
     "all is trained": train_on(LLAMA, Plan(AXES, zero=3), TEXT, ADAM, 2),
     "LoRA": train_on(ADAPTED, Plan(AXES, zero=3), TEXT, ADAM, 2),
@@ -622,16 +663,15 @@ for name, run in both.items():
                 moved[name][message.value] += times * row.sent(message.num_bytes)
 everything, tuned = moved.values()
 assert tuned["activations"] == everything["activations"]
-assert N == 1 or everything["weights"] < tuned["weights"] < 1.2 * everything["weights"]
-assert N == 1 or tuned["gradients"] < 0.1 * everything["gradients"]
+assert everything["weights"] < tuned["weights"] < 1.2 * everything["weights"]
+assert tuned["gradients"] < 0.1 * everything["gradients"]
 first, second = given.values()
 assert second["moments"] < 0.1 * first["moments"]
 assert second["weights"] > first["weights"]
-if N > 1:
-    assert passes["all is trained"] == {"forward", "recomputed", "backward"}
-    assert passes["LoRA"] == {"forward", "recomputed"}
+assert passes["all is trained"] == {"forward", "recomputed", "backward"}
+assert passes["LoRA"] == {"forward", "recomputed"}
 frozen = formulas.zero_bytes(PARAMS, 1, 0, grad_bytes=0, optim_bytes=0)
-left = {"held": frozen / PARAMS, "sent": len(passes["LoRA"]) if N > 1 else 2}
+left = {"held": frozen / PARAMS, "sent": len(passes["LoRA"])}
 assert both["LoRA"].losses[1] < both["LoRA"].losses[0]
 
 # %%
@@ -670,10 +710,10 @@ assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 # %% [markdown]
 # ### A weight's layouts in one step
 #
-# This table stands at the top of `llmpar/plan/plan.py`: where one weight of a feed-forward, `d m`, lies in the course of a step, from
-# *stored* to its finished gradient, *reduced*. Where a cell differs from its left neighbour something is sent, except that stages
-# 0 to 2 leave the backward pass (after *used*) with open sums and send nothing for it; where *reduced* differs from *stored*, the
-# updated weight is gathered once more.
+# This table is at the top of `llmpar/plan/plan.py`: the layouts of one weight of a feed-forward, `d m`, during a step, from *stored* to
+# its finished gradient, *reduced*. Where a cell differs from its left neighbour something is sent, except that stages 0 to 2 leave the
+# backward pass (after *used*) with open sums and send nothing for it; where *reduced* differs from *stored*, the updated weight is
+# gathered once more.
 
 # %% tags=["plumbing", "nbval-check-output"]
 table = re.search(r"zero  stored.*?(?=\n\n)", plan_file.__doc__, re.S)[0]
@@ -763,12 +803,11 @@ auto_table = census_table(census_hlo(auto.text, mesh))
 for name, table in (("manual", manual_table), ("auto", auto_table)):
     for (_, kind), row in sorted(table.items(), key=lambda i: -i[1]["bytes_sent"]):
         print(f"{name:>7}: {kind:<15} ×{row['count']:<4}{row['bytes_sent']:>12,} B")
-if devices[0].platform == "cpu" and N > 1:
-    assert not any(kind == "reduce-scatter" for _, kind in auto_table)
-    in_all = lambda table: sum(row["bytes_sent"] for row in table.values())
-    assert in_all(auto_table) > in_all(manual_table)
-    print("communication: on simulated devices Auto never forms a reduce-scatter,")
-    print("and it sends more than stage 3 needs")
+assert not any(kind == "reduce-scatter" for _, kind in auto_table)
+in_all = lambda table: sum(row["bytes_sent"] for row in table.values())
+assert in_all(auto_table) > in_all(manual_table)
+print("communication: on simulated devices Auto never forms a reduce-scatter,")
+print("and it sends more than stage 3 needs")
 
 # %% [markdown]
 # The partitioner for CPUs sums whole gradients (an all-reduce), then cuts them. In other shapes it may even move

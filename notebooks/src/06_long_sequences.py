@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["02", "05"]
-#     question: What must travel so that every query sees every key, and why do some devices wait for others?
+#     question: What must be sent so that every query sees every key, and why do some ranks wait for others?
 #     objectives:
 #     - Merge attention to parts of the keys, and build a ring of it.
 #     - Say why some ranks wait under a causal mask, and cure it by another order of
@@ -15,10 +15,14 @@
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
-# A document of a million tokens does not fit on one device. So four devices take a quarter each. Norms and
-# feed-forwards do not notice: they look at one position at a time. But in causal attention every query wants to see every earlier key.
+# A document of a million tokens does not fit on one device. So four devices take a quarter each. Norms and feed-forwards treat each
+# position by itself. But in causal attention every query needs every earlier key.
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -45,7 +49,7 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.model import attention
 from llmpar.parallel.mesh import abstract_mesh, make_mesh, sharding, spec
@@ -63,7 +67,7 @@ from llmpar.training.step import Step
 jax.config.update("jax_default_matmul_precision", "highest")
 llama3 = ("llama3-8b", "llama3-70b", "llama3.1-405b")
 assert {preset(name).num_kv_heads for name in llama3} == {8}
-N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
+N = len(devices)  # 8
 mesh = make_mesh(f"sp={N}")
 S, K, R, H = 32 * N, 2, 2, 16  # positions, KV heads, query heads per KV head, width
 OWN = S // N  # positions of one device
@@ -87,13 +91,13 @@ show(
 )
 
 # %% [markdown]
-# Coloured: what each device can compute from its own queries and keys. To cut
-# positions like this is *context parallelism*, over the mesh axis `sp`. A device's number along the axis is its *rank*.
+# Coloured: what each device can compute from its own queries and keys. Cutting the positions of a sequence is called *context
+# parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*.
 #
-# ## Queries stay, keys travel
+# ## Keys go round a ring
 #
-# Each rank looks at the keys and values that it has, and hands them on to its neighbour: a *hop* (Liu et al. 2023). A *piece* is the keys and
-# values that one rank began with:
+# Each rank computes with the keys and values that it has, and then sends them to the next rank: a *hop* (Liu et al. 2023). A *piece* is
+# the keys and values that one rank began with:
 
 # %% tags=["plumbing"]
 show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
@@ -101,9 +105,9 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # %% [markdown]
 # ## Predict: how much does a device send?
 #
-# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share one head of keys and
-# values (a KV head). Only K and V travel. **How many bytes of keys and values does one
-# device send in the forward pass?**
+# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share
+# one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one device send in the forward
+# pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
@@ -113,8 +117,8 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device hand on in
-# one hop of one layer?
+# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device
+# send in one hop of one layer?
 
 # %%
 hop_bytes = ...
@@ -203,8 +207,8 @@ print("two halves of the keys, joined, give attention to all keys")
 # %% [markdown]
 # ## A ring is a look, a hop and a join
 #
-# What one device does, inside `jax.shard_map`. Each key carries its position. A query uses only keys at its own or
-# an earlier position. `pairs` counts what may be seen; kernels compute only that. `look_at_all` runs `look` for every head.
+# This is the code of one device. Each key carries its position; a query uses only keys at its own or an earlier position, and `pairs`
+# counts them. `look_at_all` runs `look` for every head.
 
 
 # %%
@@ -272,7 +276,7 @@ assert kv_bytes == (N - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, N)[0]
 assert sum(c.bytes_sent for c in moved["s32"]) == (N - 1) * 4 * OWN
 listed = re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
 compiled_pairs = {pair for text in listed for pair in text.split("},{")}
-assert N == 1 or compiled_pairs == {f"{source},{target}" for source, target in RING}
+assert compiled_pairs == {f"{source},{target}" for source, target in RING}
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
 print("the ring by hand is full attention, in any order of positions;")
@@ -282,29 +286,39 @@ print(f"the compiled program makes {hops} hops of {hop:,} B")
 met("06.ring_bytes", kv_bytes)
 
 # %% [markdown]
-# N devices, N − 1 hops: an N-th would only bring each piece home. The backward pass needs the keys again, so
-# the ring turns a second time. Each piece's gradient travels along.
+# N devices, N − 1 hops: an N-th hop would only bring each piece back to where it began. In the backward pass they go round a second time,
+# followed by their gradients.
 #
-# **Bet:** a step of the ring ends when the busiest rank is done. Positions lie in order (contiguous): rank 0 has the first.
-# Which rank waits most? With 4 ranks, how much longer does the ring take than with even work?
+# ## Predict: which rank waits most?
 #
-# ## Step by step
-#
-# A *square* is the queries of a rank, and the piece that visits it in this step. Filled is what is seen. Time is counted in *full
-# squares*: how long one takes when all of it is seen.
+# A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank 3 the
+# last. **Which of the 4 ranks waits most, and how many times as long as with even work does the ring take?**
 
-# %% tags=["plumbing"]
-RingExplorer()
+# %%
+waits = {"rank": ..., "times": ...}
+attempt("06.ring_waits", waits)
 
 # %% [markdown]
-# ## In order, early ranks wait for the last
+# ## Step by step
 #
-# The ring takes as long as 3.5 full squares; with even work it would be 2.
+# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is counted in
+# *full squares*: how long a square takes when all of it is filled.
+
+# %%
+RingExplorer() if opened("06.ring_waits") else None
+
+# %% tags=["plumbing"]
+met("06.ring_waits", {"rank": 0, "times": 3.5 / 2}, "simulated")
+
+# %% [markdown]
+# ## What the simulated ring took
 #
-# ## Zigzag: an early part and a late part for everybody
+# The ring takes as long as 3.5 full squares; with even work 2. Rank 0 waits most: most keys are later than its queries.
 #
-# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. For that the tokens are reordered once, before the
-# training step.
+# ## Zigzag: an early part and a late part on each rank
+#
+# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. The tokens are put into this order once, before the training
+# step.
 
 # %% tags=["plumbing"]
 both = IN_ORDER | {"zigzag": parts_of_ranks("zigzag")}
@@ -325,8 +339,8 @@ assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 # %% [markdown]
 # ## Ulysses trades positions for heads
 #
-# Another way (Ulysses, Jacobs et al. 2023): before attention devices exchange parts, so that each has *all* positions of some heads
-# (`n` query heads, `k` KV heads). After it they exchange back.
+# Another way (Ulysses, Jacobs et al. 2023): before attention, devices exchange parts by an all-to-all, so that each has *all* positions
+# of some heads (`n` query heads, `k` KV heads). After attention they exchange back.
 
 # %% tags=["plumbing"]
 show(
@@ -338,8 +352,7 @@ show(
 )
 
 # %% [markdown]
-# A device needs whole heads. llmpar, the library of these lessons, wants the number of KV heads to be a multiple of N; other packages
-# copy KV heads instead.
+# A device needs whole heads, so N must divide the number of KV heads (other packages copy KV heads).
 #
 # ### Exercise (stretch): write the exchange
 #
@@ -356,26 +369,27 @@ attempt("06.to_heads", to_heads)
 # %% [markdown]
 # ## Llama 3 just gathers the keys
 #
-# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024) gives all of them to everybody:
+# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024) gathers all of them on every device:
 
 # %% tags=["plumbing"]
 show(
     draw.matmul(
         "s/sp k h -> s k h",
         names=("K and V before", "K and V in attention"),
-        title="Gathered keys: one all-gather, nothing to hide behind",
+        title="Gathered keys: one all-gather before attention, so nothing overlaps",
     )
 )
 
 # %% [markdown]
-# ## A hop hides behind a long enough piece
+# ## When does a hop overlap with computing?
 #
-# While a device computes on one piece, the next is on its way. With `C` FLOP/s of a device and `β` bytes/s of its links, in bfloat16, a hop costs no time if
+# While a device computes with one piece, the next one is being sent. With `C` FLOP/s of a device and `β` bytes/s of its links, in
+# bfloat16, a hop costs no time if
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
 # Left is the time of a full square's two matmuls, right that of sending a piece. Under a causal mask a zigzag computes half of each
-# square, so a hop needs a piece twice as long to hide behind. In positions per device, by published rates:
+# square, so a hop needs a piece twice as long to overlap with. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
@@ -393,12 +407,12 @@ for where, rate in links:
     print(f"{four:.0f} with 4 query heads per KV head")
 
 # %% [markdown]
-# ## Keep: keys travel, N − 1 times, and everybody has an early part
+# ## Keep: keys are sent N − 1 times, and each rank has an early part
 #
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
-# 2. A ring makes N − 1 hops of K and V; only KV heads travel.
+# 2. A ring makes N − 1 hops of K and V.
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. A hop hides behind a piece of C/β · k/n positions, twice that under a causal mask. All-to-alls and gathers do not hide.
+# 4. A hop overlaps with a piece of C/β · k/n positions, twice that under a causal mask. Gathers do not overlap.
 #
 # **Remember N − 1 hops.** With twice the devices you can have twice the sequence, and each holds no more.
 
@@ -407,8 +421,8 @@ for where, rate in links:
 #
 # ### Exercise (stretch): write the zigzag
 #
-# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0, then all of rank 1, … .
-# The sequence `s` is a multiple of 2N. NumPy is there as `np`.
+# Return an array of the positions 0 … s − 1 in the order in which the ranks have them: first all of rank 0, then all of rank 1, … . The
+# sequence `s` is a multiple of 2N. NumPy is there as `np`.
 
 
 # %%
@@ -440,13 +454,13 @@ for tile in tiles[1:]:
 
 # %% [markdown]
 # In zigzag a tile may be as large as a part (256 here): the mask's edge runs through tiles in the first step only, when a rank looks at
-# its own keys. In striped order it runs through tiles in *every* step, so it wants fine ones.
+# its own keys. In striped order it runs through tiles in *every* step, so it needs small ones.
 #
 # ### Backwards
 #
 # `attention.ring_attention` is llmpar's ring: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
 # scores are computed again, so nothing of size `s t` is ever stored (Dao et al. 2022). Keys and values make their N − 1 hops a second
-# time, and the *gradients* of keys and values follow one hop after them, in float32, collecting what each rank adds. K and V travel as
+# time, and the *gradients* of keys and values follow one hop after them, in float32, collecting what each rank adds. K and V are sent as
 # one message. Positions are few: all ranks learn all of them before the first hop.
 
 
@@ -487,24 +501,23 @@ sent = lambda cs: (sum(c.count for c in cs), sum(c.bytes_sent for c in cs))
 assert {c.kind for c in by["f32"]} <= {"collective-permute"}
 # K with V; K with V again; their gradients
 assert sent(by["f32"]) == (3 * (N - 1), 3 * (N - 1) * hop)
-assert sent(by["s32"]) == (int(N > 1), (N - 1) * 4 * OWN)  # positions, gathered once
+assert sent(by["s32"]) == (1, (N - 1) * 4 * OWN)  # positions, gathered once
 told = "communication: K with V forward, the same backward, dK with dV: "
 say(told + "{} permutes = 3 · (N-1), {:,} B".format(*sent(by["f32"])))
 ring_memory, whole_memory = compiled_memory(compiled), compiled_memory(whole)
 assert ring_memory["argument_bytes"] == 4 * OWN * (2 * K * R * H + 2 * K * H + 1)
 print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device", end=", ")
 print(f"1/{N} of everything")
-if N > 1:
-    assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / N
-    say(
-        f"full attention keeps its {S} x {S} scores; the ring's temporaries are less"
-        f" than 1/{N} of that"
-    )
+assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / N
+say(
+    f"full attention keeps its {S} x {S} scores; the ring's temporaries are less"
+    f" than 1/{N} of that"
+)
 
 # %% [markdown]
 # ### Grouped queries make hops short
 #
-# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward pass, for 8 query heads
+# Only KV heads are sent, in the dtype in which they are computed. Read from the traced program of the forward pass, for 8 query heads
 # over 8 devices (tracing needs no devices):
 
 
@@ -678,8 +691,9 @@ show(draw.time_bars(bars, title=title))
 # (N must divide the KV heads; others repeat them). (Llama 2 7B has
 # 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B 64 and 8.)
 #
-# Fewer bytes are not less time: the ring's hide behind work, the all-to-alls of Ulysses do not. From how many positions per device on
-# does the ring of Llama 3 8B, causal and in zigzag, hide its hops forward in an H100 node (989.4 TFLOP/s, 450 GB/s as published)?
+# Fewer bytes are not less time: the ring's hops overlap with computing, the all-to-alls of Ulysses do not. From how many positions per
+# device on does the ring of Llama 3 8B, causal and in zigzag, overlap its hops forward in an H100 node (989.4 TFLOP/s, 450 GB/s as
+# published)?
 
 # %%
 answer = {
@@ -746,9 +760,8 @@ right, wrong = feed_forward("b s/sp m"), feed_forward("b s m")
 
 # %% tags=["plumbing"]
 assert right == []
-if N > 1:
-    forgotten = [("all-gather", ("sp",), (BATCH, S, 64))]
-    assert [(c.kind, c.axes, c.shape) for c in wrong] == forgotten
+forgotten = [("all-gather", ("sp",), (BATCH, S, 64))]
+assert [(c.kind, c.axes, c.shape) for c in wrong] == forgotten
 for text, census in (("b s/sp m", right), ("b s m", wrong)):
     sent = ", ".join(f"{c.kind} over {c.axes[0]}, {c.bytes_sent:,} B" for c in census)
     print(f"hidden values '{text}': {sent or 'nothing is sent'}")
@@ -816,5 +829,5 @@ if SP > 1:
 # in bfloat16 where each row is one document (`--documents whole`). Our kernel for GPUs has a date: JAX says since 0.11 that it will remove
 # the dialect (Pallas for Triton). The blocks of this lesson, `--attention-kernel portable`, are slower there, and need neither.
 #
-# `sp` wants fast links when pieces are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
-# every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
+# `sp` needs fast links when pieces are short; with long ones slow links are enough, as the threshold says. It multiplies with every other
+# axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.

@@ -16,10 +16,14 @@
 # %% [markdown]
 # # 07 · Pipelines: what does a stage wait for?
 #
-# A model is too deep for one device, so it is cut between its layers. Four devices, four **stages**: each holds a quarter of the
-# layers and hands its result on to the next. They hold four times as much. Are they four times as fast?
+# A model is too deep for one device, so it is cut between its layers. Four devices are four **stages**: each holds a quarter of the
+# layers and sends its result to the next one. Together they hold four times as much. Are they four times as fast?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -59,7 +63,7 @@ from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-p = max(size for size in (1, 2, 4) if size <= len(devices))
+p = 4  # stages
 mesh = make_mesh(f"pp={p}")
 U = 8  # microbatches
 
@@ -69,25 +73,25 @@ assert naive.bubble_fraction == 3 / 4
 scene.show(draw.timeline(naive, facts=False))
 
 # %% [markdown]
-# Four devices, the speed of one. `F` is a stage's forward pass and `B` its backward pass (the 0 behind them counts batches). `B` is drawn
-# twice as long: it takes two matmuls where `F` takes one. In yellow is what the stage must hold from `F` to `B`. The batch goes down
-# the stages, its gradient comes up again, and three of four devices always wait.
+# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, of one matmul each: `B` computes
+# the gradient of the input, `W` the gradient of the weights. Here `W` always runs right after its `B`, so both are drawn as one long
+# cell, `B`. (The 0 counts batches.) Yellow: what the stage must hold from `F` to `B`. The batch goes down the stages, its gradient comes
+# up again, and three of four devices always wait.
 #
-# ## Cut the batch, and nobody waits so long
+# ## Cut the batch: microbatches
 #
-# Huang et al. (2018, GPipe) cut the batch into **microbatches**. A stage hands each one on as soon as it is done, and begins the
-# next. Gradients are summed over the microbatches, and the weights change only at the end of the step. So the result is that of the
-# whole batch.
+# Huang et al. (2018, GPipe) cut the batch into **microbatches**. A stage sends each one on as soon as it is done, and begins the next.
+# Gradients are summed over the microbatches, so the result is that of the whole batch.
 #
-# Four stages, eight microbatches; first all forwards, then all backwards. **Which share of the total time does a stage wait?**
+# Four stages and eight microbatches; first all forwards, then all backwards. **For which share of the total time does a stage wait?**
 
 # %%
 idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# No formula is built into this figure. It only knows who must wait for whom. Drag the microbatches from two to eight and beyond. (On
-# GitHub this is a picture.)
+# No formula is built into this figure. It only knows which operation needs which other one. Drag the microbatches from two to eight and
+# beyond.
 
 # %%
 start = {"schedule": "gpipe", "stages": 4, "microbatches": 2}
@@ -104,18 +108,18 @@ if (order := table.schedule).name in ("gpipe", "1f1b"):
 met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated")
 
 # %% [markdown]
-# ## The last stage starts late, the first one waits for it
+# ## The bubble
 #
-# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first waits p − 1 backwards until the last
-# microbatch is back. This idle time, (p − 1)(F + B), is the **bubble**. It does not depend on `u`: more microbatches only make the
-# rest longer.
+# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first stage waits for p − 1 backwards until the
+# last microbatch is back. This idle time, (p − 1)(F + B + W), is the **bubble**. It does not depend on `u`: more microbatches only make
+# the rest longer.
 #
 # Two numbers are called "the bubble", so ask which one is meant:
 #
 # * idle over **total** time, (p − 1)/(u + p − 1) (Huang et al. 2018), with eight microbatches 3/11 = 27 %;
-# * idle over **ideal** time, that without a bubble: (p − 1)/u (Narayanan et al. 2021), with eight 3/8 = 38 %.
+# * idle over **ideal** time, which is the time without a bubble: (p − 1)/u (Narayanan et al. 2021), with eight 3/8 = 38 %.
 #
-# **Eight stages shall be idle for at most 10 % of the total time. How many microbatches does that take?**
+# **How many microbatches do eight stages need, to be idle for at most 10 % of the total time?**
 
 # %%
 smallest_m = ...
@@ -140,7 +144,7 @@ few = lambda u: timetable(make("gpipe", 8, u)).bubble_fraction <= 0.1 + 1e-12
 enough = next(u for u in range(1, 99) if few(u))
 assert enough == 9 * (8 - 1)
 
-# %%
+# %% tags=["plumbing"]
 met("07.microbatches", enough, "simulated")
 levels = (0, 0.1, 0.25, 0.5, 0.75, 1)
 axes = COUNTS, "microbatches u", "idle share of the total time"
@@ -149,8 +153,8 @@ scene.show(draw.curves(lines, *axes, percent=True, levels=levels, title="GPipe w
 # %% [markdown]
 # ## Measured: a small batch starves the pipeline
 #
-# The BLOOM project raised its batch while it trained, on 384 A100s in 12 stages. A step had 32 microbatches at first, and 128 at last.
-# How much more did a row of the batch cost at first?
+# The BLOOM project made its batch larger while it trained, on 384 A100s in 12 stages. A step had 32 microbatches in the beginning, and
+# 128 in the end. This is how much more time a row of the batch took with fewer microbatches:
 
 # %% tags=["plumbing"]
 # BigScience, chronicles of BLOOM: microbatches of a step, and its seconds.
@@ -167,7 +171,7 @@ bubble = [(1 + 11 / u) / (1 + 11 / 128) - 1 for u in MEASURED]
 assert 0.335 < seen[0] < 0.345 and 0.235 < bubble[0] < 0.245
 assert all(a >= b for a, b in zip(seen, bubble, strict=True))
 
-# %%
+# %% tags=["plumbing"]
 lines = [
     ("measured", seen, "measured", "o", False),
     ("the bubble alone", bubble, "ink", "^", True),
@@ -177,13 +181,14 @@ title = "BLOOM's pipelines, measured"
 scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
 
 # %% [markdown]
-# It cost 34 % more. The bubble, (p − 1)/u on top of the ideal time, explains 24 %. The rest is paid once per step as well: the
-# replicas sum their gradients, and the optimizer runs.
+# With 32 microbatches a row took 34 % more time. The bubble explains 24 %. The rest is work that a step does once, however many rows it
+# has: replicas sum their gradients, and the optimizer runs.
 #
 # ## A pipeline by hand: a scan, and one permute per tick
 #
-# In each **tick** a stage takes what its neighbour has sent, runs its layers, and passes the result on by one `ppermute`. A scan
-# repeats that. Autodiff turns the scan round, and the permutes with it. This is the code of one device:
+# In each **tick** a stage takes what its neighbour has sent, runs its layers, and passes the result on by one `ppermute`. A scan (JAX's
+# loop) repeats that. Differentiating the scan gives a scan in reverse; each permute then sends the other way. This is the code of one
+# device:
 
 # %% tags=["plumbing"]
 D, LAYERS, ROWS = 32, 8, 4
@@ -226,8 +231,8 @@ def by_hand(w, xs):  # a stage's layers; all microbatches
 
 
 # %% [markdown]
-# The scan begins with zeros, the same on every stage, and goes on with values that differ. `lax.pcast(…, to="varying")` says so to JAX
-# beforehand.
+# The scan begins with zeros, which are the same on every stage, and goes on with values that differ. `lax.pcast(…, to="varying")`
+# ([lesson 03](03_data_parallelism.ipynb)) marks the zeros as each stage's own, so that both have one type.
 #
 # The weights of all layers are one array. Its letters: `l` layers, `d` width of a layer's input, `m` width of its output. The layout
 # `l/pp d m` cuts the layers over `pp`, the mesh axis of the stages, and no layer itself:
@@ -249,10 +254,10 @@ loss, grads = hand(*placed)
 scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
 
 # %% [markdown]
-# ## This pipeline never waits
+# ## What does a stage compute in the bubble?
 #
-# In the first ticks the last stage has no input yet. What does it do? Count the matmuls that the compiled program runs, over those
-# that are useful:
+# In the first ticks the last stage has no input yet. Count the matmuls that the compiled program runs, and divide by those that are
+# useful:
 
 # %% tags=["plumbing"]
 assert np.allclose(loss, want_loss, rtol=1e-5)
@@ -263,20 +268,20 @@ assert {shard.data.shape for shard in grads.addressable_shards} == {(share, D, D
 # %%
 print("loss and gradients equal those of one device")
 # Elsewhere matmuls are library calls, which cannot be counted.
-if devices[0].platform == "cpu" and p > 1:
-    executed, useful = executed_flops(hand.as_text()), 3 * U * share * one_matmul
-    assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
-    print(f"matmuls: {executed / useful:.3f} of the useful ones, which is 1 + (p-1)/u")
+executed, useful = executed_flops(hand.as_text()), 3 * U * share * one_matmul
+assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
+print(f"matmuls: {executed / useful:.3f} of the useful ones, which is 1 + (p-1)/u")
 
 # %% [markdown]
 # In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. The time is lost just
-# the same, and so is the energy. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021). And since
-# autodiff turns the whole scan round, all forwards come before all backwards.
+# the same, and so is the energy. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021). And all forwards
+# come before all backwards.
 #
 # ## A table lets a stage do nothing
 #
-# This package goes another way. *What each stage does in which order* is data: a table, called a **schedule**. In each tick a stage
-# runs the `F` or the `B` that the table has for it, or nothing (`·`). GPipe on four stages, with four microbatches:
+# llmpar, the library of these lessons, does it differently. *What each stage does in which order* is data: a table, called a
+# **schedule**. In each tick a stage runs the `F` or the `B` that the table has for it, or nothing (`·`). GPipe on four stages, with four
+# microbatches:
 
 # %%
 ticks_of_all = timetable(make("gpipe", 4, 4)).ticks
@@ -286,8 +291,8 @@ for stage in range(4):
     print(f"stage {stage}: " + " ".join(f"{word:<2}" for word in words))
 
 # %% [markdown]
-# Such a table is proved legal before anything is compiled. One executor walks whichever it is given. Train a Llama of 4 layers on it:
-# the schedule is one field of the plan, and the model's code does not know about it.
+# llmpar proves that such a table is legal before anything is compiled. One executor runs any table. Train a Llama of 4 layers with it:
+# the schedule is one field of the plan, and the model's code does not change.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
@@ -311,29 +316,28 @@ def executed_by_stage(run):
     ]
 
 
-if devices[0].platform == "cpu":
-    one_device = executed_flops(solo.compiled.as_text())
-    together = sum(executed_by_stage(runs["residuals"]))
-    assert together == one_device
-    print(f"matmuls: {together / one_device:.3f} of those of one device")
+one_device = executed_flops(solo.compiled.as_text())
+together = sum(executed_by_stage(runs["residuals"]))
+assert together == one_device
+print(f"matmuls: {together / one_device:.3f} of those of one device")
 
 # %% [markdown]
-# Not one matmul more than one device runs: the bubble is skipped.
+# It runs not one matmul more than one device does: the bubble is skipped.
 
 # %% [markdown]
 # ## Keep: microbatches thin the bubble, and fill the memory
 #
-# 1. A pipeline cuts between layers. Per microbatch one activation crosses from stage to stage, and its gradient comes back: `pp` is
-#    the axis for the slowest links.
-# 2. The bubble is (p − 1)(F + B), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
+# 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back: `pp` is the
+#    axis for the slowest links.
+# 2. The bubble is (p − 1)(F + B + W), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
 # 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
-# 4. A masked pipeline computes garbage in the bubble; one that walks a table skips it.
-# 5. All forwards before all backwards: a stage must hold something of every microbatch. Lesson 08 does something about that.
+# 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table skips it.
+# 5. All forwards before all backwards: a stage must hold activations of every microbatch. Other orders hold fewer (lesson 08).
 
 # %% [markdown]
 # ## Further
 #
-# What is sent, what the executor skips, what a stage holds, what lies on every stage, and two more exercises.
+# What is sent, what the executor skips, what a stage holds, what every stage has, and two more exercises.
 #
 # ## What is sent
 #
@@ -341,17 +345,16 @@ if devices[0].platform == "cpu":
 
 # %%
 found = census_table(c for c in census_hlo(hand.as_text(), mesh) if c.shape != ())
-if p > 1:
-    permutes = {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
-    assert found == {("pp", "collective-permute"): permutes}
-print(f"by hand: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B,", end=" ")
+permutes = {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
+assert found == {("pp", "collective-permute"): permutes}
+print(f"by hand: {2 * ticks} permutes of {ROWS * D * 4} B,", end=" ")
 print("one per tick forward and one per tick back")
 held = compiled_memory(hand)["argument_bytes"]
 assert held == 4 * (share * D * D + U * ROWS * D)
 print(f"its arguments are 1/{p} of the weights, and the microbatches")
 
 # %% [markdown]
-# The Llama sends more. Embedding, head and last norm lie on every stage and are used on the first or the last, so their
+# The Llama sends more. Every stage has embedding, head and last norm, which are used on the first or the last stage only, so their
 # gradients are unfinished sums over `pp`. In arrows:
 #
 # | what | layout or movement |
@@ -376,10 +379,9 @@ sent = verdicts(runs, solo, weights_within=1e-4, details=True)
 
 # %%
 stream = ROWS_EACH * SEQ * LLAMA.width * 4
-if p > 1:
-    hops = 2 * (U + p - 2)
-    permutes = {"count": hops, "bytes_sent": hops * stream}
-    assert sent["input"]["pp", "collective-permute"] == permutes
+hops = 2 * (U + p - 2)
+permutes = {"count": hops, "bytes_sent": hops * stream}
+assert sent["input"]["pp", "collective-permute"] == permutes
 census = as_predicted(runs["input"])
 print(arrow_text(census))
 assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(
@@ -393,13 +395,12 @@ assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(
 # can be counted for each stage:
 
 # %% tags=["nbval-check-output"]
-if devices[0].platform == "cpu":
-    for saves, run in runs.items():
-        stages = executed_by_stage(run)
-        each = "".join(f"{flops / 1e6:8.1f}" for flops in stages)
-        together = sum(stages) / one_device
-        print(f"{saves:<10}{each} MFLOP; together {together:.3f} of one device's")
-    assert one_device <= sum(executed_by_stage(runs["input"])) < 4 / 3 * one_device
+for saves, run in runs.items():
+    stages = executed_by_stage(run)
+    each = "".join(f"{flops / 1e6:8.1f}" for flops in stages)
+    together = sum(stages) / one_device
+    print(f"{saves:<10}{each} MFLOP; together {together:.3f} of one device's")
+assert one_device <= sum(executed_by_stage(runs["input"])) < 4 / 3 * one_device
 
 # %% [markdown]
 # With residuals saved, all stages together run exactly the matmuls of one device, not one more. With the input saved, B runs F
@@ -423,16 +424,15 @@ temp = {name: compiled_memory(one)["temp_bytes"] for name, one in bars.items()}
 rows = [(name, {"temporaries": size}) for name, size in temp.items()]
 scene.show(draw.memory_bars(rows, title="Compiled memory of GPipe, per device"))
 few, many, saved = temp.values()
-if p > 1:
-    each = (many - few) / (3 * U)
-    assert abs(each / stream - 1) < 0.05 and saved > 2 * few
-    print(f"memory grows by {each:,.0f} B per microbatch:", end=" ")
-    print(f"its input, {stream:,} B, and some bookkeeping")
+each = (many - few) / (3 * U)
+assert abs(each / stream - 1) < 0.05 and saved > 2 * few
+print(f"memory grows by {each:,.0f} B per microbatch:", end=" ")
+print(f"its input, {stream:,} B, and some bookkeeping")
 
 # %% [markdown]
 # Microbatches thin the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
 #
-# ## What lies on every stage
+# ## What every stage has
 #
 # That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
 # stages. It is not free:

@@ -17,10 +17,14 @@
 # %% [markdown]
 # # 08 · Pipeline schedules: who fills the bubble, and who pays for it?
 #
-# A stage may choose what it does *next*. Here are five orders of the same work, four stages and eight microbatches, as they begin.
-# Every stage has 24 time units of work. Who is through first?
+# A stage may choose what it does *next*. Here are five orders of the same work, four stages and eight microbatches, as they begin. Every
+# stage has 24 time units of work. Which order finishes first?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -42,7 +46,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline.split_backward import split_backward, trace
@@ -56,7 +60,7 @@ from llmpar.training.step import Step
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 # Stages of what is run here, and microbatches.
-p, U = max(size for size in (1, 2, 4) if size <= len(devices)), 8
+p, U = 4, 8
 NAMES = ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V")
 orders = {name: timetable(make(name.lower(), 4, U)) for name in NAMES}
 
@@ -64,12 +68,13 @@ orders = {name: timetable(make(name.lower(), 4, U)) for name in NAMES}
 scene.show(draw.timelines(orders, until=9))
 
 # %% [markdown]
-# Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward of lesson 07 has two halves, one matmul
-# each, and they have names from here on: `B` makes the gradient of the input, which the stage before waits for; `W` makes the
-# gradient of the weights. Where no line parts the two, they run as one piece. A black bar marks the stage's second chunk of layers.
+# Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B` computes
+# the gradient of the input, for which the stage before waits; `W` computes the gradient of the weights. If there is no line between B and
+# W, they run together. In two of the orders a stage has two *chunks* of layers, not next to each other; a black bar marks the second
+# chunk.
 #
-# What goes forward must be **held** until its backward is done. **Which order is through first? And in which do the four stages hold
-# the fewest microbatches together?**
+# A stage must **hold** the activations of a microbatch until its backward pass is done. **Which order finishes first? And in which do the
+# four stages together hold the fewest microbatches?**
 
 # %%
 bets = {"first": ..., "holds least": ...}  # two of the five names
@@ -82,17 +87,19 @@ first = min(orders, key=lambda name: orders[name].makespan)
 least = min(orders, key=lambda name: sum(orders[name].peak_live()))
 
 # %%
-scene.show(draw.timelines(orders))
+if opened("08.bets"):
+    scene.show(draw.timelines(orders))
 met("08.bets", {"first": first, "holds least": least}, "simulated")
 
 # %% [markdown]
-# "Holds" says how many microbatches stage 0, 1, 2 and 3 hold at most. The hatched time is the bubble, and each order has its own idea
-# against it.
+# "Holds" says how many microbatches stage 0, 1, 2 and 3 hold at most. The hatched time is the bubble. Each order makes it smaller in its
+# own way.
 #
 # ## 1F1B: the bubble of GPipe, and less to hold
 #
-# A stage runs a backward as soon as there is one (Narayanan et al. 2021): some forwards ahead, then one forward and one backward in
-# turn. No time is won, since the first microbatch still goes down and the last still comes up. But look at what is held, in yellow:
+# A stage runs a backward as soon as one is ready (Narayanan et al. 2021): first some forwards, then one forward and one backward in turn.
+# It takes as long as GPipe, since the first microbatch still goes down all stages and the last one still comes up. But look at what is
+# held, in yellow:
 
 # %% tags=["plumbing"]
 assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4
@@ -115,8 +122,9 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # %% [markdown]
 # ### Exercise (core): write it down
 #
-# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward, both halves (or apart, `B0 W0`). Write 1F1B for 3 stages and 4
-# microbatches. How many forwards does each stage run before its first backward?
+# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` and `W0` the halves of its backward. Where no `W`
+# is written, it runs right after its `B`. Write 1F1B for 3 stages and 4 microbatches. How many forwards does each stage run before its
+# first backward?
 
 # %%
 one_f_one_b = ...  # """F0 F1 …
@@ -126,8 +134,8 @@ attempt("08.one_f_one_b", one_f_one_b)
 # ## Chunks: half of the bubble, more than twice the messages
 #
 # Interleaved 1F1B cuts the layers of `p` stages into `g` chunks per stage, with g = 2 above: stage i has the chunks i and p + i. A
-# microbatch comes by twice, each time for half of the work. So the pipe fills in half of the time, and the bubble is divided by g. The
-# price is (gp − 1)/(p − 1) times the messages, since they also go from the last stage back to the first; and more is held.
+# microbatch passes each stage twice, each time for half of the work. So the pipeline fills in half of the time, and the bubble is divided
+# by g. The price is (gp − 1)/(p − 1) times the messages, since they also go from the last stage back to the first; and stages hold more.
 
 # %% tags=["plumbing"]
 assert chunks.bubble == plain.bubble / 2
@@ -138,11 +146,11 @@ assert more * (4 - 1) == fewer * (2 * 4 - 1)
 print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as many")
 
 # %% [markdown]
-# ## Nobody waits for W
+# ## No stage waits for W
 #
-# The stage before waits for B alone. Nobody waits for W before the end of the step, so it can go where the bubble was (Qi et al. 2023,
-# zero bubble). Try it. This is 1F1B with each W right behind its B: drag an operation to another place of its row. Five goals wait, up to
-# no bubble at all. (On GitHub this is a picture.)
+# The stage before waits for B alone. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et al. 2023,
+# zero bubble). Try it. This is 1F1B with each W right after its B: drag an operation to another place of its row. There are five goals;
+# the last one is no bubble at all.
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -159,20 +167,20 @@ game
 
 # %% tags=["plumbing"]
 before = game.state | {"order": SCHEDULE}
-assert p < 4 or game.answer(before)["numbers"]["goals"] == [True] * 4 + [False]
+assert game.answer(before)["numbers"]["goals"] == [True] * 4 + [False]
 stuck = game.answer(before | {"move": [p - 1, 1, 0]})  # B0 before F0
 assert "a deadlock" in stuck["refusal"]["why"]
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 
 # %% [markdown]
-# ZB-H1 keeps the order of F and B that 1F1B has, and puts W off by i microbatches on stage i. A third of the bubble is left. The peak of
-# memory is the same, but now every stage holds 4, where those of 1F1B held 4, 3, 2 and 1.
+# ZB-H1 keeps the order of F and B of 1F1B, and delays W by i microbatches on stage i. A third of the bubble is left. The peak of memory
+# is the same, but now every stage holds 4, where those of 1F1B held 4, 3, 2 and 1.
 #
-# ## ZB-V has no bubble, and its stages idle
+# ## ZB-V: three things are called the bubble
 #
-# ZB-V deals chunks of layers down the stages and up again, in the shape of a V. So the first stage has the first layers and the *last*
-# ones, and can turn round at once. Its authors say that it has no bubble (Qi et al. 2024). Yet above it ends at 25.5, not at 24. Both
-# are true, because three things are called the bubble:
+# ZB-V gives chunks of layers to the stages going down and then up again, in the shape of a V. So the first stage has the first layers and
+# the *last* ones: there the forward pass ends and the backward pass begins. Its authors say that it has no bubble (Qi et al. 2024). Yet
+# above it ends at 25.5, not at 24. Both are true, because three things are called the bubble:
 
 # %% tags=["plumbing"]
 for starts, ends in zip(zb_v.start, zb_v.end, strict=True):
@@ -185,9 +193,9 @@ assert max(zb_v.peak_live()) == max(plain.peak_live())
 scene.show(draw.bubbles(zb_v))
 
 # %% [markdown]
-# The first two are those of lesson 07. The zero-bubble papers take each stage's own time, from its first operation to its last. The
-# stage for which that is longest is the **critical stage**, and what it idles in between is their bubble. The dotted corners do not count:
-# the next step can begin in them, if the stages do not wait for one another at the end of this one.
+# The first two are those of lesson 07. The zero-bubble papers take each stage's own time, from its first operation to its last. The stage
+# for which that is longest is the **critical stage**; the time for which it is idle in between is their bubble. The dotted corners do not
+# count: the next step can begin in them, if the stages do not wait for one another at the end of this one.
 #
 # ## One executor runs them all
 #
@@ -209,16 +217,16 @@ runs = {name: train(name) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")}
 sent = verdicts(runs, solo, weights_within=1e-5)
 
 # %% [markdown]
-# So the order changes neither the losses nor the weights: it is a matter of time, memory and messages alone.
+# So the order changes neither the losses nor the weights. It changes time, memory and messages.
 
 # %% [markdown]
 # ## Keep: 1F1B holds p − i, and W fills the bubble
 #
 # 1. 1F1B has the bubble of GPipe, but **stage i holds p − i microbatches**, however many there are.
 # 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
-# 3. Nobody waits for W, so it fills the bubble: a third is left at the same peak of memory (ZB-H1).
-# 4. A schedule is a table. It is proved legal, measured and drawn before it is compiled, and one executor runs them all.
-# 5. "Bubble" has three definitions. "None" holds for that of the critical stage; the whole drawing keeps idle corners.
+# 3. No stage waits for W, so it can fill the bubble: a third is left at the same peak of memory (ZB-H1).
+# 4. A schedule is a table. llmpar proves it legal, measures and draws it before anything is compiled; one executor runs them all.
+# 5. "Bubble" has three definitions. "No bubble" is true of the critical stage; other stages are still idle at the beginning or the end.
 
 # %% [markdown]
 # ## Further
@@ -237,7 +245,7 @@ scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
 # ## What is sent, and what is computed
 #
 # A **census** counts what the compiled program sends along `pp`, the axis of the pipeline. The all-reduces finish the gradients of
-# embedding, head and norm, which lie on every stage.
+# embedding, head and norm, which every stage has.
 
 # %%
 verdicts(runs, solo, weights_within=1e-5, details=True)
@@ -252,7 +260,7 @@ for name, run in runs.items():
 
 # %% tags=["nbval-check-output"]
 stream = 2 * SEQ * LLAMA.width * 4  # the bytes of one microbatch's activation
-for name, run in runs.items() if p > 1 else ():
+for name, run in runs.items():
     table, row = (
         timetable(run.step.plan.pipeline),
         sent[name]["pp", "collective-permute"],
@@ -273,17 +281,16 @@ for name, run in runs.items() if p > 1 else ():
 
 # %% tags=["nbval-check-output"]
 # Elsewhere matmuls are library calls, which cannot be counted.
-if devices[0].platform == "cpu" and p > 1:
-    work, one_device = {}, executed_flops(solo.compiled.as_text())
-    for name, run in runs.items():
-        text, stages = (
-            run.compiled.as_text(),
-            branch_shares(run.step.plan.pipeline, LLAMA.layer_kinds),
-        )
-        work[name] = sum(executed_flops(text, branches) for branches in stages)
-        print(f"{name:<12} {work[name] / one_device:.3f} of one device's matmuls")
-    assert work["1f1b"] == work["zb-h1"], "to split costs nothing"
-    assert work["interleaved"] == work["zb-v"]
+work, one_device = {}, executed_flops(solo.compiled.as_text())
+for name, run in runs.items():
+    text, stages = (
+        run.compiled.as_text(),
+        branch_shares(run.step.plan.pipeline, LLAMA.layer_kinds),
+    )
+    work[name] = sum(executed_flops(text, branches) for branches in stages)
+    print(f"{name:<12} {work[name] / one_device:.3f} of one device's matmuls")
+assert work["1f1b"] == work["zb-h1"], "to split costs nothing"
+assert work["interleaved"] == work["zb-v"]
 
 # %% [markdown]
 # ## How a backward is split
@@ -399,7 +406,7 @@ for u, (costs, hop, rates) in PUBLISHED.items():
     print(f"u = {u}: " + "  ".join(rows))
 
 # %% [markdown]
-# ## Somebody else's table
+# ## A table of your own, or of another program
 #
 # PyTorch's pipelines are tables too, and `llmpar schedule FILE.csv` reads what they write. A number in front is the stage, and `B` is a
 # whole backward. This is how `Schedule1F1B` of torch 2.13 describes itself, for 3 stages and 5 microbatches. What is wrong?
@@ -432,7 +439,7 @@ assert from_text(mended).rows == make("1f1b", 3, 5).rows
 # %%
 kept = slots(timetable(make("gpipe", 4, U))).num_saved
 print("gpipe        slots for inputs per stage", kept)
-for name, run in runs.items() if p > 1 else ():
+for name, run in runs.items():
     table = timetable(run.step.plan.pipeline)
     found = slots(table)
     if run.step.plan.pipeline.num_chunks == 1:
@@ -450,14 +457,13 @@ compiled, _ = read_program(longer.lower(8 * U, SEQ))
 pair = (runs["1f1b"].compiled, compiled)
 few, many = (compiled_memory(program)["temp_bytes"] for program in pair)
 short, long = (program.as_text().count("\n") for program in pair)
-if p > 1:
-    kept = slots(timetable(longer.plan.pipeline)).num_saved
-    assert kept == [p - i for i in range(p)]
-    assert abs(many / few - 1) < 0.05 and abs(long / short - 1) < 0.05
-    say(
-        f"4 times the microbatches: {many / few:.3f} times the temporaries,"
-        f" {long / short:.3f} times the lines of compiled program"
-    )
+kept = slots(timetable(longer.plan.pipeline)).num_saved
+assert kept == [p - i for i in range(p)]
+assert abs(many / few - 1) < 0.05 and abs(long / short - 1) < 0.05
+say(
+    f"4 times the microbatches: {many / few:.3f} times the temporaries,"
+    f" {long / short:.3f} times the lines of compiled program"
+)
 
 # %% [markdown]
 # The table is data, so the program does not grow with it.
@@ -465,7 +471,7 @@ if p > 1:
 # ## A wrong table is refused
 #
 # Before anything is compiled, the timetable is simulated. If stages wait for one another in a circle, the sentence names the stage, the
-# tick and the circle. Here stage 1 wants its second microbatch first, and stage 0 wants the first one back before it sends the second:
+# tick and the circle. Here stage 1 runs its second microbatch first, and stage 0 needs the first one back before it sends the second:
 
 # %% tags=["nbval-check-output"]
 crossed = "F0 B0 F1 B1\nF1 B1 F0 B0"
@@ -511,7 +517,7 @@ def examine(text, costs=(1, 1, 1)):
 TRAIN = True
 YOURS = game.state["order"]
 order = examine(YOURS)
-if TRAIN and order and order.num_stages == p > 1:
+if TRAIN and order and order.num_stages == p:
     plan = Plan(f"pp={p}", schedule=YOURS, microbatches=order.num_microbatches)
     yours = train_on(LLAMA, plan, TEXT, SGD, STEPS)
     verdicts({"yours": yours}, solo, weights_within=1e-5)
@@ -520,7 +526,7 @@ if TRAIN and order and order.num_stages == p > 1:
 # ### Exercise (stretch): a third of the bubble
 #
 # 3 stages, 5 microbatches, F = B = W. 1F1B has a bubble of 6 and holds 3 microbatches. Write an order with a bubble of **2** that holds
-# no more. `examine(text)` tells you how far you are, and `TimelineExplorer(order=text)` lets you drag; `.state["order"]` is then your text.
+# no more. `examine(text)` shows how far you are, and `TimelineExplorer(order=text)` lets you drag; `.state["order"]` is then your text.
 
 # %%
 third_of_the_bubble = ...  # """F0 F1 …

@@ -5,7 +5,7 @@
 #     exercises: 30
 #     needs: ["02", "04"]
 #     question: What moves when a token chooses its experts, how much of it is padding,
-#       and what happens when everybody wants the same one?
+#       and what happens when all choose the same one?
 #     objectives:
 #     - Follow a token to its experts and back, and count what is sent.
 #     - Choose between a capacity, room for everybody and a ragged exchange, knowing what each drops
@@ -16,11 +16,15 @@
 # %% [markdown]
 # # 09 · Experts: a token chooses. What must travel?
 #
-# Mixtral 8x7B has 46.7 billion weights. Each token works with 12.9 billion: two of eight *experts* in every layer, and
-# everything outside the experts. The experts lie on several devices. So a token must go to its experts and come back: follow
-# the one with the thick border.
+# Mixtral 8x7B has 46.7 billion weights. Each token uses 12.9 billion of them: two of eight *experts* in every layer, and everything
+# outside the experts. The experts are on several devices. So a token must go to its experts and come back: follow the one with the thick
+# border.
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -37,7 +41,7 @@ from llmpar import draw
 from llmpar.draw import scene
 from llmpar.explore.small import RoutingExplorer
 from llmpar.inspect.census import arrow_text, census_hlo, census_table, read_program
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import (
     as_predicted,
     counting_text,
@@ -57,7 +61,7 @@ from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
+N = len(devices)  # 8
 mesh = make_mesh(f"ep={N}")
 
 # Four ranks, four experts, four tokens on each rank, and what a router chooses.
@@ -71,19 +75,19 @@ assert np.allclose(SHARES, (0.64, 0.36))
 scene.show(draw.dispatch(VISITS, weights=SHARES))
 
 # %% [markdown]
-# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0.
-# The **router**, a small matrix, scores every token against all experts and chooses the best two. A copy of the token
-# goes to each of its experts, is worked on there, and comes back. The two results are multiplied by the
-# router's scores (0.64 and 0.36) and added.
+# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0. The
+# **router**, a small matrix, scores every token against all experts and chooses the best two. A copy of the token goes to each of its
+# experts; the expert computes with it, and the result comes back. The two results are multiplied by the router's scores (0.64 and 0.36)
+# and added.
 #
-# An **all-to-all** carries the copies: a rank sends a different part to each rank. The axis of the mesh over which experts are
-# dealt is `ep`, *expert parallelism*.
+# An **all-to-all** carries the copies: a rank sends a different part to each rank. The mesh axis over which the experts are distributed
+# is `ep`, *expert parallelism*.
 #
 # ## Predict: how much leaves a rank?
 #
-# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, dealt evenly over the ranks. Each
-# token visits `a` = 2 of them (papers: top-k), and all experts are equally likely. **How many bytes does a rank send to others on the way
-# there, if nothing but the tokens' copies travels?**
+# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, the same number on each rank. The router
+# chooses `a` = 2 of them for each token (papers write k and say *top-k*; here k counts KV heads), and all experts are equally likely.
+# **How many bytes does a rank send to other ranks before the experts compute, if it sends only the copies of tokens?**
 
 # %%
 E, A = 8, 2  # e experts, and a token visits a of them
@@ -93,17 +97,18 @@ bytes_dispatched = ...
 attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 
 # %% [markdown]
-# ## A buffer has room for the worst case
+# ## A buffer with a fixed shape
 #
-# JAX's compiler, XLA, wants every shape before any token has chosen. So a rank lays its copies into a buffer with `c` slots for
-# each of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy finds a slot.
+# JAX's compiler, XLA, must know every shape before any token has chosen. So a rank puts its copies into a buffer with `c` slots for each
+# of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy has a slot.
 #
 # The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, a rank has its own tokens (`b/ep`), in slots for all experts.
 # After it, the rank has the slots of its own experts (`e/ep`), from all ranks. (`b` sequences of the batch, here one for each
 # rank; `d` width of the model.) In code, a capital letter is the size of a dim.
 #
-# A copy's slot is the number of earlier copies for the same expert. `one_hot` writes for each copy a 1 at its expert and 0 at the
-# others; adding up the lines above a copy counts the earlier ones.
+# Which slot does a copy get? The number of earlier copies for the same expert: the first copy for an expert gets slot 0, the next one
+# slot 1. To count them, `one_hot` writes a line for each copy, with a 1 at its expert; the sum of the lines above it is the number of
+# earlier copies. (For three copies to experts 2, 5, 2 the slots are 0, 0, 1.)
 
 
 # %%
@@ -187,7 +192,7 @@ for name, a, b in zip(names, program(*given), want, strict=True):
     assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
 table = census_table(census_hlo(text, mesh))
 sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
-exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}} if N > 1 else {}
+exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}}
 assert table == exchanges
 print("Same output and gradients as one device that runs every expert on every token")
 print("and adds up those that were chosen.")
@@ -196,10 +201,11 @@ print("and adds up those that were chosen.")
 # In the backward pass each all-to-all runs the other way: gradients travel to the experts and back. That makes four exchanges, two
 # forward and two backward.
 #
-# ## Empty slots travel too
+# ## What the program sends
 
 # %%
-scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
+if opened("09.dispatch_bytes"):
+    scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
 
 # %%
 met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "copies alone")
@@ -207,18 +213,18 @@ print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
 print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A:g}.")
 
 # %% [markdown]
-# Room for everybody costs e/a times what is needed. There are three ways out.
+# Reserving a slot for every token at every expert sends e/a times too much. There are three ways out.
 #
-# * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is left out there.
-# * **Ragged** exchange: send only the full slots. Ranks first tell one another how many. GPUs and TPUs can do this, our
+# * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is *dropped* there.
+# * **Ragged** exchange: send only the full slots. Ranks first send each other the numbers of these. GPUs and TPUs can do this, our
 #   simulated devices cannot.
-# * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and the sum of their results comes back.
-#   llmpar, the library of these lessons, does this ([Further](#Further)).
+# * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and the sum of their results comes back. llmpar,
+#   the library of these lessons, does this ([Further](#Further)).
 #
-# ## Fewer slots leave tokens out; more travel for nothing
+# ## Fewer slots, or more?
 #
-# Now there are 4 ranks with 64 tokens each, and expert 0 is more than twice as popular as any other. Choose the number of slots. A choice that is
-# left out adds nothing: what the layer makes of that token lacks one expert's part.
+# Now there are 4 ranks with 64 tokens each, and expert 0 is more than twice as popular as any other. Choose the number of slots. A choice
+# that is dropped adds nothing: the layer's result for that token lacks one expert's part.
 
 # %%
 figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
@@ -267,8 +273,8 @@ attempt("09.capacity", slots_per_expert)
 # %% [markdown]
 # ## A Llama with experts learns as on one device
 #
-# `tiny-moe`, a small mixture of experts, has 8 in each layer, and a token visits 2. The same training step runs on one device, and with its experts
-# dealt over `ep`, together with ZeRO-3 (lesson 04).
+# `tiny-moe`, a small mixture of experts, has 8 in each layer, and a token visits 2. The same training step runs on one device, and with
+# its experts distributed over `ep`, together with ZeRO-3 (lesson 04).
 
 # %% tags=["plumbing"]
 jax.clear_caches()  # the toys' programs: a lesson stays below 1 GB
@@ -282,16 +288,16 @@ print("Two programs are compiled and run: about 20 s.")
 run = train_on(CONFIG, PLAN, TEXT, ADAM, STEPS)
 solo = train_on(CONFIG, Plan("dp=1"), TEXT, ADAM, STEPS)
 found = verdicts({"experts": run}, solo)["experts"]
-if N > 1:
-    assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
+assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 
 # %% [markdown]
-# ## Keep: the tokens travel, and so do empty slots
+# ## Keep: tokens go to experts, and empty slots with them
 #
 # 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or room for the worst case.
-# 2. With room for everybody, empty slots travel. With a capacity, some tokens are left out. A ragged exchange has neither.
-# 3. e/a says two things: the layer has e/a times the expert weights that one token uses; and with room for everybody it sends e/a
-#    times what is needed.
+# 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, some tokens are dropped. A ragged exchange
+#    has neither.
+# 3. e/a says two things: the layer has e/a times the expert weights that one token uses; and with a slot for every token at every expert
+#    it sends e/a times too much.
 
 # %% [markdown]
 # ## Further
@@ -300,9 +306,9 @@ if N > 1:
 #
 # ## Packed by rank, a token has N places and not e
 #
-# `llmpar.model.moe` gives slots to ranks, not to experts. Who chose what is told to all ranks beforehand, `a` numbers for each token. Then
-# a token has a place on each of N ranks, and not one at each of `e` experts. That helps where N < e, and very much with many
-# experts on a rank:
+# `llmpar.model.moe` gives slots to ranks, not to experts. All ranks first receive the choices of all tokens, `a` numbers for each token.
+# Then a token has a place on each of N ranks, and not one at each of `e` experts. That helps where N < e, and very much with many experts
+# on a rank:
 
 # %%
 for how in (HOW, ExpertConfig(128, 8)):
@@ -313,7 +319,7 @@ for how in (HOW, ExpertConfig(128, 8)):
         print(f"has {places:g} of {how.num_experts} places")
 
 # %% [markdown]
-# ## Where an expert lies, and who sums its gradient
+# ## On which rank is an expert, and which ranks sum its gradient?
 #
 # An expert's gradient is summed over `dp` and `fsdp`, everything else over `ep` too: a dense weight's is summed over `ep` as
 # over any axis of the batch, and ZeRO cuts its state by `ep`. An expert has neither, since no other rank of `ep` has it.
@@ -325,20 +331,19 @@ layout = PLAN.resolve().stored("experts l e d m")
 print("an expert's gate is stored as", layout, gate_held.shape)
 sums = PLAN.resolve().layouts_of("experts l e d m").unreduced.sums
 print("and its gradient waits for a sum over:", sums or "no axis")
-if N > 1:
-    exchanges = [c for c in as_predicted(run) if c.kind == "all-to-all"]
-    print(arrow_text(exchanges))  # there and back, twice
+exchanges = [c for c in as_predicted(run) if c.kind == "all-to-all"]
+print(arrow_text(exchanges))  # there and back, twice
 model = preset("tiny-moe")
 print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a token")
 
 # %% [markdown]
-# ## Other slots for the products
+# ## Which slots are multiplied?
 #
-# Empty slots travel, but are not multiplied: on its rank every expert takes its tokens out of the buffer, into slots for about an eighth
-# more than its even share. One batched product multiplies these for all experts, full or not. What an expert gets beyond that is multiplied
-# block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is dropped, and a hot expert costs what it gets.
-# JAX has a product for groups of unequal size, `jax.lax.ragged_dot`, but by default XLA has a kernel for it on TPUs alone, and elsewhere
-# multiplies every copy by every expert.
+# Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer.
+# It has fewer slots for each expert: the even share and an eighth more. One batched matmul multiplies these for all experts, full or not.
+# What an expert gets beyond that is multiplied block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no
+# token is dropped, and a hot expert costs what it gets. JAX has a matmul for groups of unequal size, `jax.lax.ragged_dot`, but by default
+# XLA has a kernel for it on TPUs alone, and elsewhere multiplies every copy by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine
@@ -415,8 +420,8 @@ print(
 # ## What it costs on real links
 #
 # Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of `e` of the tokens. So two
-# things that hide behind the work of a batch now need a batch e/a times as large: the sums of data parallelism (over the gradients of all
-# experts), and the reading of weights from memory. For the second, a dense model needs the 295 tokens of lesson 16 (the *balance
+# messages that overlap with the work of a batch now need a batch e/a times as large: the sums of data parallelism (over the gradients of
+# all experts), and the reading of weights from memory. For the second, a dense model needs the 295 tokens of lesson 16 (the *balance
 # batch* of an H100, by its data sheet), and experts e/a times as many (the **experts' balance batch**):
 
 # %%
@@ -441,8 +446,8 @@ print("before data parallelism hides (Scaling book)")
 # ### Exercise (expert): nodes that stay closed
 #
 # DeepSeek-V3 has 256 experts on 8 nodes and chooses 8 of them. A token is sent to a node once, however many of its experts are there. If
-# all choices were equally likely: on how many nodes do its experts lie on average, with all nodes open (`free`), and with only
-# 4 of them (`limited`, as its router does)?
+# all choices were equally likely: on how many nodes are its experts on average, with all nodes open (`free`), and with only 4 of them
+# (`limited`, as its router does)?
 
 # %%
 free, limited = ..., ...
@@ -464,7 +469,7 @@ first = jax.device_get(start), TEXT
 assert np.allclose(forward(start, text), solo.step.evaluate(*first), rtol=1e-4)
 table = census_table(census_hlo(program, auto.mesh))
 exchanges = {key: row["count"] for key, row in table.items() if key[1] == "all-to-all"}
-assert exchanges == ({("ep", "all-to-all"): 2 * CONFIG.num_layers} if N > 1 else {})
+assert exchanges == {("ep", "all-to-all"): 2 * CONFIG.num_layers}
 print("value: Auto's first loss is that of one device;", end=" ")
 print(f"its forward pass has {sum(exchanges.values())} all-to-alls")
 

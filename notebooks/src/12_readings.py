@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "05"]
-#     question: If a program forgets a sum, who tells you, and who hides it?
+#     question: If a sum is forgotten, which programs are refused, and which are wrong?
 #     objectives:
 #     - Say who chooses what is sent in each of three ways to write a program in JAX.
 #     - Predict which way refuses a mistake, which repairs it silently, and which gives
@@ -13,12 +13,16 @@
 # ---
 
 # %% [markdown]
-# # 12 · A sum is forgotten. Who tells you?
+# # 12 · A sum is forgotten. Which program is refused?
 #
-# Two weight matrices are cut over four devices. The program lacks one line: the one that adds up. It runs to its end, and every
+# Two weight matrices are cut over four devices. The program lacks one line: the sum over the devices. It runs without an error, and every
 # shape is right. Here are the first numbers of its result.
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -35,7 +39,7 @@ from llmpar import draw, explain, from_type
 from llmpar.draw import scene
 from llmpar.inspect.census import census_hlo, census_table, read_program
 from llmpar.inspect.types import types
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on
 from llmpar.parallel.mesh import explicit, make_mesh, sharding, spec
 from llmpar.plan.layout import parse_layout
@@ -45,8 +49,7 @@ from llmpar.predict.tolerance import tolerance
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-TP = max(n for n in (1, 2, 4) if n <= len(devices))
-DP = min(2, len(devices) // TP)
+DP, TP = 2, 4
 mesh = make_mesh(f"dp={DP} tp={TP}")
 
 rng = np.random.default_rng(0)
@@ -98,36 +101,36 @@ result, _ = run(manual(feed_forward, check_vma=False))
 scene.show(numbers(result))
 
 # %% [markdown]
-# Each device multiplied its part of the weights. So it has *some terms* of every number, and the right number is the sum over
-# the devices. The program takes one device's terms for the answer. A shape cannot tell: the terms have the shape of the sum.
+# Each device multiplied by its part of the weights. So it has a *partial sum* for every number, and the right number is the sum over the
+# devices. The program takes one device's partial sums for the answer. The shape does not show it: a partial sum has the shape of the sum.
 #
 # ## Predict: what does a device have before the sum?
 #
 # The program is a feed-forward, `h = silu(x @ up)` and `y = h @ down`. Its letters: `b` rows, `s` positions, `d` width,
 # `m` hidden width. The mesh axis `dp` cuts the rows, and `tp` cuts `m`.
 #
-# A **layout** says where a value lies ([lesson 00](00_setup.ipynb)): `h` is `b/dp s m/tp`, and `down` is `m/tp d`. **What is the
-# layout of `y = h @ down` before anything is sent?**
+# A **layout** says how a value is cut over the mesh ([lesson 00](00_setup.ipynb)): `h` is `b/dp s m/tp`, and `down` is `m/tp d`. **What
+# is the layout of `y = h @ down` before anything is sent?**
 
 # %%
 layout_of_y = ...
 attempt("12.unfinished", layout_of_y)
 
 # %% [markdown]
-# ## Three ways to write the sum send the same bytes
+# ## Three ways to write the sum
 #
 # | way | in JAX, you write | who chooses what is sent |
 # |---|---|---|
 # | **Manual** | `jax.shard_map`: what *one device* does | you: each collective is a line |
-# | **Auto** | `jax.jit`: the *whole* computation, and where its arguments and its result lie | XLA's *partitioner*, which splits it over devices |
-# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; where a value lies is part of its *type* | you, in types; JAX checks them |
+# | **Auto** | `jax.jit`: the *whole* computation, and the layouts of its arguments and its result | XLA's *partitioner*, which splits it over devices |
+# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; the layout of a value is part of its *type* | you, in types; JAX checks them |
 #
 # Auto takes `feed_forward` as it stands. The two others add a line:
 
 
 # %%
 def by_hand(x, up, down):  # Manual
-    y = feed_forward(x, up, down)  # this device's terms
+    y = feed_forward(x, up, down)  # this device's partial sums
     return lax.psum(y, "tp")  # adds them up over tp
 
 
@@ -160,17 +163,16 @@ def told(sent):
 
 for name, (value, sent) in results.items():
     assert np.allclose(value, want, atol=1e-5), name
-    if TP > 1:
-        one = {"count": 1, "bytes_sent": 2 * block * (TP - 1) // TP}
-        assert sent == {("tp", "all-reduce"): one}, (name, sent)
+    one = {"count": 1, "bytes_sent": 2 * block * (TP - 1) // TP}
+    assert sent == {("tp", "all-reduce"): one}, (name, sent)
     print(f"{name:<9} is right, sends {told(sent)}")
 
 # %% [markdown]
-# ## A type can say that a sum is open
+# ## A type can say that a sum is unfinished
 #
-# Explicit gives each value a type. Left the type as JAX writes it, right our layout of the same value. `U:tp` reads "unreduced
-# over tp": each device has some terms only. We write `+tp`. The **arrow**, a movement from one layout to another, is what the
-# first program forgot.
+# Explicit gives each value a type. On the left is the type as JAX writes it, on the right our layout of the same value. `U:tp` means
+# "unreduced over tp": each device has a partial sum only. We write `+tp`. The first program forgot the **arrow**, a movement from one
+# layout to another:
 
 # %%
 for name, (kind, layout) in seen.items():
@@ -182,8 +184,8 @@ scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsi
 # %% [markdown]
 # ## Bet: forget the sum in each way
 #
-# Now the sum is missing everywhere. `shard_map` has a check, `check_vma`: is a result that is said to be whole the same on all
-# devices? Much published code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result
+# Now the sum is missing everywhere. `shard_map` has a check, `check_vma`: it refuses a program that calls a result whole if it may differ
+# between devices. Much published code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result
 # `"right"` or `"wrong"`?**
 
 # %%
@@ -230,20 +232,19 @@ fates = {
     "Explicit": fate(feed_forward, typed),
 }
 met("12.fates", {name: word for name, (word, *_) in fates.items()}, "in truth")
-scene.show(in_colour({"the sum is forgotten": fates}, "One mistake, three fates"))
+if opened("12.fates"):
+    scene.show(in_colour({"the sum is forgotten": fates}, "One mistake, three fates"))
 
 # %% tags=["plumbing"]
-if TP > 1:
-    words = {name: word for name, (word, *_) in fates.items()}
-    assert words["Manual"] == words["Explicit"] == "refused"
-    assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
+words = {name: word for name, (word, *_) in fates.items()}
+assert words["Manual"] == words["Explicit"] == "refused"
+assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 
 # %% [markdown]
-# ## Auto adds it, Explicit names it, an unchecked Manual lies
+# ## Why
 #
-# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is
-# off, and then nobody says a word. Explicit stops *at the line*. JAX's message is long; `explain` turns it into the arrow that
-# is missing:
+# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and then
+# there is no error. Explicit stops *at the line*. JAX's message is long; `explain` turns it into the arrow that is missing:
 
 # %%
 error = fates["Explicit"][-1]
@@ -254,8 +255,11 @@ if error:
 # %% [markdown]
 # ## Another mistake: a weight is cut along the wrong dim
 #
-# Somebody cuts `down` along its columns, `m d/tp` in place of `m/tp d`. **Which of the ways still gives the
-# right numbers?**
+# Now `down` is cut along its columns, `m d/tp` in place of `m/tp d`. **Is each program `"refused"`, `"right"` or `"wrong"`?**
+
+# %%
+ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
+attempt("12.wrong_cut", ends)
 
 # %%
 WRONG = ("b/dp s d", "d m/tp", "m d/tp")
@@ -265,16 +269,18 @@ mistaken = {
     "Auto": fate(feed_forward, mesh, WRONG, **OUT),
     "Explicit": fate(with_types, typed, WRONG),
 }
+met("12.wrong_cut", {name: word for name, (word, *_) in mistaken.items()}, "in truth")
 both = {"the sum is forgotten": fates, "a wrong cut": mistaken}
-scene.show(in_colour(both, "Two mistakes"))
+if opened("12.wrong_cut"):
+    scene.show(in_colour(both, "Two mistakes"))
 
 # %% [markdown]
-# ## Now Auto is the silent one
+# ## What Auto does without an error
 #
-# Its value is right again, so no test of values fails. But it gathers the hidden values, and then the columns of the result:
-# more bytes than one sum needs. You see it only if you count:
+# Auto's value is right again, so no test of values fails. But it gathers the hidden values, and then the columns of the result: more
+# bytes than one sum needs. You see it only if you count:
 
-# %%
+# %% tags=["plumbing"]
 wrong = run(feed_forward, mesh, WRONG, **OUT)
 sent = {"the right cut": results["Auto"][1], "a wrong cut": wrong[1]}
 bars = [
@@ -285,17 +291,16 @@ roles = {"all-reduce": "tp", "all-gather": "tp/"}
 scene.show(draw.memory_bars(bars, title="Auto: bytes sent by a device", roles=roles))
 
 # %% tags=["plumbing"]
-if TP > 1:
-    right, much = (sum(parts.values()) for _, parts in bars)
-    assert mistaken["Auto"][0] == "right" and much > right
-    assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
+right, much = (sum(parts.values()) for _, parts in bars)
+assert mistaken["Auto"][0] == "right" and much > right
+assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 
 # %% [markdown]
 # ## Keep: leave the check on, and count the bytes
 #
 # 1. A shape does not say whether a sum is finished. A layout does (`+tp`), and so does an explicit type (`U:tp`).
-# 2. Manual with its check off gives wrong values without a word. Leave the check on.
-# 3. Auto never gives a wrong value for a wrong layout. It sends more, without a word: count what a compiled program sends.
+# 2. Manual with its check off gives wrong values without an error. Leave the check on.
+# 3. Auto never gives a wrong value for a wrong layout. It sends more, without an error: count what a compiled program sends.
 # 4. Explicit refuses what is ambiguous, at the line; `explain` names the missing arrow.
 
 # %% [markdown]
@@ -305,8 +310,8 @@ if TP > 1:
 #
 # ### Exercise (stretch): write the arrow
 #
-# The next layer wants its positions cut: `b/dp s/tp d`. Write `y = h @ down` in explicit JAX so that it ends there, with as
-# little sent as possible. `h` is `b/dp s m/tp`, `down` is `m/tp d`.
+# The next layer needs its positions cut: `b/dp s/tp d`. Write `y = h @ down` in explicit JAX so that it ends there, with as little sent
+# as possible. `h` is `b/dp s m/tp`, `down` is `m/tp d`.
 
 
 # %%
@@ -375,10 +380,10 @@ print(f"losses agree within {bound:.0e}")
 print(f"Manual sends the predicted {predicted:,} B")
 
 # %% [markdown]
-# What Manual sends was predicted by a formula, to the byte. What Auto sends nobody wrote down: on simulated devices its
-# partitioner sums whole gradients where a reduce-scatter would do. Explicit asks for the reduce-scatter in a type; XLA for
-# CPUs still makes an all-reduce and a slice of it, and XLA for GPUs joins the two again. **Types say what is meant. The
-# compiler still chooses how.**
+# What Manual sends was predicted by a formula, to the byte. What Auto sends is in no line of the code: on simulated devices its
+# partitioner sums whole gradients where a reduce-scatter would do. Explicit asks for the reduce-scatter in a type; XLA for CPUs still
+# makes an all-reduce and a slice of it, and XLA for GPUs joins the two again. **Types say what is meant. The compiler still chooses
+# how.**
 #
 # ## What the types say of a whole step
 #

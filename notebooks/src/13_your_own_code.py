@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "02", "12"]
-#     question: What does your own JAX function send, and which of it did nobody want?
+#     question: What does your own JAX function send, and which of it is not wanted?
 #     objectives:
 #     - Read what any JAX program sends, line by line, before it runs.
 #     - Find the line where a value loses the cut that you meant it to keep, and cure it by one constraint.
@@ -14,10 +14,14 @@
 # %% [markdown]
 # # 13 · Your own code is right. What does it send?
 #
-# Here is plain JAX. Its weights are cut over the devices of an axis `X`, as FSDP cuts them. Its loss is right to the last digits. Nobody
-# wrote a collective. So what travels, and did anybody want it?
+# Here is plain JAX. Its weights are cut over the devices of an axis `X`, as FSDP cuts them. Its loss is right to the last digits. There
+# is no collective in the code. So what do the devices send, and is it what you want?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -32,9 +36,9 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import MeshExplorer, check, draw, explain, from_type, look
 from llmpar.draw.scene import show
-from llmpar.lessons import attempt, find, hint, met, say, solution
+from llmpar.lessons import attempt, find, hint, met, opened, say, solution
 
-N = max(n for n in (1, 2, 4) if n <= len(devices))
+N = 4  # of the eight
 mesh = jax.make_mesh((N,), ("X",), axis_types=(AxisType.Auto,), devices=devices[:N])
 jax.set_mesh(mesh)  # a P(…) below speaks of this mesh
 
@@ -79,8 +83,8 @@ tokens = jax.device_put(text, P("X"))  # the rows of a batch are dealt out
 MeshExplorer.of(params | {"tokens": tokens})
 
 # %% [markdown]
-# Choose other arrays in the picture: each device holds a part of each weight, and some rows of the tokens. The function predicts the
-# next token; its letters are `b` rows, `s` positions, `d` width:
+# In the picture you can choose other arrays: each device holds a part of each weight, and some rows of the tokens. The function predicts
+# the next token; its letters are `b` rows, `s` positions, `d` width:
 
 
 # %%
@@ -99,9 +103,9 @@ value = float(jax.jit(loss)(params, tokens))
 assert np.isclose(value, right, rtol=1e-5)
 
 # %% [markdown]
-# ## Predict: what should travel?
+# ## Predict: what should it send?
 #
-# FSDP gathers each weight when it is needed, once, and forgets it again ([lesson 04](04_zero.ipynb)). The four weights have 98,304
+# FSDP gathers each weight once, when it is needed, and does not keep it ([lesson 04](04_zero.ipynb)). The four weights have 98,304
 # numbers of 4 bytes. **How many bytes does a device send** to compute this loss?
 
 # %%
@@ -115,37 +119,36 @@ attempt("13.sent", bytes_sent, devices=N)
 # %%
 before = look(loss, params, tokens)
 met("13.sent", total(before))
-before
+before if opened("13.sent") else None
 
 # %% tags=["plumbing"]
 gathered = sum(w.nbytes for w in weights.values()) * (N - 1) // N
-if N > 1:
-    sums = [row for row in before.rows if row["collective"] == "all-reduce"]
-    numbers = BATCH * SEQ * (256 + 64 + 512)  # of h, y and logits
-    assert total(before) > 30 * gathered and {row["axes"] for row in sums} == {("X",)}
-    sent = sum(row["bytes_sent"] for row in sums if row["bytes_sent"] > 100)
-    assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
+sums = [row for row in before.rows if row["collective"] == "all-reduce"]
+numbers = BATCH * SEQ * (256 + 64 + 512)  # of h, y and logits
+assert total(before) > 30 * gathered and {row["axes"] for row in sums} == {("X",)}
+sent = sum(row["bytes_sent"] for row in sums if row["bytes_sent"] > 100)
+assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
 
 # %% [markdown]
-# ## It sends 35 times as much, and no weight
+# ## What each line sends
 #
-# `In[3]:5` is line 5 of cell 3. Behind it are the types of a value before and after, as JAX writes them. `{U:X}` is a sum over
-# `X` that is not finished: each device has some of its terms, and the all-reduce adds them up. In `f32[64@X,16]` the axis `X` cuts
-# the first dim. The same beside the code:
+# The program sends 35 times as much as four weights. `In[3]:5` is line 5 of cell 3. After it are the types of a value before and after,
+# as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the all-reduce adds them up. In
+# `f32[64@X,16]` the axis `X` cuts the first dim. The same beside the code:
 
-# %%
+# %% tags=["plumbing"]
 show(drawn({"sent": (loss, before)}))
 
 # %% [markdown]
 # All-reduces of `h`, of `y` and of the logits: whole batches of activations. XLA's *partitioner*, which splits the program over the
-# devices, decided that. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of the loss can see it. One
-# line above must be the cause.
+# devices, chose that. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of the loss can find it. Which line is the
+# cause?
 #
-# ## Bet: how does `x` lie?
+# ## Bet: what is the layout of `x`?
 #
-# A *layout* writes behind each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X` with `v` for the
-# words: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then `b/X s d`,
-# `b s d/X` or `b s d`?**
+# A *layout* writes after each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X` with `v` for the
+# words: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then `b/X s d`, `b s d/X` or
+# `b s d`?**
 
 # %%
 layout_of_x = ...
@@ -154,23 +157,23 @@ attempt("13.lookup", layout_of_x)
 # %%
 x = jax.jit(lambda params, tokens: params["embed"][tokens])(params, tokens)
 met("13.lookup", from_type(x, "bsd"))
-MeshExplorer.of({"x, b by d, of the first s": x[:, 0]})
+shown = opened("13.lookup")
+MeshExplorer.of({"x, b by d, of the first s": x[:, 0]}) if shown else None
 
 # %% tags=["plumbing"]
-if N > 1:
-    assert str(from_type(x, "bsd")) == "b s d/X"
+assert str(from_type(x, "bsd")) == "b s d/X"
 
 # %% [markdown]
-# ## The batch lost its cut
+# ## One axis, two dims
 #
-# Every device has *all* rows of the batch, and a quarter of the numbers of each. One axis can cut only one dim of a value, and here two wanted
-# `X`: `b` and `d`. Nobody said who should win. From there on it goes wrong by itself: `x @ up` sums over `d`, each device has only
-# some terms, so the `h` of the whole batch must be added up. The next lines inherit it.
+# Every device has *all* rows of the batch, and a quarter of the numbers of each. One axis can cut only one dim of a value, and here two
+# dims could have `X`: `b` from the tokens and `d` from `embed`. No line says which one, and the partitioner chose `d`. The next lines
+# follow from that: `x @ up` sums over `d`, each device has only a partial sum, so `h` of the whole batch must be summed over the devices.
 #
-# ## Exercise (core): say it at one place
+# ## Exercise (core): say it in one line
 #
-# `jax.lax.with_sharding_constraint(x, P(…))` says how a value lies within a program. `P` has an entry for each dim, from the first on:
-# an axis, or None. Write the function that returns `x` with its rows on the devices that have their tokens.
+# `jax.lax.with_sharding_constraint(x, P(…))` sets the layout of a value inside a program. `P` has an entry for each dim, from the first
+# on: an axis, or None. Write the function that returns `x` with its rows on the devices that have their tokens.
 
 
 # %%
@@ -183,7 +186,7 @@ attempt("13.cure", by_rows)
 by_rows = find("13.cure").solution  # goes on with the right one, whatever stands above
 
 # %% [markdown]
-# The same function with that line, looked at again:
+# The same function with that line:
 
 
 # %%
@@ -203,29 +206,28 @@ show(drawn({"as it was": (loss, before), "with one line more": (cured, after)}))
 # %% tags=["plumbing"]
 value = float(jax.jit(cured)(params, tokens))
 assert np.isclose(value, right, rtol=1e-5)
-if N > 1:
-    assert total(after) < 1.1 * gathered and total(before) > 30 * total(after)
-    kept = [row["shape"] for row in after.rows if row["collective"] == "all-gather"]
-    assert {SHAPES["up"], SHAPES["down"], SHAPES["out"]} <= set(kept)
+assert total(after) < 1.1 * gathered and total(before) > 30 * total(after)
+kept = [row["shape"] for row in after.rows if row["collective"] == "all-gather"]
+assert {SHAPES["up"], SHAPES["down"], SHAPES["out"]} <= set(kept)
 print(f"sent: {total(before):,} B, now {total(after):,} B")
 print(f"loss: {right:.5f} on one device, {value:.5f} on {N}")
 
 # %% [markdown]
-# ## One line, and weights travel again
+# ## Now it sends weights
 #
-# It sends what you have bet, or nearly: of `embed` a device needs the rows of its own tokens only, so the partitioner sends those.
-# The loss is the same. And `x` lies as the tokens do:
+# It sends what FSDP should send, or nearly: of `embed` a device needs the rows of its own tokens only, so the partitioner sends those.
+# The loss is the same. And `x` is cut as the tokens are:
 
-# %%
+# %% tags=["plumbing"]
 x = jax.jit(lambda params, tokens: by_rows(params["embed"][tokens]))(params, tokens)
 MeshExplorer.of({"x, b by d, of the first s": x[:, 0]})
 
 # %% [markdown]
 # ## A training step gains as much
 #
-# `look` takes what you train, too: `jax.value_and_grad` of both, by collective.
+# `look` also takes `jax.value_and_grad` of a function. Here are both, by collective:
 
-# %%
+# %% tags=["plumbing"]
 bars = []
 for name, f in {"as it was": loss, "with one line more": cured}.items():
     parts = {}
@@ -238,14 +240,13 @@ show(draw.memory_bars(bars, title="Bytes that a device sends in a step", roles=r
 
 # %% tags=["plumbing"]
 steps = [sum(parts.values()) for _, parts in bars]
-if N > 1:
-    assert steps[0] > 10 * steps[1], steps
+assert steps[0] > 10 * steps[1], steps
 
 # %% [markdown]
 # ## Explicit axes stop at that line
 #
-# The mesh above has `AxisType.Auto`: the partitioner chooses. Without that word `jax.make_mesh` makes *explicit* axes today, where JAX
-# asks in place of choosing. The same function, the same cuts:
+# The mesh above has `AxisType.Auto`: the partitioner chooses. Without it `jax.make_mesh` makes *explicit* axes today: where a layout is
+# ambiguous, JAX refuses the line. The same function, the same cuts:
 
 
 # %%
@@ -265,8 +266,8 @@ with jax.set_mesh(typed):
 say(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# `P('X', None, 'X')`: two dims of `x` want `X`, and JAX says so before anything runs. Published code stops today as well. The first
-# example in chapter 10 of *How to Scale Your Model* (Austin et al. 2025), as first printed, multiplies matrices that are both
+# `P('X', None, 'X')`: two dims of `x` would be cut by `X`, and JAX refuses that before anything runs. Published code stops today as well.
+# The first example in chapter 10 of *How to Scale Your Model* (Austin et al. 2025), as first printed, multiplies matrices that are both
 # cut along the dim that is summed. Later printings ask for `AxisType.Auto`. This one is of that kind:
 
 
@@ -281,7 +282,7 @@ with jax.set_mesh(typed):
     error = stopped(squares, a, w)
 
 # %% [markdown]
-# JAX stops it. **Which collective is missing** behind this matmul, if the result is to be whole on each device?
+# JAX stops it. **Which collective is missing** after this matmul, if each device needs the whole result?
 
 # %%
 missing = ...
@@ -305,18 +306,17 @@ show(drawn({"sent": (finished, seen)}))
 
 # %% tags=["plumbing"]
 assert np.allclose(value, draws["up"] ** 2 @ draws["down"], rtol=1e-3, atol=1e-3)
-if N > 1:
-    assert "(all-reduce over X)" in explain(error)
-    assert [row["collective"] for row in seen.rows] == ["all-reduce"]
-    assert total(seen) == 2 * value.nbytes * (N - 1) // N
+assert "(all-reduce over X)" in explain(error)
+assert [row["collective"] for row in seen.rows] == ["all-reduce"]
+assert total(seen) == 2 * value.nbytes * (N - 1) // N
 
 # %% [markdown]
-# It runs, and sends one sum: `out_sharding` says how the result lies, here whole on each device, so JAX finishes the sum.
+# It runs, and sends one sum: `out_sharding` sets the layout of the result, here whole on each device, so JAX finishes the sum.
 #
 # ## Keep: count before you trust
 #
-# 1. Right values say nothing of what was sent. `llmpar.look(f, *args)` says it for each line, before anything runs.
-# 2. One axis cuts one dim of a value. Where two want it, the partitioner chooses, and later lines inherit its choice.
+# 1. Right values do not show what was sent. `llmpar.look(f, *args)` shows it for each line, before anything runs.
+# 2. One axis cuts one dim of a value. Where two dims could have it, the partitioner chooses, and later lines follow.
 # 3. Look first for activations of the whole batch. One `with_sharding_constraint` where the cut is lost brings it back.
 # 4. Explicit axes refuse what is ambiguous, at the line. `llmpar.explain` names the arrow that is missing.
 
@@ -342,8 +342,7 @@ look(lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).mean(), shape)
 # `check` compares the program on its mesh with one device, and names the line where they part.
 
 # %%
-if N > 1:
-    after.forbids(before.rows[0]["arrow"], fails_on=before)
+after.forbids(before.rows[0]["arrow"], fails_on=before)
 same = check(cured, loss, params, tokens)
 assert same
 say(same)
@@ -362,14 +361,13 @@ answer = find("13.one_p").solution
 cut = [None] * int(answer["dim"]) + ["X"]
 moved = {answer["array"]: jax.device_put(weights[answer["array"]], P(*cut))}
 least = look(loss, params | moved, tokens)
-if N > 1:
-    rest = [row for row in least.rows if row["collective"] != "all-gather"]
-    assert total(least) - sum(row["bytes_sent"] for row in rest) == gathered
+rest = [row for row in least.rows if row["collective"] != "all-gather"]
+assert total(least) - sum(row["bytes_sent"] for row in rest) == gathered
 
 # %% [markdown]
 # ### Explicit axes, followed
 #
-# The function from above, on explicit axes. Its first line now says how `x` lies, and it sends what the cured one sends:
+# The function from above, on explicit axes. Its first line now has the layout of `x`, and it sends what the cured one sends:
 
 
 # %%
@@ -434,11 +432,10 @@ sent = {"sent": {place: row for place, row in enumerate(rows) if row}}
 show(draw.program([*found], sent, f"Lines on x, which has {x.nbytes:,} bytes"))
 
 # %% tags=["plumbing"]
-if N > 1:
-    assert find("13.harmless").solution == words
+assert find("13.harmless").solution == words
 
 # %% [markdown]
-# Fused gates and rotary positions are often written with halves. With neighbours as pairs nothing travels.
+# Fused gates and rotary positions are often written with halves. With neighbours as pairs nothing is sent.
 #
 # ### On your cluster
 #

@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["01", "05", "06"]
-#     question: What does a token cost to serve, who holds what it leaves behind, and why an inference engine?
+#     question: What does a token cost to serve, where is its cache, and why an inference engine?
 #     objectives:
 #     - Say why a prompt computes and a token reads, and what a batch changes.
 #     - Compute what the cache of a model takes, and which cut of it holds a long context.
@@ -14,10 +14,14 @@
 # %% [markdown]
 # # 16 · 1,000 tokens in, 1,000 tokens out: why is one half so slow?
 #
-# A model reads a prompt of 1,000 tokens. Then it writes 1,000 tokens, which takes hundreds of times as long: the same model, the
-# same GPU. Why?
+# A model processes a prompt of 1,000 tokens. Then it generates 1,000 tokens, which takes hundreds of times as long: the same model, on
+# the same GPU. Why?
 
 # %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
 from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
@@ -47,7 +51,7 @@ from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder, DecoderInput
 from llmpar.serve.engine import Engine, Request
 
-N = max(n for n in (1, 2, 4) if n <= len(devices))
+N = 4  # of the eight
 LENGTH = 64  # positions of the cache, for each request
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_width": 16}
 TOY = replace(preset("tiny"), width=128, num_layers=2, ffn_width=384, **HEADS)
@@ -75,7 +79,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 # The whole prompt goes through the model in one pass: *prefill*. The answer needs a pass for each token, *decode*, because a token
 # must be known before the next one. A *cache* keeps the keys and values of all earlier tokens for attention.
 #
-# ## Predict: what is a byte of weights read for?
+# ## Predict: how many FLOPs per byte of weights?
 #
 # In bfloat16 a weight has 2 bytes. A token multiplies by it once and adds the result: 2 FLOPs. A pass reads all weights
 # once. **How many FLOPs does a pass do for each byte of weights** with a prompt of 64 tokens? With the next token of 1 request?
@@ -108,11 +112,11 @@ for name, (requests, tokens) in PASSES.items():
     print(f"{name}: {flops:,} FLOPs, {size:,} B, as predicted")
 
 # %% [markdown]
-# ## A token reads as much as a prompt
+# ## What the three passes do
 #
-# But it computes only 1/64 as much. In the time in which an H100 reads a byte it could do 295 FLOPs: 989 TFLOP/s by 3.35 TB/s. For
-# one request it does 1, and its matmul units wait. With 295 tokens in a pass, computing takes as long as reading the weights: this is
-# the *balance batch*. A long prompt has so many tokens. Decode needs so many requests.
+# A pass for one token reads as much as a pass for a prompt, but computes only 1/64 as much. An H100 could do 295 FLOPs while it reads a
+# byte: 989 TFLOP/s by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long as reading the weights:
+# this is the *balance batch*. A long prompt has so many tokens. Decode needs so many requests.
 #
 # ## Requests share weights, not caches
 #
@@ -204,7 +208,7 @@ shares = {"tp=4": ..., "sp=4": ...}
 attempt("16.shares", shares)
 
 # %% [markdown]
-# ## tp runs out of heads, sp goes on
+# ## Four devices, two KV heads
 
 # %%
 CUT = {
@@ -220,9 +224,9 @@ met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:
 # A column is a position, a number a device. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the cuts
 # are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
 #
-# ## Nothing of the cache travels
+# ## What is sent for a token
 #
-# In a ring (lesson 06) keys travel to queries. Here every device of `sp` has the query, which is only one token. It attends to its own
+# In a ring (lesson 06) keys are sent to queries. Here every device of `sp` has the query, which is only one token. It attends to its own
 # positions; two small all-reduces in each layer join the results. For the next tokens of four requests a device sends:
 
 # %% tags=["plumbing"]
@@ -256,8 +260,8 @@ show(draw.collectives(sent))
 #
 # ## A slot stands empty while others go on
 #
-# Eight requests, A to H, want 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four.
-# First A to D, then E to H:
+# Eight requests, A to H, need 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four. First A to
+# D, then E to H:
 
 # %% tags=["plumbing"]
 WANT = dict(zip("ABCDEFGH", (3, 9, 5, 2, 6, 4, 7, 3), strict=True))
@@ -282,13 +286,15 @@ END = len(batches[0])
 
 # %%
 waiting = drawn("A batch waits for its longest request", batches, END)
-show(draw.slots(waiting, "A column is a pass; hatched: it computes for nobody"))
+show(
+    draw.slots(waiting, "A column is a pass; hatched: the slot computes for no request")
+)
 
 # %% [markdown]
 # ### Exercise (core): who takes a free slot?
 #
-# `slots` is a list: how many tokens each slot's request still wants, 0 if the slot is free. `waiting` lists the tokens that each waiting
-# request wants, the oldest first. Fill the free slots: return the new `slots`, and remove from `waiting` the requests that joined.
+# `slots` is a list: how many tokens each slot's request still needs, 0 if the slot is free. `waiting` lists what each waiting request
+# needs, the oldest first. Fill the free slots: return the new `slots`, and remove from `waiting` the requests that joined.
 
 
 # %%
@@ -298,7 +304,7 @@ def join(slots, waiting): ...
 attempt("16.join", join)
 
 # %% [markdown]
-# ## Who is through makes room
+# ## A finished request frees its slot
 #
 # The engine behind `llmpar serve` says after each pass which request got a token. From that we draw who had which slot:
 
@@ -341,10 +347,10 @@ print(f"{END} passes become {passes}; each request is answered as if it were alo
 # %% [markdown]
 # This is *continuous batching* (Yu et al. 2022): as many requests as possible share each pass.
 #
-# ## Memory is set aside for answers that never come
+# ## How much reserved memory is used?
 #
-# Nobody knows how long an answer will be, so a slot has room for the longest. vLLM (Kwon et al. 2023) hands out *pages* of 16
-# tokens when they are needed:
+# The length of an answer is not known before, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023) reserves *pages* of
+# 16 tokens, each when it is needed:
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages
@@ -372,17 +378,17 @@ rooms = {
     f"Four slots: {used:.0%} is used": memory(reserved),
     f"Pages: {len(NEED) + len(MORE)} requests in the same memory": memory(paged),
 }
-show(draw.slots(rooms, "A box is a page; hatched: set aside, not used"))
+show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 
 # %% [markdown]
 # `llmpar serve` has slots and no pages: its code is short enough to read. For many users take an *inference engine* such as vLLM.
 #
-# ## Keep: a prompt computes, a token reads
+# ## Keep: prefill computes, decode reads
 #
 # 1. Prefill reads the weights once for many tokens, decode once for each. In bfloat16, FLOPs per byte of weights = tokens in a pass.
 # 2. Requests of a batch share the reading of the weights. The caches are not shared.
 # 3. A token leaves 2 · layers · KV heads · head width numbers in the cache.
-# 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; nothing of it travels.
+# 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; the cache itself is never sent.
 # 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine has both.
 
 # %% [markdown]

@@ -4,7 +4,7 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["03", "05", "10"]
-#     question: Which axis may cross between hosts, what crosses exactly, and what happens
+#     question: Which axis may cross between hosts, what is sent exactly, and what happens
 #       when a host dies?
 #     objectives:
 #     - Run one program in several processes, and hand over each one's own rows.
@@ -15,8 +15,8 @@
 # %% [markdown]
 # # 17 · Many hosts: 8 rows go in, 16 are trained on
 #
-# Two machines, called **hosts**, train together. Both run the same program, and both hand over the batch of 8 rows. Nothing
-# fails. The mean of the batch is right. Here is what their devices hold.
+# Two machines, called **hosts**, train together. Both run the same program, and both give JAX the batch of 8 rows. Nothing fails. The
+# mean of the batch is right. Here is what their devices hold.
 
 # %% tags=["plumbing"]
 from llmpar.parallel.mesh import use_devices
@@ -47,6 +47,7 @@ from llmpar.lessons import (
     hint,
     hosts,
     met,
+    opened,
     say,
     say_command,
     solution,
@@ -93,10 +94,10 @@ def everything(rows, process, num):
 scene.show(shown(team.run(feed, everything)))
 
 # %% [markdown]
-# ## Every row is read twice, and the mean does not tell
+# ## Every row is there twice
 #
-# Every row is there twice (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
-# loss does not tell.**
+# Every row is on two devices (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
+# loss does not show it.**
 #
 # Each host runs a **process** of its own, which sees only its own memory. Values cross the network, here called the **wire**, by
 # collectives only. `team.run(function, …)` runs a function in all processes and gives what each returns. The **mesh** spans the
@@ -105,7 +106,7 @@ scene.show(shown(team.run(feed, everything)))
 #
 # ### Exercise (core): whose rows?
 #
-# Give the rows of `batch` that process number `process` of `num` hands over. `dp` cuts the batch in blocks, in the order of the
+# Return the rows of `batch` that process number `process` of `num` should give to JAX. `dp` cuts the batch in blocks, in the order of the
 # devices.
 
 
@@ -122,9 +123,9 @@ if find("17.rows").judge(my_rows).startswith(CORRECT):
 # %% [markdown]
 # ## One plan, two placements
 #
-# A small Llama has 740,304 parameters in float32, 2 layers and a width `d` of 144. A batch has `b` = 32 rows of `s` = 64
-# positions. The plan is `dp=2 tp=2`: `dp` deals the rows, and `tp` cuts the weights in two halves. Each axis has pairs of
-# devices that talk. Which of them talk over the wire depends on who sits where:
+# A small Llama has 740,304 parameters in float32, 2 layers and a width `d` of 144. A batch has `b` = 32 rows of `s` = 64 positions. The
+# plan is `dp=2 tp=2`: `dp` cuts the batch, and `tp` cuts the weights in two halves. Each axis has pairs of devices that exchange data.
+# Which pairs cross the wire depends on where each device is placed:
 
 # %% tags=["plumbing"]
 recorded = hosts.recorded()
@@ -187,10 +188,10 @@ for name, ranks in found.items():
     print(f"{name}: losses {losses}, bytes as predicted within 2 % (headers)")
 
 # %% [markdown]
-# ## The loss does not tell: the wire does
+# ## What Linux counted on the wire
 #
-# The losses are equal, number by number: it is one program. What crosses is not. On the wire stand what
-# Linux counted there, and the seconds of a step, in a recorded run on a slow wire.
+# The losses are equal, number by number: it is one program. What crosses the wire is not equal. The figures show what Linux counted on
+# the wire, and the seconds of a step, in a recorded run on a slow wire.
 
 # %%
 for name in found:
@@ -202,10 +203,10 @@ for name in found:
     scene.show(placed(name, "20 Mbit/s", size, seconds))
 
 # %% [markdown]
-# ## tp belongs inside a host
+# ## Other plans on the slow wire
 #
-# Other plans of four devices are there too. `dp`, `pp` and `fsdp` send once for each weight or stage. `tp` sends activations in
-# every layer, and the next matmul waits for them.
+# These are all plans of four devices. `dp`, `pp` and `fsdp` send once for each weight or stage. `tp` sends activations in every layer,
+# and the next matmul waits for them. So `tp` belongs inside a host.
 
 # %%
 bars = []
@@ -220,7 +221,11 @@ scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
 # ## How many tokens make the difference?
 #
 # A layer of this Llama has 16 d² weights. `dp` sends each of them once, however long the batch. `tp` sends 4 T d numbers for a
-# batch of T = b · s tokens: **T/(4 d)** times as much. **At how many tokens do they send the same?**
+# batch of T = b · s tokens: **T/(4 d)** times as much. **At how many tokens do they send the same?** (`d` is 144.)
+
+# %%
+equal_tokens = ...
+attempt("17.equal", equal_tokens)
 
 # %% tags=["plumbing"]
 tokens, lines = [256, 512, 1024, 2048, 4096], []
@@ -236,7 +241,9 @@ labels = [f"{T:,}" for T in tokens]
 
 # %%
 how = {"marks": marks, "title": "What leaves a host in a step"}
-scene.show(draw.curves(lines, labels, "tokens in a batch", "MB", **how))
+if opened("17.equal"):
+    scene.show(draw.curves(lines, labels, "tokens in a batch", "MB", **how))
+met("17.equal", equal, "computed")
 
 # %% [markdown]
 # At T = 4 d, a little less with embedding and head. Training at scale is far to the right of it: so tp stays inside a host.
@@ -299,8 +306,8 @@ except TeamError as error:
 # %% [markdown]
 # ## One dead process ends all
 #
-# Process 0 did not wait: its collective broke at once. It cannot go on either, because half of the weights are gone. So all end,
-# whoever started them starts them again, and they read the newest checkpoint:
+# Process 0 did not wait: its collective failed at once. It cannot go on either, because half of the weights are lost. So all processes
+# end, the launcher starts them again, and they read the newest checkpoint:
 
 # %%
 print("Two hosts start again and train on: about 10 s.")
@@ -318,8 +325,8 @@ print("weights and moments: the same bits as without the kill")
 # %% [markdown]
 # ## Keep: count rows and bytes, not losses
 #
-# 1. One program runs in every process; one mesh spans all devices; each process hands over its own rows.
-# 2. One plan, two placements: the same loss, and four times the bytes across.
+# 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
+# 2. One plan, two placements: the same loss, and four times the bytes on the wire.
 # 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: it sends T/(4 d) times as much.
 # 4. One dead process ends all; the same command goes on from the newest checkpoint, with the same bits.
 
@@ -379,10 +386,10 @@ for function in (one_ring, two_level) if right else (one_ring,):
 # %% [markdown]
 # ### Who sends what to whom
 #
-# Which bytes cross depends on the algorithm. NCCL, by which NVIDIA's GPUs talk, sums long messages round a **ring**: each device sends
-# to the next one. Shorter ones it sums along **two trees**, each with half of the message: sums go up to the root, the result comes
-# down ([NCCL 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/), 2019). One edge of each tree lies between the hosts, and the two roots are on different hosts. An all-to-all goes
-# directly, a piece to each device.
+# Which bytes cross depends on the algorithm. NCCL, which NVIDIA's GPUs use, sums long messages round a **ring**: each device sends to the
+# next one. Shorter ones it sums along **two trees**, each with half of the message: sums go up to the root, the result comes down ([NCCL
+# 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/), 2019). One edge of each tree lies between the
+# hosts, and the two roots are on different hosts. An all-to-all goes directly, a piece to each device.
 #
 # ### Exercise (expert): the law
 #

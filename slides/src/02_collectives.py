@@ -1,7 +1,7 @@
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## A movement is an arrow
 #
-# `/tp`: a dim is cut over `tp`. `+tp`: a sum over `tp` that nobody has finished. The collective follows from the two sides.
+# `/tp`: a dim is cut over `tp`. `+tp`: an unfinished sum over `tp`. The collective follows from the two sides.
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in <code>README.md</code></footer>
 
@@ -20,7 +20,7 @@ picture = draw.arrow(arrow, (4096, 4096), {"tp": 4}, itemsize=2)
 show(picture)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own addends, the slanted
+# **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own partial sums, the slanted
 # lines say so. Only the sum of the four is the result.
 #
 # **Misunderstanding:** that left and right hold the same values in other places. A value with `+tp` is not a copy; using it
@@ -148,7 +148,28 @@ steps(ring)
 #
 # **Source:** Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: how much faster is a small sum?
+#
+# Eight H100s of a node sum 100 kB. How long does 1 kB take?
+#
+# | A | B | C |
+# |---|---|---|
+# | as long | a tenth | a hundredth |
+#
+# <footer>Lesson <code>notebooks/02_collectives</code></footer>
+
+# %%
+show(draw.before_after(("all-reduce",)))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** raise a hand for A, B or C, and write the numbers down. (A: both wait for their start. The next slide shows it.)
+#
+# **Misunderstanding:** that time follows bytes. Below a few megabytes it follows the number of starts.
+#
+# **Source:** the model of the next slide.
+
+# %% [markdown] tags=["slide"] minutes=1
 # ## Small messages wait for their start
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \text{bytes sent} / \beta $$

@@ -147,17 +147,17 @@ show(draw.gather_use_forget(takes=(1.3, 1.3, 2.6)))
 # Picture: three layers, lengths for the eye; on 8 H100s a gather of Llama 3 8B's layers hides from 2,400 tokens or so on. Counts:
 # read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies outside the blocks gathered once.
 #
-# **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a reduce-scatter.
+# **Ask:** the reduce-scatter is not in the code. Where does it come from? The gradient of an all-gather *is* a reduce-scatter.
 #
 # **Misunderstanding:** that the gathered weights cost nothing. Two whole layers live at a time: the one in use and the next.
 # Gathering all layers at once is a common accident (a scan whose weights are gathered outside of it).
 #
 # **Source:** Zhao et al. 2023, section 3.3; Rajbhandari et al. 2020, section 7.2.
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
 # ## As the compiler for H100s schedules it
 #
-# Nobody needs 64 H100s to see the schedule: their compiler runs anywhere. **Filled:** computing waits. One layer: where its forward
+# You need no H100 to see the schedule: its compiler runs anywhere. **Filled:** computing waits. One layer: where its forward
 # pass begins, and where its gradients leave.
 #
 # <footer><code>llmpar compile --target h100:8x8 --model llama3-8b --mesh fsdp=64 --svg schedule.svg</code></footer>
@@ -166,7 +166,7 @@ show(draw.gather_use_forget(takes=(1.3, 1.3, 2.6)))
 compiled = json.loads((Path("recorded") / "llama3-8b_h100.json").read_text())
 rows, roofline = compiled["collectives"], compiled["roofline"]
 assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)  # the H100's program, to the byte
-assert roofline["exposed_s"] < 0.05 * roofline["step_s"]  # nearly all of it lies behind products
+assert roofline["exposed_s"] < 0.05 * roofline["step_s"]  # nearly all of it overlaps with matmuls
 backward, forward = (turn["events"] for turn in compiled["turns"][:2])
 GATHERED = {
     "stream d; attention d k h": "k",
@@ -230,6 +230,28 @@ show(draw.two_lanes(pictures, f"One layer on {compiled['target']}, estimated fro
 # **Misunderstanding:** that overlap is luck. It can be read: FLOPs between a collective's start and its end.
 #
 # **Source:** the program, compiled without a device; Williams et al. 2009 for the roofline.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: which stages send more than stage 0?
+#
+# One microbatch. Stage 0 sends an all-reduce of all gradients.
+#
+# | A | B | C | D |
+# |---|---|---|---|
+# | none | stages 1, 2, 3 | stages 2, 3 | stage 3 |
+#
+# <footer>Lesson <code>notebooks/04_zero</code></footer>
+
+# %%
+show(draw.zero_strips(stages=[0, 3]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** raise a hand. (D. Stages 1 and 2 put the update between the two halves of the all-reduce; stage 3 gathers once more.) Then: and
+# with four microbatches? (C.)
+#
+# **Misunderstanding:** that what is cut must cost messages. An all-reduce is already a reduce-scatter and an all-gather.
+#
+# **Source:** the next slide; lesson 04 runs the stages.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## What sharding costs

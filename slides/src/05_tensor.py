@@ -9,7 +9,31 @@ from deck import where
 where("tensor parallel", "+ sequence cut")
 
 # %% [markdown] tags=["notes"]
-# A checkpoint: who is lost says so now. **Ask:** under FSDP, what does a device compute: a part of each product, or all of it for its rows? (The latter.)
+# A checkpoint: who is lost says so now. **Ask:** under FSDP, what does a device compute: a part of each matmul, or all of it for its rows? (The latter.)
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: columns or rows?
+#
+# Four devices share W1 and W2 and may add up once. How do you cut?
+#
+# | A | B | C | D |
+# |---|---|---|---|
+# | both by columns | both by rows | W1 columns, W2 rows | W1 rows, W2 columns |
+#
+# <footer>Lesson <code>notebooks/05_tensor_parallelism</code></footer>
+
+# %%
+from deck import draw, show
+
+whole = "s d × d m = s m -relu-> s m × m d = s d"
+show(draw.matmul(whole, names=("x", "W1", "x W1", "relu(x W1)", "W2", "y")))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** raise a hand; do not answer. (C: relu needs finished numbers, and columns of W1 give them. The next three slides show it.)
+#
+# **Misunderstanding:** that it makes no difference. Rows first needs a sum before relu, four times as wide as `y`.
+#
+# **Source:** Shoeybi et al. 2019; lesson 05 tries both in four lines of NumPy.
 
 # %% [markdown] tags=["slide", "short"] minutes=2 section="Tensor parallelism"
 # ## Tensor parallelism: cut the columns
@@ -55,7 +79,7 @@ show(draw.matmul(CHAIN))
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Then cut the rows
 #
-# `s m/tp` times `m/tp d` gives `s d +tp`: each device has an addend of each number: **one all-reduce**.
+# `s m/tp` times `m/tp d` gives `s d +tp`: each device has a partial sum of each number: **one all-reduce**.
 #
 # <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
@@ -68,7 +92,7 @@ assert [str(move) for move in plan.resolve().physical("ffn b s d +m -> stream b 
 show(draw.matmul("s m/tp × m/tp d = s d +tp"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what if we forget the all-reduce? In most frameworks nothing crashes: every device continues with its own addends, and
+# **Ask:** what if we forget the all-reduce? In most frameworks nothing crashes: every device continues with its own partial sums, and
 # the loss is wrong. A test of ours plants exactly this fault and sees it caught.
 #
 # **Misunderstanding:** that each device has "a part of the result". It has a part of the *sum*, for all of the result.
@@ -93,7 +117,7 @@ WAYS = {
 
 
 def times(arrow):
-    """Gate and up are two products: an unfinished sum of width m occurs twice, what comes after their
+    """Gate and up are two matmuls: an unfinished sum of width m occurs twice, what comes after their
     elementwise product once."""
     return sum(w.dims == "ffn l d m" for w in CONFIG.weights().values()) if "m +tp" in arrow else 1
 
@@ -143,7 +167,7 @@ Markdown("\n".join(map(cells, (kib, ["--:"] * 4, [f"{n:.0f} KiB" for n in kib.va
 # `s d +tp -> s d`; twice `s m +tp -> s m` and `s d/tp -> s d`. Gate and up are two matmuls, so what comes before their product counts
 # twice. The picture has one of the two.
 #
-# **Ask:** why not finish the sum after the first product? Between the two lies SiLU times a gate, which is not linear: it needs
+# **Ask:** why not finish the sum after the first matmul? Between the two lies SiLU times a gate, which is not linear: it needs
 # finished numbers. Columns give it finished numbers of some features.
 #
 # **Misunderstanding:** that all-reduces can be saved by cutting "smarter". The layer's output depends on all features; something
@@ -235,11 +259,11 @@ show(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the pale part does not shrink from N = 4 to N = 8. What is in it? Two norms, two dropouts, the inputs of the products:
+# **Ask:** the pale part does not shrink from N = 4 to N = 8. What is in it? Two norms, two dropouts, the inputs of the matmuls:
 # 10bsd bytes, whole on every device.
 #
 # **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
-# products; attention still sees whole sequences. Ring attention is another axis (our `sp`).
+# matmuls; attention still sees whole sequences. Ring attention is another axis (our `sp`).
 #
 # **Source:** Korthikanti et al. 2022: 10 + 24/N becomes 34/N, times b·s·d (the paper writes h for d and t for N), as in lesson 05. It is the GPT block with dropout, its scores
 # computed again; kept, they add 5as/(dN) units, 240 MiB at N = 8. Ours keeps less. Equal bytes are asserted on the traced step of a small Llama.
@@ -284,11 +308,11 @@ curves(
 # `tests/measured.json`. The model is fitted on all published runs, not on this one; it is 18 % too slow at N = 8. The playbook
 # of Hugging Face (2025) measured the same fall: 10,903 tokens per second and GPU at N = 8, 6,246 at 16.
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
 # ## How steep? The ports of the node
 #
 # Products shrink with $N$; the all-reduces do not. Beyond the node they also meet **slower links**. Llama 3 70B on H100s: the share
-# of a layer's time that is spent in products.
+# of a layer's time that is spent in matmuls.
 #
 # <footer>Narayanan et al. 2021, takeaway 1 · a model, not a measurement · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
@@ -301,7 +325,7 @@ block = (
 
 
 def efficiency(node, t):
-    """Share of a layer's time, forward and backward, that is spent in matrix products."""
+    """Share of a layer's time, forward and backward, that is spent in matmuls."""
     compute_s = 6 * block * TOKENS / t / node.flops_per_s
     return compute_s / (
         compute_s + 4 * formulas.collective_seconds(node, "all-reduce", 2 * TOKENS * llama70.width, t)
@@ -321,7 +345,7 @@ curves(
         ("1 port of 400 Gb/s", [None] * 3 + one[3:], "other4", "s", False),
         ("", one_node, "ink", "o", False),
     ],
-    DEGREES, "devices N that share each layer", "time in products", high=1.1, percent=True,
+    DEGREES, "devices N that share each layer", "time in matmuls", high=1.1, percent=True,
     levels=(0, 0.25, 0.5, 0.75, 1), marks=((3.5, "several nodes"),),
 )  # fmt: skip
 
@@ -331,7 +355,7 @@ curves(
 # **Misunderstanding:** that the cliff is a law. It is the ratio of the links: a node with as many fast ports as GPUs has hardly
 # any, a node with one port has a wall. The model lets a hierarchical all-reduce use all ports at once; real ones reach less.
 #
-# **Source:** `llmpar.predict.formulas.collective_seconds`, 8,192 tokens, bf16, products at peak, no overlap. Narayanan et al. 2021: use
+# **Source:** `llmpar.predict.formulas.collective_seconds`, 8,192 tokens, bf16, matmuls at peak, no overlap. Narayanan et al. 2021: use
 # tensor parallelism up to the node, then pipelines. The curves are times, at 370 GB/s as reached. The limit m / (C/β) (Austin et al.
 # 2025) is a threshold, at the published 450 GB/s: 13 for 70B in a node, as in lesson 05.
 

@@ -105,8 +105,31 @@ steps(growing(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])))
 a100 = chip("a100-80")
 assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -2) == 1000
 
-# %% [markdown] tags=["slide"] minutes=2
-# ## Zigzag: nobody waits
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: which rank waits most?
+#
+# Causal attention in a ring of four; positions in order. A step ends with its slowest rank.
+#
+# | A | B | C |
+# |---|---|---|
+# | rank 0 | rank 3 | all the same |
+#
+# <footer>Lesson <code>notebooks/06_long_sequences</code></footer>
+
+# %% place="beside"
+quarters = {"ranks 0 to 3, in order": [[0], [1], [2], [3]]}
+show(draw.causal(quarters, step=0, counts=False))
+
+# %% [markdown] tags=["notes"]
+# The coloured part is what each rank computes before the first hop. **Ask:** raise a hand. (A: the queries of rank 0 see no later key, so
+# it has work in the first step only.)
+#
+# **Misunderstanding:** that equal parts of a sequence are equal work. Under a causal mask late queries see more keys.
+#
+# **Source:** the next slide counts the pairs.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Zigzag: the same work on each rank
 #
 # Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks: **2 squares of time**, in order 3.5.
 #

@@ -92,7 +92,28 @@ steps(*map(shown, (1, 2, 3, 4, 7, 12, 21)), whole)
 # **Source:** Narayanan et al. 2021. The drawing builds up with each press. The last one adds what each stage holds, in yellow: here
 # every microbatch, until the backward comes.
 
-# %% [markdown] tags=["slide"] minutes=3
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: how many microbatches?
+#
+# Eight stages; each may be idle for 10 % of the time. Here are two stages and four microbatches.
+#
+# | A | B | C | D |
+# |---|---|---|---|
+# | 8 | 16 | about 30 | more than 60 |
+#
+# <footer>Lesson <code>notebooks/07_pipelines</code></footer>
+
+# %%
+show(draw.timeline(timetable(make("gpipe", 2, 4)), facts=False))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** raise a hand. (D: 63, nine for each stage but one.)
+#
+# **Misunderstanding:** that as many microbatches as stages are enough. Then nearly half of the time is idle: 7 of 15.
+#
+# **Source:** idle over total is (p − 1)/(u + p − 1); the next slide.
+
+# %% [markdown] tags=["slide"] minutes=2
 # ## How many microbatches are enough?
 #
 # For at most 10 % idle: $u \ge 9\,(p-1)$. Four stages need 27 microbatches, eight need 63.
@@ -125,8 +146,7 @@ curves(
 # %% [markdown] tags=["slide"] minutes=2
 # ## Measured: a small batch starves the pipeline
 #
-# Twelve stages of the BLOOM project's runs, 384 A100s. The same work per row: with 32 microbatches a row costs **a third
-# more** than with 128.
+# Twelve stages of the BLOOM project's runs, 384 A100s. The same work per row: with 32 microbatches a row takes **a third more** time than with 128.
 #
 # <footer>Measured: BigScience, chronicles of BLOOM, in <code>tests/measured.json</code> · lesson <code>notebooks/07_pipelines</code></footer>
 

@@ -1,3 +1,27 @@
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: which order finishes first?
+#
+# Five orders of the same work, as they begin. Which finishes first, which holds least?
+#
+# <footer>Lesson <code>notebooks/08_pipeline_schedules</code></footer>
+
+# %% place="tall"
+from deck import draw, show
+
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
+
+FIVE = ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V")
+begun = {name: timetable(make(name.lower(), 4, 8)) for name in FIVE}
+show(draw.timelines(begun, until=9, letters=False))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** two hands for each: first, and holds least. (ZB-V finishes first, 1F1B holds least. "What each order buys" shows all of it.)
+#
+# **Misunderstanding:** that 1F1B is faster than GPipe. It holds less, in the same time.
+#
+# **Source:** the simulator, F = B = W = 1.
+
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## 1F1B: the same bubble, less memory
 #
@@ -22,8 +46,7 @@ assert (
 show(draw.timeline(table, facts=False, shortest=28))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward. Give it fewer layers,
-# or the embedding to somebody else.
+# **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward. Give it fewer layers, or the embedding to another stage.
 #
 # **Misunderstanding:** that 1F1B is faster. Same order of dependencies, same makespan; it allows more microbatches in the same
 # memory, and *those* shrink the bubble.
@@ -57,7 +80,7 @@ show(draw.timeline(table, facts=False))
 #
 # **Source:** Narayanan et al. 2021. Rounds have p microbatches, or a few more where p does not divide them (PyTorch).
 
-# %% [markdown] tags=["slide"] minutes=3
+# %% [markdown] tags=["slide"] minutes=2
 # ## Zero bubble: split the backward
 #
 # Only the inputs' gradient **B** is awaited by another stage. The weights' gradient **W** can fill the gaps: a third of 1F1B's
@@ -85,7 +108,7 @@ show(draw.timeline(table, facts=False))
 # %% [markdown] tags=["slide"] minutes=1
 # ## What each order buys
 #
-# Four stages, eight microbatches, F = B = W = 1. Who is through first? Who holds least?
+# Four stages, eight microbatches, F = B = W = 1. Which order finishes first? Which holds least?
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-v --stages 4 --microbatches 8</code></footer>
 
@@ -105,7 +128,7 @@ assert ends == sorted(ends, reverse=True) == [33, 33, 28.5, 27, 25.5]
 show(draw.timelines(small, letters=False))
 
 # %% [markdown] tags=["notes"]
-# Take bets before you show it. "Holds" says how many microbatches stages 0 to 3 hold at most. The pale half of a backward is W; in
+# The answer to the poll before 1F1B. "Holds" says how many microbatches stages 0 to 3 hold at most. The pale half of a backward is W; in
 # the first three orders it is one piece with B.
 #
 # **Ask:** ZB-V wins the race and holds no more than 1F1B's first stage. Why does not everybody use it? Its zero needs F = B = W; real

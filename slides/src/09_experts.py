@@ -70,7 +70,7 @@ steps(
 # What a random router chose, `a` = 2. Five presses: tokens; slots, some of them empty; at the experts; back; weighed and added up.
 # Follow the token with the thick border. A row of slots is what one rank sends to another, empty slots included.
 #
-# **Ask:** which gradients need no sum over `ep`? Those of the experts: nobody else on `ep` has them. Everything dense is summed over
+# **Ask:** which gradients need no sum over `ep`? Those of the experts: no other rank of `ep` has them. Everything dense is summed over
 # it, as over any axis of the batch.
 #
 # **Misunderstanding:** that expert parallelism sends nothing, since experts stay where they are. The tokens do not: 2·a·tokens·d

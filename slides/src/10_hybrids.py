@@ -68,11 +68,32 @@ show(draw.links("pp=4 fsdp=4 tp=8", chip("h100")))
 #
 # **Source:** rates as reached, from the chip's constants (`llmpar.predict.hardware`).
 
-# %% [markdown] tags=["slide"] minutes=3
-# ## Hybrids: half the layers, and more bytes?
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: what does a pipeline do to fsdp?
 #
-# A mesh grows axis by axis. The last is `pp=2`: each device has half of the layers, and the batch comes in 4 microbatches. **What
-# becomes of the bytes that `fsdp` sends?**
+# The last axis is `pp=2`: half of the layers on each device, 4 microbatches. `fsdp` (ZeRO-3) then sends …
+#
+# | A | B | C |
+# |---|---|---|
+# | half as much | the same | more |
+#
+# <footer>Lesson <code>notebooks/10_hybrids</code></footer>
+
+# %% place="beside"
+grown = ["dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2"]
+show(draw.growing(grown, "A square is a device, a line is an axis"))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** raise a hand. (C: half of the layers, gathered four times.)
+#
+# **Misunderstanding:** that axes do not change what other axes send. `tp` halves what `fsdp` sends, a pipeline multiplies it.
+#
+# **Source:** the next slide.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Hybrids: half the layers, four microbatches
+#
+# A mesh grows axis by axis. The last one is `pp=2`: each device has half of the layers, and gathers them for each of 4 microbatches.
 #
 # <footer>Llama Team 2024, section 3.3 · lesson <code>notebooks/10_hybrids</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2"</code></footer>
 
@@ -103,8 +124,7 @@ how = {"title": "Bytes that a device sends in a step, by axis", "roles": {"sever
 show(draw.memory_bars(rows, wide=440, **how))
 
 # %% [markdown] tags=["notes"]
-# **Ask** before the bars: less, the same, or more? More: 283 KiB become 711. A stage has half of the layers, but gathers them anew
-# for each of 4 microbatches. And why does `fsdp` send less when `tp` joins? `tp` halves each weight.
+# **Ask** before the bars: less, the same, or more? More: 283 KiB become 711. A stage has half of the layers, but gathers them again for each of 4 microbatches. And why does `fsdp` send less when `tp` joins? `tp` halves each weight.
 #
 # **Misunderstanding:** that bytes of axes add up to a time. Axes use different links, and some messages hide behind matmuls.
 #
@@ -158,8 +178,8 @@ lines = [
     "| computed in | loss within | gradient norm within | the largest term of the loss |",
     "|---|--:|--:|---|",
 ]
-for name, (dtype, products) in KINDS.items():
-    told = tolerance(dataclasses.replace(PLAN, dtype=dtype).resolve(MODEL), ROWS, SEQ, products, **fresh)
+for name, (dtype, matmuls) in KINDS.items():
+    told = tolerance(dataclasses.replace(PLAN, dtype=dtype).resolve(MODEL), ROWS, SEQ, matmuls, **fresh)
     largest = max(told.terms, key=lambda term: term.loss)
     lines.append(f"| {name} | {told.bound('loss'):.0e} | {told.bound('grad_norm'):.0e} | {largest.name} |")
 Markdown("\n".join(lines))

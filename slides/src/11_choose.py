@@ -50,7 +50,7 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # %% [markdown] tags=["notes"]
 # **Ask:** why not `dp=64`? 788 GiB of float32 weights and moments on each device, and 59 may be used.
 #
-# **Ask:** which would you take: `fsdp=16 tp=4` or another mesh within 7 % of it? Nobody knows. Measure both.
+# **Ask:** which would you take: `fsdp=16 tp=4` or another mesh within 7 % of it? The estimate cannot say. Measure both.
 #
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
 # cluster checks memory (`llmpar compile`). The line below a bar is ± 16 %: what is missed on runs of a source that no constant was fitted

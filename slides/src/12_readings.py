@@ -1,8 +1,7 @@
 # %% [markdown] tags=["slide"] minutes=1
-# ## A sum is forgotten. Who tells you?
+# ## A sum is forgotten. Which program is refused?
 #
-# Two weights are cut over four devices; the line that adds up is missing. The program runs, every shape is right, and this is its
-# result.
+# Two weights are cut over four devices; the line with the sum is missing. The program runs, every shape is right, and this is its result.
 #
 # <footer>lesson <code>notebooks/12_readings</code></footer>
 
@@ -22,10 +21,9 @@ cells = [(name, [(f"{n:.2f}", role) for n in numbers]) for name, numbers, role i
 show(draw.table(cells, title="The result, as each device has it"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** in which of four ways to write this program would you have been told? Let them bet before the next slide: `shard_map`,
-# `shard_map` with its check off, `jit` with shardings, `jit` with explicit types.
+# **Ask:** which of four ways to write this program is refused? The poll comes after the next slide: `shard_map`, `shard_map` with its check off, `jit` with shardings, `jit` with explicit types.
 #
-# **Misunderstanding:** that a wrong result has a wrong shape. A term has the shape of the sum.
+# **Misunderstanding:** that a wrong result has a wrong shape. A partial sum has the shape of the sum.
 #
 # **Source:** computed here with NumPy; the lesson shows the same of a program in JAX.
 
@@ -66,7 +64,30 @@ Markdown("\n".join(lines))
 #
 # **Source:** `llmpar inspect --types`: JAX's own types of a traced step, each asserted equal to the plan's layout.
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
+# ## Poll: refused, right or wrong?
+#
+# The sum over `tp` is forgotten in four programs. For each: refused, right or wrong?
+#
+# <footer>Lesson <code>notebooks/12_readings</code></footer>
+
+# %%
+OPEN = {
+    "Manual: shard_map": [("?", "cell")],
+    "Manual, check off": [("?", "cell")],
+    "Auto: jit and shardings": [("?", "cell")],
+    "Explicit: jit and types": [("?", "cell")],
+}
+show(draw.table([*OPEN.items()], ("the sum is forgotten",), "Refused, right or wrong?"))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** three hands for each row. (Refused, wrong, right, refused.)
+#
+# **Misunderstanding:** that all four mean the same program. Auto sees the whole computation and adds the sum; the others do what is written.
+#
+# **Source:** lesson 12 runs all four.
+
+# %% [markdown] tags=["slide"] minutes=1
 # ## One mistake, three fates
 #
 # The sum over `tp` is forgotten; or a weight is cut along the wrong dim.
@@ -76,15 +97,14 @@ Markdown("\n".join(lines))
 # %%
 FATES = {
     "Manual": [("refused: shard_map's check", "good-ground"), ("refused: shapes", "good-ground")],
-    "Manual, check off": [("WRONG, without a word", "bad-ground"), ("refused: shapes", "good-ground")],
-    "Auto": [("right: adds the sum", "good-ground"), ("right, sends more, without a word", "unsure-ground")],
+    "Manual, check off": [("WRONG, no error", "bad-ground"), ("refused: shapes", "good-ground")],
+    "Auto": [("right: adds the sum", "good-ground"), ("right, sends more, no error", "unsure-ground")],
     "Explicit": [("refused, at the line", "good-ground")] * 2,
 }
 show(draw.table([*FATES.items()], ("the sum is forgotten", "a wrong cut"), "Two mistakes"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which cell of this table would your tests find? A test of values finds the wrong value. Nobody finds what is only slow,
-# unless bytes are counted.
+# **Ask:** which cell of this table would your tests find? A test of values finds the wrong value. No test finds what is only slow, unless it counts bytes.
 #
 # **Misunderstanding:** that Auto is safe. It is safe for values; the traffic is whatever the partitioner finds.
 #

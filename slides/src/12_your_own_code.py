@@ -92,7 +92,7 @@ show(draw.program(lines, {"sent": sent(loss, before, lines)}))
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these lines is to blame? The largest bar is the logits' line, and it only inherits.
 #
-# **Misunderstanding:** that a test would find it. Every value is right: it is slow, and nobody says a word.
+# **Misunderstanding:** that a test would find it. Every value is right: it is only slow, and there is no error.
 #
 # **Source:** compiled here, for this slide; JAX 0.10 and 0.12 send the same.
 
@@ -193,3 +193,50 @@ Markdown(f'```python\njnp.einsum("bd,df->bf", x * x, w)  # both cut by X along d
 # **Misunderstanding:** that an error is worse than a program that runs. It comes before the bill.
 #
 # **Source:** Austin et al. 2025, *How to Scale Your Model*; later printings ask for `AxisType.Auto`.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Mystery: the norm that grows with tp
+#
+# Gradients `w`, cut over `tp`, and `b`, which is not. Which line did it?
+#
+# ```python
+# s = sum(w**2)
+# s += sum(b**2)
+# n = sqrt(psum(s, "tp"))
+# ```
+#
+# <footer>lesson <code>notebooks/19_mysteries</code></footer>
+
+# %% place="beside"
+weight_sq, bias_sq = 512.0, 288.0
+logged = [(weight_sq + n * bias_sq) ** 0.5 for n in (1, 2, 4, 8)]
+assert logged[0] < 0.6 * logged[-1]
+names = [("the log says", logged, "measured", "o", False)]
+names += [("one device", [logged[0]] * 4, "soft", None, True)]
+show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm"))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** raise a hand: a missing sum, something counted twice, or a mean of means? (Counted: each rank adds the whole bias.)
+#
+# **Misunderstanding:** that the loss would show it. The loss is the same; only clipping begins earlier.
+#
+# **Source:** NVIDIA-NeMo/RL, pull request 3788, and ROCm/TransformerEngine, pull request 715, both 2026. `llmpar check` names the line.
+
+# %% [markdown] tags=["slide"] minutes=0
+# ## Six suspects, and the clue that finds each
+#
+# | suspect | what shows it |
+# |---|---|
+# | a missing sum, something counted, a mean of means | `llmpar check` |
+# | the same random key, positions from 0 | `llmpar check` |
+# | copies of what should be cut | bytes on a device |
+# | too much is sent | `llmpar.look` |
+#
+# <footer>lesson <code>notebooks/19_mysteries</code> · <code>llmpar check my_code:program my_code:reference</code></footer>
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which of these would your tests find? Those of values find the first rows only, and only if they run on several devices.
+#
+# **Misunderstanding:** that a falling loss proves that a program is right. All five cases of the lesson have one.
+#
+# **Source:** lesson 19: five programs with public sources, each with its cure, run and asserted.

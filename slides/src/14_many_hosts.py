@@ -15,7 +15,7 @@ show(draw.wired([["0123", "4567"]] * 2, ["the wire"], title="Rows on the devices
 # **Ask:** who notices? Neither the loss nor a test of values: count rows. On many hosts each process makes its own rows; all write a
 # checkpoint, into one shared folder; process 0 prints; and an exception on one must end all.
 #
-# **Misunderstanding:** that process 0 sends the work to the others. Nobody hands out work: all run the same program.
+# **Misunderstanding:** that process 0 sends the work to the others. Process 0 distributes no work: all run the same program.
 #
 # **Source:** lesson 17 runs both batches; `llmpar.training.loop` makes the rows of a process's own devices.
 

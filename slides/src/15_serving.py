@@ -119,7 +119,7 @@ show(draw.cache({mesh: (plan.place(CACHE), plan.mesh.sizes) for mesh, plan in cu
 # %% [markdown] tags=["slide"] minutes=2
 # ## Pages: memory as it is needed
 #
-# Nobody knows how long an answer will be. Hatched: set aside and not used. A page holds the keys and values of **16 tokens**.
+# The length of an answer is not known before. Hatched: reserved and not used. A page holds the keys and values of **16 tokens**.
 #
 # <footer>Kwon et al. 2023 (PagedAttention) · <code>llmpar.predict.serving</code> · lesson <code>notebooks/16_serve</code></footer>
 
@@ -167,7 +167,7 @@ steps(
 # pages. The lengths here are made up; who gets which page is computed. `llmpar serve` has slots, no pages: it is for learning.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## Continuous batching: who is through makes room
+# ## Continuous batching: a finished request frees its slot
 #
 # <footer>Yu et al. 2022 (Orca) · lesson <code>notebooks/16_serve</code></footer>
 
@@ -198,7 +198,7 @@ show(served(f"A batch waits for its longest request: {steps_of['batch']} steps",
 show(served(f"A free slot takes the next request: {steps_of['joined']} steps", joined))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** before the second picture: request D is through after 2 steps. What happens to its slot? It waits for B, 9 steps long.
+# **Ask:** before the second picture: request D is finished after 2 steps. What happens to its slot? It waits for B, 9 steps long.
 #
 # **Misunderstanding:** that a batch is fixed once it runs. Every step is a new pass: it may have other rows than the one before.
 #

@@ -145,7 +145,7 @@ table(SECOND)
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 3
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/11_choose</code> to <code>notebooks/17_many_hosts</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/11_choose</code> to <code>notebooks/19_mysteries</code></footer>
 
 # %%
 table(THIRD)

@@ -58,7 +58,7 @@ lines = [
 Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines]))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which equations can be in neither? Those that nobody needs: tracing drops them. And none is in both: six matmuls, as in
+# **Ask:** which equations can be in neither? Those that no result needs: tracing drops them. And none is in both: six matmuls, as in
 # the whole.
 #
 # **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is put off, the more is

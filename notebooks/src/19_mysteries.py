@@ -1,0 +1,371 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 15
+#     needs: ["03", "04"]
+#     question: The loss falls, and something is wrong. How does one find what?
+#     objectives:
+#     - Recognise five silent failures by what they change, and by what they do not
+#       change.
+#     - Choose the cheapest clue that can tell two suspects apart.
+#     - Show that a cure is one, by running it.
+# ---
+
+# %% [markdown]
+# # 19 · Mysteries: the loss falls, and something is wrong
+#
+# Five real failures of the last years; none gave an error or a warning. The first: a team changes `tp` from 1 to 8, with the same model and
+# batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. Which line did it?
+
+# %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
+from llmpar.parallel.mesh import use_devices
+
+devices = use_devices()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from llmpar import check, draw, look
+from llmpar.draw.scene import show
+from llmpar.lessons import attempt, hint, met, opened, say, solution
+from llmpar.parallel.mesh import make_mesh, sharding
+from llmpar.plan.layout import parse_layout
+
+rng = np.random.default_rng(0)
+
+
+def draws(*shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def on(mesh, f, given, gives):
+    """A program of the ranks of a mesh, without JAX's check of layouts, as published
+    code often is."""
+    axis, size = mesh.split("=")
+    line = jax.make_mesh(
+        (int(size),), (axis,), (AxisType.Auto,), devices=devices[: int(size)]
+    )
+    mapped = jax.shard_map(
+        f, mesh=line, in_specs=given, out_specs=gives, check_vma=False
+    )
+    mapped.__name__ = f.__name__
+    return mapped
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def finding(checked):
+    """What `llmpar.check` says, without the line numbers of this notebook."""
+    found = checked.findings[0]
+    return f"check: {found['sentence']}\ncure: {found['cure'] or 'none was tried'}"
+
+
+# %%
+def norm(weight, bias):
+    squares = jnp.sum(weight**2) + jnp.sum(bias**2)
+    return jnp.sqrt(lax.psum(squares, "tp"))
+
+
+# %% tags=["plumbing"]
+GIVEN = (P(None, "tp"), P())
+weight, bias = draws(16, 32), 3 * draws(32)
+right = float(np.sqrt((weight**2).sum() + (bias**2).sum()))
+norms = [
+    float(jax.jit(on(f"tp={n}", norm, GIVEN, P()))(weight, bias)) for n in (1, 2, 4, 8)
+]
+assert np.isclose(norms[0], right, rtol=1e-5) and norms == sorted(norms)
+lines = [("the log says", norms, "measured", "o", False)]
+lines += [("one device", [right] * 4, "soft", None, True)]
+axes = dict(x="tp", y="gradient norm", title="The same gradient on more ranks")
+show(draw.curves(lines, [1, 2, 4, 8], **axes))
+
+# %% [markdown]
+# `weight` and `bias` are gradients; the weight's is cut over `tp`. Six suspects:
+#
+# | suspect | what it does |
+# |---|---|
+# | missing sum | one rank's partial sum is taken for the whole sum |
+# | counted | a sum over ranks counts what is the same on all of them |
+# | mean of means | each rank divides by its own count, and then a mean is taken |
+# | same key | each rank draws the same random numbers |
+# | positions | each rank counts its positions from 0 |
+# | copies | each rank holds all of what should be cut |
+#
+# The rules: read the program, then name a suspect. Your first guess is noted, and opens the next clue. In real life a clue costs something:
+# minutes of reading, or a run. Guess again after each clue. In the end the cure is run.
+#
+# ## 1. The gradient norm that grows with tp
+
+# %%
+suspect = ...  # one of the six, such as "same key"
+attempt("19.norm", suspect)
+
+# %% [markdown]
+# **Clue**, for the price of reading twice: each rank has its own columns of `weight`, and all of `bias`.
+#
+# **Clue**, for the price of a run: `llmpar.check` runs a program on its mesh and on one device, and names the first value that differs:
+
+# %%
+checked = check(on("tp=8", norm, GIVEN, P()), None, shape(16, 32), shape(32))
+if opened("19.norm"):
+    say(finding(checked))
+
+
+# %%
+def cured_norm(weight, bias):  # sum the cut part only
+    squares = lax.psum(jnp.sum(weight**2), "tp") + jnp.sum(bias**2)
+    return jnp.sqrt(squares)
+
+
+# %% tags=["plumbing"]
+assert not checked and checked.findings[0]["kind"] == "counted"
+cured = float(jax.jit(on("tp=8", cured_norm, GIVEN, P()))(weight, bias))
+assert np.isclose(cured, right, rtol=1e-5)
+met("19.norm", "counted", "it was")
+print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.2f}")
+
+# %% [markdown]
+# The bias is the same on all ranks, so the sum over `tp` counts it `tp` times. (NVIDIA-NeMo/RL, pull request 3788, 2026;
+# ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8. It does not change the loss of the step, only where
+# clipping begins.)
+#
+# ## 2. More devices, and no less noise
+#
+# Dropout sets half of the numbers to 0, at random. With eight times as many rows its noise should be √8 times smaller. It is not. The rows
+# are cut over `dp`:
+
+
+# %%
+def dropped(x):
+    key = jax.random.key(0)
+    return 2 * x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+# %% tags=["plumbing"]
+def noise(f, ranks):
+    """The spread of the mean over all rows of ones, four rows on each rank."""
+    ones = np.ones((4 * ranks, 512), np.float32)
+    return float(
+        np.std(
+            np.asarray(jax.jit(on(f"dp={ranks}", f, P("dp"), P("dp")))(ones)).mean(0)
+        )
+    )
+
+
+found = [noise(dropped, n) for n in (1, 2, 4, 8)]
+want = [found[0] / n**0.5 for n in (1, 2, 4, 8)]
+assert np.allclose(found, found[0])
+lines = [("measured", found, "measured", "o", False)]
+lines += [("expected", want, "soft", None, True)]
+axes = dict(x="devices, four rows on each", y="noise of the mean", title="Dropout")
+show(draw.curves(lines, [1, 2, 4, 8], **axes))
+
+# %%
+suspect = ...  # one of the six
+attempt("19.noise", suspect)
+
+# %% [markdown]
+# **Clue**, for the price of a run: look at the numbers themselves. Dark is what was set to 0:
+
+# %% tags=["plumbing"]
+ones = np.ones((16, 12), np.float32)
+kept = np.asarray(jax.jit(on("dp=4", dropped, P("dp"), P("dp")))(ones)) > 0
+assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
+table = [
+    (
+        f"rank {i // 4}" if i % 4 == 0 else "",
+        [("", "cell" if on_ else "ink") for on_ in row],
+    )
+    for i, row in enumerate(kept)
+]
+if opened("19.noise"):
+    show(draw.table(table, title="Which numbers four ranks keep"))
+
+
+# %%
+def cured_dropped(x):
+    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("dp"))
+    return 2 * x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+# %% tags=["plumbing"]
+wrong = check(on("dp=2", dropped, P("dp"), P("dp")), None, shape(8, 8))
+assert not wrong and wrong.findings[0]["kind"] == "same random key"
+after = noise(cured_dropped, 8)
+assert 0.8 < after / want[-1] < 1.25
+met("19.noise", "same key", "it was")
+if opened("19.noise"):
+    say(finding(wrong))
+print(
+    f"noise on 8 devices: {found[-1]:.2f}, cured {after:.2f}, expected {want[-1]:.2f}"
+)
+
+# %% [markdown]
+# Each rank must draw numbers of its own: `fold_in` makes a key for each rank. (huggingface/transformers, issue 31412, 2024: one seed on every
+# rank. Along `tp`, where activations are copies, it is the other way: the ranks must draw the *same* numbers.)
+#
+# ## 3. ZeRO-1 that saves nothing
+#
+# The optimizer's state should be cut over eight devices. The run is right, to the last digit, but it takes as much memory on eight devices as
+# on one. `weight` is whole on each device, as ZeRO-1 wants it:
+
+# %%
+mesh = make_mesh("fsdp=8")
+whole, cut = (sharding(mesh, parse_layout(text)) for text in ("d m", "d/fsdp m"))
+weights = {"w": jax.device_put(draws(512, 64), whole)}
+optimizer = optax.adam(1e-3)
+state = jax.jit(optimizer.init)(weights)  # Adam's moments
+
+# %%
+suspect = ...  # one of the six
+attempt("19.memory", suspect)
+
+# %% [markdown]
+# **Clue**, for the price of one line: what does a device hold? (`check` has no clue here: all values are right.)
+
+
+# %% tags=["plumbing"]
+def held_by_a_device(state):
+    """Bytes of the moments on one device."""
+    leaves = [x for x in jax.tree.leaves(state) if x.ndim]
+    return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+
+def init_cut():
+    """The state, cut as ZeRO-1 cuts it; the step's number cannot be cut."""
+    shapes = jax.eval_shape(optimizer.init, weights)
+    places = jax.tree.map(
+        lambda x: cut if x.ndim else sharding(mesh, parse_layout("")), shapes
+    )
+    return jax.jit(optimizer.init, out_shardings=places)(weights)
+
+
+cured_state = init_cut()
+before, after = held_by_a_device(state), held_by_a_device(cured_state)
+bars = [("as it was", {"moments": before}), ("cured", {"moments": after})]
+if opened("19.memory"):
+    show(draw.memory_bars(bars, title="Adam's moments on each of eight devices"))
+assert before == 8 * after == 2 * 4 * 512 * 64
+first = cured_state[0].mu["w"].addressable_shards[0].data
+assert first.shape == (64, 64)
+both = zip(jax.tree.leaves(state), jax.tree.leaves(cured_state), strict=True)
+assert all(np.array_equal(a, b) for a, b in both)
+met("19.memory", "copies", "it was")
+
+# %% [markdown]
+# `init` makes moments like the weight, and the weight is whole on each device. JAX does what was written; no line asked for a cut. The cure is
+# one argument: `jax.jit(optimizer.init, out_shardings=…)`. (marin-community/marin, issue 7987, 2026: 5.8 GiB of moments on each GPU that
+# no device needs whole.)
+#
+# ## Keep: a falling loss proves little
+#
+# 1. Wrong values, wasted memory and wasted messages need different clues: `check`, bytes on a device, `look`.
+# 2. Ask of each sum over ranks: is what it adds different on each rank? If not, it counts copies.
+# 3. Ask of each random number: should it be the same on all ranks of this axis, or different?
+# 4. Ask of each array: who said that it is cut?
+# 5. A cure is a cure when the program is run again and the numbers agree.
+
+# %% [markdown]
+# ## Further
+#
+# Two more cases.
+#
+# ## 4. The long context that forgets where it is
+#
+# A long sequence is cut into parts. The first loss is 11.4 in place of 2. Each rank has its part of the positions, and rotates queries and
+# keys by position:
+
+
+# %%
+def rotated(x):  # s/sp d
+    at = jnp.arange(x.shape[0])[:, None]
+    return x * jnp.cos(at * 0.1) + jnp.roll(x, 1, 1) * jnp.sin(at * 0.1)
+
+
+# %%
+suspect = ...  # one of the six
+attempt("19.rotation", suspect)
+
+
+# %%
+def cured_rotated(x):
+    first = lax.axis_index("sp") * x.shape[0]
+    at = (first + jnp.arange(x.shape[0]))[:, None]
+    return x * jnp.cos(at * 0.1) + jnp.roll(x, 1, 1) * jnp.sin(at * 0.1)
+
+
+# %% tags=["plumbing"]
+wrong = check(on("sp=2", rotated, P("sp"), P("sp")), None, shape(8, 8))
+assert not wrong and wrong.findings[0]["kind"] == "positions without offset"
+x = draws(16, 8)
+right = rotated(jnp.asarray(x))  # one device has all positions
+cured = jax.jit(on("sp=4", cured_rotated, P("sp"), P("sp")))(x)
+assert np.allclose(cured, right, atol=1e-5)
+met("19.rotation", "positions", "it was")
+if opened("19.rotation"):
+    say(finding(wrong))
+
+# %% [markdown]
+# (thunlp/Seq1F1B, issue 6, 2025; NVIDIA/Megatron-LM, pull request 5243, 2026, where with packed documents a rank took the positions 0, 3, 0, 3 in
+# place of 0, 3, 4, 7.)
+#
+# ## 5. The same answers, another loss
+#
+# A model is tuned on answers of different lengths. In one large batch and in several small parts, the same answers teach it different things.
+# `counted` is 1 for each token that counts:
+
+
+# %%
+def loss(x, w, counted):  # rows of a rank
+    errors = ((x @ w) ** 2).sum(1) * counted
+    return lax.pmean(errors.sum() / counted.sum(), "dp")
+
+
+# %%
+suspect = ...  # one of the six
+attempt("19.lengths", suspect)
+
+
+# %%
+def cured_loss(x, w, counted):
+    errors = ((x @ w) ** 2).sum(1) * counted
+    return lax.psum(errors.sum(), "dp") / lax.psum(counted.sum(), "dp")
+
+
+# %% tags=["plumbing"]
+PLACES = P("dp"), P(), P("dp")
+x, w = draws(32, 8), draws(8, 4)
+counted = (np.arange(32) % 4 <= np.arange(32) // 4 % 4).astype(np.float32)
+wrong = check(on("dp=2", loss, PLACES, P()), None, x, w, counted)
+assert not wrong and wrong.findings[0]["kind"] == "mean of means"
+right = ((((x @ w) ** 2).sum(1) * counted).sum() / counted.sum()).item()
+cured = float(jax.jit(on("dp=8", cured_loss, PLACES, P()))(x, w, counted))
+assert np.isclose(cured, right, rtol=1e-5)
+met("19.lengths", "mean of means", "it was")
+if opened("19.lengths"):
+    say(finding(wrong))
+seen = look(on("dp=8", cured_loss, PLACES, P()), x, w, counted)
+assert {row["collective"] for row in seen.rows} == {"all-reduce"}
+
+# %% [markdown]
+# (huggingface/transformers, issue 24725, 2023, and pull request 34191, 2024, with microbatches in place of ranks; ml-explore/mlx-lm, pull request
+# 1413, 2026. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.)
+#
+# ## On your cluster
+#
+# ```
+# llmpar check my_code:program my_code:reference       the first value that one device has differently
+# llmpar inspect --mesh "fsdp=8" --zero 1              what a step holds and sends
+# ```
