@@ -181,11 +181,15 @@ def share_of(scope: str, taken: Taken | None) -> Fraction | None:
 
 def weigh(branches: list[Work], scope: str, taken: Taken | None) -> Work:
     """Weigh two branches, false and true, by how often each is taken; if unknown, take the one that sends
-    most."""
+    most, and what the others send no times."""
     if (share := share_of(scope, taken)) is not None:
         return repeat(branches[0], 1 - share) + repeat(branches[1], share)
     dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
-    return [(replace(c, conditional=True), times) for c, times in dearest]
+    return [
+        (replace(c, conditional=True), times if branch is dearest else 0)
+        for branch in branches
+        for c, times in branch
+    ]
 
 
 def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:

@@ -8,7 +8,7 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from types import SimpleNamespace
@@ -151,20 +151,25 @@ class Look:
         """Assert that something is sent (`bytes_of`), and at most so many bytes. ``fails_on``: a look at a
         program of which that is false, to show that the assertion can fail."""
         __tracebackhide__ = True
-        return self._assert(f"sends('{what}')", what, over, (1, at_most), fails_on)
+        rows = pins.matching(self.mesh, self.rows, what, over)
+        if at_most < math.inf and any(row["per_turn"] for row in rows):
+            why = "is in a loop of unknown trip count, and its bytes are of one iteration"
+            raise ValueError(f"{what} {why}; leave at_most out, or give the loop a known length")
+        holds = lambda look: 1 <= look.bytes_of(what, over) <= at_most
+        return self._assert(f"sends('{what}')", what, over, holds, fails_on)
 
     def forbids(self, what: str, over: str | None = None, fails_on: "Look | None" = None) -> "Look":
-        """Assert that nothing is sent so (`bytes_of`). ``fails_on`` as for `sends`."""
+        """Assert that nothing is sent so (`bytes_of`), in no branch, and by no groups that fill no whole
+        axes. ``fails_on`` as for `sends`."""
         __tracebackhide__ = True
-        return self._assert(f"forbids('{what}')", what, over, (0, 0), fails_on)
+        holds = lambda look: not pins.matching(look.mesh, look.rows, what, over, partly=True)
+        return self._assert(f"forbids('{what}')", what, over, holds, fails_on)
 
     def _assert(
-        self, name: str, what: str, over: str | None, span: tuple[float, float], fails_on: Any
+        self, name: str, what: str, over: str | None, holds: Callable, fails_on: Any
     ) -> "Look":
-        """Raise AssertionError unless the bytes of `bytes_of` are in a span, and those of ``fails_on`` are
-        not."""
+        """Raise AssertionError unless something holds of this look, and does not of ``fails_on``."""
         __tracebackhide__ = True
-        holds = lambda look: span[0] <= look.bytes_of(what, over) <= span[1]
         if not holds(self):
             by = f"{self.bytes_of(what, over):,} B by {what}{f' over {over}' * bool(over)}"
             raise AssertionError(f"{name} fails: {self.name} sends {by}\n{self}")

@@ -4,6 +4,7 @@ A line of the file is a row of `look.Look`. Rows are the same if file, types, co
 the number of a line moves with every edit above it.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,10 +15,12 @@ from typing import Any
 from llmpar.files import read_text
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.hlo import COLLECTIVES
+from llmpar.plan.layout import parse_arrow
 
 UPDATE_PINS = "LLMPAR_UPDATE_PINS"
 """Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
+_TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
 Words = tuple[str, ...]
 """A row as words, one for each of `TITLES`."""
 
@@ -30,13 +33,19 @@ def words_of(rows: Iterable[Mapping[str, Any]]) -> list[Words]:
             row["arrow"] or "-",
             f"{row['collective']} {','.join(row['axes'])}",
             row["direction"] or "-",
-            f"×{row['count']:,}"
-            + " per iteration" * bool(row["per_turn"])
-            + " at most" * row["conditional"],
+            _times(row),
             f"{row['bytes_sent']:,} B",
         )
         for row in rows
     ]
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    """Write how often a row is carried out."""
+    if row["conditional"] and not row["count"]:
+        return "in another branch"
+    words = f"×{row['count']:,}" + " per iteration" * bool(row["per_turn"])
+    return words + " at most" * row["conditional"]
 
 
 def markdown(rows: Iterable[Words], titles: Words = TITLES) -> str:
@@ -115,15 +124,32 @@ def check_pin(
         raise AssertionError(f"{name} sends otherwise than '{path}' says:\n{changes}\n{meant}")
 
 
+def _is_arrow(what: str) -> bool:
+    """Tell whether words are an arrow between two layouts."""
+    with contextlib.suppress(ValueError):
+        arrow = parse_arrow(what)
+        return bool(arrow.before.dims and arrow.after.dims)
+    return False
+
+
 def matching(
-    mesh: Mapping[str, int], rows: list[dict[str, Any]], what: str, over: str | None
+    mesh: Mapping[str, int],
+    rows: list[dict[str, Any]],
+    what: str,
+    over: str | None,
+    partly: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the rows whose collective or types are ``what``, over an axis. Raises ValueError for words that
-    no row could have, so that a misspelt assertion does not hold in silence."""
-    if "->" not in what and what not in COLLECTIVES:
+    """Return the rows whose collective or types are ``what``, over an axis; with ``partly`` also those whose
+    groups fill no whole axes. Raises ValueError for words that no row could have, so that a misspelt
+    assertion does not hold in silence."""
+    moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
+    known = *COLLECTIVES, *(row["arrow"] for row in rows)
+    if what not in known and not (moves or _is_arrow(what)):
         kinds = f"{', '.join(COLLECTIVES)}, or types as look prints them"
         raise ValueError(f"'{what}' is no collective; use {kinds}")
     if over is not None and over not in mesh:
         raise ValueError(f"the mesh has no axis '{over}'; it has {', '.join(mesh)}")
-    along = [row for row in rows if over in (None, *row["axes"])]
+    along = [
+        row for row in rows if over in (None, *row["axes"]) or partly and "other" in row["axes"]
+    ]
     return [row for row in along if what in (row["collective"], row["arrow"])]

@@ -850,7 +850,12 @@ def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
         "twice the batch": different(q, batch_size=2 * q.batch_size).run(more),
         "twice the sequence": different(run, seq_len=2 * run.seq_len),
     }
-    row = hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family))
+    row, own = (
+        hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family)),
+        hardware.chip(chip.family),
+    )
+    machine = {name: getattr(chip, name) for name in ("dcn_bytes_per_s", "node_size")}
+    row = different(row, **{name: x for name, x in machine.items() if x != getattr(own, name)})
     if row.name != chip.family and row.devices_per_chip == chip.devices_per_chip:
         cases[f"on {row.name}"] = different(run, chip=row)
     for share in BAND if chip.reached is None else ():  # no device has run the kernel that would

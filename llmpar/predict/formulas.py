@@ -218,7 +218,9 @@ def level_seconds(
                 torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s),
             )
         ]
-    near = min(group, max(1, share.node_size // inner))
+    near = max(1, share.node_size // inner)
+    if group < near:  # in nodes that it does not divide, some groups are in two
+        near = math.gcd(group, near)
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
     levels = [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
     took, where = (
