@@ -16,7 +16,6 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 
-_MACHINE = "node_link", "network", "node_size", "hbm"
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
 
@@ -131,28 +130,28 @@ class PlanCommand(Output):
         if not path.endswith(".html"):
             raise ValueError(f"a page is saved as .html, and '{path}' is not; rename it")
         options.check_free(path, options.OURS[".html"])
-        other = changed(self, _MACHINE) or [f"cluster {self.cluster}"] * (self.cluster is not None)
-        if other:
-            raise ValueError(
-                f"the explorer draws a chip's own nodes, and {' '.join(other)} may have others;"
-                " write a chip file with its node_size, and give it as --chip"
-            )
 
     def save_page(self, best: Plan) -> None:
         """Write the mesh explorer, opened on a plan; without live Python if its runtime is missing."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
+        from llmpar.planner import planner
 
-        *_, batch_size, seq_len, fixed, _ = self.question()
+        _, chip, _, batch_size, seq_len, fixed, _ = self.question()
         by_hand = {name: value for name, value in fixed.items() if name not in AXES}
         chosen = {
             "model": self.model,
-            "chip": self.chip or "h100",
+            "chip": chip.name if self.cluster else self.chip or "h100",
             "mesh": str(best.mesh),
             "fields": by_hand,
         }
+        figures = {name: getattr(self, name) or 0 for name in hardware.MACHINE}
+        if self.cluster:
+            figures |= {name: planner.machine(chip)[name] for name in ("network", "node_size")}
         small = not page.runtime()
-        MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
+        MeshExplorer(**chosen, **figures, batch_size=batch_size, seq_len=seq_len).save(
+            self.html or "", small
+        )
         part = ": without Python for the browser, it has the plans that are one change away"
         options.inform(f"wrote {self.html}{part if small else ''}")
 
@@ -189,9 +188,7 @@ class PlanCommand(Output):
             if devices > most:
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         options.check_range("devices", devices, 1, MAX_DEVICES)
-        figures = {
-            name: getattr(self, name) for name in ("node_link", "network", "node_size", "hbm")
-        }
+        figures = {name: getattr(self, name) for name in hardware.MACHINE}
         for name, value in figures.items():
             if value is not None:
                 options.check_range(name.replace("_", "-"), value, 1e-3, 1e6)
@@ -353,8 +350,7 @@ def tables_versus(document: dict) -> Iterator[Any]:
     yield _table(columns, [*terms, last])
     gib = " and ".join(f"{x['memory_bytes']['total'] / 2**30:.1f}" for x in (one, other))
     yield f"they hold {gib} GiB a device: {one['verdict']}, {other['verdict']}"
-    tie = f"a tie within {document['tie_band']:.0%}; " * document["tie"]
-    yield f"{tie}better is {document['better']}: {document['because'] or 'they are alike'}"
+    yield document["says"]
 
 
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:

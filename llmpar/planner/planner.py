@@ -660,11 +660,11 @@ def document(
 
 def machine(chip: Chip) -> dict[str, Any]:
     """Return what one device sends, in GB/s one way, inside a node (of a torus on ``each`` link) and beyond
-    it, and a node's devices."""
+    it, a node's devices, and the GiB of a device."""
     one, each = chip.per_device(), " a link" * (chip.link == "torus")
     sizes = {"node_link": one.link_bytes_per_s, "network": one.dcn_bytes_per_s}
     rates = {name: rate / 1e9 for name, rate in sizes.items()}
-    return rates | {"each": each, "node_size": one.node_size}
+    return rates | {"each": each, "node_size": one.node_size, "hbm": chip.usable_hbm_gib}
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
@@ -708,6 +708,7 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
     better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])
     rows = [_row(q, x, [x]) for x in (one, other)]
     alone = {"why", "change"}  # of a ranking
+    says = f"a tie within {ERROR:.0%}; " * tie + f"better is {better.plan.mesh}: "
     return {
         "plans": [{k: value for k, value in row.items() if k not in alone} for row in rows],
         "difference_s": lost,
@@ -716,6 +717,7 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
         "tie_band": ERROR,
         "better": str(better.plan.mesh),
         "because": because,
+        "says": says + (because or "they are alike"),
     }
 
 
