@@ -9,10 +9,11 @@ from typing import Any
 from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
 from llmpar.draw.scene import banded, rounded
+from llmpar.files import read_text
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.model_config import DIMS, preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 
@@ -44,6 +45,9 @@ class PlanCommand(Output):
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
         versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
+        from_flags: price the plan of a launch line, or of a configuration's file, of torchtitan, Megatron-LM,
+            MaxText, DeepSpeed or vLLM, and say what would make it fit.
+        export: write the first plan in the words of torchtitan, megatron, maxtext or deepspeed.
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
@@ -65,6 +69,8 @@ class PlanCommand(Output):
     mesh: OptionalText = None
     versus: OptionalText = None
     fix: OptionalText = None
+    from_flags: OptionalText = None
+    export: OptionalText = None
     tokens: OptionalText = None
     price: Real = None
     keep: int = 8
@@ -88,18 +94,28 @@ class PlanCommand(Output):
             raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
             self.check_page(self.html)
-        from llmpar.planner import planner
+        from llmpar.planner import frameworks, planner
         from llmpar.planner.targets import GPUS, TPUS
 
+        if self.export not in (None, *frameworks.EXPORTS):
+            raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
         if self.versus is not None:
             return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
         with options.still_at_work(
             "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
         ):
-            answer = planner.decide(planner.Question(*self.question()), self.keep)
+            answer, unread = (
+                self.launched(self.from_flags)
+                if self.from_flags
+                else (planner.decide(planner.Question(*self.question()), self.keep), [])
+            )
         document = planner.document(answer, budget, self.price)
-        document["notes"] = [*answer.question.config.notes, *notes(answer)]
+        document["notes"] = [*answer.question.config.notes, *notes(answer), *unread]
+        if self.export is not None:
+            document["export"] = frameworks.export(
+                answer.question, answer.plans[0].plan, self.export
+            )
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
@@ -110,6 +126,41 @@ class PlanCommand(Output):
         for line in document["notes"]:
             options.inform(line)
         return give(document, self.json, tables_of(document))
+
+    def launched(self, text: str) -> tuple[Any, list[str]]:
+        """Return the answer with the plan of another framework's launch line or configuration alone: why it
+        does not fit, and the best change that cures it; and what of the text is not priced."""
+        from llmpar.planner import advice, frameworks, planner
+
+        text = text if " " in text.strip() else read_text(text, "configuration")
+        name, known, unread = frameworks.facts_in(text)
+        devices, batch_size, plan = frameworks.planned_by(known, self.devices)
+        model = [
+            str(known.get("model", self.model)),
+            *(f"{x}={known[x]}" for x in DIMS if x in known),
+        ]
+        sizes = {
+            "devices": devices,
+            "batch_size": batch_size,
+            "batch_tokens": None,
+            "seq_len": known.get("seq_len", self.seq_len),
+            "model": " ".join(model).rpartition("/")[2].lower()
+            if "model" in known
+            else " ".join(model),
+        }
+        q = dataclasses.replace(
+            planner.Question(*dataclasses.replace(self, **sizes).question()),
+            fixed={"remat": plan.remat} | planner.fields_of(plan),
+        )
+        one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
+        if one.why_not:
+            found = [x for x in advice.advice(q, plan.mesh, one) if x]
+            found.sort(key=lambda x: (len(x.patch.get("fields", "1")), x.sequence_s))
+            best = next((x.text for x in found), planner.rescue(q, one))
+            cures = [{"mesh": str(plan.mesh), "why": one.why_not, "change": best}]
+        serves = [f"{name} serves; priced is a training step on its mesh"] * ("serves" in known)
+        lines = [f"{name} says {entry}, which is not priced" for entry in unread]
+        return planner.Answer(q, [one], cures, 1), lines + serves
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
@@ -138,12 +189,11 @@ class PlanCommand(Output):
         from llmpar.planner import planner
 
         _, chip, _, batch_size, seq_len, fixed, _ = self.question()
-        by_hand = {name: value for name, value in fixed.items() if name not in AXES}
         chosen = {
             "model": self.model,
             "chip": chip.name if self.cluster else self.chip or "h100",
             "mesh": str(best.mesh),
-            "fields": by_hand,
+            "fields": {name: value for name, value in fixed.items() if name not in AXES},
         }
         figures = {name: getattr(self, name) or 0 for name in hardware.MACHINE}
         if self.cluster:
@@ -329,7 +379,7 @@ def tables_of(document: dict) -> Iterator[Any]:
         exact = {name: value if name == "tokens" else few(value) for name, value in budget.items()}
         sums = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
         yield _table((f"{budget['tokens']:.3g} tokens", ""), sums)
-    yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
+    yield from filter(None, map((best | document).get, ("train", "compile", "launch", "export")))
 
 
 def tables_versus(document: dict) -> Iterator[Any]:
