@@ -736,7 +736,9 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     line = (
         "--tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 64 --seq-length 8192 --bf16"
     )
-    status, out, _ = call(capsys, "--from-flags", line, "--devices", "8", "--export", "torchtitan", "--json")
+    status, out, _ = call(
+        capsys, f"--from-flags={line}", "--devices", "8", "--export", "torchtitan", "--json"
+    )
     document = json.loads(out)
     (row,) = document["plans"]
     q = question("llama3-8b", 8, 64)

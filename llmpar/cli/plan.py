@@ -45,8 +45,8 @@ class PlanCommand(Output):
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
         versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
-        from_flags: price the plan of a launch line, or of a configuration's file, of torchtitan, Megatron-LM,
-            MaxText, DeepSpeed or vLLM, and say what would make it fit.
+        from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
+            torchtitan, Megatron-LM, MaxText, DeepSpeed or vLLM, and say what would make it fit.
         export: write the first plan in the words of torchtitan, megatron, maxtext or deepspeed.
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
