@@ -747,8 +747,7 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     assert status == 0 and row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
     assert "--parallelism.tensor_parallel_degree 8" in document["export"]
     full = (
-        "--from-flags",
-        line.replace("size 1", "size 8"),
+        "--from-flags=" + line.replace("size 1", "size 8"),
         "--model",
         "llama3-70b",
         "--devices",
