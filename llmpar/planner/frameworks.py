@@ -55,11 +55,10 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
 def export(q: planner.Question, plan: Plan, name: str) -> str:
     """Write a plan in a framework's own keys; what it has no word for is a comment."""
     row, known, lines = FRAMEWORKS[name], facts(q, plan), dict[str, Any]()
-    usual = {"microbatches": known["microbatches"]} | row["implies"]  # the batch says the first
     lost = {
         name
-        for name in {*planner.fields_of(plan), "remat", "tp", "pp", "sp", "ep"}
-        if str(known[name]) != str(usual.get(name, 1))
+        for name in {*planner.fields_of(plan), "remat", "tp", "pp", "sp", "ep"} - {"microbatches"}
+        if str(known[name]) != str(row["implies"].get(name, 1))
     }
     for key, fact, *words in row["keys"]:
         value = known.get(fact)
@@ -118,11 +117,12 @@ def facts_in(text: str) -> tuple[str, dict[str, Any], list[str]]:
     known, unread = dict(FRAMEWORKS[name]["implies"]), list[str]()
     for key, (fact, *words) in (rows[name] | _flat(TABLE["launchers"])).items():
         value = _number(given.pop(key, None))
-        if words and value not in (None, False):
+        if words and value not in (None, False) and isinstance(value, str | int):
             back = {word: x for x, word in reversed(words[0].items()) if word != ""}
             unread += [] if value in back else [f"{key}={value}"]
             value = _number(back.get(value))
-        known |= {} if value is None else {fact: value}
+        kinds = (int, float, str) if words or fact == "model" else (int, float)
+        known |= {fact: value} if isinstance(value, kinds) and value not in (1e999, -1e999) else {}
     return (
         name,
         known,
