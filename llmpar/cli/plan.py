@@ -154,13 +154,14 @@ class PlanCommand(Output):
         )
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
         if one.why_not:
-            found = [x for x in advice.advice(q, plan.mesh, one) if x]
-            found.sort(key=lambda x: (len(x.patch.get("fields", "1")), x.sequence_s))
-            best = next((x.text for x in found), planner.rescue(q, one))
+            changes = [x for x in advice.advice(q, plan.mesh, one) if x]
+            changes.sort(key=lambda x: (len(x.patch.get("fields", "1")), x.sequence_s))
+            best = next((x.text for x in changes), planner.rescue(q, one))
             cures = [{"mesh": str(plan.mesh), "why": one.why_not, "change": best}]
-        serves = [f"{name} serves; priced is a training step on its mesh"] * ("serves" in known)
-        lines = [f"{name} says {entry}, which is not priced" for entry in unread]
-        return planner.Answer(q, [one], cures, 1), lines + serves
+        return planner.Answer(q, [one], cures, 1), [
+            *(f"{name} says {entry}, which is not priced" for entry in unread),
+            *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
+        ]
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
