@@ -80,7 +80,6 @@ CONTROLS: list[dict[str, Any]] = [
         "label": "another model: a config.json, its path, a downloaded name, or llama3-8b width=5120"
     },
 ]
-_SIZES = "devices", "batch_size", "seq_len"
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
 _HIDDEN = ("mesh", "mode", "bucket_bytes", "unroll", "attention_block")
 """Fields of a plan that change nothing that is shown."""
@@ -169,8 +168,9 @@ def question_of(state: dict) -> Question:
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
     Plan(**fixed)  # refuses values
-    own, numbers = state["own"].get(state["model"]), map(state.get, _SIZES)
+    own = state["own"].get(state["model"])
     model = from_dict(own) if own else preset(state["model"])
+    numbers = state["devices"], state["batch_size"], state["seq_len"]
     return Question(model, own_machine(state)[1], *numbers, fixed, state["model"], share)
 
 

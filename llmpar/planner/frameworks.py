@@ -152,7 +152,7 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
     batch = max(known.get("batch_size", 0), 0) or (known.get("local") or one("micro") * m) * data
     batch = round(known.get("device_batch", 0) * count * one("accumulated")) or batch
     m = max(1, batch // data // rows) if rows else m
-    own = {"schedule": "interleaved"} if "virtual_stages" in known else {}
+    own: dict[str, Any] = {"schedule": "interleaved"} if "virtual_stages" in known else {}
     own |= {x: known[x] for x in Plan.__dataclass_fields__ if x in known} | {"microbatches": m}
     own["zero"] = own["zero"] if mesh.fsdp * ep > 1 else 3  # of one rank it says nothing
     idle = {x for x, n in (("context_parallel", mesh.sp), ("tp_sequence", mesh.tp)) if n == 1}
