@@ -17,7 +17,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
-from llmpar.predict import memory, traffic
+from llmpar.predict import hardware, memory, traffic
 from llmpar.predict.hardware import CHIPS, Chip, chip
 
 TINY = look.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
@@ -303,7 +303,7 @@ def test_a_refused_model_is_left_by_choosing_another():
     """In the sentence, whose choice clears what was pasted; by a button; from Python."""
     pasted = '{"model_type": "olmo0"}'
     (chosen,) = (c for c in look.CONTROLS if c["name"] == "model")
-    assert chosen["clears"] == "config" and answers.answer(TINY | {"config": pasted})["refusal"]
+    assert chosen["clears"] == ["config"] and answers.answer(TINY | {"config": pasted})["refusal"]
     explorer = MeshExplorer(config=pasted)
     assert "olmo0" in explorer.answer(dict(explorer.state))["refusal"]["why"]
     explorer.set(model="tiny")
@@ -486,3 +486,76 @@ def test_a_collective_of_a_small_group_is_explained_round_by_round(mesh, rounds)
     said = answers.answer(state)["panels"]["explain"]["html"]
     assert said.count(">round ") + said.count(">before<") == rounds
     assert ("all-gather over fsdp, devices 1 3 5 7: 3 rounds" in said) == bool(rounds)
+
+
+SIDE = BIG | {"mesh": "fsdp=8 tp=8", "agreed": 64}
+
+
+def test_a_pinned_mesh_is_compared_as_the_planner_compares_it():
+    reply = answers.answer(SIDE | {"pinned": "fsdp=-1"})
+    q = look.question_of(SIDE)
+    one, other = (planner.on_mesh(q, parse_mesh(mesh)) for mesh in ("fsdp=8 tp=8", "fsdp=64"))
+    whole = planner.versus(q, one, other)
+    row = reply["numbers"]["versus"]["pinned"]
+    assert row == {name: value for name, value in whole.items() if name != "plans"}
+    text = reply["panels"]["beside"]["html"]
+    assert row["tie"] and f"{row['says']}." in text and row["says"] in reply["says"]
+    sums = re.search(r"You take (\S+) ms</b> = (.*?)</p>", text)
+    number = lambda word: float(word.replace("−", "-").replace(",", ""))
+    terms = [number(word) for word in re.findall(r"<span>(\S+)", sums[2])]
+    assert sum(terms) == pytest.approx(number(sums[1]), abs=0.05 * (len(terms) + 1))
+    assert number(sums[1]) == pytest.approx(1000 * row["difference_s"], abs=0.05)
+
+
+def test_bars_of_plans_side_by_side_have_one_scale():
+    text = answers.answer(SIDE | {"pinned": "pp=8 fsdp=8"})["panels"]["beside"]["html"]
+    widths = [
+        [
+            sum(map(float, re.findall(r"width:([\d.]+)%", bar)))
+            for bar in re.findall("class='bar'.*?</span>", card)
+        ]
+        for card in text.split("class='card'")[1:]
+    ]
+    assert len(widths) == 2 and all(
+        max(rows) == pytest.approx(100, abs=0.1) for rows in zip(*widths, strict=True)
+    )
+
+
+def test_a_pinned_mesh_that_cannot_be_says_why_and_nothing_else_changes():
+    for pinned, why in (("fsdp=32", "32 devices, and the question 64"), ("hdp=2", "hdp"), ("tp=64", "tp=64")):
+        reply = answers.answer(SIDE | {"pinned": pinned})
+        assert why in reply["panels"]["beside"]["html"] and "versus" in reply["numbers"]
+        assert reply["verdict"] == answers.answer(SIDE)["verdict"] and not reply["refusal"]
+    assert not answers.answer(SIDE)["numbers"]["versus"]  # nothing is pinned, and no mesh but this is known
+
+
+def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank():
+    def step_s(**state):
+        return answers.answer(SIDE | state)["numbers"]["step_s"]
+
+    own = {"node_link": 300.0, "network": 25.0, "node_size": 4, "hbm": 64.0}
+    numbers = answers.answer(SIDE | own)["numbers"]
+    q = dataclasses.replace(look.question_of(SIDE), chip=hardware.in_machine(chip("h100"), **own))
+    assert numbers["step_s"] == planner.on_mesh(q, parse_mesh("fsdp=8 tp=8")).time.step_s
+    assert numbers["machine"] == planner.machine(q.chip) and numbers["room_bytes"] == q.capacity_bytes
+    assert step_s(network_times=-2) == step_s(network=12.5) > step_s() > step_s(network_times=2)
+    piped = {"mesh": "pp=8 fsdp=2 tp=4"}
+    assert step_s(**piped) > step_s() and step_s(**piped, network_times=-2) < step_s(network_times=-2)
+    v3 = answers.answer(SIDE | {"chip": "v3"})["usual"]
+    assert v3 == {
+        "hbm": "15.48",
+        "node_link": "50",
+        "network": "1.562",
+        "node_size": "2048",
+        "pinned": "none",
+    }
+
+
+def test_a_machine_that_cannot_be_is_refused_with_what_works():
+    for wrong in ({"network": -1.0}, {"network_times": 3}, {"node_size": 2.5}, {"hbm": "much"}):
+        (step,) = answers.answer(SIDE | wrong)["refusal"]["steps"]
+        assert not answers.answer(SIDE | wrong | step["set"])["refusal"]
+    odd = SIDE | {"chip": "v3", "node_size": 3}
+    assert "no node has 3" in answers.answer(odd)["refusal"]["why"]
+    (step,) = answers.remedies(odd)
+    assert step["set"] == {"node_size": 0}

@@ -568,6 +568,47 @@ def test_a_device_a_mesh_and_advice_are_chosen(tab, behind):
     assert tab.locator(".head").inner_text().endswith(f"{verdict['head']} {verdict['rest']}")
 
 
+def test_a_mesh_is_pinned_and_the_machine_is_the_readers(tab, behind):
+    """Empty figures are the chip's, and say so; another chip gives all back."""
+    explorer = MeshExplorer(model="tiny", seq_len=64, mesh="fsdp=8", batch_size=64)
+    mount(tab, behind, explorer)
+    with redrawn(tab):
+        tab.locator('[data-panel="beside"] button', has_text="pin").first.click()
+    assert explorer.state["pinned"] == "fsdp=8"
+    with redrawn(tab):
+        tab.locator('[data-name="mesh"]').fill("fsdp=4 tp=2")
+    cards = tab.locator(".card")
+    expect(cards.last).to_contain_text("Pinned fsdp=8")
+    expect(cards.last).to_contain_text(explorer.answer(explorer.state)["numbers"]["versus"]["pinned"]["says"])
+    network, slider = tab.locator('[data-name="network"]'), tab.locator('[data-name="network_times"]')
+    assert (network.input_value(), network.get_attribute("placeholder")) == ("", "50")
+    slider.focus()
+    with redrawn(tab):
+        tab.keyboard.press("Home")
+    assert explorer.state["network_times"] == -2 and slider.get_attribute("aria-valuetext") == "÷ 4"
+    with redrawn(tab):
+        network.fill("12.5")
+    assert explorer.state["network"] == 12.5 and network.input_value() == "12.5"
+    network.fill("fast")
+    expect(tab.locator(".said")).to_contain_text("write a number")
+    assert explorer.state["network"] == 12.5
+    with redrawn(tab):
+        tab.locator('[data-name="chip"]').select_option(label="a100-40")
+    assert (explorer.state["network"], explorer.state["network_times"]) == (0, 0)
+    expect(network).to_have_value("")
+    assert network.get_attribute("placeholder") == "25"
+
+
+def test_a_pin_and_a_machine_are_part_of_the_address(tab, tmp_path):
+    """Of a small page, too, which stores what a click on a pin shows."""
+    explorer = MeshExplorer(model="tiny", seq_len=64, mesh="fsdp=8", batch_size=64, network=12.5)
+    small(tab, tmp_path, explorer)
+    tab.locator('[data-panel="beside"] button', has_text="pin").first.click()
+    tab.wait_for_url("**#pinned=fsdp=8")
+    expect(tab.locator(".card").last).to_contain_text("Pinned fsdp=8")
+    assert tab.locator('[data-name="network"]').input_value() == "12.5"
+
+
 def test_what_is_asked_and_unknown_is_shown_and_refused(tab, behind):
     mount(tab, behind, MeshExplorer(model="gpt5", mesh="dp=2"))
     assert tab.locator('[data-name="config"]').input_value() == "gpt5"
@@ -615,8 +656,11 @@ def test_the_first_screen_fits_a_laptop(tab, behind):
     mount(tab, behind, explorer)
     expect(tab.locator(".step").first).to_be_visible()  # advice comes last, and takes room
     bottoms = "(all) => all.map((e) => e.getBoundingClientRect().bottom).filter(Boolean)"
-    found = tab.locator(".panels .pic svg").evaluate_all(bottoms)
-    assert len(found) >= 6 and max(found) <= 900
+    decides = '.card, [data-panel="axes"] svg, [data-panel="memory"] svg, [data-panel="grid"] svg'
+    found = tab.locator(f'{decides}, [data-panel="map"] svg').evaluate_all(bottoms)
+    assert len(found) >= 5 and max(found) <= 900
+    tops = tab.locator(".panels .pic svg").evaluate_all(bottoms.replace("bottom", "top"))
+    assert len(tops) >= 6 and max(tops) <= 900, "every picture begins on it"
     wide = tab.locator(".panels .pic").evaluate_all("(all) => all.map((e) => e.scrollWidth - e.clientWidth)")
     assert max(wide) <= 1, "no picture is cut"
 

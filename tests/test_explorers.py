@@ -51,10 +51,10 @@ class Attributes(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-KNOWN = """aria-label class content d data-frame data-kind data-live data-name data-op data-set display fill
-    font-family font-size font-weight height href id label lang name patternunits pointer-events points r cx
-    cy role rx scope selected src stroke stroke-dasharray stroke-width style tabindex text-anchor transform
-    type value viewbox width x y xmlns async charset""".split()
+KNOWN = """aria-hidden aria-label async charset class content cx cy d data-frame data-kind data-live
+    data-name data-op data-set display fill font-family font-size font-weight height href id label lang
+    name patternunits pointer-events points r role rx scope selected src stroke stroke-dasharray
+    stroke-width style tabindex text-anchor transform type value viewbox width x xmlns y""".split()
 STATES = [
     {},
     {"mesh": "pp=2 dp=2 tp=2", "explain": "activations"},
@@ -101,7 +101,7 @@ def test_an_answer_is_plain_data_and_follows_the_contract(kind):
     assert {*reply["panels"]} <= {name for name, *_ in explorer.areas}
     assert all({*panel} & {"svg", "html"} for panel in reply["panels"].values())
     places = {place for *_, place in explorer.areas}
-    assert places <= {"left", "middle", "right", "below"}
+    assert places <= {"over", "left", "middle", "right", "below"}
 
 
 def test_the_front_end_moves_the_state_and_python_answers():

@@ -32,7 +32,8 @@ def test_the_figures_of_a_row_are_of_one_world(row):
     usable = row.usable_hbm_gib * GIB * row.devices_per_chip
     assert 0.9 < usable / row.hbm_bytes < 1.08  # 16 GB printed for 16 GiB is a ratio of 1.074
     if not row.simulated:
-        assert 100 < row.flops_per_s / row.hbm_bytes_per_s < 600, "FLOPs per byte of memory traffic"
+        least = 30 if row.name == "h20" else 100  # of an H100 with a seventh of its FLOP/s
+        assert least < row.flops_per_s / row.hbm_bytes_per_s < 600, "FLOPs per byte of memory traffic"
         assert row.dcn_bytes_per_s < row.link_bytes_per_s < row.hbm_bytes_per_s
         assert 2000 < row.flops_per_s / row.dcn_bytes_per_s < 2e5
     assert row.num_axes == 1 if row.link == "switch" else row.num_axes in (2, 3)
@@ -121,6 +122,7 @@ SHARED = {
     "v6e": "1 chip (one core), 31.25 GiB",
     "7x": "1/2 chip (a core and its memory), 94.75 GiB",
     "mi250x": "1/2 chip (one of two dies), 63.98 GiB",
+    "trn2": "1/4 chip (two of its eight cores, as one logical core), 24 GiB",
 }
 """What `jax.devices()` counts; of every other chip it is the chip."""
 
@@ -237,7 +239,7 @@ def test_the_jax_package_agrees_with_the_tpu_rows():
     if not hasattr(tpu_info, "get_tpu_info_for_chip"):
         pytest.skip("this jax keeps its table elsewhere")
     for row in CHIPS:
-        if row.link != "torus":
+        if row.link != "torus" or row.name in hardware.MAKERS:
             continue
         version = tpu_info.ChipVersion(row.name)
         cores = version.num_physical_tensor_cores_per_chip

@@ -21,7 +21,7 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
-from llmpar.planner import planner
+from llmpar.planner import frameworks, planner
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.time import beside_flops, step_time
@@ -671,3 +671,89 @@ def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
     assert hardware.in_machine(H100) == H100
     with pytest.raises(ValueError, match="a chip of v3 is 2 devices, so no node has 3"):
         hardware.in_machine(chip("v3"), node_size=3)
+
+
+# ------------------------------------------------------------------------------------------- other frameworks
+
+PLANS = [
+    ("llama3-70b", Plan("fsdp=8 tp=8", tp_sequence=True, remat="block", microbatches=2)),
+    (
+        "llama3-70b",
+        Plan("pp=4 fsdp=4 tp=4", schedule="interleaved", virtual_stages=2, microbatches=4, zero=1),
+    ),
+    ("llama3-8b", Plan("dp=2 fsdp=8 sp=4", context_parallel="gather", loss_chunks=8)),
+    ("llama3-8b", Plan("dp=64", remat="ffn")),
+    ("qwen3-30b-a3b", Plan("ep=8 fsdp=8", zero=2, remat="selective")),
+]
+
+
+@pytest.mark.parametrize("name", frameworks.EXPORTS)
+@pytest.mark.parametrize("model, plan", PLANS, ids=lambda x: str(getattr(x, "mesh", x)))
+def test_what_is_exported_is_read_back_but_for_what_its_comments_say(model, plan, name):
+    plan = dataclasses.replace(plan, dtype="bfloat16")
+    q = question(model, 64, 128)
+    text = frameworks.export(q, plan, name)
+    found, known, unread = frameworks.facts_in(text)
+    assert (found, unread) == (name, []) and known.get("seq_len", q.seq_len) == q.seq_len
+    lost = {word for word, _ in re.findall(r"^# not expressed: (\w+)=(\S+)", text, re.MULTILINE)}
+    if {"pp", "ep"} & lost:
+        return  # of other devices' work nothing else can be compared
+    devices, batch_size, back = frameworks.planned_by(known, 64)
+    assert (devices, batch_size, back.mesh) == (64, 128, plan.mesh)
+    for field, value in planner.fields_of(plan).items():
+        sharded = plan.mesh.fsdp * plan.mesh.ep > 1
+        assert field in lost or getattr(back, field) == value or field == "zero" and not sharded, field
+
+
+def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
+    toml = "[parallelism]\ndata_parallel_shard_degree = -1\ntensor_parallel_degree = 2\n"
+    toml += "[training]\nlocal_batch_size = 4\n"
+    text = (
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "train_batch_size": 64}'
+    )
+    yaml = "model_name: llama3-8b\nici_fsdp_parallelism: 8\nper_device_batch_size: 2.0\nquantization: int8\n"
+    line = "torchrun --nproc_per_node=8 --nnodes=4 train.py --tensor-model-parallel-size 4"
+    line += " --micro-batch-size=2 --bf16 --global-batch-size 64 --use-distributed-optimizer"
+    line += " --fp8-format hybrid --lr 1e-4"
+    expected = {
+        toml: ("torchtitan", 64, 128, "fsdp=32 tp=2", []),
+        text: ("deepspeed", 64, 64, "fsdp=64", ["zero_optimization.offload_optimizer.device=cpu"]),
+        yaml: ("maxtext", 8, 16, "fsdp=8", ["quantization=int8"]),
+        line: ("megatron", 32, 64, "fsdp=8 tp=4", ["fp8_format=hybrid"]),
+    }
+    for text, (name, devices, batch_size, mesh, left) in expected.items():
+        found, known, unread = frameworks.facts_in(text)
+        count, rows, plan = frameworks.planned_by(known, None if name == "maxtext" else 64)
+        assert (found, count, rows, unread) == (name, devices, batch_size, left)
+        assert plan.mesh == parse_mesh(mesh)
+    with pytest.raises(ValueError, match="no key of torchtitan, megatron"):
+        frameworks.facts_in("python train.py --lr 1e-4")
+    with pytest.raises(ValueError, match="7 devices cannot be cut so"):
+        frameworks.planned_by(frameworks.facts_in("--tensor-model-parallel-size 2")[1], 7)
+
+
+def test_a_launch_line_is_priced_and_translated(capsys):
+    line = (
+        "--tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 64 --seq-length 8192 --bf16"
+    )
+    status, out, _ = call(
+        capsys, f"--from-flags={line}", "--devices", "8", "--export", "torchtitan", "--json"
+    )
+    document = json.loads(out)
+    (row,) = document["plans"]
+    q = question("llama3-8b", 8, 64)
+    fixed = {"microbatches": 64, "remat": "none", "dtype": "bfloat16"}
+    one = planner.on_mesh(dataclasses.replace(q, fixed=fixed), parse_mesh("tp=8"))
+    assert status == 0 and row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
+    assert "--parallelism.tensor_parallel_degree 8" in document["export"]
+    full = (
+        "--from-flags=" + line.replace("size 1", "size 8"),
+        "--model",
+        "llama3-70b",
+        "--devices",
+        "8",
+        "--json",
+    )
+    document = json.loads(call(capsys, *full)[1])
+    assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]
+    assert "is none of torchtitan" in call(capsys, "--export", "vllm")[2]

@@ -9,14 +9,14 @@ from typing import Any
 from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
 from llmpar.draw.scene import banded, rounded
+from llmpar.files import read_text
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.model_config import DIMS, preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 
-_MACHINE = "node_link", "network", "node_size", "hbm"
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
 
@@ -45,6 +45,9 @@ class PlanCommand(Output):
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
         versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
+        from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
+            torchtitan, Megatron-LM, MaxText, DeepSpeed or vLLM, and say what would make it fit.
+        export: write the first plan in the words of torchtitan, megatron, maxtext or deepspeed.
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
@@ -66,6 +69,8 @@ class PlanCommand(Output):
     mesh: OptionalText = None
     versus: OptionalText = None
     fix: OptionalText = None
+    from_flags: OptionalText = None
+    export: OptionalText = None
     tokens: OptionalText = None
     price: Real = None
     keep: int = 8
@@ -89,18 +94,28 @@ class PlanCommand(Output):
             raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
             self.check_page(self.html)
-        from llmpar.planner import planner
+        from llmpar.planner import frameworks, planner
         from llmpar.planner.targets import GPUS, TPUS
 
+        if self.export not in (None, *frameworks.EXPORTS):
+            raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
         if self.versus is not None:
             return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
         with options.still_at_work(
             "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
         ):
-            answer = planner.decide(planner.Question(*self.question()), self.keep)
+            answer, unread = (
+                self.launched(self.from_flags)
+                if self.from_flags
+                else (planner.decide(planner.Question(*self.question()), self.keep), [])
+            )
         document = planner.document(answer, budget, self.price)
-        document["notes"] = [*answer.question.config.notes, *notes(answer)]
+        document["notes"] = [*answer.question.config.notes, *notes(answer), *unread]
+        if self.export is not None:
+            document["export"] = frameworks.export(
+                answer.question, answer.plans[0].plan, self.export
+            )
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
@@ -111,6 +126,42 @@ class PlanCommand(Output):
         for line in document["notes"]:
             options.inform(line)
         return give(document, self.json, tables_of(document))
+
+    def launched(self, text: str) -> tuple[Any, list[str]]:
+        """Return the answer with the plan of another framework's launch line or configuration alone: why it
+        does not fit, and the best change that cures it; and what of the text is not priced."""
+        from llmpar.planner import advice, frameworks, planner
+
+        text = text if " " in text.strip() else read_text(text, "configuration")
+        name, known, unread = frameworks.facts_in(text)
+        devices, batch_size, plan = frameworks.planned_by(known, self.devices)
+        model = [
+            str(known.get("model", self.model)),
+            *(f"{x}={known[x]}" for x in DIMS if x in known),
+        ]
+        sizes = {
+            "devices": devices,
+            "batch_size": batch_size,
+            "batch_tokens": None,
+            "seq_len": known.get("seq_len", self.seq_len),
+            "model": " ".join(model).rpartition("/")[2].lower()
+            if "model" in known
+            else " ".join(model),
+        }
+        q = dataclasses.replace(
+            planner.Question(*dataclasses.replace(self, **sizes).question()),
+            fixed={"remat": plan.remat} | planner.fields_of(plan),
+        )
+        one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
+        if one.why_not:
+            changes = [x for x in advice.advice(q, plan.mesh, one) if x]
+            changes.sort(key=lambda x: (len(x.patch.get("fields", "1")), x.sequence_s))
+            best = next((x.text for x in changes), planner.rescue(q, one))
+            cures = [{"mesh": str(plan.mesh), "why": one.why_not, "change": best}]
+        return planner.Answer(q, [one], cures, 1), [
+            *(f"{name} says {entry}, which is not priced" for entry in unread),
+            *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
+        ]
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
@@ -131,28 +182,27 @@ class PlanCommand(Output):
         if not path.endswith(".html"):
             raise ValueError(f"a page is saved as .html, and '{path}' is not; rename it")
         options.check_free(path, options.OURS[".html"])
-        other = changed(self, _MACHINE) or [f"cluster {self.cluster}"] * (self.cluster is not None)
-        if other:
-            raise ValueError(
-                f"the explorer draws a chip's own nodes, and {' '.join(other)} may have others;"
-                " write a chip file with its node_size, and give it as --chip"
-            )
 
     def save_page(self, best: Plan) -> None:
         """Write the mesh explorer, opened on a plan; without live Python if its runtime is missing."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
+        from llmpar.planner import planner
 
-        *_, batch_size, seq_len, fixed, _ = self.question()
-        by_hand = {name: value for name, value in fixed.items() if name not in AXES}
+        _, chip, _, batch_size, seq_len, fixed, _ = self.question()
         chosen = {
             "model": self.model,
-            "chip": self.chip or "h100",
+            "chip": chip.name if self.cluster else self.chip or "h100",
             "mesh": str(best.mesh),
-            "fields": by_hand,
+            "fields": {name: value for name, value in fixed.items() if name not in AXES},
         }
+        figures = {name: getattr(self, name) or 0 for name in hardware.MACHINE}
+        if self.cluster:
+            figures |= {name: planner.machine(chip)[name] for name in ("network", "node_size")}
         small = not page.runtime()
-        MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
+        MeshExplorer(**chosen, **figures, batch_size=batch_size, seq_len=seq_len).save(
+            self.html or "", small
+        )
         part = ": without Python for the browser, it has the plans that are one change away"
         options.inform(f"wrote {self.html}{part if small else ''}")
 
@@ -189,9 +239,7 @@ class PlanCommand(Output):
             if devices > most:
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         options.check_range("devices", devices, 1, MAX_DEVICES)
-        figures = {
-            name: getattr(self, name) for name in ("node_link", "network", "node_size", "hbm")
-        }
+        figures = {name: getattr(self, name) for name in hardware.MACHINE}
         for name, value in figures.items():
             if value is not None:
                 options.check_range(name.replace("_", "-"), value, 1e-3, 1e6)
@@ -332,7 +380,7 @@ def tables_of(document: dict) -> Iterator[Any]:
         exact = {name: value if name == "tokens" else few(value) for name, value in budget.items()}
         sums = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
         yield _table((f"{budget['tokens']:.3g} tokens", ""), sums)
-    yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
+    yield from filter(None, map((best | document).get, ("train", "compile", "launch", "export")))
 
 
 def tables_versus(document: dict) -> Iterator[Any]:
@@ -353,8 +401,7 @@ def tables_versus(document: dict) -> Iterator[Any]:
     yield _table(columns, [*terms, last])
     gib = " and ".join(f"{x['memory_bytes']['total'] / 2**30:.1f}" for x in (one, other))
     yield f"they hold {gib} GiB a device: {one['verdict']}, {other['verdict']}"
-    tie = f"a tie within {document['tie_band']:.0%}; " * document["tie"]
-    yield f"{tie}better is {document['better']}: {document['because'] or 'they are alike'}"
+    yield document["says"]
 
 
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:

@@ -229,14 +229,15 @@ def mesh_map(
     capacity: float = 0.0,
     refused: int = 0,
     num: int = 0,
+    pinned: MeshPoint | None = None,
 ) -> Scene:
     """Draw all meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
-    logarithmic; beyond ``capacity`` bytes it does not fit. ``current`` and ``best`` are ringed. Of ``num``
-    meshes ``refused`` cannot be built, and others may not be known yet."""
-    points = list(points)
-    rings = {name: point for name, point in (("you", current), ("best", best)) if point}
+    logarithmic; beyond ``capacity`` bytes it does not fit. ``current``, ``best`` and ``pinned`` are ringed.
+    Of ``num`` meshes ``refused`` cannot be built, and others may not be known yet."""
+    points, named = list(points), {"you": current, "best": best, "pinned": pinned}
+    rings = {name: point for name, point in named.items() if point}
     if current and best and current[:3] == best[:3]:
-        rings = {"you, the best": current}
+        rings = {"you, the best": current} | ({"pinned": pinned} if pinned else {})
     shown = [*dict.fromkeys([*points, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
     y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)

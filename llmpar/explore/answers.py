@@ -12,11 +12,13 @@ from llmpar.draw.grid import frames
 from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
 from llmpar.explore.look import (
+    LIMITS,
     MODELS,
     MOST_DEVICES,
     OFFERED,
     START,
     View,
+    own_machine,
     own_model,
     settle,
     view,
@@ -28,6 +30,7 @@ from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse
 from llmpar.plan.model_config import from_dict, near_presets, preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner
+from llmpar.predict import hardware
 
 Limits = dict[str, Allowed]
 """What values of a state may be, where their kind does not say it."""
@@ -36,7 +39,7 @@ Limits = dict[str, Allowed]
 def answer(state: dict, seconds: float = 0.0) -> dict:
     """Return all that a page shows of a state, after so many ``seconds`` of work on the meshes around it."""
     out = unanswered(state)
-    if wrong := malformed(state, START):
+    if wrong := malformed(state, START, LIMITS):
         return out | wrong
     try:
         state, _ = settle(state)
@@ -50,12 +53,14 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     drawn, verdict = panels.panels(seen), headline(seen)
     shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
     pictures = {name: shown(value) for name, value in drawn.items()}
+    own = planner.machine(own_machine(state)[0])  # what an empty control stands for
     pictures["grid"]["html"] = panels.tensor_choice(seen)
     with estimated():
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
         "fields": fields(state, seen.one.plan),
+        "usual": {x: f"{own[x]:.4g}" for x in hardware.MACHINE} | {"pinned": "none"},
         "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),
@@ -65,7 +70,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
 
 def unanswered(state: dict) -> dict[str, Any]:
     """Return an answer with nothing in it but the state."""
-    empty: dict[str, Any] = {"fields": [], "panels": {}, "numbers": {}, "frames": []}
+    empty: dict[str, Any] = {"fields": [], "panels": {}, "numbers": {}, "frames": [], "usual": {}}
     return {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False} | empty
 
 
@@ -133,6 +138,7 @@ def numbers(seen: View) -> dict[str, Any]:
         "plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)},
         "memory_bytes": one.memory_bytes,
         "room_bytes": q.capacity_bytes,
+        "machine": planner.machine(q.chip),
         "traffic": [
             dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows
         ],
@@ -145,6 +151,10 @@ def numbers(seen: View) -> dict[str, Any]:
             "mfu": one.time.mfu(run),
             "step_s_band": planner.band(one.time.step_s),
             "tokens_per_s": run.tokens_per_step / one.time.step_s,
+            "versus": {
+                name: {key: value for key, value in row.items() if key != "plans"}
+                for name, row in panels.compared(seen).items()
+            },
         }
     return out
 
@@ -180,7 +190,8 @@ def steps(seen: View) -> list[dict]:
             offers.append(offer(one.text, "apply", **one.patch))
             changed |= {*one.patch}
     best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
-    if best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape:
+    faster = best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape
+    if best and faster and seen.around.complete:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
@@ -197,6 +208,8 @@ def remedies(state: dict) -> list[dict]:
         if not state["config"] and state["model"] in state["own"]:  # its dims are no model's
             patch["own"] = {}
         return [offer(f"{name} {words}", "use it", model=name, **patch) for name in others]
+    if state["node_size"] and works(state | {"node_size": 0}):
+        return [offer("it works with the chip's own nodes", "use them", node_size=0)]
     try:
         state, shape = settle(state)
     except ValueError:

@@ -36,26 +36,45 @@ _HOW = {
     "own_chips": {},
     "config": "",
 }
-_SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": ""}
-START: dict[str, Any] = _CASE | _HOW | _SEEN
+_MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
+_SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": "", "pinned": ""}
+START: dict[str, Any] = _CASE | _HOW | _MACHINE | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
-model; ``own_chips`` has chips that a file describes. The last three are what is looked at."""
+model; ``own_chips`` has chips that a file describes. Of the machine (`hardware.in_machine`) 0 is what the
+chip has, and ``network_times`` doubles what leaves a node so often. The last four are what is looked at;
+``pinned`` is a mesh to compare with."""
+LIMITS = {
+    "node_size": Allowed(int, 0, 1 << 20),
+    "network_times": Allowed(int, -2, 2),
+    **dict.fromkeys(("node_link", "network", "hbm"), Allowed(float, 0, 1e6)),
+}
+"""What the values of the machine may be."""
 MOST_DEVICES = 131_072
 """The most devices of a mesh."""
 MODELS = list(PRESETS)
 """All presets, those that are planned alone too."""
 SENTENCE = (
     "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
+    ", beside {pinned}\nA device has {hbm} GiB and sends {node_link} GB/s in a node of {node_size},"
+    " {network} beyond it {network_times}"
 )
 CONTROLS: list[dict[str, Any]] = [
-    {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": "config"},
+    {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": ["config"]},
     {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST_DEVICES},
-    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
+    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]}
+    | {"clears": [*_MACHINE]},
     {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
     {"name": "mesh", "kind": "text", "label": "mesh; -1 is what is left of the devices"},
+    {"name": "pinned", "kind": "text", "label": "a mesh to compare with"},
+    {"name": "hbm", "kind": "number", "label": "GiB of a device that programs may use"},
+    {"name": "node_link", "kind": "number", "label": "GB/s of one device inside a node, one way"},
+    {"name": "node_size", "kind": "number", "label": "devices of a node"},
+    {"name": "network", "kind": "number", "label": "GB/s of one device beyond its node, one way"},
+    {"name": "network_times", "kind": "slider", "label": "the network, slower or faster"}
+    | {"min": -2, "max": 2, "words": ["÷ 4", "÷ 2", "× 1", "× 2", "× 4"]},
     {"name": "config", "kind": "text"}
     | {
         "label": "another model: a config.json, its path, a downloaded name, or llama3-8b width=5120"
@@ -149,11 +168,20 @@ def question_of(state: dict) -> Question:
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
     Plan(**fixed)  # refuses values
-    own, row = state["own"].get(state["model"]), state["own_chips"].get(state["chip"])
+    own = state["own"].get(state["model"])
     model = from_dict(own) if own else preset(state["model"])
-    chip = own_chip(state["chip"], row) if row else hardware.chip(state["chip"])
     numbers = state["devices"], state["batch_size"], state["seq_len"]
-    return Question(model, chip, *numbers, fixed, state["model"], share)
+    return Question(model, own_machine(state)[1], *numbers, fixed, state["model"], share)
+
+
+def own_machine(state: dict) -> tuple[hardware.Chip, hardware.Chip]:
+    """Return a state's chip as its row or file has it, and as it is in the reader's machine."""
+    row = state["own_chips"].get(state["chip"])
+    chip = own_chip(state["chip"], row) if row else hardware.chip(state["chip"])
+    figures = {name: state[name] for name in hardware.MACHINE}
+    if times := state["network_times"]:
+        figures["network"] = (figures["network"] or planner.machine(chip)["network"]) * 2.0**times
+    return chip, hardware.in_machine(chip, **figures)
 
 
 def _offered() -> dict[str, dict[str, Any]]:
@@ -252,11 +280,14 @@ class Around:
         return mesh in self.done
 
     @property
+    def complete(self) -> bool:
+        """Return whether all meshes are known."""
+        return len(self.points) + len(self.refused) == len(self.meshes)
+
+    @property
     def best(self) -> Candidate | None:
-        """Return the fastest mesh that fits, once all are known."""
-        fits = [one for one in self.points.values() if not one.why_not]
-        known = len(self.points) + len(self.refused) == len(self.meshes)
-        return planner.ranked(fits)[0] if known and fits else None
+        """Return the fastest mesh that fits, of those that are known."""
+        return next(iter(planner.ranked(x for x in self.points.values() if not x.why_not)), None)
 
 
 @functools.lru_cache(maxsize=16)

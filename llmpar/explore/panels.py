@@ -4,13 +4,14 @@ import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from html import escape
 
 from llmpar.draw import columns, geometry
-from llmpar.draw.charts import count_noun
+from llmpar.draw.charts import MEMORY, TIME, axis_colours, count_noun, role_of
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
-from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, to_svg
-from llmpar.explore.look import View, works
+from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, time_text, to_svg
+from llmpar.explore.look import View, planned, works
 from llmpar.explore.words import (
     act,
     button,
@@ -18,6 +19,7 @@ from llmpar.explore.words import (
     explanation,
     html_table,
     published_runs,
+    signed_terms,
     table_row,
 )
 from llmpar.plan.checks import why_not_run
@@ -32,6 +34,7 @@ from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
 _PLACES = {
+    "over": {"beside": "Side by side"},
     "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
     "middle": {"grid": "Devices", "layer": "One layer"},
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
@@ -53,6 +56,7 @@ _KINDS = {
     "cache": "keys and values of all layers, as served (bfloat16)",
     "batch": "batch (int32)",
 }
+_BARS = {"a step": time_text, "memory": size_text, "sent": size_text}
 DOES = {
     "pp": "stages",
     "dp": "copies",
@@ -317,12 +321,73 @@ def _most_of(row: Prediction) -> str:
     return of.most_common(1)[0][0]
 
 
+def others(seen: View) -> dict[str, Candidate | str]:
+    """Return what a mesh is compared with: the best so far, and the pinned one or why it is refused."""
+    around, pinned = seen.around, seen.state["pinned"].strip()
+    shown: dict[str, Candidate | str] = {"best": around.best} if around.best else {}
+    try:
+        mesh = pinned and str(parse_mesh(pinned, seen.shape.size if "-1" in pinned else None))
+        return shown | ({"pinned": planned(seen.question, mesh)} if mesh else {})
+    except ValueError as error:
+        return shown | {"pinned": str(error)}
+
+
+def compared(seen: View) -> dict[str, dict]:
+    """Return how the plan compares with each of the others, as ``llmpar plan --versus`` does."""
+    pairs = ((name, one) for name, one in others(seen).items() if isinstance(one, Candidate))
+    return {
+        name: planner.versus(seen.question, seen.one, one)
+        for name, one in pairs
+        if one.plan.mesh != seen.shape
+    }
+
+
+def side_by_side(seen: View) -> str:
+    """Return You, the best mesh and the pinned one on one scale, each with why it and You differ."""
+    shown: dict[str, Candidate | str] = {"you": seen.one, **others(seen)}
+    bars = {name: _bars(seen, x) for name, x in shown.items() if isinstance(x, Candidate)}
+    most = [max(sum(s for _, s in rows[i]) for rows in bars.values()) for i in range(len(_BARS))]
+    best = f"Best of {len(seen.around.meshes):,}" if seen.around.complete else "Best so far"
+    cards, names = list[str](), {"you": "You", "best": best, "pinned": "Pinned"}
+    why = {name: signed_terms(row) for name, row in compared(seen).items()}
+    for name, one in shown.items():
+        mesh = one if isinstance(one, str) else str(one.plan.mesh)
+        pin = ("unpin", "") if name == "pinned" else ("pin", mesh)
+        acts = [button("open", mesh=mesh)] * (name in why) + [button(pin[0], pinned=pin[1])]
+        lines = [f"<p><b>{names[name]}</b> <code>{escape(mesh)}</code> {' '.join(acts)}</p>"]
+        rows = zip(_BARS.items(), bars.get(name, []), most, strict=name in bars)
+        cells = (table_row(what, _bar(parts, top, text)) for (what, text), parts, top in rows)
+        lines += [f"<table>{''.join(cells)}</table>"] * (name in bars)
+        cards.append(f"<div class='card'>{''.join(lines)}{why.get(name, '')}</div>")
+    return f"<div class='cards'>{''.join(cards)}</div>"
+
+
+def _bars(seen: View, one: Candidate) -> list[list[tuple[str, float]]]:
+    """Return the parts of a plan's time, memory and what is sent, each with the role of its colour."""
+    plan = seen.question.resolved(one.plan, seen.question.platform)
+    rows = traffic_of(dataclasses.replace(seen, one=one, plan=plan))
+    roles = lambda parts, words: [(role_of(x, words).rstrip("/"), v) for x, v in parts.items()]
+    moved = [(axis_colours(axes)[0], row.bytes_sent) for (axes, _), row in rows.items()]
+    return [roles(one.time.terms, TIME), roles(one.parts, MEMORY), moved]
+
+
+def _bar(parts: list[tuple[str, float]], most: float, text: Callable[[float], str]) -> list[str]:
+    """Return a bar of parts, as wide as they are of the most, and its number."""
+    total = sum(size for _, size in parts)
+    style = "width:{:.2f}%;background:var(--{})"
+    inner = "".join(
+        f"<i style='{style.format(100 * s / (most or 1), role)}'></i>" for role, s in parts
+    )
+    return [f"<span class='bar' aria-hidden='true'>{inner}</span>", text(total)]
+
+
 def _mesh_map(seen: View) -> Scene:
     """Draw all meshes of as many devices, as far as they are known."""
-    around = seen.around
-    points, best = map(_point, around.points.values()), _point(around.best) if around.best else None
-    counts = len(around.refused), len(around.meshes)
-    return columns.mesh_map(points, _point(seen.one), best, seen.question.capacity_bytes, *counts)
+    around, capacity = seen.around, seen.question.capacity_bytes
+    rings = {name: _point(x) for name, x in others(seen).items() if isinstance(x, Candidate)}
+    counts = len(around.refused), len(around.meshes), rings.get("pinned")
+    points = map(_point, around.points.values())
+    return columns.mesh_map(points, _point(seen.one), rings.get("best"), capacity, *counts)
 
 
 def _point(one: Candidate) -> columns.MeshPoint:
@@ -334,12 +399,11 @@ def _point(one: Candidate) -> columns.MeshPoint:
 
 
 def panels(seen: View) -> dict[str, Scene | str]:
-    """Return every panel of a state. Only in the map, where meshes are compared, times have more than two
-    digits."""
+    """Return every panel of a state. Only where meshes are compared, times have more than two digits."""
     with estimated():
         drawn = _estimates(seen)
     if seen.timed:
-        drawn["map"] = _mesh_map(seen)
+        drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
 
 
@@ -362,6 +426,7 @@ def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
         verdict["line"],
         *(f"{step['do']}: {step['text']}" for step in verdict["steps"]),
         *(panel.text for panel in drawn.values() if isinstance(panel, Scene)),
+        *(f"beside {name}: {row['says']}" for name, row in compared(seen).items()),
     ]
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from llmpar.planner.terms import Term, terms
 
 _UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
 _UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"
+_MOST_TERMS = 5
 STEP = ("total", "a step", "MFU", "tokens per second")
 """The numbers of the verdict."""
 
@@ -50,6 +51,16 @@ def html_table(head: Iterable[str], rows: str) -> str:
     """Return a table of rows below the names of its columns."""
     columns = "".join(f"<th scope='col'>{word}</th>" for word in head)
     return f"<table><thead><tr>{columns}</tr></thead>{rows}</table>"
+
+
+def signed_terms(row: dict[str, Any]) -> str:
+    """Return why two plans differ (`planner.versus`): signed terms that add up to the difference."""
+    most = list(row["terms"].items())
+    shown = dict(most[:_MOST_TERMS]) | {"the rest": sum(value for _, value in most[_MOST_TERMS:])}
+    ms = lambda value: f"{1000 * value:+,.1f}".replace("-", "−")
+    terms = (tagged("span", [f"{ms(s)} {escape(name)}"]) for name, s in shown.items() if s)
+    total = f"<b>You take {ms(row['difference_s'])} ms</b>"
+    return f"<p>{escape(row['says'])}.</p><p class='sum'>{total} = {' '.join(terms)}</p>"
 
 
 @functools.cache

@@ -172,12 +172,12 @@ def memory_verdict(q: Question, one: Candidate) -> Verdict:
 
 def published_runs() -> list[tuple[dict[str, Any], Question, MeshShape]]:
     """List published runs that people know: what was measured and by whom, as a question, and the mesh."""
-    rows = []
-    for row in hardware.package_table("planner/published_runs.toml")["run"]:
-        sizes = row["devices"], row["batch_size"], row["seq_len"]
-        q = Question(preset(row["model"]), hardware.chip(row["chip"]), *sizes, model=row["model"])
-        rows.append((row, q, parse_mesh(row["mesh"])))
-    return rows
+    sizes = lambda row: (row["devices"], row["batch_size"], row["seq_len"])
+    what = lambda row: (preset(row["model"]), hardware.chip(row["chip"]), *sizes(row))
+    rows = hardware.package_table("planner/published_runs.toml")["run"]
+    return [
+        (row, Question(*what(row), model=row["model"]), parse_mesh(row["mesh"])) for row in rows
+    ]
 
 
 # ------------------------------------------------------------------------------------------- candidates
@@ -383,7 +383,7 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
 
 
 @dataclass
-class _Answer:
+class Answer:
     """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
 
     question: Question
@@ -392,7 +392,7 @@ class _Answer:
     num_priced: int
 
 
-def decide(q: Question, keep: int = 8) -> _Answer:
+def decide(q: Question, keep: int = 8) -> Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
     everything, impossible, failed = (
@@ -417,7 +417,7 @@ def decide(q: Question, keep: int = 8) -> _Answer:
     rejected = [
         {"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers
     ]
-    return _Answer(q, plans, rejected + impossible[:_REJECTED], len(everything))
+    return Answer(q, plans, rejected + impossible[:_REJECTED], len(everything))
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -627,7 +627,7 @@ def smallest_fits(q: Question) -> bool:
 
 
 def document(
-    answer: _Answer, tokens: float | None = None, price: float | None = None
+    answer: Answer, tokens: float | None = None, price: float | None = None
 ) -> dict[str, Any]:
     """Return the document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and
     hour."""
@@ -660,11 +660,11 @@ def document(
 
 def machine(chip: Chip) -> dict[str, Any]:
     """Return what one device sends, in GB/s one way, inside a node (of a torus on ``each`` link) and beyond
-    it, and a node's devices."""
+    it, a node's devices, and the GiB of a device."""
     one, each = chip.per_device(), " a link" * (chip.link == "torus")
     sizes = {"node_link": one.link_bytes_per_s, "network": one.dcn_bytes_per_s}
     rates = {name: rate / 1e9 for name, rate in sizes.items()}
-    return rates | {"each": each, "node_size": one.node_size}
+    return rates | {"each": each, "node_size": one.node_size, "hbm": chip.usable_hbm_gib}
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
@@ -707,15 +707,18 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
     because = next((why for why, rank in ranks.items() if rank(one) != rank(other)), "")
     better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])
     rows = [_row(q, x, [x]) for x in (one, other)]
-    alone = {"why", "change"}  # of a ranking
     return {
-        "plans": [{k: value for k, value in row.items() if k not in alone} for row in rows],
+        "plans": [
+            {k: value for k, value in row.items() if k not in ("why", "change")} for row in rows
+        ],
         "difference_s": lost,
         "terms": dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
         "tie": tie,
         "tie_band": ERROR,
         "better": str(better.plan.mesh),
         "because": because,
+        "says": f"a tie within {ERROR:.0%}; " * tie
+        + f"better is {better.plan.mesh}: {because or 'they are alike'}",
     }
 
 
@@ -740,9 +743,10 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
     """Say why a plan is slower than the first: the term that grew most, in seconds."""
     if one is (best := plans[0]):
         first = all(other.time.step_s >= one.time.step_s for other in plans)
-        what = (
+        best_of = (
             "the fastest that fits" if first else f"as fast as any but for {SAME:.1%}, and simpler"
         )
+        what = one.why_not or best_of
         name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
         most = f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
         beside = beside_flops(one.time.terms)

@@ -23,6 +23,7 @@ GIB = 2**30
 LINKS = ("torus", "switch")
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables that tell JAX which share of a GPU's memory to take."""
+MACHINE = ("node_link", "network", "node_size", "hbm")  # what `in_machine` takes
 _Text = Annotated[str, Allowed(str)]
 _Rate = Annotated[float, Allowed(float, 1e3, 1e18)]
 _Count = Annotated[int, Allowed(int, 1, 1 << 20)]

@@ -4,7 +4,7 @@
 
 const SILENT = "Python does not answer: its kernel is busy, or was restarted; then run the cell again.";
 const ACT = "[data-set],[data-op]"; // what a click, Enter or Space does something with
-const TYPED = ["int", "text", "lines"];
+const TYPED = ["int", "number", "text", "lines"];
 const ICONS = { good: "✓", unsure: "≈", bad: "✗", refused: "⊘" };
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const KEYS = {
@@ -73,14 +73,16 @@ function options(all, value) {
   return known.map(option).join("");
 }
 
+const level = (c, value) => c.words?.[value - c.min] ?? value; // what a slider's place is called
+
 function control(c, value, attribute = "data-name") {
   const name = `${attribute}="${esc(c.name)}" data-kind="${c.kind}" aria-label="${esc(c.label)}"`;
   if (c.kind === "lines") return `<textarea rows="5" spellcheck="false" ${name}>${esc(value)}</textarea>`;
   if (c.kind === "choice") return `<select ${name}>${options(c.options, value)}</select>`;
   const range = `type="range" min="${c.min}" max="${c.max}" step="${c.step ?? 1}"`;
-  if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${value}</output>`;
+  if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${esc(level(c, value))}</output>`;
   const typed = `<input spellcheck="false" autocomplete="off" value="${esc(value ?? "")}" ${name}`;
-  if (c.kind === "text") return `${typed}>`;
+  if (c.kind === "text" || c.kind === "number") return `${typed}>`;
   const more = '<button type="button" tabindex="-1" aria-hidden="true" data-by="1">▴</button>';
   const less = '<button type="button" tabindex="-1" aria-hidden="true" data-by="-1">▾</button>';
   return `<span class="int">${typed} inputmode="numeric" role="spinbutton">${more}${less}</span>`;
@@ -91,17 +93,22 @@ function read(input) {
   const { kind } = input.dataset, digits = input.value.replace(/[\s,_]/g, "");
   if (kind === "choice") return JSON.parse(input.value);
   if (kind === "slider") return Number(input.value);
+  if (kind === "number") return /^\d*\.?\d*$/.test(digits) ? Number(digits) || 0 : undefined;
   if (kind === "int") return /^-?\d{1,15}$/.test(digits) ? Number(digits) : undefined;
   return input.value;
 }
 
-function write(input, c, value) {
-  const text = c.kind === "int" && value !== null ? value.toLocaleString("en-US") : String(value ?? "");
+// `usual` is what an empty control stands for.
+function write(input, c, value, usual = "") {
+  const number = c.kind === "int" && value !== null, none = c.kind === "number" && !value;
+  const text = number ? value.toLocaleString("en-US") : none ? "" : String(value ?? "");
   if (c.kind === "choice") input.innerHTML = options(c.options, value);
   else if (input.value !== text) input.value = text;
   if (c.kind === "int") input.setAttribute("aria-valuenow", value ?? 0);
-  if (c.kind === "int" || c.kind === "text") input.size = Math.max(3, text.length);
-  if (c.kind === "slider") input.nextElementSibling.textContent = value;
+  if (TYPED.includes(c.kind) && c.kind !== "lines") input.size = Math.max(3, text.length || usual.length);
+  if (usual) input.placeholder = usual;
+  if (c.kind === "slider") input.nextElementSibling.textContent = level(c, value);
+  if (c.words) input.setAttribute("aria-valuetext", level(c, value));
   input.removeAttribute("aria-invalid");
 }
 
@@ -166,7 +173,7 @@ function skeleton(doc, source, own) {
       ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p>
       <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div></details></div>
     <nav class="tabs" aria-label="pictures">${doc.panels.map(tab).join("")}</nav>
-    <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
+    ${area("over")}<div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
     <p class="foot"><span></span> ${button("cite", "copy")}<br>${source.made}</p>
     <dialog aria-label="keys"><table>${keys}</table>
       <form method="dialog"><button>close</button></form></dialog>
@@ -206,7 +213,7 @@ function picture(root, { light: { ink, soft, paper } }, head, foot) {
     out.push(`<text x="${x}" y="${y}" font-size="${size}" fill="${fill}">${esc(said)}</text>`);
   let x = 16, high = 0;
   for (const where of ["left", "middle", "right"]) {
-    let y = 84, wide = 0;
+    let y = 36 + 24 * head.length, wide = 0;
     for (const svg of root.querySelectorAll(`.${where} .panel:not([hidden]) svg`)) {
       const copy = svg.cloneNode(true), { width, height } = svg.viewBox.baseVal;
       copy.querySelector("style")?.remove();
@@ -394,7 +401,7 @@ function mount(doc, source, el) {
       const c = kinds[input.dataset.name];
       if (!c) continue; // of a panel, which Python writes
       input.disabled = Boolean(c.without && String(state[c.without]).trim());
-      if (input !== typing) write(input, c, state[c.name]);
+      if (input !== typing) write(input, c, state[c.name], answer?.usual?.[c.name]);
     }
   }
 
@@ -463,9 +470,10 @@ function mount(doc, source, el) {
 
   // -------- sharing
 
-  const asked = () => doc.sentence.replace(/\{(\w+)\}/g, (_, name) => shown(state[name]));
-  const cite = () => [`llmpar ${doc.version}, ${doc.title}`, asked()].filter(Boolean).join(": ");
-  const still = () => picture(root, doc.theme, [asked() || doc.title,
+  const chosen = (name) => shown(level(kinds[name], state[name] || (answer.usual?.[name] ?? state[name])));
+  const asked = () => doc.sentence.replace(/\{(\w+)\}/g, (_, name) => chosen(name));
+  const cite = () => [`llmpar ${doc.version}, ${doc.title}`, asked()].filter(Boolean).join(": ").replaceAll("\n", ". ");
+  const still = () => picture(root, doc.theme, [...(asked() || doc.title).split("\n"),
     ...(answer.verdict ? [`${answer.verdict.head} ${answer.verdict.rest || ""}`] : [])], cite());
 
   // Going back undoes: every state that was rested at is an entry of the browser's history.
@@ -552,11 +560,12 @@ function mount(doc, source, el) {
     if (!c) return;
     if (value === undefined) {
       input.setAttribute("aria-invalid", true);
-      return say(`${c.label}: write a whole number`);
+      return say(`${c.label}: write a ${c.kind === "int" ? "whole " : ""}number`);
     }
     if (input.ariaInvalid) say("");
     input.removeAttribute("aria-invalid");
-    const patch = { [c.name]: value, ...(c.clears && { [c.clears]: "" }) };
+    const cleared = (c.clears || []).map((other) => [other, typeof state[other] === "string" ? "" : 0]);
+    const patch = { [c.name]: value, ...Object.fromEntries(cleared) };
     set(input.dataset.field ? { fields: { [c.name]: value } } : patch, delay);
   }
 
