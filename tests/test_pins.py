@@ -115,13 +115,13 @@ def test_assertions_hold_fail_and_show_that_they_can():
         right.forbids("all-gather", "rows")
 
 
-MESH = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+GRID = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
 def seen(f):
     """A look at a function of the blocks of an array that is cut over X."""
-    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=jax.NamedSharding(MESH, jax.P("X")))
-    return look(jax.shard_map(f, mesh=MESH, in_specs=jax.P("X"), out_specs=jax.P("X"), check_vma=False), x)
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=jax.NamedSharding(GRID, jax.P("X")))
+    return look(jax.shard_map(f, mesh=GRID, in_specs=jax.P("X"), out_specs=jax.P("X"), check_vma=False), x)
 
 
 def test_what_is_forbidden_is_in_no_branch_and_in_no_part_of_an_axis():

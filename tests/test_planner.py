@@ -669,6 +669,12 @@ def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
     v3 = hardware.in_machine(chip("v3"), network=5, hbm=12).per_device()
     assert (v3.dcn_bytes_per_s, v3.usable_hbm_gib) == (5e9, 12)
     assert hardware.in_machine(H100) == H100
+    # nodes of 6: every other group of tp=4 is in two of them; of 24 all is in one
+    took = {}
+    for node in (4, 6, 24):
+        q = question("llama3-8b", 24, row=hardware.in_machine(H100, node_size=node))
+        took[node] = planner.on_mesh(q, parse_mesh("dp=3 fsdp=2 tp=4")).time.terms["tensor-parallel links"]
+    assert took[6] > 10 * took[4] and took[24] == took[4]
     with pytest.raises(ValueError, match="a chip of v3 is 2 devices, so no node has 3"):
         hardware.in_machine(chip("v3"), node_size=3)
 

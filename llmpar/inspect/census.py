@@ -186,7 +186,7 @@ def weigh(branches: list[Work], scope: str, taken: Taken | None) -> Work:
         return repeat(branches[0], 1 - share) + repeat(branches[1], share)
     dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
     return [
-        (replace(c, conditional=True), times if branch is dearest else 0)
+        (replace(c, conditional=True), times if branch is dearest else Fraction(0))
         for branch in branches
         for c, times in branch
     ]

@@ -712,12 +712,13 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
             {k: value for k, value in row.items() if k not in ("why", "change")} for row in rows
         ],
         "difference_s": lost,
-        "terms": dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
+        "terms": dict(sorted(more.items(), key=lambda item: (-abs(item[1]), item[0]))),
         "tie": tie,
         "tie_band": ERROR,
         "better": str(better.plan.mesh),
         "because": because,
-        "says": f"a tie within {ERROR:.0%}; " * tie
+        "says": "neither fits; " * (not fits(better))
+        + f"a tie within {ERROR:.0%}; " * tie
         + f"better is {better.plan.mesh}: {because or 'they are alike'}",
     }
 

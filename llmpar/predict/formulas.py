@@ -218,7 +218,7 @@ def level_seconds(
                 torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s),
             )
         ]
-    near = max(1, share.node_size // inner)
+    near = max(1, int(share.node_size // inner))
     if group < near:  # in nodes that it does not divide, some groups are in two
         near = math.gcd(group, near)
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)

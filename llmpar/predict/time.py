@@ -12,11 +12,11 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmpar.plan import schedules
-from llmpar.plan.mesh_shape import AXES
+from llmpar.plan.mesh_shape import AXES, divisors
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
@@ -105,6 +105,10 @@ class Clock:
     def __init__(self, run: Run, own: Rates | None = None, exact: bool = True):
         self.run, self.rates = run, own or run.chip.rates
         self.device, self.links = _reached(run.chip, self.rates)
+        chips = max(1, run.mesh.size // run.chip.devices_per_chip)
+        if run.chip.link == "switch":  # as many chips of each node as divide them all
+            node = max(n for n in divisors(chips) if n <= run.chip.node_size)
+            self.links = replace(self.links, node_size=node)
         self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
         self.inner, apart, sizes = dict[str, int](), 1, run.mesh.user_sizes
         for axis in reversed(AXES):  # neighbours on the last are the nearest
