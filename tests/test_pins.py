@@ -115,6 +115,16 @@ def test_assertions_hold_fail_and_show_that_they_can():
         right.forbids("all-gather", "rows")
 
 
+def test_a_file_is_of_one_function(tmp_path, monkeypatch):
+    """Not even a pin that is written anew takes the place of another function's."""
+    shown().pin(tmp_path / "a.comm")
+    kept = (tmp_path / "a.comm").read_text()
+    monkeypatch.setenv("LLMPAR_UPDATE_PINS", "1")
+    with pytest.raises(ValueError, match="use a file for each function"):
+        seen(lambda x: lax.psum(x, "X")).pin(tmp_path / "a.comm")
+    assert (tmp_path / "a.comm").read_text() == kept
+
+
 GRID = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 

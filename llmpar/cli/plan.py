@@ -37,7 +37,7 @@ class PlanCommand(Output):
             each link).
         network: GB/s that one device sends beyond its node.
         node_size: devices of a node.
-        hbm: GiB of a device that programs may use.
+        hbm: GiB of a device; what programs may take of it is said in the answer.
         devices: JAX devices (64; all of a cluster that is no larger than 256).
         batch_tokens: tokens per step, as 4M (K and M are 1024 and 1024 squared).
         batch_size: sequences per step in its place; one per device where neither is given.

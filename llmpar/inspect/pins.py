@@ -102,16 +102,22 @@ def check_pin(
     """
     __tracebackhide__ = True  # pytest shows the line of the test
     path, update = Path(file), os.environ.get(UPDATE_PINS) == "1"
+    is_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     on = " ".join(f"{axis}={n}" for axis, n in mesh.items()) or "one device"
+    kept = read_text(path, "pin").splitlines() if path.exists() else []
+    if kept and " on " in kept[0] and not kept[0].startswith(f"# {name} on "):
+        raise ValueError(
+            f"'{path}' says '{kept[0][2:]}', and this is {name}; use a file for each function, or remove it"
+        )
     if update or not path.exists():
-        if not update and os.environ.get("CI"):
+        if not update and is_ci:
             where = "run the test elsewhere, and commit the file"
             raise AssertionError(f"'{path}' is missing, and CI writes no pins: {where}")
         path.parent.mkdir(parents=True, exist_ok=True)
         text = f"{text_columns(after)}\n" if after else ""
         path.write_text(f"# {name} on {on} sends, per device and run\n{text}")
         return
-    first, *lines = read_text(path, "pin").splitlines() or [""]
+    first, *lines = kept or [""]
     before: list[Words] = [tuple(re.split(" {2,}", line.strip())) for line in lines if line]
     if not first.startswith("# ") or {*map(len, before)} - {len(TITLES)}:
         raise ValueError(f"'{path}' is no pin; remove it, and the test writes one")

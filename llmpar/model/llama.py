@@ -395,22 +395,33 @@ class Block(nnx.Module):
 
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
+        y = self.normed("attention_norm", x, par)
+        attended = self.attention(y, ids, rope, par)
+        if self.norms == ("attention_norm",):  # side by side
+            y, aux = self.fed_forward(y, par)
+            return x + self.scaled(attended) + self.scaled(y), aux
+        x = x + self.scaled(self.post_normed("attention_post_norm", attended, par))
+        if "attention_post_norm" not in self.norms:
+            x = checkpoint_name(x, STREAM)
+        y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
+        return x + self.scaled(self.post_normed("ffn_post_norm", y, par)), aux
+
+    def normed(self, name: str, x: Stream, par: Solo) -> Stream:
+        """Return the normed value, or ``x`` where the block does not have this norm."""
+        return getattr(self, name)(x, par) if name in self.norms else x
+
+    def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
+        """Return `normed`, of a value that remat knows as the stream's where it has a norm behind it."""
+        return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
+
+    def scaled(self, x: Stream) -> Stream:
+        """Return what is added to the residual stream."""
         scale = self.config.variant.residual_scale
-        normed = lambda name, y: getattr(self, name)(y, par) if name in self.norms else y
-        added = lambda y: y if scale == 1 else y * jnp.asarray(scale, y.dtype)
-        kept = lambda name, y: checkpoint_name(y, STREAM) if name in self.norms else y
-        y = normed("attention_norm", x)
-        attended = kept("attention_post_norm", self.attention(y, ids, rope, par))
-        attended = added(normed("attention_post_norm", attended))
-        beside = self.norms == ("attention_norm",)
-        if not beside:
-            x = x + attended
-            if "attention_post_norm" not in self.norms:
-                x = checkpoint_name(x, STREAM)
-            y = normed("ffn_norm", x)
-        y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
-        y = added(normed("ffn_post_norm", kept("ffn_post_norm", y)))
-        return (x + attended + y if beside else x + y), aux
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+    def fed_forward(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
+        """Return the result of the feed-forward, or that of the experts and their router's outputs."""
+        return self.experts(x, par) if self.config.experts else (self.ffn(x, par), None)
 
 
 class Llama(nnx.Module):
