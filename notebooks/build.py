@@ -462,17 +462,27 @@ def has_run(source: Path) -> bool:
 
 
 def digest(notebook: Path, modules: list[str]) -> str:
-    """Hash what a run of a notebook depends on. Of a module's text that is its syntax tree: comments and the
-    breaks between lines are left out, docstrings are not."""
+    """Hash what a run of a notebook depends on. Of a module's text that is its syntax tree without docstrings,
+    but for a notebook that reads them."""
     files = {file for name in modules if (file := module_file(name)).exists()}
     files = set(PACKAGE.rglob("*.py")) if modules == ["llmpar.*"] else files
     folders = {file.parent for file in files}
     data = {file for at in folders for file in at.iterdir() if file.is_file() and file.suffix != ".py"}
     data = {file for file in data if file.suffix != ".md" or notebook.name.startswith(file.stem)}
     parts = [f"{sys.version_info[:2]} jax {importlib.metadata.version('jax')}", notebook.read_text()]
-    parts += [ast.dump(ast.parse(file.read_text())) for file in sorted(files)]
+    shown = ast.NodeTransformer if "__doc__" in parts[1] else WithoutDocstrings
+    parts += [ast.dump(shown().visit(ast.parse(file.read_text()))) for file in sorted(files)]
     parts += [file.read_text() for file in sorted(data)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+class WithoutDocstrings(ast.NodeTransformer):
+    """Leaves out the strings that are statements."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        value = node.value
+        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+        return None if is_text else node
 
 
 def module_file(name: str) -> Path:

@@ -145,7 +145,7 @@ def ids_of(
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
     """Return the ids of the queries, and those of the `t` keys of each rank along an axis, which are gathered
     if only this rank's are given. Without segments all positions belong to one document. Where a mask cuts
-    these into chunks, segments are chunks."""
+    documents into chunks, each chunk is a segment."""
     if (q_segments_bs is None) != (k_segments_bt is None):
         raise ValueError(
             "segments were given for only one of queries and keys; give both or neither"
@@ -164,7 +164,7 @@ def ids_of(
         for positions, segments in ((q_positions_bs, q_segments_bs), keys)
     )
     if mask.in_chunks and (length := mask.window):
-        many = 2 + n * t // length  # of a document at most, and so they rise, as segments do
+        many = 2 + n * t // length  # more than a document has, so that numbers of chunks rise
         chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
         q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
     return q_ids, jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], n, t), 2, 0)
@@ -376,9 +376,8 @@ class _Ring:
     hops: int  # that keys make (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # In `ring_backward` K and V hop on only when this block's dK and dV are there. A GPU runs one collective
-    # at a time, and flash has two backward kernels: the gradients hop beside the one of dK and dV, K and V
-    # beside the one of dQ.
+    # In `ring_backward` K and V hop on only when this block's dK and dV are there. Flash has two backward
+    # kernels: dK and dV of the block before travel during the kernel of dK and dV, K and V during that of dQ.
     kv_hop_waits: bool = False
 
 
@@ -397,7 +396,7 @@ def ring_attention(
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> Partial:
-    """Attend to the keys of all n ranks along `axis`, each of which has s/n positions, in `jax.shard_map`.
+    """Attend to the keys of all n ranks along `axis`, each of which has s positions, in `jax.shard_map`.
     Without an axis there is one rank: the result of `full`, in memory linear in the sequence. The ids of keys
     are those of all ranks, in their order; or of this rank, and then they are gathered.
 
@@ -429,7 +428,7 @@ def ring_attention(
     assert s == t or not contiguous
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # A tile that joins the two parts that zigzag deals to a rank would be right, and never be skipped.
+    # In zigzag order one tile of all positions would have both parts of a rank: right, but never skipped.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
@@ -532,8 +531,7 @@ def _owner(ring, hops):
 
 
 def _hop(ring, arrays, by=1):
-    """Send arrays to the next rank, or to the rank ``by`` places further on, as one message: XLA for GPUs
-    overlaps one collective at a time."""
+    """Send arrays to the next rank, or to the rank ``by`` places further on, as one message."""
     with scope("keys b t -> the next rank"):
         return hop(arrays, ring.axis, ring.hop, by)
 

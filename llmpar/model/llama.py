@@ -11,8 +11,8 @@ Four ideas lead from an arrow to a matmul:
     mode      what ``par`` is (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
-SwiGLU. What other families add is asked for by the rows of their weights and by `Variant`: biases, more
-norms, experts, latent attention, sinks, caps and scales.
+SwiGLU. What other families add is there where `ModelConfig.block_weights` lists its weights (biases, more
+norms, experts, latent attention, sinks) or `Variant` asks for it (caps, scales).
 
 A training step needs one number, and the methods of `Llama` lead to it in this order:
 
@@ -91,7 +91,8 @@ class Norm(nnx.Module):
 
     def __init__(self, scale: nnx.Param, eps: float, variant: Variant = LLAMA):
         self.scale, self.eps, self.variant = scale, eps, variant
-        self.size = math.prod(scale.shape)  # whole: a device may have a part
+        # of the whole scale, of which a device may have a part
+        self.size = math.prod(scale.shape)
 
     @jax.named_scope("norm")
     def __call__(
@@ -118,14 +119,15 @@ class Norm(nnx.Module):
         return par.summed(square, of, arrow)(x)[..., None, None]
 
     def scaled(self, x: Array, scale: Array) -> Array:
-        """Return ``x`` times the scale and its offset."""
+        """Return ``x`` times (scale + offset)."""
         return x * (scale + self.variant.norm_offset) if self.variant.norm_offset else x * scale
 
 
 def take(
     part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
 ) -> None:
-    """Start the weights of a part of a block, as its attributes; a norm of each scale."""
+    """For each weight that is listed right under ``path`` (``rows`` are `ModelConfig.block_weights`), set an
+    attribute of ``part``: a parameter, or for ``x.scale`` a `Norm` named x."""
     for row in rows:
         owner, _, name = row.removesuffix(".scale").rpartition(".")
         if owner == path:
@@ -158,6 +160,7 @@ class Attention(nnx.Module):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
+        # without rotation the table has a factor of the queries alone
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
@@ -244,7 +247,7 @@ class LatentAttention(nnx.Module):
         to_keys, to_values = up_cnh[..., :-width], up_cnh[..., -width:]
         q_bsnc = jnp.einsum("bsnh,cnh->bsnc", q[..., :-r], to_keys)
         q_bsnc = jnp.concatenate([q_bsnc, q[..., -r:]], axis=-1)
-        # The cache divides scores by the root of this width.
+        # The cache divides scores by the root of c + r, and they want that of h.
         q_bsnc = q_bsnc * jnp.asarray((q_bsnc.shape[-1] / q.shape[-1]) ** 0.5, q.dtype)
         keys = latent[:, :, None]
         y = par.cache.attend(q_bsnc[:, :, None], keys, None, ids[0], self.config.mask)
@@ -330,7 +333,9 @@ class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     router: nnx.Param
-    router_bias: nnx.Param  # these where a model has them
+    # where a model has them: a bias that is learned, and one by which the choice is balanced
+    # (`Step._balance_experts`)
+    router_bias: nnx.Param
     bias: nnx.Param
 
     def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
@@ -411,7 +416,7 @@ class Block(nnx.Module):
         return getattr(self, name)(x, par) if name in self.norms else x
 
     def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
-        """Return `normed`, of a value that remat knows as the stream's where it has a norm behind it."""
+        """Return the normed value, and name what is normed STREAM for remat; or ``x``, without this norm."""
         return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
 
     def scaled(self, x: Stream) -> Stream:
@@ -537,8 +542,8 @@ class Llama(nnx.Module):
         ropes = [rope_of(config) for _, config in self.config.blocks]
 
         def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind, which takes its weights from those of an iteration: they are of one
-            layer, or (``place`` is a number) of several of each kind."""
+            """Return a block of a kind. ``w`` is what an iteration is given: ``w[kind]`` are the weights of
+            one layer where ``place`` is None, else of several, and this block uses ``w[kind][place]``."""
             own = lambda w: w[kind] if place is None else at(w[kind], place)
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 

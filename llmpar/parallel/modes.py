@@ -1,5 +1,5 @@
-"""One model text, four modes: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
-partitioner, `Explicit` with layouts as types.
+"""One model text, four modes: here `Solo`, on one device, and `Manual`, inside shard_map; in files of their
+own `Auto`, under XLA's partitioner, and `Explicit`, with layouts as types.
 
 The model calls these methods and never names a mesh axis:
 
@@ -16,7 +16,8 @@ The model calls these methods and never names a mesh axis:
                               runs one period of them, for which par.periods(ws, times) reshapes the stack
     par.chunked(f, xs, n)     pieces of a sequence, one after the other
     par.local(f, …)           an island: code that works on one device's blocks and communicates by itself,
-                              with the arrows of par.island, over the axes that par.axes(layout) names
+                              with the arrows of par.island, over the axes that par.axes(layout) names; in
+                              `Manual` that is f itself, in `Auto` and `Explicit` a shard_map of its own
 
 In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
 (`llmpar.inspect.census`) tells what moves for which line of the model. Autodiff writes the backward
@@ -43,13 +44,14 @@ from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
 from llmpar.plan.plan import Plan, Resolved
 
 PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
-"""Names by which remat policies know more values of a block: queries, keys and values before RoPE; the
-residual stream between attention and feed-forward; the feed-forward's first matmuls. Attention names its own.
+"""Names by which remat policies know values of a block: queries, keys and values before RoPE; the residual
+stream between attention and feed-forward (with norms behind these, their results before the norms); the
+feed-forward's first matmuls. Attention names its own result and log-sums. In 16 bits:
 
     value                          numbers a token   FLOPs to compute it again          saved by
     queries, keys, values          n h + 2 k h       2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
     attention's result, log-sums   n h               attention itself, more than that   selective, ffn
-    stream after attention         d                 the matmul with o; sends again     selective, ffn
+    stream after attention         d                 the matmul with o, and its sum     selective, ffn
     gate and up                    2 m               4 d m: d FLOPs a byte              selective
     norms, RoPE, SwiGLU            d, n h, m         a few FLOPs a byte                 none: computed again
 """
@@ -63,7 +65,7 @@ SAVED["selective"] = *SAVED["ffn"], HIDDEN
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    # where tokens come one at a time: their keys and values, and attention to them (`serve.decode`)
+    # in serving an object that keeps keys and values and attends to them (`serve.decode`)
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None):
@@ -98,7 +100,7 @@ class Solo:
                 self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
             ]
         name = OF_REGION[parse_arrow(arrow).after.region]
-        if name == HIDDEN and self.plan.ffn_chunks > 1:  # pieces would add up to all of it
+        if name == HIDDEN and self.plan.ffn_chunks > 1:  # all chunks together are what chunks avoid
             return results
         return [checkpoint_name(y, name) for y in results]
 
@@ -122,8 +124,9 @@ class Solo:
         return lax.stop_gradient(x)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function that calls ``f(par, …)`` on values with these ``layouts`` and moves the result:
-        on each device it is one term of a sum, which the arrow finishes."""
+        """Return a function that calls ``f(par, …)`` on values with these ``layouts`` (which `Auto` and
+        `Explicit` read) and moves the result: on each device it is one term of a sum, which the arrow
+        finishes."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -306,7 +309,8 @@ class Manual(Solo):
         return lax.axis_index(axes) if axes else 0
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow. ``invariant``: gathered results are equal everywhere."""
+        """Run the collectives of a physical arrow. ``invariant``: gathered results are typed as equal on all
+        devices, which they are."""
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):

@@ -3,7 +3,7 @@
 A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and
 the table in `Resolved.regions` is the whole of tensor, sequence and data parallelism:
 
-    region      b             s          d  n k m v
+    region      b             s          d  n k m v      (n query heads are k KV heads times r)
     data        dp,fsdp,ep    sp                         token ids, positions, losses
     stream      dp,fsdp,ep    sp[,tp]                    the residual stream; tp_sequence cuts its s by tp
     attention   dp,fsdp,ep    sp            tp (n, k)    inside attention; n is k·r
@@ -16,8 +16,8 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 `Plan.resolve` may split two axes in two factors, an outer and an inner one: sp in ``sp,ul``, tp in ``tp,kv``.
-In a mesh string sp is the whole axis; in a layout it is the outer factor, and the whole axis is ``sp,ul``:
-``sp=4`` with two ranks that exchange heads is ``sp=2 ul=2``. With ``usp`` the ranks of ``ul`` exchange
+A user writes sp=4, and `MeshShape.sp` is 4; layouts have an outer axis sp of 2 and an inner axis ul of 2
+(`MeshShape.sizes`), where groups of 2 ranks exchange heads. With ``usp`` the ranks of ``ul`` exchange
 positions for heads as Ulysses does, and those of ``sp`` form a ring: queries and keys are ``s/sp k/tp,ul``;
 elsewhere read ``sp,ul`` for the table's sp. Where tp has more ranks than the model has KV heads, the ranks of
 ``kv`` have copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``, ``r/kv``;
@@ -42,9 +42,9 @@ The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are c
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). The backward pass opens the
-sums +dp +fsdp on each device. Stage 3 is FSDP: its weights are gathered for use, and autodiff makes a
-reduce-scatter of that gather in the backward pass.
+Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). After the backward pass each
+device has its own term of the sums +dp +fsdp, and nothing is sent yet. Stage 3 is FSDP: its weights are
+gathered for use, and autodiff makes a reduce-scatter of that gather in the backward pass.
 
 Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
 these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
@@ -72,8 +72,8 @@ from llmpar.plan.sequence_order import Mask, ring_hops
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
 CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens, of which n
-are the token, the likeliest ones and the bits of their log-probabilities."""
+"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens. The last
+dim of these has the chosen token, the likeliest tokens, and the bits of their log-probabilities."""
 BEST = 20
 """A step of serving returns at most this many likeliest tokens of a vocabulary."""
 
@@ -88,9 +88,9 @@ class WeightLayouts:
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
         reduced: the finished gradient, and the optimizer's state.
-        replica_axes: the axes whose devices hold the same block in the backward pass and use it on other
-            values: over them the gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes
-            it.
+        replica_axes: the axes along which devices hold the same block in the backward pass and use it on
+            different tokens: over them the gradient is a sum. With ``reduce="layer"`` the backward pass
+            itself finishes it.
     """
 
     stored: Layout
@@ -134,7 +134,7 @@ class Plan:
         remat: what the backward pass recomputes: ``none``; ``selective``, all but the results of matmuls and
             of attention (Korthikanti et al. 2022, section 5: FLOPs per byte); ``ffn``, the feed-forward's
             matmuls too, whose results are most of the bytes; or the whole ``block``. On CPUs
-            the matmuls of experts are recomputed with each of them.
+            every choice but ``none`` recomputes the matmuls of experts.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
             forward pass and gather them again in the backward pass. False keeps them in between; in a
             pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
@@ -160,8 +160,8 @@ class Plan:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
-            ring. ``auto`` is flash on TPUs and GPUs since Ampere, there cudnn where it needs no mask
-            (`Resolved.takes_cudnn`), and portable elsewhere or where attention_block asks for blocks.
+            ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on
+            TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for blocks.
         attention_block: queries and keys per block of blockwise attention; None: halves of a device's, down
             to 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
@@ -234,7 +234,7 @@ class Plan:
         if config is not None:
             given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, requested=self, model=config, devices=devices)
-        # one without effect may leave another without any
+        # resetting an unused field may make another one unused
         while config and (unused := checks.unused(plan)):
             default: dict[str, Any] = {name: DEFAULTS[name] for name in unused}
             plan = dataclasses.replace(plan, **default, unused=plan.unused | unused)
@@ -337,7 +337,7 @@ class Resolved(Plan):
         return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence on each field that a user gave as its default is, and that decides nothing."""
+        """Return a sentence on each unused field among the ``given`` ones that was set to its default."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
@@ -391,7 +391,8 @@ class Resolved(Plan):
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        # Experts are gathered over these axes but for ep, which cuts them; other weights over ep, too.
+        # Weights are gathered over all of zero_cuts, experts over those but ep: two groups, where ep is not
+        # the only one.
         two_groups = {"ep"} < set(self.zero_cuts())
         if split and two_groups and self.gathers == "block":
             decided["reshard_after_forward"] = False
@@ -464,7 +465,7 @@ class Resolved(Plan):
 
     def order_matters(self, mask: Mask, seq_len: int) -> bool:
         """Whether attention relies on an order of positions: masked blocks are left out while compiling, or
-        the keys make fewer hops than there are ranks."""
+        the keys make fewer hops than the n - 1 of a whole ring."""
         n = self.mesh.along(self.regions["keys"]["s"])
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
@@ -515,7 +516,7 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # The axes over which the value still differs behind the collectives.
+            # The axes over which JAX still types the value as varying, after the collectives.
             differs = set(self.varying(logical.before.region)) - summed
             # It is equal over these, and must be typed as varying from here on (`lax.pcast`).
             begin = tuple(a for a in after if a not in differs)
@@ -588,8 +589,8 @@ class Resolved(Plan):
 
     @functools.cached_property
     def places(self) -> list[int]:
-        """How many layers of each kind a stage has room for, empty places included (`plan.places`); without a
-        pipeline, how many the model has."""
+        """How many layers of each kind the stack of a stage has room for, of which some may stay empty (the
+        module `llmpar.plan.places`); without a pipeline, how many the model has."""
         config, order = self.config, self.pipeline
         if order is None:
             return [count for count, _ in config.blocks]

@@ -97,8 +97,8 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: ``layer_orders[kind][i]`` is the layer of a kind that the state holds at place i
-            (`places.layer_orders`); the number of layers marks an empty place.
+        layer_orders: the stack of a kind holds layer ``layer_orders[kind][i]`` in slot i; where that is the
+            number of layers, the slot is empty (`places.layer_orders`).
         abstract_state, abstract_model_order: shapes and shardings of the state as stages hold it, and with
             its layers in the model's order.
         run: `train_step`, compiled; it checks what it is given, and takes over the state's memory.
@@ -177,7 +177,8 @@ class Step:
         return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Return a device's gradients, from its part of the batch and its shards of the weights."""
+        """Return gradients and metrics: in `Manual` a device's, from its part of the batch and its shards of
+        the weights; else of whole arrays."""
         params = self._with_open_sums(params)
         if self.plan.pipeline and isinstance(self.par, Manual):
             loss, grads = pipeline.gradients(self.config, self.par, params, batch, self._zeros())
@@ -218,7 +219,7 @@ class Step:
     def _update(self, learned: Tree, grads: Tree, state: Tree, metrics: dict) -> tuple[Tree, Tree]:
         """Return the trained weights, cut as gradients are, and the optimizer's state after an update."""
         learned = self._constrain(learned)
-        # Optax raises floats to powers of whole numbers
+        # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = self.optimizer.update(grads, state, learned)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
@@ -279,8 +280,8 @@ class Step:
 
     def _in_buckets(self, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets, each closed when it has
-        `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
-        pass still runs (Li et al. 2020)."""
+        `Plan.bucket_bytes` (at ZeRO 0 alone, says `checks`): fewer collectives, the same bytes, and the first
+        can leave while the backward pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
         sizes = [
@@ -435,6 +436,7 @@ class Step:
         """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
         above."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
+        # the inverse permutations: empty slots are sorted to the end, and left out
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
         return self._reorder(state, orders, self.abstract_model_order, donate)
 
