@@ -462,8 +462,8 @@ def has_run(source: Path) -> bool:
 
 
 def digest(notebook: Path, modules: list[str]) -> str:
-    """Hash what a run of a notebook depends on. Of a module's text that is its syntax tree without docstrings,
-    but for a notebook that reads them."""
+    """Hash what a run of a notebook depends on. Of a module's text that is its syntax tree, without
+    docstrings where the notebook does not read them."""
     files = {file for name in modules if (file := module_file(name)).exists()}
     files = set(PACKAGE.rglob("*.py")) if modules == ["llmpar.*"] else files
     folders = {file.parent for file in files}

@@ -382,7 +382,7 @@ def test_a_run_is_that_of_the_modules_that_it_imported(tmp_path, monkeypatch):
         ("plan/plan.py", "x = 1  # one", True),
         ("plan/plan.py", "x = 2", False),
     ]
-    steps += [("plan/plan.py", "x = 1", True), ("plan/chips.toml", "[a]", False)]
+    steps += [("plan/plan.py", '"One."\nx = 1', True), ("plan/chips.toml", "[a]", False)]
     for name, text, same in steps:
         (package / name).write_text(text + "\n")
         assert build.has_run(source) == same, name
