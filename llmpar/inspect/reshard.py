@@ -129,7 +129,7 @@ def cheaper(
 def _cuts(sharding: Any, ndim: int) -> Cuts | None:
     """Return which axes cut each dim; None where that is not known."""
     spec = getattr(sharding, "spec", None)
-    if spec is None or spec.unreduced or PartitionSpec.UNCONSTRAINED in spec:
+    if spec is None or spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
         return None
     explicit = {*sharding.mesh.axis_types} == {AxisType.Explicit}
     known = explicit or isinstance(sharding.mesh, Mesh)
