@@ -117,6 +117,7 @@ def test_assertions_hold_fail_and_show_that_they_can():
 
 def test_a_file_is_of_one_function(tmp_path, monkeypatch):
     """Not even a pin that is written anew takes the place of another function's."""
+    monkeypatch.delenv("CI", raising=False)
     shown().pin(tmp_path / "a.comm")
     kept = (tmp_path / "a.comm").read_text()
     monkeypatch.setenv("LLMPAR_UPDATE_PINS", "1")
