@@ -693,6 +693,16 @@ PLANS = [
 ]
 
 
+def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen():
+    name, known, _ = frameworks.facts_in("pretrain_gpt.py --tensor-model-parallel-size 8 --bf16")
+    fixed = frameworks.fixed_by(name, frameworks.planned_by(known, 64)[2])
+    assert fixed["tp_sequence"] is False and not {"zero", "schedule"} & fixed.keys()
+    more = " --pipeline-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer"
+    name, known, _ = frameworks.facts_in("pretrain_gpt.py --tensor-model-parallel-size 8 --bf16" + more)
+    fixed = frameworks.fixed_by(name, frameworks.planned_by(known, 64)[2])
+    assert fixed["schedule"] == "1f1b" and fixed["tp_sequence"] is True and fixed["zero"] == 1
+
+
 @pytest.mark.parametrize("name", frameworks.EXPORTS)
 @pytest.mark.parametrize("model, plan", PLANS, ids=lambda x: str(getattr(x, "mesh", x)))
 def test_what_is_exported_is_read_back_but_for_what_its_comments_say(model, plan, name):
@@ -749,6 +759,7 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     (row,) = document["plans"]
     q = question("llama3-8b", 8, 64)
     fixed = {"microbatches": 64, "remat": "none", "dtype": "bfloat16"}
+    fixed |= {"tp_sequence": False, "tp_comm_overlap": False}  # as Megatron does without these flags
     one = planner.on_mesh(dataclasses.replace(q, fixed=fixed), parse_mesh("tp=8"))
     assert status == 0 and row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
     assert "--parallelism.tensor_parallel_degree 8" in document["export"]

@@ -150,7 +150,7 @@ class PlanCommand(Output):
         }
         q = dataclasses.replace(
             planner.Question(*dataclasses.replace(self, **sizes).question()),
-            fixed={"remat": plan.remat} | planner.fields_of(plan),
+            fixed=frameworks.fixed_by(name, plan),
         )
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
         if one.why_not:

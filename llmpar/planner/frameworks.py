@@ -136,6 +136,19 @@ def _number(value: Any) -> Any:
     return value
 
 
+def fixed_by(name: str, plan: Plan) -> dict[str, Any]:
+    """Return the fields of a plan that a framework has words for, and that decide something on its mesh.
+    Those that a text leaves out have the framework's defaults, and are not the planner's to choose."""
+    row, mesh = FRAMEWORKS[name], plan.mesh
+    words = {fact for _, fact, *_ in (*row["keys"], *row["reads"])} & {*Plan.__dataclass_fields__}
+    idle = {"schedule", "virtual_stages"} if mesh.pp == 1 else set[str]()
+    idle |= {"tp_sequence", "tp_comm_overlap"} if mesh.tp == 1 else set()
+    idle |= {"context_parallel"} if mesh.sp == 1 else set()
+    idle |= {"zero"} if mesh.fsdp * mesh.ep == 1 else set()
+    fixed = {x: getattr(plan, x) for x in sorted(words | {"remat"} - idle)}
+    return {x: value for x, value in fixed.items() if x not in idle} | planner.fields_of(plan)
+
+
 def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Plan]:
     """Return the devices, the sequences of a step and the plan that facts are of."""
     one = lambda name: max(1, int(known.get(name) or 1))
