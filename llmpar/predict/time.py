@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmpar.plan import schedules
-from llmpar.plan.mesh_shape import AXES, divisors
+from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
@@ -94,9 +94,14 @@ class Time:
 
 
 @functools.lru_cache(maxsize=64)
-def _reached(chip: Chip, rates: Rates) -> tuple[Chip, Chip]:
-    """Return a device of the chip, and the chip with the links that large collectives reach."""
-    return chip.per_device(), chip.reaching(rates)
+def _reached(chip: Chip, rates: Rates, num_devices: int) -> tuple[Chip, Chip]:
+    """Return a device of the chip, and the chip with the links that large collectives reach, in nodes of as
+    many chips as a job takes of each: the most that divide all of its chips."""
+    links, chips = chip.reaching(rates), max(1, num_devices // chip.devices_per_chip)
+    if chip.link == "switch":
+        node = next(n for n in range(chip.node_size, 0, -1) if chips % n == 0)
+        links = replace(links, node_size=node)
+    return chip.per_device(), links
 
 
 class Clock:
@@ -104,11 +109,7 @@ class Clock:
 
     def __init__(self, run: Run, own: Rates | None = None, exact: bool = True):
         self.run, self.rates = run, own or run.chip.rates
-        self.device, self.links = _reached(run.chip, self.rates)
-        chips = max(1, run.mesh.size // run.chip.devices_per_chip)
-        if run.chip.link == "switch":  # as many chips of each node as divide them all
-            node = max(n for n in divisors(chips) if n <= run.chip.node_size)
-            self.links = replace(self.links, node_size=node)
+        self.device, self.links = _reached(run.chip, self.rates, run.mesh.size)
         self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
         self.inner, apart, sizes = dict[str, int](), 1, run.mesh.user_sizes
         for axis in reversed(AXES):  # neighbours on the last are the nearest
