@@ -695,11 +695,11 @@ PLANS = [
 
 def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen():
     name, known, _ = frameworks.facts_in("pretrain_gpt.py --tensor-model-parallel-size 8 --bf16")
-    fixed = frameworks.fixed_by(name, frameworks.planned_by(known, 64)[2])
+    fixed = frameworks.fixed_by(name, frameworks.planned_by(known, 64)[2].resolve(preset("llama3-8b"), None))
     assert fixed["tp_sequence"] is False and not {"zero", "schedule"} & fixed.keys()
     more = " --pipeline-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer"
     name, known, _ = frameworks.facts_in("pretrain_gpt.py --tensor-model-parallel-size 8 --bf16" + more)
-    fixed = frameworks.fixed_by(name, frameworks.planned_by(known, 64)[2])
+    fixed = frameworks.fixed_by(name, frameworks.planned_by(known, 64)[2].resolve(preset("llama3-8b"), None))
     assert fixed["schedule"] == "1f1b" and fixed["tp_sequence"] is True and fixed["zero"] == 1
 
 

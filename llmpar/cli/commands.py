@@ -100,6 +100,7 @@ def parse(argv: list[str]):
         command = dataclasses.replace(command, step=dataclasses.replace(step, given=given))
     if not (words := argv[at + 1 :]):
         return command
-    launchable = pkgutil.resolve_name("llmpar.cli.launch:LAUNCHABLE")
-    inner = parse(words) if words[0] in launchable else None
+    from llmpar.cli.launch import LAUNCHABLE
+
+    inner = parse(words) if words[0] in LAUNCHABLE else None
     return dataclasses.replace(command, words=tuple(words), command=inner)

@@ -148,10 +148,9 @@ class PlanCommand(Output):
             if "model" in known
             else " ".join(model),
         }
-        q = dataclasses.replace(
-            planner.Question(*dataclasses.replace(self, **sizes).question()),
-            fixed=frameworks.fixed_by(name, plan),
-        )
+        q = planner.Question(*dataclasses.replace(self, **sizes).question())
+        fixed = frameworks.fixed_by(name, q.resolved(plan, None))
+        q = dataclasses.replace(q, fixed=fixed)
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
         if one.why_not:
             changes = [x for x in advice.advice(q, plan.mesh, one) if x]

@@ -8,8 +8,9 @@ import shlex
 import tomllib
 from typing import Any
 
+from llmpar.plan import checks
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.plan import Plan
+from llmpar.plan.plan import Plan, Resolved
 from llmpar.planner import planner
 from llmpar.predict.hardware import package_table
 
@@ -136,17 +137,14 @@ def _number(value: Any) -> Any:
     return value
 
 
-def fixed_by(name: str, plan: Plan) -> dict[str, Any]:
+def fixed_by(name: str, plan: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that a framework has words for, and that decide something on its mesh.
     Those that a text leaves out have the framework's defaults, and are not the planner's to choose."""
-    row, mesh = FRAMEWORKS[name], plan.mesh
+    row, own = FRAMEWORKS[name], plan.requested
     words = {fact for _, fact, *_ in (*row["keys"], *row["reads"])} & {*Plan.__dataclass_fields__}
-    idle = {"schedule", "virtual_stages"} if mesh.pp == 1 else set[str]()
-    idle |= {"tp_sequence", "tp_comm_overlap"} if mesh.tp == 1 else set()
-    idle |= {"context_parallel"} if mesh.sp == 1 else set()
-    idle |= {"zero"} if mesh.fsdp * mesh.ep == 1 else set()
-    fixed = {x: getattr(plan, x) for x in sorted(words | {"remat"} - idle)}
-    return {x: value for x, value in fixed.items() if x not in idle} | planner.fields_of(plan)
+    idle = plan.unused.keys() | checks.unused(plan, words)
+    fixed = {x: getattr(own, x) for x in sorted((words | {"remat"}) - idle)}
+    return fixed | planner.fields_of(own)
 
 
 def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Plan]:
