@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -470,10 +471,17 @@ def digest(notebook: Path, modules: list[str]) -> str:
     data = {file for at in folders for file in at.iterdir() if file.is_file() and file.suffix != ".py"}
     data = {file for file in data if file.suffix != ".md" or notebook.name.startswith(file.stem)}
     parts = [f"{sys.version_info[:2]} jax {importlib.metadata.version('jax')}", notebook.read_text()]
-    shown = ast.NodeTransformer if "__doc__" in parts[1] else WithoutDocstrings
-    parts += [ast.dump(shown().visit(ast.parse(file.read_text()))) for file in sorted(files)]
+    reads_docs = "__doc__" in parts[1]
+    parts += [syntax(file.read_text(), reads_docs) for file in sorted(files)]
     parts += [file.read_text() for file in sorted(data)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def syntax(text: str, docstrings: bool) -> str:
+    """Write the syntax tree of a module's text, which many lessons import."""
+    tree = ast.parse(text)
+    return ast.dump(tree if docstrings else WithoutDocstrings().visit(tree))
 
 
 class WithoutDocstrings(ast.NodeTransformer):
