@@ -123,10 +123,15 @@ def test_layers_that_are_not_described_are_refused_by_name():
     config = CASES["gemma3_text"][0]
     with pytest.raises(ValueError, match="a layer 'spectral' is not described; full_attention, sliding"):
         read(config | {"layer_types": ["spectral"] * 8})
+    with pytest.raises(ValueError, match="has 8 layers, and layer_types names 7; make them agree"):
+        read(config | {"layer_types": ["full_attention"] * 7})
+    with pytest.raises(ValueError, match="has 5 layers, and hybrid_override_pattern names 4"):
+        pattern = {"hybrid_override_pattern": "M*-M", "layers_block_type": None}
+        read(CASES["nemotron_h"][0] | pattern | {"num_hidden_layers": 5})
     with pytest.raises(ValueError, match="the number of layers .* from 0 to 4,096"):
         read(config | {"num_hidden_layers": 10**6})
     with pytest.raises(ValueError, match="none has a weight"):
-        read(config | {"num_hidden_layers": 0})
+        read(config | {"num_hidden_layers": 0, "layer_types": None})
     assert (
         not families.is_planned("spectral") and not families.is_planned(None) and not families.is_planned([])
     )

@@ -29,6 +29,8 @@ IGNORED, CHANGING = (
     re.compile("|".join(map(fnmatch.translate, TABLES[name]))) for name in ("ignored", "changing")
 )
 _NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors".split()
+_MIXER, _FFN = "layer_types | layers_block_type", "mlp_layer_types"
+"""Where a file names the mixer and the feed-forward of each layer, if its family does not say."""
 MOST_LAYERS, MOST = 4096, 1 << 40
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
@@ -211,6 +213,7 @@ def read_family(
     file = family["unsaid"] | {key: value for key, value in raw.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
+    _check_layers(reader, family, num_layers)
     model = {
         "name": name,
         "vocab_size": reader.number("v", "the size of the vocabulary"),
@@ -237,6 +240,22 @@ def read_family(
         return main
     lead, period = repeated(tuple(order))
     return main | {"kinds": kinds, "lead": lead, "period": period}
+
+
+def _check_layers(reader: _Reader, family: dict[str, Any], num_layers: int) -> None:
+    """Refuse a file whose list of layers has another length than it has layers, those for further tokens
+    (MTP) aside. Entries by an index are a pattern that repeats."""
+    texts = family.get("mixer", _MIXER), family.get("ffn", _FFN)
+    names = re.findall(r"\b\w+\b(?!\[)", " ".join(texts))
+    names += re.findall(r"len\((\w+)\)", reader.letters["layers"])
+    more = _optional(reader, TABLES["mtp"]) or 0
+    for name in dict.fromkeys(names):
+        entries = reader.file.get(name)
+        count = len(entries) if isinstance(entries, list | str) else num_layers
+        if count not in (num_layers, num_layers + more):
+            raise ValueError(
+                f"the model has {num_layers} layers, and {name} names {count}; make them agree"
+            )
 
 
 def _kinds(
@@ -266,8 +285,8 @@ def _params(kind: dict[str, Any]) -> int:
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:
     """Return the names of a layer's mixer and feed-forward: those that the file gives, or a rule's."""
     sparse = family.get("sparse", str(int("experts" in family["ffns"])))
-    mixers = family.get("mixer", "layer_types | layers_block_type"), family["rule"]
-    ffns = family.get("ffn", "mlp_layer_types"), f"'experts' if {sparse} else 'dense'"
+    mixers = family.get("mixer", _MIXER), family["rule"]
+    ffns = family.get("ffn", _FFN), f"'experts' if {sparse} else 'dense'"
     pair = []
     for (given, rule), known in ((mixers, family["mixers"]), (ffns, family["ffns"])):
         name = str(layer.given(f"({given}) | ({rule})", "the kind of a layer"))
