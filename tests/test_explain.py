@@ -107,6 +107,23 @@ def test_an_error_of_jax_is_answered_by_the_missing_arrow(case, jitted):
         assert parse_arrow(arrow).moves
 
 
+def test_an_error_that_a_program_raises_itself_is_not_jaxs():
+    with jax.set_mesh(MESH), pytest.raises(Exception) as raised:
+        put("dp") + put("tp")
+    assert explain(raised.value)
+    with pytest.raises(ValueError) as own:
+        raise ValueError(str(raised.value))
+    assert explain(own.value) == ""
+
+
+def test_no_sharding_of_a_result_is_said_where_the_factors_cannot_be_read():
+    """P() would give every device the whole batch."""
+    with jax.set_mesh(MESH), pytest.raises(Exception) as raised:
+        lax.dot_general(put("dp", None, "tp", shape=(4, 4, 8)), put("tp"), (([2], [0]), ([], [])))
+    sentence = explain(raised.value)
+    assert "an out_sharding that names none of tp" in sentence and "P()" not in sentence
+
+
 def test_the_arrow_is_what_the_program_lacked():
     """With the arrows of the sentences, the first product and the addition run, and are right."""
     with jax.set_mesh(MESH):

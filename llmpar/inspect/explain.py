@@ -10,6 +10,7 @@ the traceback.
 import ast
 import contextlib
 import difflib
+import dis
 import itertools
 import re
 import tomllib
@@ -56,6 +57,8 @@ def _explained() -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
+    if _is_users(error):
+        return ""
     text = str(error)[:LONGEST]
     for rule, row in ((rule, row) for rule, rows in ERRORS.items() for row in rows):
         for match in filter(None, (re.search(says, text, re.S) for says in row["says"])):
@@ -146,6 +149,17 @@ def _spec(layout: Layout) -> PartitionSpec:
 # --------------------------------------------------------------------------------- what the traceback holds
 
 
+def _is_users(error: BaseException) -> bool:
+    """Tell whether a ``raise`` outside of JAX made an error. JAX may leave its own frames out of a traceback:
+    then the innermost frame calls."""
+    tb = error.__traceback__
+    while tb and tb.tb_next:
+        tb = tb.tb_next
+    if not tb or tb.tb_frame.f_globals.get("__name__", "").startswith("jax."):
+        return False
+    return dis.opname[tb.tb_frame.f_code.co_code[tb.tb_lasti]] == "RAISE_VARARGS"
+
+
 def _frames(error: BaseException, of_jax: bool) -> list[FrameType]:
     """List the traceback's frames in JAX's code, or in the user's, the outermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -216,15 +230,17 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
     """Return the sum over the axes that cut both factors along the dims that are summed, or the gather of one
     factor."""
     (one, other), whole = map(layout_from_text, (left, right)), Layout(())
+    result = f"an out_sharding that names none of {', '.join(sorted({*one.axes, *other.axes}))}"
     with contextlib.suppress(Exception):  # JAX's arguments are read only where they are plain
         whole = _result_without(error, {*one.axes, *other.axes})
+        result = f"out_sharding={_spec(whole)}"
     before, after = (
         (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
     )
     words = {
         "left": ",".join(one.axes),
         "right": ",".join(other.axes),
-        "result": f"out_sharding={_spec(whole)}",
+        "result": result,
     }
     return _missing(before, after, **words)
 
