@@ -791,7 +791,7 @@ def test_jupyterlab_session(chromium, lab, tmp_path):
         return page
 
     page, book = opened(), "window.jupyterapp.shell.currentWidget"
-    # What JupyterLab says, by either way, of a message whose topic it reads as JSON: "stream.stderr", "kernel.c84"...
+    # What JupyterLab says, by either way, of a message whose topic it reads as JSON.
     early = re.compile(r'"(stream|kernel)\.\w+"(\.\.\.)? is not valid JSON')
     page.on("pageerror", lambda error: None if early.search(str(error)) else faults.append(str(error)))
     page.on("console", lambda m: None if m.type != "error" or early.search(m.text) else faults.append(m.text))

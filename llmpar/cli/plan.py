@@ -270,6 +270,8 @@ class PlanCommand(Output):
                 raise ValueError(
                     f"--fix '{pair}' is no field=value of a plan; fields are {', '.join(known)}"
                 )
+            if name in given:
+                raise ValueError(f"--fix: '{name}' is given twice")
             value: Any = {"true": True, "false": False, "none": None}.get(text.lower(), text)
             if value is None and isinstance(known[name].default, str):
                 value = text  # remat has a policy of that name

@@ -639,6 +639,8 @@ def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
     for dim in dims:
         name, _, text = dim.partition("=")
         value = {"true": True, "false": False, "none": None}.get(text, text)
+        if name in given:
+            raise ValueError(f"'{name}' is given twice")
         given[name] = int(text) if text.isdecimal() else value
     if unknown := [dim for dim in dims if dim.partition("=")[0] not in DIMS]:
         raise ValueError(f"'{unknown[0]}' is no dim of a model; its dims are {', '.join(DIMS)}")
