@@ -6,8 +6,6 @@ import math
 import random
 import re
 import shlex
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -100,9 +98,9 @@ def test_all_that_context_parallelism_offers_is_priced_and_the_ring_is_not_chose
 PUBLISHED = question("llama3.1-405b", 16384, 2048)
 ASKED = {
     "fsdp=32 tp=2": question(devices=64),
-    "fsdp=8 tp=8": question("llama3-70b", 64, 64, 4096),
+    "fsdp=8 tp=8": question("llama3-70b", 64, 64, 4096, loss_chunks=4, tp_sequence=False),
     "pp=16 dp=128 tp=8": PUBLISHED,
-    "pp=2 ep=4": question("qwen3-30b-a3b", batch=16, seq=4096),
+    "pp=2 ep=4": question("qwen3-30b-a3b", batch=16, seq=4096, loss_chunks=4),
     "sp=2 fsdp=4": question("llama3-8b", 8, seq=32768, remat="block"),
 }
 
@@ -115,30 +113,6 @@ def test_a_mesh_that_is_asked_for_is_what_decide_answers_with_its_axes_given(mes
     assert [one] == given and not one.why_not
 
 
-def test_any_mesh_with_any_fields_is_what_decide_answers():
-    rng, same = random.Random(11), 0
-    fields = {"remat": ["none", "block"], "zero": [1, 3], "loss_chunks": [1, 4], "tp_sequence": [False]}
-    fields |= {"schedule": ["zb-h1", "gpipe"], "stage_saves": ["residuals"], "context_parallel": ["gather"]}
-    models = ("llama3-8b", "llama3.2-1b", "qwen3-30b-a3b", "llama3-70b")
-    for _ in range(12):
-        name, row = rng.choice(models), chip(rng.choice(("h100", "b200", "v5p")))
-        own = {field: rng.choice(fields[field]) for field in rng.sample(sorted(fields), 2)}
-        q = question(name, rng.choice((8, 12, 32)), 96, rng.choice((4096, 16384)), row, **own)
-        mesh = rng.choice([mesh for mesh, _ in planner.every_mesh(q)])
-        try:
-            one = planner.on_mesh(q, mesh)
-        except ValueError:
-            one = None
-        try:
-            (given,) = planner.decide(dataclasses.replace(q, fixed=own | mesh.user_sizes)).plans
-        except ValueError:
-            assert one is None or one.why_not
-        else:
-            assert one == given
-            same += 1
-    assert same > 3
-
-
 def test_the_published_mesh_of_the_405b_fits_at_a_third_of_peak():
     one = planner.on_mesh(PUBLISHED, parse_mesh("pp=16 dp=128 tp=8"))
     assert one.total_bytes <= PUBLISHED.capacity_bytes
@@ -148,15 +122,12 @@ def test_the_published_mesh_of_the_405b_fits_at_a_third_of_peak():
 def test_each_mesh_is_answered_or_says_why_not():
     """The search leaves out what the list gives a reason for, and nothing else."""
     rng, reasons = random.Random(3), set()
-    for name, devices, seq in (
-        ("llama3-70b", 64, 4096),
-        ("qwen3-30b-a3b", 16, 16384),
-        ("llama3-8b", 12, 8192),
-    ):
+    # Ways to deal out the prime factors of so many devices over so many axes.
+    asked = ("qwen3-30b-a3b", 16, 16384, math.comb(9, 5)), ("llama3-8b", 12, 8192, 15 * 5)
+    for name, devices, seq, splits in asked:
         q = question(name, devices, devices, seq)
         found = dict(planner.every_mesh(q))
-        axes = 5 + bool(q.config.experts)
-        assert len(found) == len({str(mesh) for mesh in found}) == NUM_SPLITS[devices, axes]
+        assert len(found) == len({str(mesh) for mesh in found}) == splits
         shown = {mesh for mesh, why in found.items() if not why}
         searched = {m for m in planner.meshes(q) if q.batch_size % (m.dp * m.fsdp * m.ep) == 0}
         assert shown <= searched and all("width" in found[mesh] for mesh in searched - shown)
@@ -175,32 +146,20 @@ def test_each_mesh_is_answered_or_says_why_not():
     assert len(reasons) > 3
 
 
-NUM_SPLITS = {(64, 5): math.comb(6 + 4, 4), (16, 6): math.comb(4 + 5, 5), (12, 5): math.comb(2 + 4, 4) * 5}
-"""Ways to deal out the prime factors of so many devices over so many axes."""
-
-
-@pytest.mark.parametrize(
-    "name, devices, seq, first",
-    [pytest.param("llama3-70b", 16, 8192, 24, marks=pytest.mark.full), ("qwen2.5-32b", 8, 32768, 12)],
-)
-def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried(name, devices, seq, first):
-    """It was called the smallest, and was a multiple of those asked for: 32 and 16."""
-    with pytest.raises(ValueError) as refusal:
-        planner.decide(question(name, devices, seq=seq))
-    *fewer, many = map(int, re.findall(r"\d+", str(refusal.value).rpartition("the first of")[2]))
-    assert many == first and f"it does on {first}, with a batch of {first}: " in str(refusal.value)
-    assert fewer == [n for n in (10, 20) if n < first][-1:] and "smallest" not in str(refusal.value)
-    assert not any(planner.smallest_fits(question(name, n, seq=seq)) for n in fewer)
-    assert planner.decide(question(name, first, seq=seq), 1).plans
+def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried():
+    name, seq = "qwen2.5-32b", 32768
+    with pytest.raises(ValueError, match="it does on 12, with a batch of 12: ") as refusal:
+        planner.decide(question(name, 8, seq=seq))
+    assert re.findall(r"\d+", str(refusal.value).rpartition("the first of")[2]) == ["10", "12"]
+    assert not planner.smallest_fits(question(name, 10, seq=seq))
+    assert planner.decide(question(name, 12, seq=seq), 1).plans
 
 
 MANY = "qwen3-30b-a3b", 32, "fsdp=32"
 PARTS = [
     (*MANY, {"zero": 2}),
     (*MANY, {"zero": 3}),
-    ("llama3-8b", 8, "fsdp=8", {"remat": "selective", "loss_chunks": 8}),
     ("llama3-8b", 8, "fsdp=4 tp=2", {"microbatches": 2, "reshard_after_forward": False}),
-    ("llama3-8b", 8, "dp=8", {"zero": 0}),
     ("llama3-70b", 64, "pp=4 fsdp=4 tp=4", {"microbatches": 8}),
 ]
 
@@ -311,27 +270,11 @@ def test_questions_without_an_answer_are_refused(options, sentence):
         planner.decide(question(**options))
 
 
-def test_the_405b_on_16384_prices_few_plans_and_needs_no_jax():
-    code = """
-import dataclasses, sys
-from llmpar.plan.model_config import preset
-from llmpar.predict import hardware
-from llmpar.planner import planner
-q = planner.Question(preset("llama3.1-405b"), hardware.chip("h100"), 16384, 2048, 8192)
-answer = planner.decide(q)
-published = planner.decide(dataclasses.replace(q, fixed={"pp": 16, "fsdp": 128, "tp": 8}))
-times = [one.plans[0].time.step_s for one in (answer, published)]
-print(answer.num_priced, *times, "jax" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    priced, best, published, jax = done.stdout.split()
-    assert int(priced) < 3000 and jax == "False"
-    assert float(published) <= 1.10 * float(best)
-
-
-def test_what_mfu_is_lost_to_is_named_in_the_order_of_its_seconds():
-    """The published mesh of the 405B is answered 33 %, and 41 % was measured: here stages compute again."""
+def test_the_405b_on_16384_prices_few_plans_and_says_what_mfu_is_lost_to():
+    """The published mesh is answered 33 %, and 41 % was measured: here stages compute again."""
     (one,) = planner.decide(dataclasses.replace(PUBLISHED, fixed={"pp": 16, "fsdp": 128, "tp": 8})).plans
+    answer = planner.decide(PUBLISHED)
+    assert answer.num_priced < 3000 and one.time.step_s <= 1.10 * answer.plans[0].time.step_s
     beside = planner.why(one, [one]).partition("; no useful FLOPs: ")[2]
     names = [part.rsplit(" ", 2)[0] for part in beside.split(", ")]
     seconds = [one.time.terms[name] for name in names]
@@ -361,12 +304,7 @@ def test_the_budget_is_arithmetic(small):
 
 @pytest.mark.parametrize(
     "name, row, devices",
-    [
-        ("llama3-8b", "h100", 8),
-        ("qwen3-30b-a3b", "h100", 16),
-        ("llama3-8b", "v5e", 32),
-        ("llama3-8b", "mi250x", 16),
-    ],
+    [("qwen3-30b-a3b", "h100", 16), ("llama3-8b", "v5e", 32), ("llama3-8b", "mi250x", 16)],
 )
 def test_the_printed_lines_are_the_plan(name, row, devices):
     answer = planner.decide(question(name, devices, 4 * devices, 4096, chip(row)), keep=2)
@@ -418,7 +356,7 @@ def test_a_field_that_decides_nothing_is_not_priced():
     """Random plans, whatever is set: bytes, traffic and time are those of what would run."""
     rng, same = random.Random(8), 0
     kinds = look.OFFERED | {"unroll": {"options": [0, 1, 2]}, "attention_block": {"options": [None, 256]}}
-    while same < 40:
+    while same < 15:
         name, row = rng.choice(["llama3-8b", "qwen3-30b-a3b"]), chip(rng.choice(["h100", "v5p", "mi250x"]))
         sizes = dict.fromkeys(AXES, 1)
         for axis in rng.choices([*AXES], k=4):
@@ -461,12 +399,9 @@ def test_fields_that_are_set_are_timed():
     assert padded > 1.2 * full
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows", "schedule"), [("pp=2 fsdp=32", 128, "1f1b"), ("pp=8 dp=2 tp=4", 64, "interleaved")]
-)
-def test_a_pipeline_that_keeps_residuals_recomputes_nothing_and_does_not_fit(mesh, rows, schedule):
-    q = question("llama3-70b", 64, rows, 8192, stage_saves="residuals", schedule=schedule)
-    one = planner.on_mesh(q, parse_mesh(mesh))
+def test_a_pipeline_that_keeps_residuals_recomputes_nothing_and_does_not_fit():
+    q = question("llama3-70b", 64, 128, 8192, stage_saves="residuals", schedule="1f1b")
+    one = planner.on_mesh(q, parse_mesh("pp=2 fsdp=32"))
     by_hand = planner.on_mesh(dataclasses.replace(q, fixed=q.fixed | {"remat": "block"}), one.plan.mesh)
     assert one.plan.remat == by_hand.plan.remat == "none"
     assert one.why_not and by_hand.why_not and one.total_bytes > 2 * q.capacity_bytes
@@ -486,14 +421,6 @@ def test_the_first_of_equals_is_not_both_slower_and_fuller_than_another():
     assert planner.why(tied[1], [tied[1], tied[0]]).startswith("as fast as any but for 0.5%, and simpler")
 
 
-def test_machines_have_rows_and_sources():
-    for name, machine in hardware.CLUSTERS.items():
-        assert machine["source"] and machine["ports"] and machine["date"][:2] == "20"
-        row, _ = hardware.cluster(name)
-        assert row.node_size == machine["chips_per_node"]
-        assert row.name in hardware.POWER_W
-
-
 # ------------------------------------------------------------------------------------------------ the command
 
 
@@ -510,9 +437,6 @@ def test_the_document_is_the_contract(capsys):
     row = found["plans"][0]
     assert set(row) >= set("mesh fits memory_bytes step_s mfu tokens_per_s bubble_fraction why".split())
     assert set(row["memory_bytes"]) == {*memory.PART_NAMES, "total"}
-    assert {"params", "grads", "optimizer", "activations", "total"} <= set(row["memory_bytes"]), (
-        "the contract"
-    )
     assert all(set(row) >= {"mesh", "why"} for row in found["rejected"])
     assert row["attention_kernel"] == "flash" and row["fits"] and row["verdict"] in ("fits", "at the edge")
     assert "a program may take 69.1 GiB" in found["room_is"]
@@ -619,7 +543,6 @@ def test_a_ring_in_the_order_that_windows_want_is_offered(name, devices, seq, me
     [
         ("llama3-8b", "h100", ("fsdp=64", "fsdp=8 tp=8")),
         ("qwen3-30b-a3b", "v5p", ("fsdp=8 ep=8", "pp=4 fsdp=4 ep=4")),
-        ("gemma-3-27b", "a100-80", ("dp=8 fsdp=8", "sp=2 fsdp=32")),
     ],
 )
 def test_the_terms_of_two_meshes_add_up_to_their_difference(name, row, meshes):
