@@ -11,9 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax import lax, random
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
@@ -102,24 +101,7 @@ def layers_in_a_scan(mesh):
     )
 
 
-@on("x=8")
-def numbers_drawn_where_they_lie(mesh):
-    """Threefry counts: every device draws its own rows and sends nothing."""
-    f = jax.jit(lambda key: random.normal(key, (16, 4)), out_shardings=NamedSharding(mesh, P("x")))
-    return f, (random.key(0),), lambda key: random.normal(key, (16, 4))
-
-
 # ------------------------------------------------------------------------------------------- explicit axes
-
-
-@explicit("X=4 Y=2")
-def dot_says_where(mesh):
-    """Without out_sharding it would be refused: the contracted dim is cut."""
-
-    def f(x, w):
-        return jnp.dot(x, w, out_sharding=P("X", None))  # sends all-reduce Y 1: 2*1/2 * 4*2*16
-
-    return f, (put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y")), lambda x, w: x @ w
 
 
 @explicit("X=8")
@@ -131,18 +113,6 @@ def resharded(mesh):
         return reshard(jnp.sin(y), P())  # sends all-gather X 1: 7/8 * 4*16*8
 
     return f, (put(mesh, (16, 8), "X"),), np.sin
-
-
-@explicit("X=4 Y=2")
-def heads_split_off(mesh):
-    """A reshape and an einsum over what is not cut send nothing; the sum over b of f32[1, 4] scalars does."""
-
-    def f(x):
-        heads = jnp.reshape(x, (8, 4, 2), out_sharding=P("X", "Y", None))
-        scores = jnp.einsum("bhk,bhk->bh", heads, heads)
-        return jnp.sum(scores, axis=0)  # sends all-reduce X 1: 2*3/4 * 4*4/2
-
-    return f, (put(mesh, (8, 8), "X", "Y"),), lambda x: (x.reshape(8, 4, 2) ** 2).sum(-1).sum(0)
 
 
 @explicit("X=4 Y=2")
@@ -179,22 +149,6 @@ def weights_reduced(mesh):
     args = put(mesh, (4, 6)), put(mesh, (8, 4), "data"), put(mesh, (16, 4), "data")
     loss = lambda w, x, y: square(jnp.tanh(x @ w)) + square(jnp.tanh(y @ w))
     return f, args, jax.grad(loss)
-
-
-@explicit("fsdp=8")
-def weights_gathered_explicitly(mesh):
-    """FSDP in types: gather f32[8, 8] before use. Its cotangent is asked for in eighths, but this partitioner
-    sums all of it and cuts what it needs."""
-
-    def f(w, x):
-        def loss(w):
-            whole = reshard(w, P(reduced={"fsdp"}))  # sends all-gather fsdp 1: 7/8 * 4*8*8
-            return square(jnp.tanh(x @ whole))  # sends all-reduce fsdp 1: 2*7/8 * 4*8*8
-
-        return jax.grad(loss)(w)
-
-    args = put(mesh, (8, 8), "fsdp"), put(mesh, (16, 8), "fsdp")
-    return f, args, jax.grad(lambda w, x: square(jnp.tanh(x @ w)))
 
 
 @explicit("data=4 model=2")
@@ -273,20 +227,6 @@ def shifted(mesh):
         return padded[:-2] + padded[1:-1] + padded[2:]
 
     return f, (put(mesh, (16, 6), "i"),), want
-
-
-@on("i=4 j=2", context=False)
-def both_axes(mesh):
-    """Over two axes at once it is a ring of 8: a maximum of f32[2] and a mean of one number."""
-
-    def f(x):
-        def body(x):
-            top = lax.pmax(x.max(0), ("i", "j"))  # sends all-reduce i,j 1: 2*7/8 * 4*2
-            return top, lax.pmean(x.mean(), ("i", "j"))  # sends all-reduce i,j 1: 2*7/8 * 4
-
-        return jax.shard_map(body, mesh=mesh, in_specs=P(("i", "j")), out_specs=P())(x)
-
-    return f, (put(mesh, (16, 2), ("i", "j")),), lambda x: (x.max(0), x.mean())
 
 
 @on("i=8")
@@ -380,23 +320,6 @@ def experts(mesh):
     return f, (put(mesh, (2, 6, 6), "expert"), x), None
 
 
-@on("batch=8", context=False)
-def data_parallel_gradient(mesh):
-    """The loss is a mean over devices. All hold w, and it meets numbers that differ: the transpose of that is
-    a sum of its gradient f32[4, 6]."""
-
-    def f(w, x):
-        def body(w, x):
-            return lax.pmean(square(x @ w), "batch")
-            # sends all-reduce batch 1: 2*7/8 * 4 | all-reduce batch 1: 2*7/8 * 4*4*6
-
-        loss = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
-        return jax.value_and_grad(loss)(w, x)
-
-    args = put(mesh, (4, 6)), put(mesh, (16, 4), "batch")
-    return f, args, jax.value_and_grad(lambda w, x: square(x @ w) / 8)
-
-
 @on("fsdp=8")
 def fsdp_by_hand(mesh):
     """A gather of f32[8, 8] for each of two layers, again in the backward pass (remat), and its transpose."""
@@ -470,53 +393,6 @@ def collective_matmul(mesh):
         return jax.shard_map(body, in_specs=(P("m"), P(None, "m")), out_specs=P(None, "m"))(x, w)
 
     return f, (put(mesh, (16, 4), "m"), put(mesh, (4, 8), None, "m")), lambda x, w: x @ w
-
-
-@on("seq=4 head=2")
-def ring_attention(mesh):
-    """Keys and values f32[8/4, 2/2, 4] go round: both, in each of 4 turns."""
-
-    def f(q, k, v):
-        def body(q, k, v):
-            def turn(carry, _):
-                k, v, top, total = carry
-                score = jnp.exp(jnp.einsum("qhk,shk->qhs", q, k))
-                top, total = top + jnp.einsum("qhs,shk->qhk", score, v), total + score.sum(-1)
-                k, v = lax.ppermute((k, v), "seq", ring(4))
-                # sends collective-permute seq 8: 2*4 * 4*2*1*4
-                return (k, v, top, total), None
-
-            start = k, v, jnp.zeros_like(q), jnp.zeros_like(q[..., 0])
-            _, _, top, total = lax.scan(turn, start, length=4)[0]
-            return top / total[..., None]
-
-        return jax.shard_map(body, in_specs=P("seq", "head"), out_specs=P("seq", "head"))(q, k, v)
-
-    def want(q, k, v):
-        score = np.exp(np.einsum("qhk,shk->qhs", q, k))
-        return np.einsum("qhs,shk->qhk", score / score.sum(-1, keepdims=True), v)
-
-    return f, tuple(put(mesh, (8, 2, 4), "seq", "head") for _ in "qkv"), want
-
-
-@on("vocab=8")
-def cross_entropy(mesh):
-    """Logits f32[4, 16/8]: a maximum, a sum and the target's logit of 4 tokens each."""
-
-    def f(logits, targets):
-        def body(logits, targets):
-            top = lax.pmax(logits.max(-1), "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
-            scaled = jnp.exp(logits - top[:, None]).sum(-1)
-            total = lax.psum(scaled, "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
-            at = targets[:, None] == 2 * lax.axis_index("vocab") + jnp.arange(2)[None]
-            picked = jnp.where(at, logits, 0.0).sum(-1)
-            right = lax.psum(picked, "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
-            return jnp.log(total) + top - right
-
-        return jax.shard_map(body, in_specs=(P(None, "vocab"), P()), out_specs=P())(logits, targets)
-
-    args = put(mesh, (4, 16), None, "vocab"), jnp.array([3, 0, 15, 7])
-    return f, args, optax.softmax_cross_entropy_with_integer_labels
 
 
 @on("i=8")
@@ -612,20 +488,6 @@ def groups_and_trees(mesh):
 
 
 # ----------------------------------------------------------------------------------------- training steps
-
-
-@on("data=8")
-def adamw_step(mesh):
-    """A gradient f32[6, 4] is summed over data; Adam's state lies as the weights and sends nothing."""
-    optimizer = optax.adamw(0.1)
-
-    def f(w, state, x):
-        grads = jax.grad(lambda w: square(jnp.tanh(x @ w)))(w)  # sends all-reduce data 1: 2*7/8 * 4*6*4
-        updates, state = optimizer.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w = put(mesh, (6, 4))
-    return f, (w, jax.jit(optimizer.init)(w), put(mesh, (8, 6), "data")), f
 
 
 @on("data=2 model=4")
