@@ -129,9 +129,3 @@ def test_what_a_program_may_take_says_why(row, share, capacity, words):
     taken = capacity * q.chip.usable_hbm_gib * GIB
     assert q.capacity_bytes == pytest.approx(taken * (1 - planner.FREE_SHARE))
     assert q.capacity_words == f"a program may take {words}, since temporaries are an estimate"
-
-
-def test_pieces_of_a_feed_forward_compute_it_again():
-    slow, fast = (question(ffn_chunks=n, remat="selective") for n in (4, 1))
-    slow, fast = (planner.on_mesh(q, parse_mesh("fsdp=64")).time.terms["recomputation"] for q in (slow, fast))
-    assert slow > 1.5 * fast

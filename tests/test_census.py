@@ -135,21 +135,6 @@ def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_
     assert ring == {"collective-permute": (8 * 3, 8 * message * 3 // 4), "all-reduce": (0, norms)}
 
 
-def test_axes_of_size_one_leave_no_collective():
-    _, program = lowered(LLAMA, Plan("dp=1"))
-    assert predicted(LLAMA, Plan("dp=1")) == {}
-    kinds = "all_reduce", "all_gather", "reduce_scatter", "collective_permute", "all_to_all"
-    assert not any(f"stablehlo.{kind}" in program.as_text() for kind in kinds)
-
-
-def test_auto_chooses_its_own_collectives():
-    """XLA's partitioner forms no reduce-scatter on CPUs: ZeRO's saving is in memory, not in bytes. (Values
-    and memory: the lines of plans.txt that have mode='auto'.)"""
-    step, program = lowered(dataclasses.replace(LLAMA, num_layers=1), Plan("fsdp=2", mode="auto"))
-    kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
-    assert "all-reduce" in kinds and "reduce-scatter" not in kinds
-
-
 def test_a_program_that_sends_more_is_noticed():
     """The planted fault of this file: one all-reduce too many."""
 

