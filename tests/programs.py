@@ -187,68 +187,6 @@ def loss_of_two(w, x):
 # ------------------------------------------------------------------------------------------------ shard_map
 
 
-@on("i=8", context=False)
-def four_collectives(mesh):
-    """Each device holds 8 of 64 numbers: a sum of 8, a gather of 64, a scatter of 8 to 1, 8 exchanged."""
-
-    def f(x):
-        def body(x):
-            total = lax.psum(x, "i")  # sends all-reduce i 1: 2*7/8 * 4*8
-            whole = lax.all_gather(x, "i", tiled=True)  # sends all-gather i 1: 7/8 * 4*64
-            mine = lax.psum_scatter(x, "i", tiled=True)  # sends reduce-scatter i 1: 7/8 * 4*8
-            other = lax.all_to_all(x, "i", 0, 0, tiled=True)  # sends all-to-all i 1: 7/8 * 4*8
-            return total + whole[:8] + mine + other
-
-        return jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))(x)
-
-    def want(x):
-        rows = x.reshape(8, 8)
-        return (rows.sum(0) + rows[0] + rows.sum(0)[:, None] + rows.T).ravel()
-
-    return f, (put(mesh, (64,), "i"),), want
-
-
-@on("i=8")
-def shifted(mesh):
-    """Halo exchange: one row of 6 to the right, one to the left; ends send nothing, the busiest send all."""
-    right, left = [(j, j + 1) for j in range(7)], [(j + 1, j) for j in range(7)]
-
-    def f(x):
-        def body(x):
-            above = lax.ppermute(x[-1:], "i", right)  # sends collective-permute i 1: 4*6
-            below = lax.ppermute(x[:1], "i", left)  # sends collective-permute i 1: 4*6
-            padded = jnp.concatenate([above, x, below])
-            return padded[:-2] + padded[1:-1] + padded[2:]
-
-        return jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))(x)
-
-    def want(x):
-        padded = np.pad(x, ((1, 1), (0, 0)))
-        return padded[:-2] + padded[1:-1] + padded[2:]
-
-    return f, (put(mesh, (16, 6), "i"),), want
-
-
-@on("i=8")
-def carry_varies(mesh):
-    """`pcast` to varying sends nothing; in five turns a shift of 4 numbers; last a sum of one number."""
-
-    def f(x):
-        def body(x):
-            def turn(carry, _):
-                total, x = carry
-                x = lax.ppermute(x, "i", ring(8))  # sends collective-permute i 5: 5 * 4*4
-                return (total + x.sum(), x), None
-
-            start = lax.pcast(jnp.zeros(()), "i", to="varying")
-            (total, _), _ = lax.scan(turn, (start, x), length=5)
-            return lax.psum(total, "i")  # sends all-reduce i 1: 2*7/8 * 4
-
-        return jax.shard_map(body, in_specs=P("i"), out_specs=P())(x)
-
-    return f, (put(mesh, (32,), "i"),), lambda x: 5 * x.sum()
-
-
 @on("X=4 Y=2")
 def partly_manual(mesh):
     """X by hand, Y the partitioner's: its half sums of f32[8/4, 6], and the hand's sum of f32[2, 6]."""
@@ -280,20 +218,6 @@ def nested(mesh):
         return jax.shard_map(outer, in_specs=P("X"), out_specs=P(), axis_names={"X"})(x)
 
     return f, (put(mesh, (8, 6), "X", "Y"),), lambda x: x.reshape(4, 2, 2, 3).sum((0, 2))
-
-
-@on("x=4 y=2", order=(5, 2, 7, 0, 1, 6, 3, 4))
-def devices_permuted(mesh):
-    """Whoever stands where: over y two halves of f32[8/4, 6] are gathered, over x they are summed."""
-
-    def f(a):
-        def body(a):
-            row = lax.all_gather(a, "y", axis=1, tiled=True)  # sends all-gather y 1: 1/2 * 4*2*6
-            return lax.psum(row, "x")  # sends all-reduce x 1: 2*3/4 * 4*2*6
-
-        return jax.shard_map(body, in_specs=P("x", "y"), out_specs=P(), check_vma=False)(a)
-
-    return f, (put(mesh, (8, 6), "x", "y"),), lambda a: a.reshape(4, 2, 6).sum(0)
 
 
 @on("replica=2 fsdp=2 expert=2")
@@ -371,44 +295,6 @@ def pipeline(mesh):
         return x
 
     return f, (put(mesh, (4, 6, 6), "stage"), put(mesh, (3, 2, 6), None, "data")), want
-
-
-@on("m=8")
-def collective_matmul(mesh):
-    """x is gathered by 7 hops of f32[2, 4], each beside the product of the block that is there."""
-
-    def f(x, w):
-        def body(x, w):
-            here, n = lax.axis_index("m"), 8
-
-            def turn(i, carry):
-                y, x = carry
-                y = lax.dynamic_update_slice(y, x @ w, (2 * ((here - i) % n), 0))
-                return y, lax.ppermute(x, "m", ring(n))  # sends collective-permute m 7: 7 * 4*2*4
-
-            start = lax.pcast(jnp.zeros((16, 1)), "m", to="varying")
-            y, x = lax.fori_loop(0, n - 1, turn, (start, x))
-            return lax.dynamic_update_slice(y, x @ w, (2 * ((here - n + 1) % n), 0))
-
-        return jax.shard_map(body, in_specs=(P("m"), P(None, "m")), out_specs=P(None, "m"))(x, w)
-
-    return f, (put(mesh, (16, 4), "m"), put(mesh, (4, 8), None, "m")), lambda x, w: x @ w
-
-
-@on("i=8")
-def one_branch_sends(mesh):
-    """Who asks whether the flag is set counts the branch that sends most: f32[2, 4]."""
-
-    def f(x, flag):
-        def body(x, flag):
-            def told(x):
-                return lax.psum(x, "i")  # sends all-reduce i 1: 2*7/8 * 4*2*4
-
-            return lax.cond(flag, told, lambda x: jnp.zeros_like(x, shape=x.shape), x)
-
-        return jax.shard_map(body, in_specs=(P("i"), P()), out_specs=P(), check_vma=False)(x, flag)
-
-    return f, (put(mesh, (16, 4), "i"), jnp.array(True)), lambda x, _: x.reshape(8, 2, 4).sum(0)
 
 
 @on("i=8")

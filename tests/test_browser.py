@@ -568,37 +568,6 @@ def test_a_device_a_mesh_and_advice_are_chosen(tab, behind):
     assert tab.locator(".head").inner_text().endswith(f"{verdict['head']} {verdict['rest']}")
 
 
-def test_a_mesh_is_pinned_and_the_machine_is_the_readers(tab, behind):
-    """Empty figures are the chip's, and say so; another chip gives all back."""
-    explorer = MeshExplorer(model="tiny", seq_len=64, mesh="fsdp=8", batch_size=64)
-    mount(tab, behind, explorer)
-    with redrawn(tab):
-        tab.locator('[data-panel="beside"] button', has_text="pin").first.click()
-    assert explorer.state["pinned"] == "fsdp=8"
-    with redrawn(tab):
-        tab.locator('[data-name="mesh"]').fill("fsdp=4 tp=2")
-    cards = tab.locator(".card")
-    expect(cards.last).to_contain_text("Pinned fsdp=8")
-    expect(cards.last).to_contain_text(explorer.answer(explorer.state)["numbers"]["versus"]["pinned"]["says"])
-    network, slider = tab.locator('[data-name="network"]'), tab.locator('[data-name="network_times"]')
-    assert (network.input_value(), network.get_attribute("placeholder")) == ("", "50")
-    slider.focus()
-    with redrawn(tab):
-        tab.keyboard.press("Home")
-    assert explorer.state["network_times"] == -2 and slider.get_attribute("aria-valuetext") == "÷ 4"
-    with redrawn(tab):
-        network.fill("12.5")
-    assert explorer.state["network"] == 12.5 and network.input_value() == "12.5"
-    network.fill("fast")
-    expect(tab.locator(".said")).to_contain_text("write a number")
-    assert explorer.state["network"] == 12.5
-    with redrawn(tab):
-        tab.locator('[data-name="chip"]').select_option(label="a100-40")
-    assert (explorer.state["network"], explorer.state["network_times"]) == (0, 0)
-    expect(network).to_have_value("")
-    assert network.get_attribute("placeholder") == "25"
-
-
 def test_a_pin_and_a_machine_are_part_of_the_address(tab, tmp_path):
     """Of a small page, too, which stores what a click on a pin shows."""
     explorer = MeshExplorer(model="tiny", seq_len=64, mesh="fsdp=8", batch_size=64, network=12.5)
@@ -672,19 +641,6 @@ def test_a_small_page_is_accessible_and_shows_what_is_one_click_away(tab, tmp_pa
         assert not any(name in tab.evaluate("llmpar") for name in ("ask", "more"))
         with redrawn(tab):
             tab.locator("main svg [data-set]").first.click()
-
-
-def test_a_picture_fades_where_it_goes_on(tab, tmp_path):
-    tab.set_viewport_size({"width": 390, "height": 800})
-    small(tab, tmp_path, "timeline")
-    more, keys = tab.locator('[data-panel="picture"] .pic.more'), tab.locator(".pic[tabindex]")
-    expect(more).to_have_count(1)
-    more.evaluate("(pic) => pic.scrollTo({ left: pic.scrollWidth, behavior: 'instant' })")
-    expect(more).to_have_count(0)
-    assert keys.count() == 1, "back by keys too"
-    tab.set_viewport_size({"width": 1280, "height": 800})
-    expect(keys).to_have_count(0)
-    assert more.count() == 0, "nothing goes on"
 
 
 def test_a_saved_page_of_arrays_is_explored_without_a_kernel(tab, tmp_path):

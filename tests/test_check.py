@@ -137,10 +137,7 @@ WANTED = {
     "ring attention, a neighbour's mask": "unknown, ",
     "ZeRO, sums for means": "counted once per dp: a sum over dp of each shard's mean",
     "clipping before the mean": "a missing mean over dp",
-    "halo of the other side": "unknown, at",
-    "cross entropy, a label's part": "a missing sum over tp",
     "random numbers, the same on each rank": "the same random key on every rank of dp",
-    "batch norm of each shard": "a missing mean over dp",
     "a bias of zeros in the sum": "counted once per dp",
     "one is another function": "sharding is not what makes the difference",
 }

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-import rich.console
 from steps import SHARED
 
 import llmpar.cli.demo
@@ -170,16 +168,6 @@ def test_models_lists_every_preset(document, call):
     assert out.count(", planned") == sum(not config.runs for config in PRESETS.values())
 
 
-def test_models_describes_the_kinds_of_layers_of_what_is_planned(call):
-    status, out, _ = call("models", "nemotron-3-super")
-    lines = out.splitlines()
-    assert status == 0 and lines[1].startswith("  40 layers of ") and "a recurrent state without" in lines[1]
-    assert "no mixer with 22 of 512 experts" in lines[2] and lines[3].startswith("  8 layers of ")
-    assert lines[-1].startswith("'nemotron-3-super' is planned, and does not run here")
-    _, out, _ = call("models", "deepseek-v3")
-    assert "58 layers of 11,507,286,016 parameters: latent attention with 8 of 256 experts" in out
-
-
 def test_models_describes_one_by_name_or_path(document, model):
     assert [m["params"] for m in document("models", "qwen3-0.6b")["models"]] == [596_049_920]
     [little] = document("models", model())["models"]
@@ -288,26 +276,6 @@ def test_inspect_prints_types_beside_layouts_and_how_far_meshes_may_be_apart(cal
         assert words in out
     status, _, err = call("inspect", "--mesh", "pp=2", "--microbatches", "2", "--types")
     assert status == 1 and "mode='explicit' does not go with pp=2; use mode='manual'" in err
-
-
-def test_tables_keep_every_figure_whole_on_80_columns():
-    """What is long folds, and nothing is cut."""
-    where, size = {"axis": "dp,fsdp", "kind": "reduce-scatter", "count": 1234}, 480_772_096
-    source = "model/llama.py:68, model/attention.py:312, model/moe.py:1"
-    row = where | {"predicted_bytes": size, "compiled_bytes": size, "source": source}
-    arrow = {"arrow": "experts b e c d +m -> stream b s d", "direction": "recomputed", "as_predicted": True}
-    whose = [f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")]
-    link = {"link": "NVLink within a host (2 each), network between 4 hosts", "size": 8, "hosts": 4}
-    document = {"model": "m", "mesh": {}, "mode": "manual", "attention_kernel": "portable", "zero": 3}
-    document |= {"schedule": None, "links": {"dp": link}, "memory": dict.fromkeys(whose, 10**10)}
-    document |= {"collectives": [row], "arrows": [where | arrow | {"bytes_sent": size}]}
-    document["flops"] = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
-    console = rich.console.Console(width=80, record=True, file=io.StringIO())
-    for table in llmpar.inspect.report.step_tables(document):
-        console.print(table)
-    text = console.export_text()
-    assert "…" not in text and text.count("480,772,096 B") == 4 and "moe.py:1" in text.replace("\n", "")
-    assert all(x in text for x in ("experts b e c d +m -> stream b s d", "1,234", "network between 4 hosts"))
 
 
 # ---------------------------------------------------------------------------------------------- exit statuses
@@ -681,14 +649,6 @@ def test_choices_can_be_told_apart_and_a_wrong_flag_points_to_its_command(call):
 
 
 # --------------------------------------------------------------------------------------------------- refusals
-
-
-def test_training_a_pipeline_says_how_long_its_stages_wait(call, model, monkeypatch):
-    report = llmpar.training.loop.Report(losses=[2.0])
-    monkeypatch.setattr(llmpar.training.loop, "train", lambda *_, **__: (None, report))
-    words = "--mesh|pp=2 dp=2|--microbatches|4|--schedule|gpipe|--steps|1".split("|")
-    status, _, err = call("train", "--model", model(num_hidden_layers=2), *TINY_STEP, *words)
-    assert status == 0 and "gpipe: 2 stages, 4 microbatches, 20% of a step idle" in err, err
 
 
 def test_a_home_that_is_not_there_is_done_without(monkeypatch):

@@ -312,36 +312,6 @@ def test_gpus_compile_what_was_predicted(flags):
     assert named > 0.7 * sum(row["busy_s"] for row in rows), "but for merged ones, each says whose"
 
 
-BEFORE_AMPERE = """
-import other_gpus
-from llmpar.plan.model_config import preset
-from llmpar.planner import aot
-from llmpar.planner import targets
-from llmpar.plan.plan import Plan
-
-with other_gpus.described():
-    for model, plan in [
-        ("tiny", Plan("tp=2", tp_sequence=True)),
-        ("tiny", Plan("sp=2", dtype="bfloat16", documents="whole")),
-        ("tiny-moe", Plan("ep=2")),
-    ]:
-        found = aot.compile_step(preset(model), plan, targets.parse_target("t4:1x2"), 4, 128)
-        rows = found["collectives"]
-        sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
-        print(found["attention_kernel"], found["fits"], bool(rows) and sent)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.compilers
-@gpu_compiler
-def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
-    """XLA has no Triton for it: a T4, as Colab and Kaggle lend."""
-    done = aside(BEFORE_AMPERE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["portable True True"] * 3
-
-
 HEADS = """
 import dataclasses, sys
 import other_gpus

@@ -22,10 +22,8 @@ from llmpar.draw.columns import MeshPoint, Part, SentBar
 from llmpar.draw.scene import (
     COLOURS,
     DARK,
-    DECK,
     LIGHT,
     OTHERS,
-    PAGE,
     Line,
     Rect,
     Scene,
@@ -40,7 +38,6 @@ from llmpar.draw.scene import (
     time_text,
     to_png,
     to_svg,
-    type_scale,
 )
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.parallel.mesh import make_mesh, sharding
@@ -130,11 +127,8 @@ CACHES = {
 }
 CASES: dict = {
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
-    "mesh hosts askew": lambda: draw.mesh("dp=2 tp=3", 4),
     "mesh six axes": lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"),
     "grid 64": lambda: tensor("fsdp=8 tp=8", "blocks.ffn.gate", 21, segments=layer_of("fsdp=8 tp=8")),
-    "grid of stages": lambda: tensor("pp=4 dp=2", "blocks.ffn.gate", 3),
-    "grid of a vector": lambda: tensor("dp=2 fsdp=4", "norm", 6),
     "grid of copies": lambda: tensor("tp=16", "blocks.attention.k", 5),
     "grid of many": lambda: tensor("pp=16 dp=128 tp=8", "blocks.ffn.gate", 5000),
     "grid of a long axis": lambda: tensor("fsdp=512 tp=8", "blocks.ffn.gate", 777, segments=layer_of()),
@@ -143,7 +137,6 @@ CASES: dict = {
     "layer with experts": lambda: draw.layer_lanes(layer_of("ep=8", "qwen3-30b-a3b"), 96),
     "rounds of a sum": lambda: draw.ring("all-reduce", [0, 2, 4, 6], "tp"),
     "links": lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
-    "hosts": lambda: draw.wired([["01", "23"]] * 2, ["wire"]),
     "hosts with pairs": lambda: draw.wired(
         [["ab", "b"]] * 3, ["50 Mbit/s", "2.96 MB"], {"dp": [(0, 2), (3, 5)], "tp": [(0, 1)]}
     ),
@@ -159,7 +152,6 @@ CASES: dict = {
     "layout 2": lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2),
     "layout 3": lambda: draw.layout("b/dp,fsdp s d +tp", (8, 128, 512), "dp=2 fsdp=2 tp=2", 2),
     "layout huge": lambda: draw.layout("b/dp s/sp n/tp", (99, 64, 64), "dp=9 sp=8 tp=8"),
-    "layout symbolic": lambda: draw.layout("b/dp,fsdp s/sp d +tp"),
     "arrow scatter": lambda: draw.arrow("b/dp s d +tp -> b/dp s/tp d", (8, 128, 512), "dp=2 tp=2", 2),
     "arrow two steps": lambda: draw.arrow("d m/tp +dp +fsdp -> d/fsdp m/tp", (8, 8), "dp=2 fsdp=2 tp=2", 4),
     "arrow wide": lambda: draw.arrow("s/tp n -> s n/tp", (64, 64), "tp=16", 4),
@@ -208,15 +200,6 @@ CASES: dict = {
         log=True,
         text=time_text,
     ),
-    "curves that end together": lambda: draw.curves(
-        [(f"p = {p}", [p / (p + u) for u in (1, 9, 99)], "ink", "^", False) for p in (1, 2, 3)],
-        (1, 9, 99),
-        "microbatches",
-        "idle",
-        high=1,
-        percent=True,
-        levels=(0, 0.1, 0.5, 1),
-    ),
     "passes": lambda: draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
     "slots": lambda: draw.slots(
         {"a batch": [("slot 0", "AAAB"), ("slot 1", "C//")], "": [("", ["D", ""])]}, "Slots"
@@ -231,16 +214,11 @@ CASES: dict = {
     ),
     "matmul heads": lambda: draw.matmul(HEADS, names=("", "", "Q, K, V"), title="Heads"),
     "causal orders": lambda: draw.causal(ORDERS),
-    "causal step": lambda: draw.causal(ORDERS, step=1),
     "orders": lambda: draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}),
-    "orders that begin": lambda: draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, until=9),
     "three bubbles": lambda: draw.bubbles(pipeline("zb-h2", 4, 6)),
     "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], slots=3),
     "dispatch slots": lambda: draw.dispatch(CHOSEN, slots=2, follow=(1, 1), weights=(0.7, 0.3)),
-    "dispatch begun": lambda: draw.dispatch(CHOSEN, slots=1, stages=3),
     "step memory": lambda: draw.step_memory(OVER, [("forward", 1), ("backward", 1)], 60 * GIB),
-    "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
-    "timetable halves": lambda: draw.timeline(pipeline("1f1b", 4, 8), half=0.5),
 }
 ACT = json.dumps({"explain": "weights"})
 BYTES = [
@@ -274,7 +252,6 @@ CUT = {"pp": 1, "dp": 3, "fsdp": 8, "ep": 1, "sp": 1, "tp": 8}
 MOVES = {"fsdp": (('{"mesh": "a"}', "fsdp 4, tp 16"), None), "tp": (None, ('{"mesh": "b"}', "tp 16, fsdp 4"))}
 CASES |= {
     "squares": lambda: columns.axis_squares(CUT, {"fsdp": "cut state"}, MOVES, "The product stays 192."),
-    "squares of many": lambda: columns.axis_squares(CUT | {"pp": 64, "dp": 27, "sp": 16}),
     "memory bar": lambda: columns.memory_bar(
         BYTES, [(59.3 * GIB, "may take"), (79.1 * GIB, "all")], (61 * GIB, 69 * GIB), 65.4 * GIB
     ),
@@ -284,7 +261,6 @@ CASES |= {
         [*SENT, *(SentBar("ep", f"rows of a token to its experts {i}", 2.0, 0.1, 0.2) for i in range(5))]
     ),
     "map": lambda: columns.mesh_map([*WAYS, HERE, BEST], HERE, BEST, 59.3 * GIB, 21, 210),
-    "map, at its best": lambda: columns.mesh_map([BEST, HERE], BEST, BEST, 59.3 * GIB, 0, 2),
     "map, its best in your way": lambda: columns.mesh_map(
         [BEST], BEST._replace(seconds=5.0), BEST, 59.3 * GIB
     ),
@@ -349,34 +325,6 @@ def test_a_picture_is_whole_told_in_words_the_same_each_time_and_legible(name):
         # a surface is seen on paper by its fill or by its edge (WCAG 2.1, 1.4.11)
         if fill in FILLS and contrast(theme[fill], theme["paper"]) < 3:
             assert contrast(theme[stroke or "paper"], theme["paper"]) >= 3, (fill, stroke)
-
-
-def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
-    with type_scale(DECK):
-        drawn = [
-            draw.mesh("pp=2 dp=2 tp=4", 4, "tp"),
-            draw.links("pp=4 fsdp=4 tp=8", chip("h100")),
-            draw.timeline(pipeline("zb-h1", 4, 4), facts=False),
-            draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)]),
-            draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
-            draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
-            draw.expert_loads([[40, 0, 20, 10], [10, 10, 90, 0]], 30),
-            draw.dispatch(CHOSEN, slots=2, weights=(0.5, 0.5)),
-            draw.step_memory(OVER, [("forward", 1), ("backward", 1)], 60 * GIB),
-            draw.causal(ORDERS),
-            draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, letters=False),
-            draw.bubbles(pipeline("zb-v", 4, 8)),
-            draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
-            draw.cache(CACHES),
-        ]
-    for scene in drawn:
-        sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}
-        assert not overlaps(scene) and sizes <= {*DECK.values(), 16} and min(sizes) == DECK["small"], (
-            scene.title
-        )
-    assert (
-        min(text.size for text in flatten(draw.mesh("dp=2").items) if isinstance(text, Text)) == PAGE["small"]
-    )
 
 
 def test_a_bare_drawing_keeps_its_words_and_loses_title_and_small_print():
@@ -603,36 +551,6 @@ def test_holders_are_where_jax_puts_the_shards():
             assert {k: sorted(v) for k, v in expected.items()} == draw.holders(layout, shape.sizes), layout
 
 
-def sides(scene):
-    """The cells of an arrow's picture (those that name a shard), before and after it."""
-    rects, texts = (
-        [item for item in flatten(scene.items) if isinstance(item, kind)] for kind in (Rect, Text)
-    )
-    named = [t for t in texts if t.text.startswith("shard")]
-    cells = [
-        r
-        for r in rects
-        if r.fill == "cell" and any(r.x < t.x < r.x + r.w and r.y < t.y < r.y + r.h for t in named)
-    ]
-    (((x, y), (x_end, _)),) = [
-        line.points for line in flatten(scene.items) if isinstance(line, Line) and line.head
-    ]
-    first = [r for r in cells if (r.y < y if x == x_end else r.x < x)]
-    return first, [r for r in cells if r not in first]
-
-
-ARROWS = ("s d +tp -> s/tp d", "s/tp d -> s d", "s/tp d -> s d/tp", "s d/tp -> s/tp d/dp", "s d -> s d")
-
-
-@pytest.mark.parametrize("text", ARROWS)
-def test_an_arrow_draws_both_sides_to_one_scale(text):
-    whole = []
-    for cells in sides(draw.arrow(text, (4096, 4096), "dp=2 tp=4", 2)):
-        left, top, right, bottom = zip(*(cell.box for cell in cells), strict=True)
-        whole.append((max(right) - min(left), max(bottom) - min(top)))
-    assert whole[0] == pytest.approx(whole[1])
-
-
 def test_an_unfinished_sum_has_a_sheet_for_each_addend():
     def words(*args):
         return [t.text for t in flatten(draw.layout(*args).items) if isinstance(t, Text)]
@@ -724,19 +642,6 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     assert max(whole.values()) - min(whole.values()) < 1e-6, "what a fold cuts in two keeps its length"
 
 
-@pytest.mark.parametrize("capacity", range(27, 150, 28))
-def test_a_label_keeps_off_the_capacity_line(capacity):
-    scene = draw.memory_bars(
-        [("a", {"weights": 30 * GIB, "batch": 80 * GIB}), ("b", {"weights": 70 * GIB, "batch": 30 * GIB})],
-        capacity * GIB,
-    )
-    items = flatten(scene.items)
-    (line,) = [i for i in items if isinstance(i, Line) and i.dash]
-    x, top = line.points[0]
-    labels = [i for i in items if isinstance(i, Text) and i.anchor == "middle" and i.y > top]
-    assert labels and not [i.text for i in labels if i.box[0] < x < i.box[2] and i.y < line.points[1][1] - 6]
-
-
 def test_overlap_hides_what_it_can():
     # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
     text = draw.overlap([3.0] * 4, [2.0] * 4).text
@@ -792,25 +697,6 @@ def test_many_parts_are_told_and_the_smallest_added_up():
     assert "Memory of a device: 78 B" in scene.text
 
 
-def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
-    waits = {
-        "tensor-parallel links": "tp",
-        "sequence links": "sp",
-        "expert links": "ep",
-        "pipeline sends": "pp",
-    }
-    waits |= {"weights and gradients on links": "fsdp", "gradients at the end": "fsdp"}
-    for name, axis in waits.items():
-        for scene, tall in (
-            (columns.time_bar([Part(name, 1.0)]), 26),
-            (draw.time_bars([("x", {name: 1.0})]), 28),
-            (columns.sent_bars([SentBar(axis, "rows", 1.0, 0, 1.0)]), 15),
-        ):
-            assert [r.fill for r in segments(scene, tall)] == [axis], name
-    (alone,) = segments(columns.time_bar([Part("gradients at the end", 1.0, role="dp")]), 26)
-    assert alone.fill == "dp"
-
-
 def test_what_hides_and_what_waits_are_parts_of_one_bar():
     bars = segments(CASES["sent"](), 15)
     looks = [("tp", "tp-line"), ("paper", "fsdp-line"), ("fsdp", "fsdp-line"), ("paper", "fsdp-line")]
@@ -827,12 +713,6 @@ def test_much_that_is_sent_is_told_and_the_smallest_added_up():
     long = columns.sent_bars([SentBar("tp", "activations and their gradients " * 3, 5 * GIB, 0.0114, 0.0299)])
     assert any(t.text.endswith("… 5 GiB") for t in flatten(long.items) if isinstance(t, Text))
     assert "not predicted" in columns.sent_bars([SentBar("tp", "rows", 1.0, 0.0, 0.0)]).text
-
-
-def test_a_step_begins_with_computing_and_ends_with_the_rest():
-    terms = [Part(name, 1.0) for name in ("bubble", "launching", "expert links", "recomputation", "products")]
-    fills = [r.fill for r in segments(columns.time_bar(terms), 26)]
-    assert fills == ["matmuls", "again", "ep", "paper", "rest"]
 
 
 def test_a_map_puts_a_mesh_where_its_numbers_are():

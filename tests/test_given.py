@@ -169,7 +169,6 @@ def of_flax():
 
 
 lower = lambda f, *args, **kwargs: jax.jit(f).lower(*args, **kwargs).compile()
-static = jax.jit(lambda x, n, *, mode: x * n, static_argnums=1, static_argnames="mode")
 donated = jax.jit(lambda x, y, z: (x + 1, z), donate_argnums=(0, 1))
 READ: dict[str, tuple[Any, str, list[str]]] = {
     "Refs": (
@@ -214,19 +213,11 @@ READ: dict[str, tuple[Any, str, list[str]]] = {
         [],
     ),
     "4 bits": (lambda: lower(lambda x: x, live(P("X"), kind=jnp.int4)), "in [0] P('X',), out P('X',)", []),
-    "static": (lambda: static.lower(live(P("X")), 3, mode="a").compile(), "in [0] P('X',), out P('X',)", []),
     "donated": (
         lambda: donated.lower(*map(live, map(P, "XYY"))).compile(),
         "in [0] P('X',), in [2] P('Y',), out [0] P('X',), out [1] P('Y',)",
         ["in [1] (not used)"],
     ),
-    "None": (
-        lambda: lower(lambda t: t, {"a": None, "b": [live(P("X")), None]}),
-        "in [0].b[0] P('X',), out b[0] P('X',)",
-        [f"{way}{name} (None)" for way in ("in [0].", "out ") for name in ("a", "b[1]")],
-    ),
-    "no elements": (lambda: live(P("X"), (0, 8)), "array P('X',)", []),
-    "formats": (lambda: [live(P("X")).format], "[0] P('X',)", []),
     "Flax": (
         of_flax,
         "in [0].states[0][0] P(), in [1] P('X',), out [0][0].states[0][0] P(), out [2] P('X',)",
@@ -509,26 +500,6 @@ def test_one_device_no_mesh_and_one_number_are_drawn():
     assert {device for device, ink in cells(partly)[1].items() if ink} == {0}
     assert "holds nothing of step" in partly.scene.text
     assert partly.answer(dict(partly.state))["numbers"]["held"]["step"]["copies"] == 1
-
-
-def test_a_bare_mesh_says_who_is_where():
-    devices = jax.devices()[::-1]
-    explorer = MeshExplorer.of(mesh_of((2, 4), "länge", "tp", devices=devices))
-    answer = explorer.answer(dict(explorer.state))
-    assert list(answer["panels"]) == ["grid"] and answer["numbers"]["held"] == {}
-    shown = re.findall(r">(\d)</text>", answer["panels"]["grid"]["svg"])
-    assert shown == [str(d.id) for d in devices]
-    explorer.set(device=5)
-    assert "Device 5 (länge 1, tp 1, JAX's 2) is chosen" in explorer.scene.text
-
-
-def test_a_sharding_without_a_shape_is_drawn_in_blocks():
-    mesh = mesh_of((4, 2), "data", "model")
-    explorer = MeshExplorer.of(NamedSharding(mesh, P("model", None, "data")))
-    explorer.set(device=5)
-    answer = explorer.answer(dict(explorer.state))
-    assert "holds block [1, 0, 2] of array" in answer["says"]
-    assert cells(explorer)[1][5] == [pytest.approx((1 / 2, 1, 2 / 4, 3 / 4))]
 
 
 def many(sizes):

@@ -224,12 +224,6 @@ def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch, toy_fo
         build.build(source, force=False)
 
 
-def test_the_package_speaks_on_lines_that_a_notebook_shows():
-    assert lessons.COLUMNS == build.MAX_COLUMNS
-    in_words = picture(**{"text/plain": 100 * "-"})  # its alt text: no line of the page
-    assert build.cell_faults(nbformat.v4.new_code_cell("show()", outputs=[in_words])) == []
-
-
 def test_a_picture_gets_its_words_as_alt_text(tmp_path):
     notebook = hand_run(toy(tmp_path))
     cell = notebook.cells[-2]
@@ -478,20 +472,6 @@ def test_a_verdict_fits_what_was_done(row):
     exercise = lessons.find(name)
     verdict = exercise.judge(judge.read_answer(answer, exercise.solution) if row in SPELT else answer)
     assert re.search(says, verdict) and not any(words in verdict for words in never), verdict
-
-
-def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
-    def untiled(gradient, parts):
-        return sum(lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0) for part in parts)
-
-    assert "[8, 2] becomes [2, 2]" in lessons.find("04.stage2_accumulated").judge(untiled)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_an_array_of_another_shape_is_named():
-    exercise = lessons.Exercise("core", lambda: np.ones((2, 2)), observe=lambda function: function())
-    said = "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
-    assert exercise.judge(lambda: np.ones((8, 2))) == said
 
 
 def attempts(notebook):

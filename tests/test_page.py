@@ -310,19 +310,6 @@ def test_a_whole_page_shows_its_picture_first_and_answers_every_kind_as_ours(awa
 
 
 @pytest.mark.browser
-@pytest.mark.nightly
-def test_every_single_move_is_answered_and_then_advised(awake):
-    states = moves()
-    replies = ask(awake, [("mesh", None, state) for state in states])
-    for state, reply in zip(states, replies, strict=True):
-        assert isinstance(reply, dict) and reply["asked"] == state, (state, reply)
-        assert reply["panels"] if not reply["refusal"] else reply["refusal"]["why"], state
-    assert sum(not reply["refusal"] for reply in replies) > len(replies) / 2
-    later = awake.evaluate("llmpar.more(llmpar.doc.state)")
-    assert later is None or later["panels"]
-
-
-@pytest.mark.browser
 @pytest.mark.parametrize(
     "what, why",
     [

@@ -11,7 +11,7 @@ import torch_orders
 from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
 
-from llmpar.cli.schedule import schedule_document, text_timeline
+from llmpar.cli.schedule import text_timeline
 from llmpar.plan.schedules import SCHEDULES, Op, from_text, make
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.bubbles import closed_forms
@@ -394,29 +394,8 @@ def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
     assert np.sum(timetable(make("zb-v", 3, 6)).hops) == 2 * 6 * 2 * (3 - 1)
 
 
-def test_document_keeps_the_contract_of_the_command_line():
-    document = json.loads(json.dumps(schedule_document(make("zb-h1", 4, 8), (1, 1, 1), 0.5)))
-    promised = set("makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate table".split())
-    assert promised <= set(document) and document["peak_live"] == [4, 4, 4, 4]
-    assert document["table"][3][0] == {
-        "kind": "F", "microbatch": 0, "chunk": 0, "joined": False, "start": 4.5, "end": 5.5, "tick": 3,
-    }  # fmt: skip
-
-
 def test_the_picture_is_the_lockstep_table():
     assert text_timeline(timetable(make("1f1b", 2, 2))).splitlines() == [
         "stage 0 F0 F1 .  B0 .  B1",
         "stage 1 .  F0 B0 F1 B1 .",
     ]
-
-
-def test_a_message_that_travels_for_a_tick_longer_costs_more_ticks_than_it_can_hide():
-    """Why the executor sends where a tick ends: 1F1B reads nearly every message in the next tick."""
-    order = make("1f1b", 4, 8)
-    table = timetable(order, (1, 0.5, 0.5))
-    waits = [used - sent for sent, here, used, there in table.messages if here != there]
-    assert (len(waits), waits.count(1)) == (48, 45)
-    later = timetable(order, (1, 0.5, 0.5), hop=1)  # one tick travelling: read two ticks after it was made
-    assert (len(table.ticks), table.makespan, later.makespan) == (22, 22, 38)
-    sends = slots(table).send
-    assert [sum(way in row for row in sends) for way in (1, -1)] == [15, 17]  # of 22 ticks, each way
