@@ -107,53 +107,6 @@ def optax_muon():
     return optimizer.update, w, jax.jit(optimizer.init)(w), w
 
 
-def optax_linesearch():
-    import optax
-
-    on = mesh(data=8)
-    optimizer, x = optax.lbfgs(), put(on, (16, 4), "data")
-    loss = lambda w, x: ((x @ w - 1) ** 2).mean()
-
-    def f(w, state, x):
-        value, grad = optax.value_and_grad_from_state(lambda w: loss(w, x))(w, state=state)
-        updates, state = optimizer.update(
-            grad, state, w, value=value, grad=grad, value_fn=lambda w: loss(w, x)
-        )
-        return optax.apply_updates(w, updates), state
-
-    return f, (w := put(on, (4,))), optimizer.init(w), x
-
-
-def nnx_train_step():
-    import optax
-    from flax import nnx
-
-    on = mesh(data=4, model=2)
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            cut = lambda *axes: nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
-            self.a = nnx.Linear(8, 16, kernel_init=cut(None, "model"), use_bias=False, rngs=rngs)
-            self.b = nnx.Linear(16, 8, kernel_init=cut("model", None), use_bias=False, rngs=rngs)
-            self.drop = nnx.Dropout(0.1, rngs=rngs)
-            self.norm = nnx.BatchNorm(8, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.b(self.drop(nnx.relu(self.a(x)))))
-
-    with jax.set_mesh(on):
-        net = Net(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(net, optax.adamw(1e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def f(net, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda net: (net(x) ** 2).mean())(net)
-        optimizer.update(net, grads)
-        return loss
-
-    return on, f, net, optimizer, put(on, (8, 8), "data")
-
-
 def linen_scanned():
     """As MaxText: logical axes, rules, remat, and a scan over layers."""
     import flax.linen as nn

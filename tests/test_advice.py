@@ -57,18 +57,6 @@ def test_a_step_is_one_change_and_leads_to_what_it_says(mesh):
             assert step.sequence_s < one.time.step_s / q.batch_size * (1 - planner.SAME)
 
 
-def test_the_reader_s_own_fields_are_given_back_and_replicas_cut():
-    texts = {}
-    for mesh, q in STANDS.items():
-        shape = parse_mesh(mesh)
-        one = None if q.num_devices == 12 else planner.on_mesh(q, shape)
-        texts[mesh] = [step.text for step in advice(q, shape, one) if step]
-    assert any(text.startswith("tp_sequence=True: ") for text in texts["fsdp=8 tp=8"])
-    assert any(text.startswith("tp_sequence=True, remat=") for text in texts["fsdp=8 tp=8"])
-    assert any(text.startswith("fsdp=64: ") for text in texts["dp=64"])
-    assert any(text.startswith("24 sequences: ") for text in texts["dp=3 fsdp=4"])
-
-
 def test_the_best_of_all_has_no_better_neighbour():
     q = question()
     first = planner.decide(q, keep=1).plans[0]

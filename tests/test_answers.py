@@ -123,10 +123,9 @@ def test_an_answer_is_the_planners():
     document = planner.document(planner.decide(question))
     for row in document["plans"]:
         found = answers.answer(on(look.START | {"batch_size": 64}, row["mesh"]))["numbers"]
-        assert (
-            found["step_s"] == row["step_s"] and found["terms"] == row["terms"] and found["mfu"] == row["mfu"]
-        )
-        assert found["memory_bytes"] == row["memory_bytes"] and found["room_bytes"] == document["room_bytes"]
+        for name in ("step_s", "terms", "mfu", "memory_bytes"):
+            assert found[name] == row[name], name
+        assert found["room_bytes"] == document["room_bytes"]
         assert {k: v for k, v in found["plan"].items() if k != "mesh"} == row["plan"]
 
 

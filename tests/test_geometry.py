@@ -117,9 +117,8 @@ def test_rounds_carry_out_the_collective(kind, g):
     gather_from = g - 1 if kind == "all-reduce" else 0
     for t, step in enumerate(steps[1:]):
         before = own.copy()
-        assert (
-            sorted(s for s, _, _ in step["sends"]) == sorted(d for _, d, _ in step["sends"]) == list(range(g))
-        )
+        sources, targets, _ = zip(*step["sends"], strict=True)
+        assert sorted(sources) == sorted(targets) == list(range(g))
         for source, target, b in step["sends"]:
             assert before[source, b], "a rank sends what it has"
             adds = reduced and (kind == "reduce-scatter" or t < gather_from)

@@ -131,11 +131,6 @@ def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
         assert carets.index("^") == 2 + len("b/tp s -> b/tp s/")
 
 
-def test_no_arrow_starts_an_unfinished_sum():
-    with pytest.raises(ValueError, match="would start an unfinished sum over dp: only computing does that"):
-        _ = parse_arrow("b/dp -> b +dp").moves
-
-
 @pytest.mark.parametrize(
     "text, dim",
     [
@@ -143,18 +138,12 @@ def test_no_arrow_starts_an_unfinished_sum():
         ("b/dp -> b/tp,dp", "b"),  # a new outer axis
         ("b/dp,fsdp -> b/fsdp,dp", "b"),  # the same axes, nested otherwise
         ("b/dp,tp s -> b/tp s/dp", "b"),
-        (
-            "b/dp s/tp -> b/tp s/dp",
-            "s",
-        ),  # an exchange of two dims: the first all-to-all buries what the second needs
+        ("b/dp s/tp -> b/tp s/dp", "s"),  # the first all-to-all buries what the second needs
         ("b/dp s/tp n -> b s/dp n/tp", "s"),
     ],
 )
 def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
-    with pytest.raises(
-        ValueError,
-        match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between",
-    ):
+    with pytest.raises(ValueError, match=f"reorder the blocks of {dim}: .* with {dim} whole in between"):
         _ = parse_arrow(text).moves
     arrow = parse_arrow(text)
     between = Layout(tuple(Dim(d.name, () if d.name == dim else d.axes) for d in arrow.before.dims))
@@ -266,9 +255,15 @@ def test_a_bad_mesh_is_refused_with_a_caret(text, marked, why):
     assert why in message and shown == marked
 
 
-def test_an_empty_mesh_is_refused():
+def test_what_is_no_mesh_or_no_arrow_is_refused():
     with pytest.raises(NotationError, match="an empty mesh"):
         parse_mesh("")
+    with pytest.raises(ValueError, match="needs 16 devices but 8 are present; try 'dp=2 tp=4'"):
+        parse_mesh(MeshShape(dp=4, tp=4), 8)
+    with pytest.raises(ValueError, match="leaves fsdp to be inferred, which needs the number of devices"):
+        parse_mesh("fsdp=-1")
+    with pytest.raises(ValueError, match="would start an unfinished sum over dp: only computing does that"):
+        _ = parse_arrow("b/dp -> b +dp").moves
 
 
 @pytest.mark.parametrize(
@@ -288,19 +283,6 @@ def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need,
     tried = message.rpartition("try '")[2].rstrip("'")
     assert parse_mesh(tried, devices).size == devices
     assert suggestion in (None, tried)
-
-
-def test_a_mesh_that_was_read_before_is_refused_as_well_where_it_does_not_fit():
-    with pytest.raises(
-        ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"
-    ):
-        parse_mesh(MeshShape(dp=4, tp=4), 8)
-
-
-def test_minus_one_needs_a_number_of_devices():
-    assert refusal(parse_mesh, "fsdp=-1") == (
-        "mesh 'fsdp=-1' leaves fsdp to be inferred, which needs the number of devices", None
-    )  # fmt: skip
 
 
 def test_the_nearest_mesh_is_the_nearest_of_all():
