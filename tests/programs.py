@@ -322,36 +322,6 @@ def until_it_is_small(mesh):
     return f, (put(mesh, (16,), "i"),), want
 
 
-@on("tp=8")
-def own_gradient(mesh):
-    """Megatron's f: the identity forward, a sum of f32[4, 6] backward. JAX names the line that uses it."""
-
-    @jax.custom_vjp
-    def enter(x):
-        return x
-
-    def reduce(_, g):
-        return (lax.psum(g, "tp"),)
-
-    enter.defvjp(lambda x: (x, None), reduce)
-
-    def f(x, a, b):
-        def body(x, a, b):
-            def loss(x, a, b):
-                return square(jnp.tanh(enter(x) @ a) @ b)  # sends all-reduce tp 1: 2*7/8 * 4*4*6
-
-            return jax.grad(loss)(x, a, b)
-
-        specs = P(), P(None, "tp"), P("tp")
-        return jax.shard_map(body, in_specs=specs, out_specs=P(), check_vma=False)(x, a, b)
-
-    def want(x, a, b):
-        alone = lambda x, i: square(jnp.tanh(x @ a[:, 2 * i : 2 * i + 2]) @ b[2 * i : 2 * i + 2])
-        return jax.grad(lambda x: sum(alone(x, i) for i in range(8)))(x)
-
-    return f, (put(mesh, (4, 6)), put(mesh, (6, 16), None, "tp"), put(mesh, (16, 6), "tp")), want
-
-
 @on("i=4 j=2")
 def groups_and_trees(mesh):
     """Two pairs among four of i (no axis spans them), and a tree of f32[2] and f32[2, 3] over j."""

@@ -96,19 +96,12 @@ def test_a_published_configuration_is_its_preset(tmp_path, name):
 
 
 def test_what_a_configuration_leaves_out_has_the_meaning_that_transformers_gives_it(tmp_path):
-    short = {
-        k: v
-        for k, v in LLAMA31.items()
-        if k not in ("num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta")
-    }
+    left_out = "num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta"
+    short = {k: v for k, v in LLAMA31.items() if k not in left_out}
     config = from_hugging_face(written(tmp_path, short))
     assert config.num_kv_heads == config.num_heads == 32 and config.head_width == 128
-    assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.tied) == (
-        1e-6,
-        10_000.0,
-        None,
-        False,
-    )
+    found = config.norm_eps, config.rope_theta, config.rope_scaling, config.tied
+    assert found == (1e-6, 10_000.0, None, False)
 
 
 def test_the_newer_spelling_of_rope_is_read(tmp_path):
@@ -128,10 +121,7 @@ def test_a_window_in_every_layer_is_one(tmp_path):
 @pytest.mark.parametrize(
     "made, said",
     [
-        (
-            lambda: dataclasses.replace(LLAMA, head_width=7),
-            "heads are 7 wide, but rotary embedding rotates pairs",
-        ),
+        (lambda: dataclasses.replace(LLAMA, head_width=7), "heads are 7 wide, but rotary embedding"),
         (lambda: dataclasses.replace(LLAMA, num_layers=-8), "num_layers is -8; use a whole number from 1"),
         (lambda: dataclasses.replace(LLAMA, window=0), r"window is 0; use a whole number from 1 \(or null\)"),
         (lambda: dataclasses.replace(LLAMA, norm_eps=-1.0), "norm_eps is -1.0; use a number from 0 to 1"),

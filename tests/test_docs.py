@@ -116,13 +116,11 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
     assert not refused, "a refusal that no command of this page showed"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.nightly if page == README else pytest.mark.full, id=page.stem)
-        for page in PAGES
-    ],
-)
+WHEN = [pytest.mark.nightly if page == README else pytest.mark.full for page in PAGES]
+RUN = [pytest.param(page, marks=mark, id=page.stem) for page, mark in zip(PAGES, WHEN, strict=True)]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     """In its order and in one folder: a later one reads what an earlier one wrote."""
     monkeypatch.chdir(tmp_path)
@@ -155,12 +153,8 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", head).lower()).replace(" ", "-") for head in heads}
 
 
-LINKED = [
-    *PAGES,
-    *sorted(ROOT.glob("[A-Z]*.md")),
-    *sorted((ROOT / "notebooks" / "src").glob("*.py")),
-    ROOT / "notebooks" / "walk.md",
-]
+LINKED = [*PAGES, *sorted(ROOT.glob("[A-Z]*.md")), ROOT / "notebooks" / "walk.md"]
+LINKED += sorted((ROOT / "notebooks" / "src").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(LINKED), ids=lambda page: page.stem)

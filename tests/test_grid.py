@@ -150,19 +150,6 @@ def test_a_picture_of_sixteen_thousand_devices_is_small_and_no_more_work_than_on
         assert re.search(r"devices 5000–5007 one by one", scene.text)
 
 
-@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute"])
-def test_a_film_of_rounds_shows_what_each_device_has(kind):
-    scene, steps = draw.ring(kind, list(range(4)), "sp"), geometry.rounds(kind, 4)
-    items = flatten(scene.items)
-    arrows = [item for item in items if isinstance(item, Line)]
-    assert len(arrows) == sum(len(step["sends"]) for step in steps)
-    bars = [item for item in items if isinstance(item, Rect) and item.fill == "sp"]
-    assert len(bars) == sum(count > 0 for step in steps for row in step["held"] for count in row)
-    full = max(count for step in steps for row in step["held"] for count in row)
-    total = sum(count for step in steps for row in step["held"] for count in row)
-    assert sum(bar.h for bar in bars) == pytest.approx(16 * total / full)
-
-
 def test_a_ring_that_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="2 to 16"):
         draw.ring("all-gather", list(range(32)), "dp")

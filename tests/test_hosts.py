@@ -19,7 +19,7 @@ from llmpar.launch.wire import Wire
 from llmpar.lessons import hosts
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
-from llmpar.predict.hosts import device_groups, leaving_bytes, pairs_of, sends
+from llmpar.predict.hosts import leaving_bytes, pairs_of, sends
 from llmpar.predict.traffic import step_traffic
 
 HERE = Path(__file__).parent
@@ -77,24 +77,11 @@ def test_a_reduce_scatter_among_three_is_refused():
         list(sends("reduce-scatter", 3))
 
 
-def test_groups_of_a_mesh_are_those_of_its_devices():
-    sizes = Plan("pp=2 dp=2 tp=2").mesh.sizes
-    assert device_groups(sizes, ["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert device_groups(sizes, ["pp"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert device_groups(sizes, ["pp", "tp"]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+PLANS = [Plan("dp=2 tp=4", zero=0), Plan("fsdp=8"), Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)]
+PLANS += [Plan("sp=4 tp=2"), Plan("pp=2 dp=2 tp=2", zero=0, microbatches=4)]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan("dp=2 tp=4", zero=0),
-        Plan("fsdp=8"),
-        Plan("dp=2 fsdp=2 tp=2", tp_sequence=True),
-        Plan("sp=4 tp=2"),
-        Plan("pp=2 dp=2 tp=2", zero=0, microbatches=4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_one_device_a_host_sends_its_whole_traffic(plan):
     """Then everything leaves: the sum over hosts is the sum over devices, but for pieces on their way home
     and the ends of a pipeline, which send one way only."""
@@ -102,16 +89,10 @@ def test_one_device_a_host_sends_its_whole_traffic(plan):
     found = leaving_bytes(plan.resolve(config), 16, 64, range(8))
     stages = [step_traffic(plan.resolve(config), 16, 64, stage) for stage in range(plan.mesh.pp)]
     total = sum(stages[device * plan.mesh.pp // 8].total_bytes for device in range(8))
-    permuted = sum(
-        row.bytes_sent * 8
-        for (_, kind), row in stages[0].items()
-        if kind == "collective-permute" and plan.pipeline
-    )
-    home = sum(
-        row.bytes_sent * 8 * Fraction(1, row.group_size - 1)
-        for (_, kind), row in stages[0].items()
-        if kind == "reduce-scatter"
-    )
+    rows = {kind: [r for (_, k), r in stages[0].items() if k == kind] for _, kind in stages[0]}
+    permuted = sum(8 * row.bytes_sent for row in rows.get("collective-permute", ()) if plan.pipeline)
+    scattered = rows.get("reduce-scatter", ())
+    home = sum(8 * row.bytes_sent * Fraction(1, row.group_size - 1) for row in scattered)
     left = sum(sum(of.values()) for of in found.values())
     assert total - permuted / 2 - 64 <= left <= total + home + 64
 

@@ -83,19 +83,10 @@ FAULTS = {
     "checked but empty": (edit(-1, outputs=[]), "without outputs"),
     "semicolon": (edit(-1, source=lambda s: s + ";"), "ends with ';'"),
     "stderr": (edit(0, outputs=[stream("stderr", "UserWarning: no\n")]), "text on stderr"),
-    "error": (
-        edit(0, outputs=[nbformat.v4.new_output("error", ename="ValueError")]),
-        "a stored error, ValueError",
-    ),
-    "widget view": (
-        edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]),
-        "a stored widget view",
-    ),
+    "error": (edit(0, outputs=[nbformat.v4.new_output("error", ename="OSError")]), "a stored error, OSError"),
+    "widget view": (edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]), "widget view"),
     "SVG only": (edit(0, outputs=[display(**{"image/svg+xml": "<svg/>"})]), "SVG without a PNG"),
-    "wordless": (
-        edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"})]),
-        "without words",
-    ),
+    "wordless": (edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480>"})]), "without words"),
     "address": (edit(-1, outputs=[stream("stdout", "<Mesh at 0x7f00c0ffee00>")]), "differs from run to run"),
     "wide output": (edit(0, outputs=[stream("stdout", "short\n" + 89 * "-")]), "prints 89 columns"),
     "edited by hand": (edit(0, source="import jax"), "cell ids"),
@@ -345,11 +336,8 @@ def test_a_run_is_that_of_the_modules_that_it_imported(tmp_path, monkeypatch):
         (package / name).write_text("x = 1\n")
     build.target(source).write_text(nbformat.writes(hand_run(source)))
     build.note_run(source, ["llmpar", "llmpar.plan", "llmpar.plan.plan"])
-    steps = [
-        ("draw.py", "x = 2", True),
-        ("plan/plan.py", "x = 1  # one", True),
-        ("plan/plan.py", "x = 2", False),
-    ]
+    steps = [("draw.py", "x = 2", True), ("plan/plan.py", "x = 1  # one", True)]
+    steps += [("plan/plan.py", "x = 2", False)]
     steps += [("plan/plan.py", '"One."\nx = 1', True), ("plan/chips.toml", "[a]", False)]
     for name, text, same in steps:
         (package / name).write_text(text + "\n")
@@ -428,11 +416,7 @@ def solution_of(name, **other):
 
 VERDICTS = [  # what someone answered, what the verdict says, and what it does not; more in verdicts.txt
     ("03.repair", solution_of("03.repair", clipped=sum_only), "Right: gradient. Look again at clipped"),
-    (
-        "03.repair",
-        solution_of("03.repair", clipped=clipped_alone),
-        "clipped: every device clips its own mean",
-    ),
+    ("03.repair", solution_of("03.repair", clipped=clipped_alone), "every device clips its own mean"),
     ("03.repair", {"gradient": 1, "clipped": 2}, "A function of grad_sum, count is asked for", "raised"),
     ("04.stage2_accumulated", lambda gradient, parts: sum(map(scattered, parts)), "call gradient"),
     ("04.stage2_accumulated", lambda gradient, parts: sum(parts), "yours has"),

@@ -383,11 +383,6 @@ def test_the_miniature_executor_sees_a_wrong_slot(array):
         walk(table, replace(buffers, **{array: broken}))
 
 
-def test_a_microbatch_is_held_until_its_last_operation():
-    assert timetable(make("gpipe", 2, 2)).peak_live() == [2, 2]
-    assert timetable(make("zb-h1", 4, 8)).peak_live() == [4, 4, 4, 4]
-
-
 def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
     assert timetable(make("1f1b", 3, 5)).hops == [[0, 5, 0], [5, 0, 5], [0, 5, 0]]
     assert np.sum(timetable(make("interleaved", 3, 6, 2)).hops) == 2 * 6 * (2 * 3 - 1)

@@ -119,31 +119,22 @@ def test_the_ring_arithmetic_of_traffic():
     assert [(m.value, row.sent(m.num_bytes), n) for m, n in row.messages.items()] == [("weights", 896, 3)]
 
 
-@pytest.mark.parametrize(
-    "model, mesh, said",
-    [
-        (
-            "tiny",
-            "dp=2 fsdp=2 tp=2",
-            {("dp,fsdp,tp", "all-reduce"): "the loss, the tokens and the gradients' norm"},
-        ),
-        (
-            "tiny",
-            "sp=2 tp=2",
-            {
-                ("sp", "collective-permute"): "keys and values, gradients of keys and values",
-                ("sp", "all-gather"): "weights, ids of positions and documents",
-            },
-        ),
-        ("tiny-moe", "ep=4 fsdp=2", {("ep", "all-gather"): "the routers' choices"}),
-        ("tiny", "pp=2 dp=2", {("pp", "collective-permute"): "activations and their gradients"}),
-    ],
-)
+SAID = [
+    ("tiny", "dp=2 fsdp=2 tp=2", "dp,fsdp,tp all-reduce: the loss, the tokens and the gradients' norm"),
+    ("tiny", "sp=2 tp=2", "sp collective-permute: keys and values, gradients of keys and values"),
+    ("tiny", "sp=2 tp=2", "sp all-gather: weights, ids of positions and documents"),
+    ("tiny-moe", "ep=4 fsdp=2", "ep all-gather: the routers' choices"),
+    ("tiny", "pp=2 dp=2", "pp collective-permute: activations and their gradients"),
+]
+
+
+@pytest.mark.parametrize("model, mesh, said", SAID)
 def test_a_collective_says_what_it_sends(model, mesh, said):
     """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
     found = traffic.step_traffic(Plan(mesh, microbatches=2).resolve(preset(model)), 16, SEQ)
-    words = lambda key: dict.fromkeys(message.value for message in found[key].messages)
-    assert {key: ", ".join(words(key)) for key in said} == said
+    key, _, words = said.partition(": ")
+    values = dict.fromkeys(message.value for message in found[tuple(key.split())].messages)
+    assert ", ".join(values) == words
 
 
 def test_slots_are_not_tokens():
