@@ -11,9 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax import lax, random
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
@@ -102,24 +101,7 @@ def layers_in_a_scan(mesh):
     )
 
 
-@on("x=8")
-def numbers_drawn_where_they_lie(mesh):
-    """Threefry counts: every device draws its own rows and sends nothing."""
-    f = jax.jit(lambda key: random.normal(key, (16, 4)), out_shardings=NamedSharding(mesh, P("x")))
-    return f, (random.key(0),), lambda key: random.normal(key, (16, 4))
-
-
 # ------------------------------------------------------------------------------------------- explicit axes
-
-
-@explicit("X=4 Y=2")
-def dot_says_where(mesh):
-    """Without out_sharding it would be refused: the contracted dim is cut."""
-
-    def f(x, w):
-        return jnp.dot(x, w, out_sharding=P("X", None))  # sends all-reduce Y 1: 2*1/2 * 4*2*16
-
-    return f, (put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y")), lambda x, w: x @ w
 
 
 @explicit("X=8")
@@ -131,18 +113,6 @@ def resharded(mesh):
         return reshard(jnp.sin(y), P())  # sends all-gather X 1: 7/8 * 4*16*8
 
     return f, (put(mesh, (16, 8), "X"),), np.sin
-
-
-@explicit("X=4 Y=2")
-def heads_split_off(mesh):
-    """A reshape and an einsum over what is not cut send nothing; the sum over b of f32[1, 4] scalars does."""
-
-    def f(x):
-        heads = jnp.reshape(x, (8, 4, 2), out_sharding=P("X", "Y", None))
-        scores = jnp.einsum("bhk,bhk->bh", heads, heads)
-        return jnp.sum(scores, axis=0)  # sends all-reduce X 1: 2*3/4 * 4*4/2
-
-    return f, (put(mesh, (8, 8), "X", "Y"),), lambda x: (x.reshape(8, 4, 2) ** 2).sum(-1).sum(0)
 
 
 @explicit("X=4 Y=2")
@@ -181,22 +151,6 @@ def weights_reduced(mesh):
     return f, args, jax.grad(loss)
 
 
-@explicit("fsdp=8")
-def weights_gathered_explicitly(mesh):
-    """FSDP in types: gather f32[8, 8] before use. Its cotangent is asked for in eighths, but this partitioner
-    sums all of it and cuts what it needs."""
-
-    def f(w, x):
-        def loss(w):
-            whole = reshard(w, P(reduced={"fsdp"}))  # sends all-gather fsdp 1: 7/8 * 4*8*8
-            return square(jnp.tanh(x @ whole))  # sends all-reduce fsdp 1: 2*7/8 * 4*8*8
-
-        return jax.grad(loss)(w)
-
-    args = put(mesh, (8, 8), "fsdp"), put(mesh, (16, 8), "fsdp")
-    return f, args, jax.grad(lambda w, x: square(jnp.tanh(x @ w)))
-
-
 @explicit("data=4 model=2")
 def cookbook_step(mesh):
     """SGD over two blocks in a scan, whose state is `jax.Ref`s. In each a sum over model of f32[8/4, 6],
@@ -233,82 +187,6 @@ def loss_of_two(w, x):
 # ------------------------------------------------------------------------------------------------ shard_map
 
 
-@on("i=8", context=False)
-def four_collectives(mesh):
-    """Each device holds 8 of 64 numbers: a sum of 8, a gather of 64, a scatter of 8 to 1, 8 exchanged."""
-
-    def f(x):
-        def body(x):
-            total = lax.psum(x, "i")  # sends all-reduce i 1: 2*7/8 * 4*8
-            whole = lax.all_gather(x, "i", tiled=True)  # sends all-gather i 1: 7/8 * 4*64
-            mine = lax.psum_scatter(x, "i", tiled=True)  # sends reduce-scatter i 1: 7/8 * 4*8
-            other = lax.all_to_all(x, "i", 0, 0, tiled=True)  # sends all-to-all i 1: 7/8 * 4*8
-            return total + whole[:8] + mine + other
-
-        return jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))(x)
-
-    def want(x):
-        rows = x.reshape(8, 8)
-        return (rows.sum(0) + rows[0] + rows.sum(0)[:, None] + rows.T).ravel()
-
-    return f, (put(mesh, (64,), "i"),), want
-
-
-@on("i=8")
-def shifted(mesh):
-    """Halo exchange: one row of 6 to the right, one to the left; ends send nothing, the busiest send all."""
-    right, left = [(j, j + 1) for j in range(7)], [(j + 1, j) for j in range(7)]
-
-    def f(x):
-        def body(x):
-            above = lax.ppermute(x[-1:], "i", right)  # sends collective-permute i 1: 4*6
-            below = lax.ppermute(x[:1], "i", left)  # sends collective-permute i 1: 4*6
-            padded = jnp.concatenate([above, x, below])
-            return padded[:-2] + padded[1:-1] + padded[2:]
-
-        return jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))(x)
-
-    def want(x):
-        padded = np.pad(x, ((1, 1), (0, 0)))
-        return padded[:-2] + padded[1:-1] + padded[2:]
-
-    return f, (put(mesh, (16, 6), "i"),), want
-
-
-@on("i=4 j=2", context=False)
-def both_axes(mesh):
-    """Over two axes at once it is a ring of 8: a maximum of f32[2] and a mean of one number."""
-
-    def f(x):
-        def body(x):
-            top = lax.pmax(x.max(0), ("i", "j"))  # sends all-reduce i,j 1: 2*7/8 * 4*2
-            return top, lax.pmean(x.mean(), ("i", "j"))  # sends all-reduce i,j 1: 2*7/8 * 4
-
-        return jax.shard_map(body, mesh=mesh, in_specs=P(("i", "j")), out_specs=P())(x)
-
-    return f, (put(mesh, (16, 2), ("i", "j")),), lambda x: (x.max(0), x.mean())
-
-
-@on("i=8")
-def carry_varies(mesh):
-    """`pcast` to varying sends nothing; in five turns a shift of 4 numbers; last a sum of one number."""
-
-    def f(x):
-        def body(x):
-            def turn(carry, _):
-                total, x = carry
-                x = lax.ppermute(x, "i", ring(8))  # sends collective-permute i 5: 5 * 4*4
-                return (total + x.sum(), x), None
-
-            start = lax.pcast(jnp.zeros(()), "i", to="varying")
-            (total, _), _ = lax.scan(turn, (start, x), length=5)
-            return lax.psum(total, "i")  # sends all-reduce i 1: 2*7/8 * 4
-
-        return jax.shard_map(body, in_specs=P("i"), out_specs=P())(x)
-
-    return f, (put(mesh, (32,), "i"),), lambda x: 5 * x.sum()
-
-
 @on("X=4 Y=2")
 def partly_manual(mesh):
     """X by hand, Y the partitioner's: its half sums of f32[8/4, 6], and the hand's sum of f32[2, 6]."""
@@ -342,20 +220,6 @@ def nested(mesh):
     return f, (put(mesh, (8, 6), "X", "Y"),), lambda x: x.reshape(4, 2, 2, 3).sum((0, 2))
 
 
-@on("x=4 y=2", order=(5, 2, 7, 0, 1, 6, 3, 4))
-def devices_permuted(mesh):
-    """Whoever stands where: over y two halves of f32[8/4, 6] are gathered, over x they are summed."""
-
-    def f(a):
-        def body(a):
-            row = lax.all_gather(a, "y", axis=1, tiled=True)  # sends all-gather y 1: 1/2 * 4*2*6
-            return lax.psum(row, "x")  # sends all-reduce x 1: 2*3/4 * 4*2*6
-
-        return jax.shard_map(body, in_specs=P("x", "y"), out_specs=P(), check_vma=False)(a)
-
-    return f, (put(mesh, (8, 6), "x", "y"),), lambda a: a.reshape(4, 2, 6).sum(0)
-
-
 @on("replica=2 fsdp=2 expert=2")
 def experts(mesh):
     """Tokens bf16[4, 6] go to their expert and come back, forward and backward: half of each leaves. The
@@ -378,23 +242,6 @@ def experts(mesh):
 
     x = put(mesh, (32, 6), ("replica", "fsdp", "expert"), dtype=jnp.bfloat16)
     return f, (put(mesh, (2, 6, 6), "expert"), x), None
-
-
-@on("batch=8", context=False)
-def data_parallel_gradient(mesh):
-    """The loss is a mean over devices. All hold w, and it meets numbers that differ: the transpose of that is
-    a sum of its gradient f32[4, 6]."""
-
-    def f(w, x):
-        def body(w, x):
-            return lax.pmean(square(x @ w), "batch")
-            # sends all-reduce batch 1: 2*7/8 * 4 | all-reduce batch 1: 2*7/8 * 4*4*6
-
-        loss = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
-        return jax.value_and_grad(loss)(w, x)
-
-    args = put(mesh, (4, 6)), put(mesh, (16, 4), "batch")
-    return f, args, jax.value_and_grad(lambda w, x: square(x @ w) / 8)
 
 
 @on("fsdp=8")
@@ -450,91 +297,6 @@ def pipeline(mesh):
     return f, (put(mesh, (4, 6, 6), "stage"), put(mesh, (3, 2, 6), None, "data")), want
 
 
-@on("m=8")
-def collective_matmul(mesh):
-    """x is gathered by 7 hops of f32[2, 4], each beside the product of the block that is there."""
-
-    def f(x, w):
-        def body(x, w):
-            here, n = lax.axis_index("m"), 8
-
-            def turn(i, carry):
-                y, x = carry
-                y = lax.dynamic_update_slice(y, x @ w, (2 * ((here - i) % n), 0))
-                return y, lax.ppermute(x, "m", ring(n))  # sends collective-permute m 7: 7 * 4*2*4
-
-            start = lax.pcast(jnp.zeros((16, 1)), "m", to="varying")
-            y, x = lax.fori_loop(0, n - 1, turn, (start, x))
-            return lax.dynamic_update_slice(y, x @ w, (2 * ((here - n + 1) % n), 0))
-
-        return jax.shard_map(body, in_specs=(P("m"), P(None, "m")), out_specs=P(None, "m"))(x, w)
-
-    return f, (put(mesh, (16, 4), "m"), put(mesh, (4, 8), None, "m")), lambda x, w: x @ w
-
-
-@on("seq=4 head=2")
-def ring_attention(mesh):
-    """Keys and values f32[8/4, 2/2, 4] go round: both, in each of 4 turns."""
-
-    def f(q, k, v):
-        def body(q, k, v):
-            def turn(carry, _):
-                k, v, top, total = carry
-                score = jnp.exp(jnp.einsum("qhk,shk->qhs", q, k))
-                top, total = top + jnp.einsum("qhs,shk->qhk", score, v), total + score.sum(-1)
-                k, v = lax.ppermute((k, v), "seq", ring(4))
-                # sends collective-permute seq 8: 2*4 * 4*2*1*4
-                return (k, v, top, total), None
-
-            start = k, v, jnp.zeros_like(q), jnp.zeros_like(q[..., 0])
-            _, _, top, total = lax.scan(turn, start, length=4)[0]
-            return top / total[..., None]
-
-        return jax.shard_map(body, in_specs=P("seq", "head"), out_specs=P("seq", "head"))(q, k, v)
-
-    def want(q, k, v):
-        score = np.exp(np.einsum("qhk,shk->qhs", q, k))
-        return np.einsum("qhs,shk->qhk", score / score.sum(-1, keepdims=True), v)
-
-    return f, tuple(put(mesh, (8, 2, 4), "seq", "head") for _ in "qkv"), want
-
-
-@on("vocab=8")
-def cross_entropy(mesh):
-    """Logits f32[4, 16/8]: a maximum, a sum and the target's logit of 4 tokens each."""
-
-    def f(logits, targets):
-        def body(logits, targets):
-            top = lax.pmax(logits.max(-1), "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
-            scaled = jnp.exp(logits - top[:, None]).sum(-1)
-            total = lax.psum(scaled, "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
-            at = targets[:, None] == 2 * lax.axis_index("vocab") + jnp.arange(2)[None]
-            picked = jnp.where(at, logits, 0.0).sum(-1)
-            right = lax.psum(picked, "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
-            return jnp.log(total) + top - right
-
-        return jax.shard_map(body, in_specs=(P(None, "vocab"), P()), out_specs=P())(logits, targets)
-
-    args = put(mesh, (4, 16), None, "vocab"), jnp.array([3, 0, 15, 7])
-    return f, args, optax.softmax_cross_entropy_with_integer_labels
-
-
-@on("i=8")
-def one_branch_sends(mesh):
-    """Who asks whether the flag is set counts the branch that sends most: f32[2, 4]."""
-
-    def f(x, flag):
-        def body(x, flag):
-            def told(x):
-                return lax.psum(x, "i")  # sends all-reduce i 1: 2*7/8 * 4*2*4
-
-            return lax.cond(flag, told, lambda x: jnp.zeros_like(x, shape=x.shape), x)
-
-        return jax.shard_map(body, in_specs=(P("i"), P()), out_specs=P(), check_vma=False)(x, flag)
-
-    return f, (put(mesh, (16, 4), "i"), jnp.array(True)), lambda x, _: x.reshape(8, 2, 4).sum(0)
-
-
 @on("i=8")
 def until_it_is_small(mesh):
     """Nobody knows how many turns: per turn the average of f32[2], and the scalar that ends the loop."""
@@ -560,36 +322,6 @@ def until_it_is_small(mesh):
     return f, (put(mesh, (16,), "i"),), want
 
 
-@on("tp=8")
-def own_gradient(mesh):
-    """Megatron's f: the identity forward, a sum of f32[4, 6] backward. JAX names the line that uses it."""
-
-    @jax.custom_vjp
-    def enter(x):
-        return x
-
-    def reduce(_, g):
-        return (lax.psum(g, "tp"),)
-
-    enter.defvjp(lambda x: (x, None), reduce)
-
-    def f(x, a, b):
-        def body(x, a, b):
-            def loss(x, a, b):
-                return square(jnp.tanh(enter(x) @ a) @ b)  # sends all-reduce tp 1: 2*7/8 * 4*4*6
-
-            return jax.grad(loss)(x, a, b)
-
-        specs = P(), P(None, "tp"), P("tp")
-        return jax.shard_map(body, in_specs=specs, out_specs=P(), check_vma=False)(x, a, b)
-
-    def want(x, a, b):
-        alone = lambda x, i: square(jnp.tanh(x @ a[:, 2 * i : 2 * i + 2]) @ b[2 * i : 2 * i + 2])
-        return jax.grad(lambda x: sum(alone(x, i) for i in range(8)))(x)
-
-    return f, (put(mesh, (4, 6)), put(mesh, (6, 16), None, "tp"), put(mesh, (16, 6), "tp")), want
-
-
 @on("i=4 j=2")
 def groups_and_trees(mesh):
     """Two pairs among four of i (no axis spans them), and a tree of f32[2] and f32[2, 3] over j."""
@@ -612,20 +344,6 @@ def groups_and_trees(mesh):
 
 
 # ----------------------------------------------------------------------------------------- training steps
-
-
-@on("data=8")
-def adamw_step(mesh):
-    """A gradient f32[6, 4] is summed over data; Adam's state lies as the weights and sends nothing."""
-    optimizer = optax.adamw(0.1)
-
-    def f(w, state, x):
-        grads = jax.grad(lambda w: square(jnp.tanh(x @ w)))(w)  # sends all-reduce data 1: 2*7/8 * 4*6*4
-        updates, state = optimizer.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w = put(mesh, (6, 4))
-    return f, (w, jax.jit(optimizer.init)(w), put(mesh, (8, 6), "data")), f
 
 
 @on("data=2 model=4")

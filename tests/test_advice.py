@@ -57,18 +57,6 @@ def test_a_step_is_one_change_and_leads_to_what_it_says(mesh):
             assert step.sequence_s < one.time.step_s / q.batch_size * (1 - planner.SAME)
 
 
-def test_the_reader_s_own_fields_are_given_back_and_replicas_cut():
-    texts = {}
-    for mesh, q in STANDS.items():
-        shape = parse_mesh(mesh)
-        one = None if q.num_devices == 12 else planner.on_mesh(q, shape)
-        texts[mesh] = [step.text for step in advice(q, shape, one) if step]
-    assert any(text.startswith("tp_sequence=True: ") for text in texts["fsdp=8 tp=8"])
-    assert any(text.startswith("tp_sequence=True, remat=") for text in texts["fsdp=8 tp=8"])
-    assert any(text.startswith("fsdp=64: ") for text in texts["dp=64"])
-    assert any(text.startswith("24 sequences: ") for text in texts["dp=3 fsdp=4"])
-
-
 def test_the_best_of_all_has_no_better_neighbour():
     q = question()
     first = planner.decide(q, keep=1).plans[0]
@@ -129,9 +117,3 @@ def test_what_a_program_may_take_says_why(row, share, capacity, words):
     taken = capacity * q.chip.usable_hbm_gib * GIB
     assert q.capacity_bytes == pytest.approx(taken * (1 - planner.FREE_SHARE))
     assert q.capacity_words == f"a program may take {words}, since temporaries are an estimate"
-
-
-def test_pieces_of_a_feed_forward_compute_it_again():
-    slow, fast = (question(ffn_chunks=n, remat="selective") for n in (4, 1))
-    slow, fast = (planner.on_mesh(q, parse_mesh("fsdp=64")).time.terms["recomputation"] for q in (slow, fast))
-    assert slow > 1.5 * fast

@@ -105,51 +105,6 @@ def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
         assert difference == factor * psi * 3 // 4
 
 
-def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_sequence_parallelism():
-    """Two all-reduces of b·s·d each way per layer (Megatron-LM); the same bytes (Korthikanti et al. 2022)."""
-
-    def per_layer(plan):
-        deep = dataclasses.replace(LLAMA, num_layers=3)
-        many, few = (
-            {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(plan.resolve(c), BATCH, SEQ).items()}
-            for c in (deep, LLAMA)
-        )
-        return {
-            k[1]: (many[k][0] - few[k][0], many[k][1] - few[k][1])
-            for k in few
-            if many[k] != few[k] and k[0] == "tp"
-        }
-
-    message = BATCH * SEQ * LLAMA.width * 4
-    plain = per_layer(Plan("tp=4"))
-    assert plain == {"all-reduce": (4, 4 * 2 * message * 3 // 4)}
-    with_sp = per_layer(Plan("tp=4", tp_sequence=True))
-    # the norms' gradients now differ along tp: two scales a layer, all-reduced
-    norms = 2 * 2 * LLAMA.width * 4 * 3 // 4
-    assert {k: v for k, v in with_sp.items() if k != "all-reduce"} == {
-        "all-gather": (4, 4 * message * 3 // 4),
-        "reduce-scatter": (4, 4 * message * 3 // 4),
-    }
-    assert with_sp["all-reduce"] == (0, norms)
-    ring = per_layer(Plan("tp=4", tp_sequence=True, tp_comm_overlap=True))
-    assert ring == {"collective-permute": (8 * 3, 8 * message * 3 // 4), "all-reduce": (0, norms)}
-
-
-def test_axes_of_size_one_leave_no_collective():
-    _, program = lowered(LLAMA, Plan("dp=1"))
-    assert predicted(LLAMA, Plan("dp=1")) == {}
-    kinds = "all_reduce", "all_gather", "reduce_scatter", "collective_permute", "all_to_all"
-    assert not any(f"stablehlo.{kind}" in program.as_text() for kind in kinds)
-
-
-def test_auto_chooses_its_own_collectives():
-    """XLA's partitioner forms no reduce-scatter on CPUs: ZeRO's saving is in memory, not in bytes. (Values
-    and memory: the lines of plans.txt that have mode='auto'.)"""
-    step, program = lowered(dataclasses.replace(LLAMA, num_layers=1), Plan("fsdp=2", mode="auto"))
-    kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
-    assert "all-reduce" in kinds and "reduce-scatter" not in kinds
-
-
 def test_a_program_that_sends_more_is_noticed():
     """The planted fault of this file: one all-reduce too many."""
 

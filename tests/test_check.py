@@ -28,7 +28,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step
 
-GATE = {"random": 8, "planted": 24}
+GATE = {"random": 4, "planted": 10}
 """So many programs of each kind by default, and 100 and 200 in the nightly tests."""
 
 
@@ -83,12 +83,11 @@ def test_programs_as_documents_show_them_are_silent(build):
         assert checked, str(checked)
 
 
-BY_NIGHT = "optax_linesearch", "nnx_train_step", "linen_scanned", "stax_step"
+BY_NIGHT = "optax_muon", "linen_scanned", "stax_step"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["optax_muon", "easylm_like_step", *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)],
+    "name", ["easylm_like_step", *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)]
 )
 def test_a_program_of_another_package_is_silent(name):
     """Those of foreign.py whose packages are installed with the tests."""
@@ -138,10 +137,7 @@ WANTED = {
     "ring attention, a neighbour's mask": "unknown, ",
     "ZeRO, sums for means": "counted once per dp: a sum over dp of each shard's mean",
     "clipping before the mean": "a missing mean over dp",
-    "halo of the other side": "unknown, at",
-    "cross entropy, a label's part": "a missing sum over tp",
     "random numbers, the same on each rank": "the same random key on every rank of dp",
-    "batch norm of each shard": "a missing mean over dp",
     "a bias of zeros in the sum": "counted once per dp",
     "one is another function": "sharding is not what makes the difference",
 }
@@ -186,11 +182,7 @@ def test_a_check_is_true_or_raises_with_its_report():
     f, args = RIGHT["norm_of_gradients"]()
     right = check(f, None, *args)
     right.raise_if_different()
-    assert right and [row["name"] for row in right.results] == [
-        "result",
-        "gradient of [0]",
-        "gradient of [1]",
-    ]
+    assert right and [x["name"] for x in right.results] == ["result", "gradient of [0]", "gradient of [1]"]
     with pytest.raises(AssertionError, match="counted once per tp"):
         checked.raise_if_different()
     document = json.loads(json.dumps(checked.document()))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-import rich.console
 from steps import SHARED
 
 import llmpar.cli.demo
@@ -170,16 +168,6 @@ def test_models_lists_every_preset(document, call):
     assert out.count(", planned") == sum(not config.runs for config in PRESETS.values())
 
 
-def test_models_describes_the_kinds_of_layers_of_what_is_planned(call):
-    status, out, _ = call("models", "nemotron-3-super")
-    lines = out.splitlines()
-    assert status == 0 and lines[1].startswith("  40 layers of ") and "a recurrent state without" in lines[1]
-    assert "no mixer with 22 of 512 experts" in lines[2] and lines[3].startswith("  8 layers of ")
-    assert lines[-1].startswith("'nemotron-3-super' is planned, and does not run here")
-    _, out, _ = call("models", "deepseek-v3")
-    assert "58 layers of 11,507,286,016 parameters: latent attention with 8 of 256 experts" in out
-
-
 def test_models_describes_one_by_name_or_path(document, model):
     assert [m["params"] for m in document("models", "qwen3-0.6b")["models"]] == [596_049_920]
     [little] = document("models", model())["models"]
@@ -250,15 +238,10 @@ def test_inspect_document(without_lab):
     """Of a process of its own: here a type checker stands between the model's lines and what they call."""
     found = without_lab[2]
     rows = found["collectives"]
-    assert all(
-        {"axis", "kind", "count", "predicted_bytes", "compiled_bytes", "source"} <= row.keys() for row in rows
-    )
-    assert {("fsdp", "all-gather"), ("fsdp", "reduce-scatter"), ("tp", "all-reduce")} <= {
-        (r["axis"], r["kind"]) for r in rows
-    }
-    assert all(
-        row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"] for row in rows
-    )
+    pairs = {(row["axis"], row["kind"]) for row in rows}
+    assert {("fsdp", "all-gather"), ("fsdp", "reduce-scatter"), ("tp", "all-reduce")} <= pairs
+    for row in rows:
+        assert row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"]
     arrows = found["arrows"]
     assert all(row["arrow"] and row["as_predicted"] for row in arrows)
     for row in rows:
@@ -270,32 +253,9 @@ def test_inspect_document(without_lab):
     assert text <= set(sums), "lines of the model's text"
     assert any("model/llama.py:" in row["source"] for row in rows)
     memory = found["memory"]
-    assert set(memory) >= {
-        f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")
-    }
     assert memory["predicted_argument_bytes"] == memory["compiled_argument_bytes"] > 0
+    assert memory["predicted_temp_bytes"] > 0 < memory["compiled_temp_bytes"]
     assert found["flops"]["executed_per_device"] > found["flops"]["predicted_per_device"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "mesh, more",
-    [
-        ("ep=2", ("tiny-moe",)),
-        # test_plans.py reads what every plan compiles to
-        pytest.param("pp=2 tp=2", ("tiny", "--microbatches", "2"), marks=pytest.mark.nightly),
-    ],
-)
-def test_inspect_reads_experts_and_pipelines(call, mesh, more):
-    status, out, err = call(
-        "inspect", "--mesh", mesh, "--seq-len", "16", "--batch-size", "8", "--json", "--model", *more
-    )
-    assert status == 0, err
-    found = json.loads(out)
-    assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"])
-    assert found["schedule"] == ("1f1b" if "pp" in mesh else None)
-    executed, useful = (found["flops"][f"{kind}_per_device"] for kind in ("executed", "predicted"))
-    assert executed is None if "moe" in more[0] else useful < executed < 2 * useful
 
 
 @pytest.mark.long
@@ -318,42 +278,17 @@ def test_inspect_prints_types_beside_layouts_and_how_far_meshes_may_be_apart(cal
     assert status == 1 and "mode='explicit' does not go with pp=2; use mode='manual'" in err
 
 
-def test_tables_keep_every_figure_whole_on_80_columns():
-    """What is long folds, and nothing is cut."""
-    where, size = {"axis": "dp,fsdp", "kind": "reduce-scatter", "count": 1234}, 480_772_096
-    source = "model/llama.py:68, model/attention.py:312, model/moe.py:1"
-    row = where | {"predicted_bytes": size, "compiled_bytes": size, "source": source}
-    arrow = {"arrow": "experts b e c d +m -> stream b s d", "direction": "recomputed", "as_predicted": True}
-    whose = [f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")]
-    link = {"link": "NVLink within a host (2 each), network between 4 hosts", "size": 8, "hosts": 4}
-    document = {"model": "m", "mesh": {}, "mode": "manual", "attention_kernel": "portable", "zero": 3}
-    document |= {"schedule": None, "links": {"dp": link}, "memory": dict.fromkeys(whose, 10**10)}
-    document |= {"collectives": [row], "arrows": [where | arrow | {"bytes_sent": size}]}
-    document["flops"] = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
-    console = rich.console.Console(width=80, record=True, file=io.StringIO())
-    for table in llmpar.inspect.report.step_tables(document):
-        console.print(table)
-    text = console.export_text()
-    assert "…" not in text and text.count("480,772,096 B") == 4 and "moe.py:1" in text.replace("\n", "")
-    assert all(x in text for x in ("experts b e c d +m -> stream b s d", "1,234", "network between 4 hosts"))
-
-
 # ---------------------------------------------------------------------------------------------- exit statuses
 
 
-def test_commands_that_need_no_jax_do_not_import_it():
+def test_a_process_has_the_same_statuses_and_needs_no_jax_for_what_computes_nothing():
     code = (
-        "import sys; from llmpar.cli import main; main(['models', '--json']); sys.exit('jax' in sys.modules)"
+        "import sys; from llmpar.cli import main; one, two = main(['--version']), main(['models', 'llama9'])"
     )
-    done = run(code=code)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(json.loads(done.stdout)["models"]) == len(PRESETS)
-
-
-def test_a_process_has_the_same_statuses():
-    refused, bad = run("models", "llama9"), run("models", "a", "b")
-    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
-    assert refused.stderr.startswith("llmpar: unknown model 'llama9'")
+    done = run(code=f"{code}; sys.exit(10 * two + one + 100 * ('jax' in sys.modules))")
+    assert done.returncode == 10 and done.stdout.startswith("llmpar 0.") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("llmpar: unknown model 'llama9'")
+    bad = run("models", "a", "b")
     assert (bad.returncode, bad.stdout) == (2, "") and "Traceback" not in bad.stderr
 
 
@@ -403,11 +338,7 @@ FAULTS = [
     (KeyError("x"), 1, rf"{FAULT}cli/__init__.py:\d+: KeyError: 'x'{SHOWN}"),
     (Odd("first\nsecond"), 1, f"{FAULT}.*: Odd: first{SHOWN}"),
     (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), 1, FULL),
-    (
-        FloatingPointError("the loss is nan; try another rate"),
-        1,
-        r"llmpar: the loss is nan; try another rate\n",
-    ),
+    (FloatingPointError("the loss is nan; try it"), 1, r"llmpar: the loss is nan; try it\n"),
     (MemoryError(), 1, r"llmpar: the memory of this machine is full; use a smaller model, batch or text\n"),
     (KeyboardInterrupt(), 130, r"llmpar: interrupted\n"),
     (BrokenPipeError(32, "Broken pipe"), 141, ""),
@@ -479,9 +410,8 @@ def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_pipe_is_silent():
     assert closed.returncode == 141 and closed.stderr == "", closed.stderr
     code = "import os, sys\nos.close(1)\n"
     code += "os.execv(sys.executable, [sys.executable, '-m', 'llmpar', *sys.argv[1:]])"
-    for words in (["train", "--help"], ["models"]):
-        none = run(*words, code=code)
-        assert (none.returncode, none.stderr) == (0, ""), none.stderr
+    none = run("train", "--help", code=code)
+    assert (none.returncode, none.stderr) == (0, ""), none.stderr
 
 
 WORDS_LOST = """
@@ -531,23 +461,13 @@ def test_ctrl_c_ends_a_command_that_waits_in_native_code_and_takes_its_folder_al
 def test_a_training_whose_reader_or_terminal_is_gone_is_kept(model, tmp_path):
     """`train 2>&1 | head -3` trains on; a lost terminal, which tells with SIGHUP, ends after the step."""
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 200)
-    words = [
-        "train",
-        "--model",
-        model(),
-        *EIGHT,
-        *TINY_STEP,
-        "--every",
-        "1000",
-        "--data",
-        str(tmp_path / "text"),
-    ]
+    words = ["train", "--model", model(), *EIGHT, *TINY_STEP, "--every", "1000"]
+    words += ["--data", str(tmp_path / "text")]
     for name, steps in {"pipe": 5, "terminal": 1_000_000}.items():
         command = [sys.executable, "-m", "llmpar", *words, "--steps", str(steps)]
         command += ["--checkpoints", str(tmp_path / name)]
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
+        pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        with subprocess.Popen(command, **pipes) as process:
             while process.stderr.readline()[:5] not in ("compi", "step "):
                 pass
             if name == "terminal":
@@ -557,11 +477,6 @@ def test_a_training_whose_reader_or_terminal_is_gone_is_kept(model, tmp_path):
             process.stderr.close()
             assert process.wait(timeout=200) == (129 if name == "terminal" else 0)
         assert 1 <= Checkpoints(str(tmp_path / name)).latest < 1_000_000
-
-
-def test_the_version_and_the_module_have_names():
-    done = run("--version")
-    assert done.returncode == 0 and done.stdout.startswith("llmpar 0.") and done.stderr == ""
 
 
 def test_jax_told_of_a_platform_that_is_not_there_is_refused_in_a_sentence():
@@ -647,15 +562,7 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
-@pytest.fixture(scope="module")
-def without_lab(tmp_path_factory):
-    """A process of a rank without the extra lab trains, inspects and asks the doctor: its folder, the two
-    documents, and the doctor's lines."""
-    folder = tmp_path_factory.mktemp("rank")
-    (folder / "config.json").write_text(json.dumps(CARD))
-    code = (
-        WITHOUT_LAB
-        + """
+RANK = """
 from llmpar.cli import main
 
 step = ["--model", "config.json", "--mesh", "dp=2 fsdp=2 tp=2", "--batch-size", "8", "--seq-len", "16"]
@@ -664,24 +571,7 @@ assert main(["inspect", *step, "--svg", "bytes.svg", "--json"]) == 0
 assert main(["doctor"]) == 0
 assert not REFUSED & {name.partition(".")[0] for name in sys.modules}
 """
-    )
-    done = run(code=code, at=folder)
-    assert done.returncode == 0, done.stderr
-    train, inspect, *lines = done.stdout.splitlines()
-    return folder, json.loads(train), json.loads(inspect), lines
-
-
-def test_a_rank_without_the_extra_lab_trains_inspects_and_draws_an_svg(without_lab):
-    folder, train, inspect, lines = without_lab
-    assert len(train["losses"]) == 2 and inspect["collectives"]
-    assert all("<svg" in (folder / name).read_text() for name in ("loss.svg", "bytes.svg"))
-    assert "jupyterlab is missing: pip install 'llmpar[lab]'" in lines
-
-
-def test_what_needs_the_extra_lab_names_it_in_a_sentence(tmp_path):
-    code = (
-        WITHOUT_LAB
-        + """
+NEEDS_LAB = """
 from llmpar.cli import main
 
 for words in ("lab", "train --plot loss.png", "schedule gpipe --svg table.png"):
@@ -695,8 +585,29 @@ for action in (lambda: llmpar.MeshExplorer().rich, lambda: draw.mesh("dp=2").sav
     except (ImportError, ValueError) as error:
         print("llmpar:", error, file=sys.stderr)
 """
-    )
-    done = run(code=code, at=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def without_lab(tmp_path_factory):
+    """A process of a rank without the extra lab trains, inspects and asks the doctor: its folder, the two
+    documents, and the doctor's lines."""
+    folder = tmp_path_factory.mktemp("rank")
+    (folder / "config.json").write_text(json.dumps(CARD))
+    done = run(code=WITHOUT_LAB + RANK, at=folder)
+    assert done.returncode == 0, done.stderr
+    train, inspect, *lines = done.stdout.splitlines()
+    return folder, json.loads(train), json.loads(inspect), lines
+
+
+def test_a_rank_without_the_extra_lab_trains_inspects_and_draws_an_svg(without_lab):
+    folder, train, inspect, lines = without_lab
+    assert len(train["losses"]) == 2 and inspect["collectives"]
+    assert all("<svg" in (folder / name).read_text() for name in ("loss.svg", "bytes.svg"))
+    assert "jupyterlab is missing: pip install 'llmpar[lab]'" in lines
+
+
+def test_what_needs_the_extra_lab_names_it_in_a_sentence(tmp_path):
+    done = run(code=WITHOUT_LAB + NEEDS_LAB, at=tmp_path)
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and len(lines) == 5, done.stderr
     assert all(x.startswith("llmpar: ") and x.endswith("pip install 'llmpar[lab]'") for x in lines), lines
@@ -739,18 +650,8 @@ def test_choices_can_be_told_apart_and_a_wrong_flag_points_to_its_command(call):
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-def test_training_a_pipeline_says_how_long_its_stages_wait(call, model, monkeypatch):
-    report = llmpar.training.loop.Report(losses=[2.0])
-    monkeypatch.setattr(llmpar.training.loop, "train", lambda *_, **__: (None, report))
-    words = "--mesh|pp=2 dp=2|--microbatches|4|--schedule|gpipe|--steps|1".split("|")
-    status, _, err = call("train", "--model", model(num_hidden_layers=2), *TINY_STEP, *words)
-    assert status == 0 and "gpipe: 2 stages, 4 microbatches, 20% of a step idle" in err, err
-
-
 def test_a_home_that_is_not_there_is_done_without(monkeypatch):
-    monkeypatch.setattr(
-        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
-    )
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:

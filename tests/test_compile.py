@@ -166,26 +166,17 @@ def test_a_fusion_moves_the_slices_that_it_takes_and_the_slice_that_it_updates()
     assert found.step_s == pytest.approx(4 * slice_bytes / RATE, rel=1e-3)
 
 
+REVERSED = "window={size=32 pad=31_31 rhs_reversal=1}"
+
+
 @pytest.mark.parametrize(
     "left, kernel, result, attrs, flops",
     [
         ("2048,512", "512,1024", "2048,1024", "dim_labels=bf_io->bf", 2 * 2048 * 512 * 1024),
         ("2048,512", "1024,512", "2048,1024", "dim_labels=bf_oi->bf", 2 * 2048 * 512 * 1024),
         # heads in a window: contracted where the result has lost them, rows where it has them
-        (
-            "2048,32,64",
-            "32,64,512",
-            "2048,512,1",
-            "window={size=32}, dim_labels=b0f_0io->bf0",
-            2 * 2048 * 32 * 64 * 512,
-        ),
-        (
-            "2048,512,1",
-            "512,32,64",
-            "2048,32,64",
-            "window={size=32 pad=31_31 rhs_reversal=1}, dim_labels=bf0_i0o->b0f",
-            2 * 2048 * 512 * 32 * 64,
-        ),
+        ("2048,32,64", "32,64,512", "2048,512,1", "window={size=32}, dim_labels=b0f_0io->bf0", 2**32),
+        ("2048,512,1", "512,32,64", "2048,32,64", f"{REVERSED}, dim_labels=bf0_i0o->b0f", 2**32),
     ],
 )
 def test_products_that_a_tpu_writes_as_convolutions(left, kernel, result, attrs, flops):
@@ -202,37 +193,22 @@ ENTRY %main (a: bf16[{left}], b: bf16[{kernel}]) -> bf16[{result}] {{
     assert roofline.all_flops(module)(module.entry, None) == flops
 
 
-def scene_texts(scene) -> set[str]:
-    """What is written in a picture."""
-    return set(re.findall(r">([^<]+)</text>", draw.scene.to_svg(scene)))
-
-
 def test_the_picture_says_what_waits():
     found = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), Devices("dp=2 fsdp=8"), H100)
     turn = found.loops[1]
     events = [vars(event) for event in turn.events]
     scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "one turn")
     assert "forward loop, 5 turns" in scene.text and "exposed" in scene.text
-    assert "computing waits for it" in draw.scene.to_svg(scene)
-    assert "between hosts" not in scene_texts(scene)
+    svg = draw.scene.to_svg(scene)
+    assert "computing waits for it" in svg and "between hosts" not in svg
     far = [event | {"lane": "network"} if event["lane"] == "links" else event for event in events]
     scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": far}], "one turn")
-    assert {"network", "between hosts"} <= scene_texts(scene)
+    assert ">between hosts<" in draw.scene.to_svg(scene)
 
 
-@pytest.mark.parametrize(
-    "target, plan, near",
-    [
-        ("h100:8x8", Plan("fsdp=64", remat="none"), "--remat 'block'"),
-        (
-            "a100-40:1x8",
-            Plan("dp=8", zero=0, dtype="bfloat16"),
-            "--mesh 'fsdp=8' --zero '3' --remat 'block' --loss-chunks '8'",
-        ),
-    ],
-)
-def test_what_does_not_fit_has_a_plan_near_it_that_does(target, plan, near):
-    where = parse_target(target)
+def test_what_does_not_fit_has_a_plan_near_it_that_does():
+    where, plan = parse_target("a100-40:1x8"), Plan("dp=8", zero=0, dtype="bfloat16")
+    near = "--mesh 'fsdp=8' --zero '3' --remat 'block' --loss-chunks '8'"
     sizes = where.num_devices, where.num_devices, 8192
     said = aot._too_large("more", Question(preset("llama3-8b"), where.chip, *sizes), plan, where)
     assert f"; {near} would need " in said
@@ -302,8 +278,6 @@ def as_predicted(document: dict) -> bool:
 SMALL = "--model", "tiny", "--seq-len", "256"
 PLANS = {
     "all but stages": ("--mesh", "fsdp=2 ep=2 sp=2 tp=2", "--model", "tiny-moe", "--tp-sequence"),
-    "fsdp": ("--mesh", "fsdp=16"),
-    "dp fsdp tp": ("--mesh", "dp=2 fsdp=4 tp=2", "--tp-sequence"),
     "pipeline": ("--mesh", "pp=2 fsdp=8", "--microbatches", "4", "--batch-size", "32"),
     "experts": ("--mesh", "fsdp=2 ep=8", "--model", "tiny-moe"),
 }
@@ -318,64 +292,24 @@ GATE_AND_NIGHT = [
 @gpu_compiler
 @pytest.mark.parametrize("flags", GATE_AND_NIGHT, ids=PLANS)
 def test_gpus_compile_what_was_predicted(flags):
-    """An H100's kernels were measured; of an H200's is said what their shares of peak would change."""
-    name = "h100" if "pp=2" in flags[1] or "ep=" in flags[1] else "h200"
-    document, _ = compiled("--target", f"{name}:2x8", *SMALL, *flags)
+    document, _ = compiled("--target", "h100:2x8", *SMALL, *flags)
     memory = document["memory_bytes"]
     assert document["fits"] and as_predicted(document)
     assert memory["predicted_arguments"] == memory["compiled_arguments"]
-    assert memory["compiled_temp"] > 0 and memory["capacity"] == chip(name).usable_bytes
+    assert memory["compiled_temp"] > 0 and memory["capacity"] == H100.usable_bytes
     flops, found = document["flops"], document["roofline"]
-    assert flops["executed_per_device"] >= 0.99 * flops["useful_per_device"] / (
-        4 if "pp=2" in flags[1] else 1
-    )
+    useful = flops["useful_per_device"] / (4 if "pp=2" in flags[1] else 1)
+    assert flops["executed_per_device"] >= 0.99 * useful
     assert 0 < found["mfu"] < 1 and found["step_s"] > 0 and "causal attention" in found["mfu_is"]
-    if name == "h100":
-        assert found["if_kernels_reach"] == {}
-    else:
-        band = [found["if_kernels_reach"][share]["mfu"] for share in ("20%", "40%", "60%")]
-        assert band == sorted(band) and band[1] == pytest.approx(found["mfu"]), "assumed are 40 %"
+    assert found["if_kernels_reach"] == {}
     assert sum(found["terms"].values()) == pytest.approx(found["step_s"], rel=1e-6)
     final = sum(row["bytes"] for row in document["final"])
     predicted = sum(row["predicted_bytes"] for row in document["collectives"])
-    assert final == pytest.approx(predicted, rel=0.02), (
-        "bf16 stays bf16; the compiler merges, and adds nothing"
-    )
-    apart = sum(row["asynchronous"] for row in document["overlap"])
-    assert apart > 0, "GPUs start their collectives apart"
+    assert final == pytest.approx(predicted, rel=0.02), "bf16 stays bf16; nothing is added"
+    assert sum(row["asynchronous"] for row in document["overlap"]) > 0, "GPUs start them apart"
     rows = [row for row in document["overlap"] if row["kind"] != "ragged-all-to-all"]  # XLA drops its name
     named = sum(row["busy_s"] for row in rows if row["arrow"])
     assert named > 0.7 * sum(row["busy_s"] for row in rows), "but for merged ones, each says whose"
-
-
-BEFORE_AMPERE = """
-import other_gpus
-from llmpar.plan.model_config import preset
-from llmpar.planner import aot
-from llmpar.planner import targets
-from llmpar.plan.plan import Plan
-
-with other_gpus.described():
-    for model, plan in [
-        ("tiny", Plan("tp=2", tp_sequence=True)),
-        ("tiny", Plan("sp=2", dtype="bfloat16", documents="whole")),
-        ("tiny-moe", Plan("ep=2")),
-    ]:
-        found = aot.compile_step(preset(model), plan, targets.parse_target("t4:1x2"), 4, 128)
-        rows = found["collectives"]
-        sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
-        print(found["attention_kernel"], found["fits"], bool(rows) and sent)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.compilers
-@gpu_compiler
-def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
-    """XLA has no Triton for it: a T4, as Colab and Kaggle lend."""
-    done = aside(BEFORE_AMPERE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["portable True True"] * 3
 
 
 HEADS = """
@@ -401,21 +335,19 @@ with other_gpus.described():
 """
 CHIPS = {"gpu": ["l4:1x2", "a100-80:1x2", "h100:1x2", "b200:1x2"], "tpu": ["v5e:2x2", "v5p:2x2x1"]}
 LARGEST = "256 bfloat16,128 float32"
-OTHERS = "64 bfloat16,128 bfloat16,64 float32,256 float32"
 
 
 @pytest.mark.nightly
 @pytest.mark.compilers
-@pytest.mark.parametrize("heads", [LARGEST, pytest.param(OTHERS, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "platform", [pytest.param("gpu", marks=gpu_compiler), pytest.param("tpu", marks=tpu_compiler)]
 )
-def test_the_kernel_of_attention_is_compiled_for_heads_of_any_width_on_every_chip(platform, heads):
+def test_the_kernel_of_attention_is_compiled_for_the_widest_heads_on_every_chip(platform):
     """Shared memory, registers and vector memory have room for its tiles; nothing aborts."""
-    done = aside(HEADS, heads, *CHIPS[platform])
+    done = aside(HEADS, LARGEST, *CHIPS[platform])
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.rsplit(" ", 2)[1:] for line in done.stdout.splitlines()]
-    assert rows == [["flash", "True"]] * len(heads.split(",")) * len(CHIPS[platform]), done.stdout
+    assert rows == [["flash", "True"]] * 2 * len(CHIPS[platform]), done.stdout
 
 
 EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
@@ -438,40 +370,6 @@ def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu, executed):
     assert document["flops"]["executed_per_device"] <= executed * document["flops"]["useful_per_device"]
 
 
-ABORTS = """
-import optax
-
-from llmpar.plan.model_config import preset
-from llmpar.planner.targets import parse_target
-from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.plan import Plan
-from llmpar.training.step import Step
-
-plan = Plan("fsdp=2 ep=8", dtype="bfloat16")
-mesh = make_mesh(plan.mesh, parse_target("h100:2x8").devices)
-lowered = Step(preset("tiny-moe"), plan, mesh, optax.adamw(1e-3)).lower(16, 256)
-lowered.compile({"xla_gpu_enable_analytical_latency_estimator": True})
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.compilers
-@gpu_compiler
-def test_the_analytical_estimate_is_asked_for_where_the_compiler_survives_it():
-    """If this fails with a newer JAX, `step.EARLY` can ask for it there too."""
-    done = aside(ABORTS)
-    assert (done.returncode == 0) == bool(ESTIMATED), done.stderr[-2000:]
-
-
-@pytest.mark.nightly
-@pytest.mark.compilers
-@gpu_compiler
-def test_experts_are_compiled_for_the_newest_gpus():
-    """There the compiler of JAX 0.10, too, aborts with the analytical estimate."""
-    document, _ = compiled("--target", "b200:8x8", *EXPERTS, "--batch-size", "64", "--seq-len", "4096")
-    assert document["fits"] and as_predicted(document)
-
-
 @pytest.mark.nightly
 @pytest.mark.compilers
 @gpu_compiler
@@ -491,14 +389,6 @@ def test_a_tpu_compiles_what_was_predicted():
     assert as_predicted(document) and document["fits"] and document["attention_kernel"] == "flash"
     held = document["memory_bytes"]
     assert held["compiled_arguments"] >= held["predicted_arguments"], "small arrays fill tiles of 8 x 128"
-
-
-@pytest.mark.nightly
-@pytest.mark.compilers
-@tpu_compiler
-def test_a_tpu_refuses_what_does_not_fit():
-    document, said = compiled("--target", "v5e:2x4", "--mesh", "fsdp=8", "--batch-size", "16", status=1)
-    assert not document["fits"] and "GiB" in said and "15.8 GiB" in said
 
 
 HEAP = r"""
@@ -543,8 +433,4 @@ def test_a_missing_compiler_is_one_sentence():
     if "aot-gpu" not in done.stderr:
         pytest.skip("the compiler is in this environment")
     assert done.returncode == 1
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .startswith("llmpar: XLA's compiler for NVIDIA GPUs is not installed")
-    )
+    assert "\nllmpar: XLA's compiler for NVIDIA GPUs is not installed" in "\n" + done.stderr

@@ -76,13 +76,6 @@ def test_shapes_and_dims_are_those_of_the_real_model(config):
     assert {len(shape) for dims, shape in real.values() if len(dims.split()) - 1 != len(shape)} == set()
 
 
-def test_dims_mean_the_same_size_everywhere():
-    config = PRESETS["qwen3-4b"]
-    letters = dict(d=2560, n=32, k=8, h=128, m=9728, v=151_936, l=36)
-    for weight in config.weights().values():
-        assert weight.shape == tuple(letters[x] for x in weight.dims.split()[1:])
-
-
 # ----------------------------------------------------------------------------------------------- Hugging Face
 
 CARDS = json.loads((Path(__file__).parent / "fixtures" / "cards.json").read_text())
@@ -103,19 +96,12 @@ def test_a_published_configuration_is_its_preset(tmp_path, name):
 
 
 def test_what_a_configuration_leaves_out_has_the_meaning_that_transformers_gives_it(tmp_path):
-    short = {
-        k: v
-        for k, v in LLAMA31.items()
-        if k not in ("num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta")
-    }
+    left_out = "num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta"
+    short = {k: v for k, v in LLAMA31.items() if k not in left_out}
     config = from_hugging_face(written(tmp_path, short))
     assert config.num_kv_heads == config.num_heads == 32 and config.head_width == 128
-    assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.tied) == (
-        1e-6,
-        10_000.0,
-        None,
-        False,
-    )
+    found = config.norm_eps, config.rope_theta, config.rope_scaling, config.tied
+    assert found == (1e-6, 10_000.0, None, False)
 
 
 def test_the_newer_spelling_of_rope_is_read(tmp_path):
@@ -135,10 +121,7 @@ def test_a_window_in_every_layer_is_one(tmp_path):
 @pytest.mark.parametrize(
     "made, said",
     [
-        (
-            lambda: dataclasses.replace(LLAMA, head_width=7),
-            "heads are 7 wide, but rotary embedding rotates pairs",
-        ),
+        (lambda: dataclasses.replace(LLAMA, head_width=7), "heads are 7 wide, but rotary embedding"),
         (lambda: dataclasses.replace(LLAMA, num_layers=-8), "num_layers is -8; use a whole number from 1"),
         (lambda: dataclasses.replace(LLAMA, window=0), r"window is 0; use a whole number from 1 \(or null\)"),
         (lambda: dataclasses.replace(LLAMA, norm_eps=-1.0), "norm_eps is -1.0; use a number from 0 to 1"),
@@ -180,15 +163,6 @@ def test_a_configuration_comes_back_from_plain_data(name):
 def test_rotary_frequencies_are_the_published_ones(name):
     config = preset(name)
     np.testing.assert_allclose(rope_frequencies(config), oracle.frequencies(config), rtol=1e-12)
-
-
-def test_llama_3_1_scales_low_frequencies_only():
-    plain, scaled = (np.array(rope_frequencies(preset(n))) for n in ("llama3-8b", "llama3.1-8b"))
-    ratio = plain / scaled
-    assert ratio[0] == 1 and abs(ratio[-1] - 8) < 1e-9 and np.all(np.diff(ratio) >= -1e-12)
-    assert np.sum((ratio > 1 + 1e-9) & (ratio < 8 - 1e-9)) == sum(
-        2048 < 2 * math.pi / f < 8192 for f in plain
-    )
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():

@@ -7,8 +7,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 
@@ -24,10 +22,8 @@ from llmpar.draw.columns import MeshPoint, Part, SentBar
 from llmpar.draw.scene import (
     COLOURS,
     DARK,
-    DECK,
     LIGHT,
     OTHERS,
-    PAGE,
     Line,
     Rect,
     Scene,
@@ -42,7 +38,6 @@ from llmpar.draw.scene import (
     time_text,
     to_png,
     to_svg,
-    type_scale,
 )
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.parallel.mesh import make_mesh, sharding
@@ -54,7 +49,6 @@ from llmpar.plan.plan import Plan
 from llmpar.predict import layer, workload
 from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import chip
-from llmpar.predict.ring import pairs_by_step
 
 GIB = 2**30
 ROWS = [
@@ -76,8 +70,11 @@ ARROW_ROWS = [
     )
 ]
 HELD = {"params": 16 * GIB, "gradients": 16 * GIB, "optimizer": 64 * GIB, "activations": 9.3 * GIB}
-SEVEN = dict(zip("abcdefg", (*OTHERS, "fsdp/", "paper/"), strict=True))
 ORDERS = {"in order": [[0, 1], [2, 3], [4, 5], [6, 7]], "zigzag": [[0, 7], [1, 6], [2, 5], [3, 4]]}
+STUCK = {
+    0: ([schedules.Op("B", 0), schedules.Op("F", 1)], 1, schedules.Op("B", 0)),
+    1: ([schedules.Op("F", 1), schedules.Op("B", 0)], 0, schedules.Op("F", 1)),
+}
 HEADS = (
     "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h -attention-> s n/tp h × n/tp h d"
     " = s d +tp -> s d"
@@ -129,52 +126,36 @@ CACHES = {
     )
 }
 CASES: dict = {
-    "mesh one device": lambda: draw.mesh("dp=1"),
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
-    "mesh hosts in a row": lambda: draw.mesh("tp=16", 4),
-    "mesh hosts askew": lambda: draw.mesh("dp=2 tp=3", 4),
     "mesh six axes": lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"),
     "grid 64": lambda: tensor("fsdp=8 tp=8", "blocks.ffn.gate", 21, segments=layer_of("fsdp=8 tp=8")),
-    "grid of stages": lambda: tensor("pp=4 dp=2", "blocks.ffn.gate", 3),
-    "grid of a vector": lambda: tensor("dp=2 fsdp=4", "norm", 6),
     "grid of copies": lambda: tensor("tp=16", "blocks.attention.k", 5),
-    "grid alone": lambda: tensor("dp=1", "blocks.ffn.gate", 0),
     "grid of many": lambda: tensor("pp=16 dp=128 tp=8", "blocks.ffn.gate", 5000),
     "grid of a long axis": lambda: tensor("fsdp=512 tp=8", "blocks.ffn.gate", 777, segments=layer_of()),
     "grid uneven": lambda: draw.tensor_grid(parse_layout("d/tp m"), (7, 8), {"tp": 4}, 8),
     "layer": lambda: draw.layer_lanes(layer_of("fsdp=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True)),
     "layer with experts": lambda: draw.layer_lanes(layer_of("ep=8", "qwen3-30b-a3b"), 96),
     "rounds of a sum": lambda: draw.ring("all-reduce", [0, 2, 4, 6], "tp"),
-    "rounds of a long ring": lambda: draw.ring("all-gather", list(range(16)), "fsdp"),
     "links": lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
-    "links of a long mesh": lambda: draw.links("pp=4 dp=2 fsdp=8 tp=8", chip("v5p")),
-    "hosts": lambda: draw.wired([["01", "23"]] * 2, ["wire"]),
     "hosts with pairs": lambda: draw.wired(
         [["ab", "b"]] * 3, ["50 Mbit/s", "2.96 MB"], {"dp": [(0, 2), (3, 5)], "tp": [(0, 1)]}
     ),
     "growing": lambda: draw.growing(
         ["dp=2", "dp=2 fsdp=3", "dp=2 fsdp=3 tp=2", "dp=2 fsdp=3 tp=2 ep=2"], "g"
     ),
-    "growing alone": lambda: draw.growing(["dp=1"], "One device"),
     "table": lambda: draw.table(
         [("a long name", [("1", "good-ground"), ("2", "other4")]), ("short", [("x", "")])],
         ("one", "two"),
         notes=["A note."],
     ),
     "layout scalar": lambda: draw.layout("whole", (), "dp=4", 4),
-    "layout 1": lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4),
     "layout 2": lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2),
     "layout 3": lambda: draw.layout("b/dp,fsdp s d +tp", (8, 128, 512), "dp=2 fsdp=2 tp=2", 2),
-    "layout 4": lambda: draw.layout("b/dp s/sp n/tp h", (8, 64, 4, 16), "dp=2 sp=2 tp=2", 2),
     "layout huge": lambda: draw.layout("b/dp s/sp n/tp", (99, 64, 64), "dp=9 sp=8 tp=8"),
-    "layout symbolic": lambda: draw.layout("b/dp,fsdp s/sp d +tp"),
-    "layout logical": lambda: draw.layout("ffn b s d +m"),
     "arrow scatter": lambda: draw.arrow("b/dp s d +tp -> b/dp s/tp d", (8, 128, 512), "dp=2 tp=2", 2),
-    "arrow gather": lambda: draw.arrow("d/fsdp m/tp -> d m/tp", (512, 2048), "fsdp=4 tp=2", 2),
     "arrow two steps": lambda: draw.arrow("d m/tp +dp +fsdp -> d/fsdp m/tp", (8, 8), "dp=2 fsdp=2 tp=2", 4),
     "arrow wide": lambda: draw.arrow("s/tp n -> s n/tp", (64, 64), "tp=16", 4),
     "arrow scalar": lambda: draw.arrow("+dp -> whole", (4096,), "dp=4", 4),
-    "arrow logical": lambda: draw.arrow("b s d +tp -> b s/tp d"),
     "collectives": lambda: draw.collectives(ROWS),
     "arrows sent": lambda: draw.arrows_sent(ARROW_ROWS),
     "arrows sent, many": lambda: draw.arrows_sent([ARROW_ROWS[0] | {"arrow": f"{i}"} for i in range(30)]),
@@ -186,37 +167,24 @@ CASES: dict = {
         },
         "What is sent",
     ),
-    "program that sends nothing": lambda: draw.program(["return x"], {"sent": {}}),
     "ring": lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
     "strips": draw.before_after,
-    "strips as icons": lambda: draw.before_after(icon=True),
     "traced": lambda: draw.traced(*TWO_LEVELS),
     "traced, much": lambda: draw.traced(
         {"tp": 4}, [(2,)], [("all-to-all", ["tp"], 2, 16, (2, 2, 2))] * 9, ()
     ),
-    "traced, silent": lambda: draw.traced({"sp": 2}, [(), (3, 1)], [], (3, 1)),
     "ring of sums": draw.ring_sums,
-    "ring of sums, scattered": lambda: draw.ring_sums("reduce-scatter", 5),
     "ring of sums, moving": lambda: draw.ring_sums("all-gather", 3, moving=True),
     "cube": lambda: draw.cube("dp=2 fsdp=2 tp=2", 8, ("dp", "fsdp"), 5),
-    "cube of one": lambda: draw.cube("dp=1", 8, ("dp",), 5, lit=True),
     "memory": lambda: draw.memory_bars(
         [("ZeRO 0", HELD), ("a long name", {"batch": 1.0, "weights": 2 * GIB})], 80 * GIB
     ),
-    "memory seven parts": lambda: draw.memory_bars([("x", dict.fromkeys(SEVEN, 5.0 * 2**20))], roles=SEVEN),
-    "memory marks": lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB),
     "timetable stuck": lambda: draw.timeline(
-        [[(0, 1, "F", 0, 0)], []],
-        waiting={
-            0: ([schedules.Op("B", 0), schedules.Op("F", 1)], 1, schedules.Op("B", 0)),
-            1: ([schedules.Op("F", 1), schedules.Op("B", 0)], 0, schedules.Op("F", 1)),
-        },
-        marked=("0:1", "0:2", "1:0", "1:1"),
+        [[(0, 1, "F", 0, 0)], []], waiting=STUCK, marked=("0:1", "0:2", "1:0", "1:1")
     ),
     "time with an error": lambda: draw.time_bars(
         [("a", {"computing": 20.0})], error=0.07, measured={"a": 22.0}
     ),
-    "time": lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})]),
     "overlap": lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]),
     "loss": lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], [2.0] * 60),
     "loss lost": lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]),
@@ -232,24 +200,12 @@ CASES: dict = {
         log=True,
         text=time_text,
     ),
-    "curves that end together": lambda: draw.curves(
-        [(f"p = {p}", [p / (p + u) for u in (1, 9, 99)], "ink", "^", False) for p in (1, 2, 3)],
-        (1, 9, 99),
-        "microbatches",
-        "idle",
-        high=1,
-        percent=True,
-        levels=(0, 0.1, 0.5, 1),
-    ),
     "passes": lambda: draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
-    "passes of one": lambda: draw.passes(["a"], ["b"]),
     "slots": lambda: draw.slots(
         {"a batch": [("slot 0", "AAAB"), ("slot 1", "C//")], "": [("", ["D", ""])]}, "Slots"
     ),
     "cache": lambda: draw.cache(CACHES),
-    "cache of many heads": lambda: draw.cache({"tp=2": CACHES["tp=2"]}, heads=4, positions=3),
     "replicas": draw.replicas,
-    "replicas alone": lambda: draw.replicas(3, 2, together=False),
     "messages": lambda: draw.messages([("whole", [2**20]), ("in three", [2**19, 2**18, 2**18])]),
     "zero strips": draw.zero_strips,
     "gather use forget": draw.gather_use_forget,
@@ -257,25 +213,12 @@ CASES: dict = {
         "s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d", names=("x", "", "", "W2")
     ),
     "matmul heads": lambda: draw.matmul(HEADS, names=("", "", "Q, K, V"), title="Heads"),
-    "matmul whole": lambda: draw.matmul("s d × d m = s m"),
     "causal orders": lambda: draw.causal(ORDERS),
-    "causal step": lambda: draw.causal(ORDERS, step=1),
     "orders": lambda: draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}),
-    "orders that begin": lambda: draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, until=9),
-    "orders of other work": lambda: draw.timelines({f"{p}": pipeline("1f1b", p, 4) for p in (2, 3)}, False),
     "three bubbles": lambda: draw.bubbles(pipeline("zb-h2", 4, 6)),
-    "three bubbles, alike": lambda: draw.bubbles(pipeline("1f1b", 4, 8)),
-    "loads": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]]),
     "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], slots=3),
-    "dispatch": lambda: draw.dispatch(CHOSEN),
     "dispatch slots": lambda: draw.dispatch(CHOSEN, slots=2, follow=(1, 1), weights=(0.7, 0.3)),
-    "dispatch begun": lambda: draw.dispatch(CHOSEN, slots=1, stages=3),
     "step memory": lambda: draw.step_memory(OVER, [("forward", 1), ("backward", 1)], 60 * GIB),
-    "loss one": lambda: draw.loss_curve([3.25]),
-    "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
-    "timetable forward": lambda: draw.timeline([[(0, 1, "F", 0, 0)], [(1, 3, "F", 0, 0)]]),
-    "timetable halves": lambda: draw.timeline(pipeline("1f1b", 4, 8), half=0.5),
-    "timetable plain": lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]]),
 }
 ACT = json.dumps({"explain": "weights"})
 BYTES = [
@@ -309,37 +252,28 @@ CUT = {"pp": 1, "dp": 3, "fsdp": 8, "ep": 1, "sp": 1, "tp": 8}
 MOVES = {"fsdp": (('{"mesh": "a"}', "fsdp 4, tp 16"), None), "tp": (None, ('{"mesh": "b"}', "tp 16, fsdp 4"))}
 CASES |= {
     "squares": lambda: columns.axis_squares(CUT, {"fsdp": "cut state"}, MOVES, "The product stays 192."),
-    "squares of many": lambda: columns.axis_squares(CUT | {"pp": 64, "dp": 27, "sp": 16}),
-    "squares of one": lambda: columns.axis_squares(dict.fromkeys(AXES, 1)),
     "memory bar": lambda: columns.memory_bar(
         BYTES, [(59.3 * GIB, "may take"), (79.1 * GIB, "all")], (61 * GIB, 69 * GIB), 65.4 * GIB
     ),
-    "memory bar, room": lambda: columns.memory_bar(BYTES[:1], [(59.3 * GIB, "may take")]),
     "time bar": lambda: columns.time_bar(TERMS, total=6.5),
     "sent": lambda: columns.sent_bars(SENT),
     "sent, much": lambda: columns.sent_bars(
         [*SENT, *(SentBar("ep", f"rows of a token to its experts {i}", 2.0, 0.1, 0.2) for i in range(5))]
     ),
-    "sent, nothing": lambda: columns.sent_bars([]),
     "map": lambda: columns.mesh_map([*WAYS, HERE, BEST], HERE, BEST, 59.3 * GIB, 21, 210),
-    "map, begun": lambda: columns.mesh_map([BEST], HERE, BEST, 59.3 * GIB, 0, 210),
-    "map, at its best": lambda: columns.mesh_map([BEST, HERE], BEST, BEST, 59.3 * GIB, 0, 2),
     "map, its best in your way": lambda: columns.mesh_map(
         [BEST], BEST._replace(seconds=5.0), BEST, 59.3 * GIB
     ),
     "map, slow": lambda: columns.mesh_map(
         [LONG, LONG._replace(mesh="x", seconds=9e4)], LONG, LONG._replace(seconds=2e4), 59.3 * GIB
     ),
-    "map, small": lambda: columns.mesh_map([MeshPoint("tp=2", 2e7, 0.01, "tp")], None, None, 59.3 * GIB),
     "map, far over": lambda: columns.mesh_map([HERE, BEST], HERE, BEST, GIB / 2),
-    "map, empty": lambda: columns.mesh_map([]),
 }
 WORDS = TABLES["drawn"]
 """What the text twin of each must have."""
-for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
-    _draw = functools.partial(lambda *args: draw.timeline(pipeline(*args)), _name, _p, _m)
-    CASES[f"timetable {_name} {_p} {_m}"] = _draw
-    WORDS[f"timetable {_name} {_p} {_m}"] = [f"stage {_p - 1}: ", "held", "busy"]
+for _name in schedules.SCHEDULES:
+    CASES[f"timetable {_name}"] = lambda name=_name: draw.timeline(pipeline(name, 4, 8))
+    WORDS[f"timetable {_name}"] = ["stage 3: ", "held", "busy"]
 
 
 def overlaps(scene: Scene) -> list[str]:
@@ -365,7 +299,7 @@ def overlaps(scene: Scene) -> list[str]:
 def wide(text: str, bold: bool) -> float:
     """How wide a text of size 100 is in the PNG's own font."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
-    return TextPath((0, 0), text.replace("$", "S"), size=100, prop=font).get_extents().width
+    return TextPath((0, 0), text.replace("$", "S"), size=100, prop=font).vertices[:, 0].max()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -393,48 +327,13 @@ def test_a_picture_is_whole_told_in_words_the_same_each_time_and_legible(name):
             assert contrast(theme[stroke or "paper"], theme["paper"]) >= 3, (fill, stroke)
 
 
-def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
-    with type_scale(DECK):
-        drawn = [
-            draw.mesh("pp=2 dp=2 tp=4", 4, "tp"),
-            draw.links("pp=4 fsdp=4 tp=8", chip("h100")),
-            draw.timeline(pipeline("zb-h1", 4, 4), facts=False),
-            draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)]),
-            draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
-            draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
-            draw.expert_loads([[40, 0, 20, 10], [10, 10, 90, 0]], 30),
-            draw.dispatch(CHOSEN, slots=2, weights=(0.5, 0.5)),
-            draw.step_memory(OVER, [("forward", 1), ("backward", 1)], 60 * GIB),
-            draw.causal(ORDERS),
-            draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, letters=False),
-            draw.bubbles(pipeline("zb-v", 4, 8)),
-            draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
-            draw.cache(CACHES),
-        ]
-    for scene in drawn:
-        sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}
-        assert not overlaps(scene) and sizes <= {*DECK.values(), 16} and min(sizes) == DECK["small"], (
-            scene.title
-        )
-    assert (
-        min(text.size for text in flatten(draw.mesh("dp=2").items) if isinstance(text, Text)) == PAGE["small"]
-    )
-
-
 def test_a_bare_drawing_keeps_its_words_and_loses_title_and_small_print():
     whole = draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])
-    bare = load("slides/deck.py").bare
-    plain = bare(whole)
+    plain = load("slides/deck.py").bare(whole)
     texts = {text.text for text in flatten(plain.items) if isinstance(text, Text)}
     assert plain.text == whole.text and plain.title == whole.title and plain.height < whole.height
-    assert (
-        whole.title not in texts
-        and not any(text.startswith("Filled") for text in texts)
-        and "rank 0" in texts
-    )
-    assert "Another" in {
-        text.text for text in flatten(bare(whole, "Another").items) if isinstance(text, Text)
-    }
+    assert whole.title not in texts and "rank 0" in texts
+    assert not any(text.startswith("Filled") for text in texts)
 
 
 def test_an_overlap_and_a_cut_are_seen():
@@ -469,11 +368,6 @@ def test_a_small_area_keeps_its_colour_in_a_png():
         seen = image.getpixel((int(2 * rect.x + 8), int(2 * rect.y + 8)))
         told = [int(LIGHT[rect.fill][i : i + 2], 16) for i in (1, 3, 5)]
         assert max(abs(a - b) for a, b in zip(seen, told, strict=True)) <= 3, rect.fill
-
-
-def test_saving_as_something_else_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="saved as .svg or .png.*'.pdf'"):
-        draw.mesh("dp=2").save(tmp_path / "x.pdf")
 
 
 def test_show_displays_a_picture_and_words_only(monkeypatch):
@@ -627,45 +521,23 @@ def test_the_same_part_has_the_same_colour_in_every_chart():
         looks.append({r.tip.partition(" ")[0]: r.fill for r in bars})
         assert len(set(looks[-1].values())) == len(parts)
     assert looks[0].items() <= looks[1].items()
-
-
-def test_memory_that_a_program_may_not_use_has_a_mark_of_its_own():
-    scene = draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB)
-    words = [item.text for item in flatten(scene.items) if isinstance(item, Text)]
-    assert {"capacity 60 GiB", "whole 80 GiB"} <= set(words) and "whole memory: 80 GiB" in scene.text
-    alike = draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=60 * GIB)
-    assert "whole" not in alike.text
-
-
-def test_long_times_are_in_hours():
-    assert [time_text(s) for s in (0, 0.5, 599, 18043)] == ["0 s", "500 ms", "599 s", "5.01 h"]
-    assert [time_text(s) for s in (600, 7199, 7200, 4e5)] == ["10 min", "120 min", "2 h", "111 h"]
-
-
-def test_seven_parts_have_seven_looks():
-    scene = CASES["memory seven parts"]()
-    bars = [(r.fill, r.stroke * bool(r.hatch)) for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
-    swatches = [
-        (r.fill, r.stroke * bool(r.hatch)) for r in flatten(scene.items) if isinstance(r, Rect) and r.w == 14
-    ]
-    assert len(set(bars)) == 7 and bars == swatches
-
-
-def test_axes_and_what_is_no_axis_never_share_a_colour():
-    colors = [LIGHT[role] for role in FILLS if role not in ("W", "other2")]  # W is as pale as recomputation
-    assert len(set(colors)) == len(colors)
+    seven = dict(zip("abcdefg", (*OTHERS, "fsdp/", "paper/"), strict=True))
+    scene = draw.memory_bars([("x", dict.fromkeys(seven, 5.0 * 2**20))], roles=seven)
+    rects = [(r, (r.fill, r.stroke * bool(r.hatch))) for r in flatten(scene.items) if isinstance(r, Rect)]
+    bars = [look for r, look in rects if r.tip]
+    assert len(set(bars)) == 7 and bars == [look for r, look in rects if r.w == 14], "and in the legend"
 
 
 # ---- truth
 
 
 def test_holders_are_where_jax_puts_the_shards():
-    rng, seen = random.Random(0), 0
-    for text in ("dp=2 fsdp=2 tp=2", "pp=2 sp=2 ep=2", "fsdp=8", "dp=4 tp=2", "ep=2 sp=4"):
+    rng = random.Random(0)
+    for text in ("dp=2 fsdp=2 tp=2", "ep=2 sp=4"):
         shape = parse_mesh(text)
         mesh = make_mesh(shape)
         position = {device: i for i, device in enumerate(mesh.devices.flat)}
-        for _ in range(40):
+        for _ in range(20):
             axes, dims = rng.sample(list(AXES), rng.randint(0, 6)), rng.randint(1, 4)
             cuts = [[] for _ in range(dims)]
             for axis in axes:
@@ -677,44 +549,6 @@ def test_holders_are_where_jax_puts_the_shards():
                 blocks = tuple((s.start or 0) * n // 8 for s, n in zip(index, parts, strict=True))
                 expected.setdefault(blocks, []).append(position[device])
             assert {k: sorted(v) for k, v in expected.items()} == draw.holders(layout, shape.sizes), layout
-            seen += shape.size
-    assert seen >= 1000
-
-
-def test_a_layout_shows_what_it_draws_with():
-    scene = draw.layout("d/fsdp m/tp", (8, 8), "fsdp=2 tp=2")
-    words = [t.text for t in flatten(scene.items) if isinstance(t, Text)]
-    assert {"shard 0", "shard 3", "device 3", "d: fsdp 1", "m: tp 0"} <= set(words)
-
-
-def sides(scene):
-    """The cells of an arrow's picture (those that name a shard), before and after it."""
-    rects, texts = (
-        [item for item in flatten(scene.items) if isinstance(item, kind)] for kind in (Rect, Text)
-    )
-    named = [t for t in texts if t.text.startswith("shard")]
-    cells = [
-        r
-        for r in rects
-        if r.fill == "cell" and any(r.x < t.x < r.x + r.w and r.y < t.y < r.y + r.h for t in named)
-    ]
-    (((x, y), (x_end, _)),) = [
-        line.points for line in flatten(scene.items) if isinstance(line, Line) and line.head
-    ]
-    first = [r for r in cells if (r.y < y if x == x_end else r.x < x)]
-    return first, [r for r in cells if r not in first]
-
-
-ARROWS = ("s d +tp -> s/tp d", "s/tp d -> s d", "s/tp d -> s d/tp", "s d/tp -> s/tp d/dp", "s d -> s d")
-
-
-@pytest.mark.parametrize("text", ARROWS)
-def test_an_arrow_draws_both_sides_to_one_scale(text):
-    whole = []
-    for cells in sides(draw.arrow(text, (4096, 4096), "dp=2 tp=4", 2)):
-        left, top, right, bottom = zip(*(cell.box for cell in cells), strict=True)
-        whole.append((max(right) - min(left), max(bottom) - min(top)))
-    assert whole[0] == pytest.approx(whole[1])
 
 
 def test_an_unfinished_sum_has_a_sheet_for_each_addend():
@@ -770,31 +604,6 @@ def test_a_matmul_is_what_the_devices_compute_and_send():
             draw.matmul(text)
 
 
-@pytest.mark.parametrize("step", [None, 2])
-def test_the_causal_square_is_the_work_that_is_counted(step):
-    text = draw.causal(ORDERS, step).text
-    for name, order in (("in order", "contiguous"), ("zigzag", "zigzag")):
-        pairs = pairs_by_step(4, order, s=256)
-        parts = [[(n - (t == 0) * 32) / 64**2 for t, n in enumerate(row)] for row in pairs]
-        assert all(f"{name}, rank {r}: " in text and f"by step {row}" in text for r, row in enumerate(parts))
-        took = sum(max(column) for column in list(zip(*parts, strict=True))[: step and step + 1])
-        assert f"{name}: takes {took:g} squares" in text
-
-
-@pytest.mark.parametrize("name", schedules.SCHEDULES)
-def test_held_activations_are_the_schedules_peaks(name):
-    table = pipeline(name, 4, 8)
-    for stage, peak in enumerate(table.peak_live()):
-        line = next(x for x in draw.timeline(table).text.split("\n") if x.startswith(f"stage {stage}:"))
-        assert line.endswith(f"at most {peak:g} held")
-
-
-def test_timetables_draw_every_operation():
-    scene = draw.timeline(pipeline("zb-h1", 4, 8))
-    tips = [r.tip for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
-    assert len(tips) == 4 * 8 * 3 and "stage 0, F0: 0 to 1 time units" in tips
-
-
 def test_a_stuck_timetable_draws_what_has_not_run_and_outlines_the_circle():
     items = flatten(CASES["timetable stuck"]().items)
     cells = {r.op: (r.tip, r.dash, r.width) for r in items if isinstance(r, Rect) and r.op}
@@ -833,19 +642,6 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     assert max(whole.values()) - min(whole.values()) < 1e-6, "what a fold cuts in two keeps its length"
 
 
-@pytest.mark.parametrize("capacity", range(20, 150, 7))
-def test_a_label_keeps_off_the_capacity_line(capacity):
-    scene = draw.memory_bars(
-        [("a", {"weights": 30 * GIB, "batch": 80 * GIB}), ("b", {"weights": 70 * GIB, "batch": 30 * GIB})],
-        capacity * GIB,
-    )
-    items = flatten(scene.items)
-    (line,) = [i for i in items if isinstance(i, Line) and i.dash]
-    x, top = line.points[0]
-    labels = [i for i in items if isinstance(i, Text) and i.anchor == "middle" and i.y > top]
-    assert labels and not [i.text for i in labels if i.box[0] < x < i.box[2] and i.y < line.points[1][1] - 6]
-
-
 def test_overlap_hides_what_it_can():
     # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
     text = draw.overlap([3.0] * 4, [2.0] * 4).text
@@ -856,20 +652,6 @@ def test_overlap_hides_what_it_can():
 
 
 # ---- an explorer's columns
-
-
-COLUMNS = [
-    name
-    for name in CASES
-    if name.split(",")[0].split(" of")[0] in ("squares", "memory bar", "time bar", "sent", "map")
-]
-
-
-@pytest.mark.parametrize("name", COLUMNS)
-def test_a_chart_is_as_wide_as_its_column_and_low(name):
-    scene = CASES[name]()
-    left = name.startswith(("squares", "memory", "time"))
-    assert scene.width == (columns.LEFT if left else columns.RIGHT) and scene.height <= (280 if left else 390)
 
 
 def buttons(scene) -> list[Rect]:
@@ -915,25 +697,6 @@ def test_many_parts_are_told_and_the_smallest_added_up():
     assert "Memory of a device: 78 B" in scene.text
 
 
-def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
-    waits = {
-        "tensor-parallel links": "tp",
-        "sequence links": "sp",
-        "expert links": "ep",
-        "pipeline sends": "pp",
-    }
-    waits |= {"weights and gradients on links": "fsdp", "gradients at the end": "fsdp"}
-    for name, axis in waits.items():
-        for scene, tall in (
-            (columns.time_bar([Part(name, 1.0)]), 26),
-            (draw.time_bars([("x", {name: 1.0})]), 28),
-            (columns.sent_bars([SentBar(axis, "rows", 1.0, 0, 1.0)]), 15),
-        ):
-            assert [r.fill for r in segments(scene, tall)] == [axis], name
-    (alone,) = segments(columns.time_bar([Part("gradients at the end", 1.0, role="dp")]), 26)
-    assert alone.fill == "dp"
-
-
 def test_what_hides_and_what_waits_are_parts_of_one_bar():
     bars = segments(CASES["sent"](), 15)
     looks = [("tp", "tp-line"), ("paper", "fsdp-line"), ("fsdp", "fsdp-line"), ("paper", "fsdp-line")]
@@ -943,34 +706,13 @@ def test_what_hides_and_what_waits_are_parts_of_one_bar():
 
 
 def test_much_that_is_sent_is_told_and_the_smallest_added_up():
-    bars = segments(CASES["sent, much"](), 15)
+    scene = CASES["sent, much"]()
+    bars = segments(scene, 15)
     assert sum(r.w for r in bars) == pytest.approx(bars[0].w / 1.41 * (1.41 + 0.61 + 0.31 + 5 * 0.3))
-    told = [t.text for t in flatten(CASES["sent, much"]().items) if isinstance(t, Text)]
-    assert "4 more 293 KiB" in told and sum(text.startswith("rows of a token") for text in told) == 2
-
-
-def test_a_long_name_leaves_the_number_of_bytes_whole():
-    scene = columns.sent_bars(
-        [SentBar("tp", "activations and their gradients " * 3, 5 * GIB, 0.0114, 0.0299)]
-    )
-    assert any(t.text.endswith("… 5 GiB") for t in flatten(scene.items) if isinstance(t, Text))
+    assert "4 more 293 KiB" in [t.text for t in flatten(scene.items) if isinstance(t, Text)]
+    long = columns.sent_bars([SentBar("tp", "activations and their gradients " * 3, 5 * GIB, 0.0114, 0.0299)])
+    assert any(t.text.endswith("… 5 GiB") for t in flatten(long.items) if isinstance(t, Text))
     assert "not predicted" in columns.sent_bars([SentBar("tp", "rows", 1.0, 0.0, 0.0)]).text
-
-
-def test_a_bar_has_the_number_that_it_is_told():
-    drawn = columns.time_bar([Part("products", 8.262)], total=8.268)
-    assert "8.27 s" in [t.text for t in flatten(drawn.items) if isinstance(t, Text)]
-
-
-def test_counts_have_their_thousands():
-    said = [t.text for t in flatten(columns.mesh_map([BEST], num=3060).items) if isinstance(t, Text)]
-    assert "3,060 meshes: memory and time" in said
-
-
-def test_a_step_begins_with_computing_and_ends_with_the_rest():
-    terms = [Part(name, 1.0) for name in ("bubble", "launching", "expert links", "recomputation", "products")]
-    fills = [r.fill for r in segments(columns.time_bar(terms), 26)]
-    assert fills == ["matmuls", "again", "ep", "paper", "rest"]
 
 
 def test_a_map_puts_a_mesh_where_its_numbers_are():
@@ -992,7 +734,7 @@ def test_a_map_puts_a_mesh_where_its_numbers_are():
     assert all((dots[way.mesh].x + 4 > edge) == (way.bytes > 59.3 * GIB) for way in WAYS)
 
 
-def test_what_cannot_be_drawn_is_refused():
+def test_what_cannot_be_drawn_is_refused(tmp_path):
     with pytest.raises(ValueError, match="room for 4"):
         draw.layout("b s t d n")
     with pytest.raises(ValueError, match="no mesh axis"):
@@ -1003,30 +745,19 @@ def test_what_cannot_be_drawn_is_refused():
         draw.overlap([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="6 replicas have no colours of their own; draw 1 to 5"):
         draw.replicas(6)
-
-
-def test_layouts_draw_themselves():
+    with pytest.raises(ValueError, match="saved as .svg or .png.*'.pdf'"):
+        draw.mesh("dp=2").save(tmp_path / "x.pdf")
     assert parse_layout("b/dp d")._repr_svg_().startswith("<svg")
 
 
 def test_numbers_have_units():
     assert [size_text(n) for n in (0, 1023, 1024, 1536, 10 * GIB, 3e15)] == [
         "0 B", "1023 B", "1 KiB", "1.5 KiB", "10 GiB", "2.66 PiB"]  # fmt: skip
-    assert [time_text(t) for t in (0, 2e-9, 1.5e-6, 0.0999, 0.9999, 12, 360)] == [
-        "0 s", "2 ns", "1.5 µs", "99.9 ms", "1 s", "12 s", "360 s"]  # fmt: skip
+    assert [time_text(t) for t in (0, 2e-9, 1.5e-6, 0.0999, 0.9999, 12, 599)] == [
+        "0 s", "2 ns", "1.5 µs", "99.9 ms", "1 s", "12 s", "599 s"]  # fmt: skip
+    assert [time_text(s) for s in (600, 7199, 7200, 18043)] == ["10 min", "120 min", "2 h", "5.01 h"]
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10] and ticks(0.1, 0.5)[0] == 0.1
     assert compose("t", [], "x").title == "t"
-
-
-def test_drawing_needs_neither_jax_nor_matplotlib():
-    code = (
-        "from llmpar import draw; draw.mesh('dp=2')._repr_svg_(); print({'jax', 'matplotlib'} &"
-        " set(sys.modules))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "set()"
 
 
 def test_a_trace_has_a_bar_for_each_group_and_a_box_for_each_rank():

@@ -169,8 +169,3 @@ def test_a_page_that_was_saved_knows_the_sites_address(monkeypatch):
     assert by_kind("sum").document()["site"] == "https://a.example/llmpar/calculators/collectives.html"
     pages = {path.stem for path in (ROOT / "docs" / "site" / "calculators").glob("*.md")}
     assert {*CALCULATORS.values()} <= pages and by_kind("ring").document()["site"] == ""
-
-
-def test_a_page_is_saved(tmp_path):
-    MeshExplorer(model="tiny", seq_len=64).save(tmp_path / "mesh.html", small=True)
-    assert (tmp_path / "mesh.html").read_text().startswith("<!doctype html>")

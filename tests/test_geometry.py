@@ -17,7 +17,7 @@ from llmpar.plan.mesh_shape import AXES, parse_mesh
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
-def cases(num=1000, most=64, seed=6):
+def cases(num=300, most=64, seed=6):
     """Random meshes of all six axes in any order, layouts and shapes; one in ten shapes cannot be cut."""
     rng, out = random.Random(seed), []
     while len(out) < num:
@@ -69,7 +69,7 @@ json.dump(out, sys.stdout)
 """
 
 
-def test_slices_are_where_jax_puts_them_in_1000_random_cases():
+def test_slices_are_where_jax_puts_them_in_300_random_cases():
     """64 simulated devices, so in a process of its own."""
     asked = cases()
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
@@ -85,10 +85,10 @@ def test_slices_are_where_jax_puts_them_in_1000_random_cases():
             assert None in ours, case
         else:
             assert [[list(cut) for cut in device] for device in ours] == told, case
-    assert 20 < refused < 200
+    assert 5 < refused < 60
     # a planted fault: the axes the other way round
     turned = [held(case | {"order": case["order"][::-1]}) for case in asked]
-    assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 200
+    assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 60
 
 
 def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
@@ -117,9 +117,8 @@ def test_rounds_carry_out_the_collective(kind, g):
     gather_from = g - 1 if kind == "all-reduce" else 0
     for t, step in enumerate(steps[1:]):
         before = own.copy()
-        assert (
-            sorted(s for s, _, _ in step["sends"]) == sorted(d for _, d, _ in step["sends"]) == list(range(g))
-        )
+        sources, targets, _ = zip(*step["sends"], strict=True)
+        assert sorted(sources) == sorted(targets) == list(range(g))
         for source, target, b in step["sends"]:
             assert before[source, b], "a rank sends what it has"
             adds = reduced and (kind == "reduce-scatter" or t < gather_from)

@@ -49,7 +49,7 @@ def step():
     return Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_device_holds_what_the_document_says(seed):
     draw = random.Random(seed)
     sizes = draw.choice([(8,), (4, 2), (2, 2, 2), (2, 1, 4), (3, 2), (1,)])
@@ -169,7 +169,6 @@ def of_flax():
 
 
 lower = lambda f, *args, **kwargs: jax.jit(f).lower(*args, **kwargs).compile()
-static = jax.jit(lambda x, n, *, mode: x * n, static_argnums=1, static_argnames="mode")
 donated = jax.jit(lambda x, y, z: (x + 1, z), donate_argnums=(0, 1))
 READ: dict[str, tuple[Any, str, list[str]]] = {
     "Refs": (
@@ -208,20 +207,17 @@ READ: dict[str, tuple[Any, str, list[str]]] = {
         "in [0][0] P('X',), out [0] P('X',)",
         [],
     ),
+    "names that would be one": (
+        lambda: {"a.b": live(P("X")), "a": {"b": live(P("Y"))}},
+        "['a']['b'] P('Y',), ['a.b'] P('X',)",
+        [],
+    ),
     "4 bits": (lambda: lower(lambda x: x, live(P("X"), kind=jnp.int4)), "in [0] P('X',), out P('X',)", []),
-    "static": (lambda: static.lower(live(P("X")), 3, mode="a").compile(), "in [0] P('X',), out P('X',)", []),
     "donated": (
         lambda: donated.lower(*map(live, map(P, "XYY"))).compile(),
         "in [0] P('X',), in [2] P('Y',), out [0] P('X',), out [1] P('Y',)",
         ["in [1] (not used)"],
     ),
-    "None": (
-        lambda: lower(lambda t: t, {"a": None, "b": [live(P("X")), None]}),
-        "in [0].b[0] P('X',), out b[0] P('X',)",
-        [f"{way}{name} (None)" for way in ("in [0].", "out ") for name in ("a", "b[1]")],
-    ),
-    "no elements": (lambda: live(P("X"), (0, 8)), "array P('X',)", []),
-    "formats": (lambda: [live(P("X")).format], "[0] P('X',)", []),
     "Flax": (
         of_flax,
         "in [0].states[0][0] P(), in [1] P('X',), out [0][0].states[0][0] P(), out [2] P('X',)",
@@ -246,7 +242,7 @@ def test_programs_and_states_of_others_are_read(case):
         assert compiled_memory(value)["argument_bytes"] == total
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_programs_are_read_as_they_run(seed):
     draw, mesh = random.Random(seed), mesh_of((2, 2, 2), *"XYZ")
 
@@ -338,10 +334,7 @@ def test_unreduced_specs_are_read_without_arrays():
 def test_shapes_and_bare_shardings_are_seen_without_arrays(step):
     doc = shardings(step.abstract_state)
     live = shardings(step.init(0))
-    assert doc["tensors"] == live["tensors"] and (doc["title"], live["title"]) == (
-        "Shardings",
-        "Shardings of live arrays",
-    )
+    assert doc["tensors"] == live["tensors"] and live["title"] == "Shardings of live arrays"
     mesh = mesh_of((4, 2), "data", "model")
     (row,) = shardings(NamedSharding(mesh, P("data", None, "model")))["tensors"]
     assert row["dtype"] is None and row["shape"] == [4, 1, 2], "blocks, as no shape is given"
@@ -361,15 +354,6 @@ def test_arrays_without_a_mesh_lie_where_they_lie():
     assert [row["name"] for row in doc["tensors"]] == ["[0]", "[1]", "[2]"]
     (row,) = shardings(jax.device_put(one, one.sharding.with_memory_kind("pinned_host")))["tensors"]
     assert row["name"] == "array" and "pinned_host" in row["layout"]
-
-
-def test_names_that_would_be_one_stay_two():
-    w = jnp.zeros(4)
-    assert {r["name"] for r in shardings({"a.b": w, "a": {"b": w}, "c": w})["tensors"]} == {
-        "['a.b']",
-        "['a']['b']",
-        "c",
-    }
 
 
 MESH = ((4, 2), "data", "model")
@@ -427,11 +411,6 @@ def test_what_one_picture_cannot_show_is_refused_with_a_way_out(case):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_traced_value_lies_nowhere():
-    with pytest.raises(ValueError, match="traced or deleted"):
-        jax.jit(shardings)(jnp.zeros(3))
-
-
 # ----------------------------------------------------------------------------------------------- the explorer
 
 
@@ -445,27 +424,17 @@ def cells(explorer):
     """The cells of the picture by their device, and what is inked in each, as shares of its sides."""
     rects = [item for item in flatten(explorer.scene.items) if isinstance(item, Rect)]
     boxes = {json.loads(r.act)["device"]: r for r in rects if r.act}
-    inside = lambda ink, box: (
-        box.x <= ink.x and ink.x + ink.w <= box.x + box.w + 0.01 and box.y <= ink.y < box.y + box.h
-    )
     found = {}
     for device, box in boxes.items():
-        found[device] = [
-            (
-                (i.y - box.y) / box.h,
-                (i.y + i.h - box.y) / box.h,
-                (i.x - box.x) / box.w,
-                (i.x + i.w - box.x) / box.w,
-            )
-            for i in rects
-            if i.fill == "weights" and inside(i, box)
-        ]
+        found[device] = []
+        for ink in (r for r in rects if r.fill == "weights"):
+            top, left = (ink.y - box.y) / box.h, (ink.x - box.x) / box.w
+            if 0 <= top < 1 and 0 <= left < 1:
+                found[device].append((top, top + ink.h / box.h, left, left + ink.w / box.w))
     return boxes, found
 
 
-@pytest.mark.parametrize(
-    "spec", [("data", "model"), ("model", "data"), (None, ("data", "model")), ("model",), ()]
-)
+@pytest.mark.parametrize("spec", [("model", "data"), (None, ("data", "model")), ()])
 def test_a_cell_is_inked_where_its_device_holds(spec):
     array = jax.device_put(jnp.zeros((16, 8)), on((16, 8), *spec).sharding)
     explorer = MeshExplorer.of({"w": array})
@@ -495,28 +464,20 @@ def test_a_third_dim_that_is_cut_is_a_bar_and_a_fourth_is_said():
         room = (box.w - 6) / box.w  # beside the bar
         left = 1 - room + room * c / 2
         assert inked[position] == [pytest.approx((b / 2, b / 2 + 1 / 2, left, left + room / 2))]
-    assert "dim 1 down, dim 3 across. The bar at its left is dim 0." in " ".join(
-        explorer.scene.text.split("\n")
-    )
-    assert "cut too" not in explorer.scene.text
+    words = explorer.scene.text.replace("\n", " ")
+    assert "dim 1 down, dim 3 across. The bar at its left is dim 0." in words and "cut too" not in words
     doc = shardings(cube)
-    doc["tensors"][0]["shards"] = [
-        [*block[:2], [0, 1 + i % 2], block[3]] for i, block in enumerate(doc["tensors"][0]["shards"])
-    ]
+    for i, block in enumerate(doc["tensors"][0]["shards"]):
+        block[2] = [0, 1 + i % 2]
     assert "Dim 1 is cut too, and not drawn." in GivenExplorer(doc).scene.text
 
 
 def test_clicks_choose_a_device_and_an_array(step):
     explorer = MeshExplorer.of(step.abstract_state)
     answer = explorer.answer(dict(explorer.state))
-    patches = [
-        json.loads(html.unescape(x))
-        for x in re.findall('data-set="(.*?)"', answer["panels"]["holds"]["html"])
-    ]
+    sets = lambda text: [json.loads(html.unescape(x)) for x in re.findall('data-set="(.*?)"', text)]
+    patches, cuts = sets(answer["panels"]["holds"]["html"]), sets(answer["panels"]["grid"]["svg"])
     assert {patch["tensor"] for patch in patches} == set(answer["numbers"]["held"])
-    cuts = [
-        json.loads(html.unescape(x)) for x in re.findall('data-set="(.*?)"', answer["panels"]["grid"]["svg"])
-    ]
     assert [cut["device"] for cut in cuts] == list(range(8))
     for patch in [*patches, *cuts]:
         explorer.set(**patch)
@@ -526,16 +487,7 @@ def test_clicks_choose_a_device_and_an_array(step):
     bytes_held = sum(x.addressable_shards[position].data.nbytes for x in jax.tree.leaves(live))
     assert sum(row["bytes"] for row in answer["numbers"]["held"].values()) == bytes_held
     assert answer["panels"]["holds"]["html"].count("<tr>") == 1 + len(patches)
-    assert (
-        f"of {patches[-1]['tensor']}" in answer["says"] and "Device 7 (dp 1, fsdp 1, tp 1)" in answer["says"]
-    )
-
-
-def test_a_compiled_program_is_explored(step):
-    explorer = MeshExplorer.of(step.lower(BATCH, SEQ).compile())
-    held = explorer.answer(dict(explorer.state))["numbers"]["held"]
-    given = sum(memory.argument_bytes(step.plan, BATCH, SEQ).values())
-    assert sum(row["bytes"] for name, row in held.items() if name.startswith("in ")) == given
+    assert f"of {patches[-1]['tensor']}" in answer["says"]
 
 
 def test_one_device_no_mesh_and_one_number_are_drawn():
@@ -550,29 +502,6 @@ def test_one_device_no_mesh_and_one_number_are_drawn():
     assert partly.answer(dict(partly.state))["numbers"]["held"]["step"]["copies"] == 1
 
 
-def test_a_bare_mesh_says_who_is_where():
-    devices = jax.devices()[::-1]
-    explorer = MeshExplorer.of(mesh_of((2, 4), "länge", "tp", devices=devices))
-    answer = explorer.answer(dict(explorer.state))
-    assert list(answer["panels"]) == ["grid"] and answer["numbers"]["held"] == {}
-    shown = re.findall(r">(\d)</text>", answer["panels"]["grid"]["svg"])
-    assert shown == [str(d.id) for d in devices]
-    explorer.set(device=5)
-    assert "Device 5 (länge 1, tp 1, JAX's 2) is chosen" in explorer.scene.text
-
-
-def test_a_sharding_without_a_shape_is_drawn_in_blocks():
-    mesh = mesh_of((4, 2), "data", "model")
-    explorer = MeshExplorer.of(NamedSharding(mesh, P("model", None, "data")))
-    explorer.set(device=5)
-    answer = explorer.answer(dict(explorer.state))
-    assert (
-        "holds block [1, 0, 2] of array" in answer["says"]
-        and "no shape is given" in answer["panels"]["holds"]["html"]
-    )
-    assert cells(explorer)[1][5] == [pytest.approx((1 / 2, 1, 2 / 4, 3 / 4))]
-
-
 def many(sizes):
     """A document as of so many devices: of a mesh that is cut along both axes."""
     doc = shardings(on((sizes[0] * 2, sizes[1]), "data", "model", sizes=(1, 1)))
@@ -582,7 +511,7 @@ def many(sizes):
     return doc | own | {"sizes": dict(zip(("data", "model"), sizes, strict=True)), "tensors": [row]}
 
 
-@pytest.mark.parametrize("sizes", [(8, 8), (16, 8), (128, 8)])
+@pytest.mark.parametrize("sizes", [(8, 8), (128, 8)])
 def test_of_many_devices_blocks_are_drawn_and_the_chosen_ones_neighbours(sizes):
     explorer = GivenExplorer(many(sizes), device=21)
     boxes, inked = cells(explorer)

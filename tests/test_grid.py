@@ -44,7 +44,7 @@ def cut(rng, most):
             return {a: sizes[a] for a in order}, order, Layout(tuple(dims)), [max(2, n) for n in shape]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_device_is_inked_where_it_holds_the_tensor(seed):
     sizes, order, layout, shape = cut(random.Random(seed), 64)
     if any(n % math.prod(sizes[a] for a in d.axes) for n, d in zip(shape, layout.dims, strict=True)):
@@ -67,7 +67,7 @@ def test_a_device_is_inked_where_it_holds_the_tensor(seed):
         assert cell.width == (2.5 if device == seed % n else 1.25 if held == mine else 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed):
     rng = random.Random(seed)
     sizes, order, layout, _ = cut(rng, 512)
@@ -139,13 +139,6 @@ def test_tokens_go_to_every_other_expert_rank():
     assert len(lines) == 7 and len({line.points[0][0] for line in lines}) == 2, "from one device, both ways"
 
 
-def test_what_hides_is_hollow_and_what_waits_is_filled():
-    segments = layer_of("fsdp=8 tp=8", "llama3-70b")
-    bars = [i for i in flatten(draw.layer_lanes(segments).items) if isinstance(i, Rect) and i.tip]
-    fills = {fill: {b.fill for b in bars if b.tip.startswith(fill)} for fill in ("next", "sum", "q, k")}
-    assert fills == {"next": {"paper"}, "sum": {"tp"}, "q, k": {"matmuls"}}
-
-
 def test_a_picture_of_sixteen_thousand_devices_is_small_and_no_more_work_than_one_of_hundreds():
     gate = lambda mesh, device: tensor(mesh, "blocks.ffn.gate", device)
     gate("pp=16 dp=128 tp=8", 5000)
@@ -157,26 +150,13 @@ def test_a_picture_of_sixteen_thousand_devices_is_small_and_no_more_work_than_on
         assert re.search(r"devices 5000–5007 one by one", scene.text)
 
 
-@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute"])
-def test_a_film_of_rounds_shows_what_each_device_has(kind):
-    scene, steps = draw.ring(kind, list(range(4)), "sp"), geometry.rounds(kind, 4)
-    items = flatten(scene.items)
-    arrows = [item for item in items if isinstance(item, Line)]
-    assert len(arrows) == sum(len(step["sends"]) for step in steps)
-    bars = [item for item in items if isinstance(item, Rect) and item.fill == "sp"]
-    assert len(bars) == sum(count > 0 for step in steps for row in step["held"] for count in row)
-    full = max(count for step in steps for row in step["held"] for count in row)
-    total = sum(count for step in steps for row in step["held"] for count in row)
-    assert sum(bar.h for bar in bars) == pytest.approx(16 * total / full)
-
-
 def test_a_ring_that_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="2 to 16"):
         draw.ring("all-gather", list(range(32)), "dp")
 
 
 MESHES = [{"dp": 61}, {"dp": 127}, {"dp": 4, "fsdp": 128, "tp": 8}, {"fsdp": 1024}, {"dp": 64, "tp": 64}]
-MESHES += [cut(random.Random(seed), 4096)[0] for seed in range(30)]
+MESHES += [cut(random.Random(seed), 4096)[0] for seed in range(8)]
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -1,7 +1,5 @@
 import dataclasses
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,17 +72,9 @@ def test_a_file_with_a_base_changes_only_what_it_says(tmp_path):
 
 
 def test_a_file_may_describe_a_whole_chip_and_integers_will_do(tmp_path):
-    values = {
-        "flops_per_s": 10**15,
-        "hbm_bytes": 10**11,
-        "usable_hbm_gib": 90,
-        "hbm_bytes_per_s": 3.0e12,
-        "link_bytes_per_s": 5 * 10**11,
-        "link_efficiency": 1,
-        "num_axes": 1,
-        "node_size": 8,
-        "dcn_bytes_per_s": 5.0e10,
-    }
+    values = dict(flops_per_s=10**15, hbm_bytes=10**11, usable_hbm_gib=90, hbm_bytes_per_s=3.0e12)
+    values |= dict(link_bytes_per_s=5 * 10**11, link_efficiency=1, num_axes=1, node_size=8)
+    values |= dict(dcn_bytes_per_s=5.0e10)
     path = tmp_path / "mine.toml"
     text = "".join(f"{key} = {value}\n" for key, value in values.items())
     path.write_text(f'link = "switch"\ndate = "2026"\n{text}')
@@ -152,9 +142,7 @@ def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path)
         monkeypatch.setenv(name, ".95")
         assert (h100.usable_bytes, v5p.usable_bytes) == (int(0.95 * 84942979072), int(95.74 * GIB))
         monkeypatch.setenv(name, "lots")
-        with pytest.raises(
-            ValueError, match=f"{name}=lots is no share of a GPU's memory; use one above 0, such as .95"
-        ):
+        with pytest.raises(ValueError, match=f"{name}=lots is no share of a GPU's memory; use one above"):
             _ = h100.usable_bytes
         monkeypatch.delenv(name)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -167,9 +155,8 @@ def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(mon
         monkeypatch.delenv(name, raising=False)
     if share:
         monkeypatch.setenv(hardware.MEMORY_SHARES[1], share)
-    gpu = SimpleNamespace(
-        platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None
-    )
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0)
+    gpu.memory_stats = lambda: None
     monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: [gpu] * 8)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
     sentence = (
@@ -228,11 +215,6 @@ def test_rings_close_where_the_hardware_has_the_links():
     assert chip("h100").wraps(3)
 
 
-def test_only_the_cpu_is_simulated_and_its_placeholders_say_so():
-    assert [row.name for row in CHIPS if row.simulated] == ["cpu"]
-    assert chip("cpu").sources["link_bytes_per_s"].startswith("placeholder")
-
-
 def test_the_jax_package_agrees_with_the_tpu_rows():
     """Independent of the rows' own pages: JAX's table, rounded there to three digits, per core."""
     tpu_info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
@@ -249,10 +231,3 @@ def test_the_jax_package_agrees_with_the_tpu_rows():
         info = tpu_info.get_tpu_info_for_chip(version, 1)
         assert info.bf16_ops_per_second * cores == pytest.approx(row.flops_per_s, rel=0.01)
         assert info.mem_bw_bytes_per_second * cores == pytest.approx(row.hbm_bytes_per_s, rel=0.03)
-
-
-def test_hardware_and_cost_import_neither_jax_nor_numpy():
-    code = "import sys; from llmpar.predict import formulas, hardware\n"
-    code += "print(sorted({'jax', 'numpy'} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == "[]"

@@ -75,14 +75,7 @@ EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, 
     (lambda x: lax.psum(x, AXES), AXES, "all-reduce", AXES, 8, 2 * X * 7 // 8),
     (lambda x: lax.pmin(x, ("dp", "tp")), ("dp", "tp"), "all-reduce", ("dp", "tp"), 4, 2 * X * 3 // 4),
     (lambda x: lax.all_gather(x, ("fsdp", "tp"), tiled=True), (), "all-gather", ("fsdp", "tp"), 4, 3 * X),
-    (
-        lambda x: lax.psum_scatter(x, ("dp", "tp"), tiled=True),
-        (),
-        "reduce-scatter",
-        ("dp", "tp"),
-        4,
-        3 * X // 4,
-    ),
+    (lambda x: lax.psum_scatter(x, "tp", tiled=True), (), "reduce-scatter", ("tp",), 2, X // 2),
     (lambda x: lax.all_to_all(x, "dp", 1, 0, tiled=True), (), "all-to-all", ("dp",), 2, X // 2),
     (lambda x: lax.ppermute(x, "tp", SHIFT), (), "collective-permute", ("tp",), 2, X),
     (lambda x: lax.ppermute(x, "tp", SHIFT[:1]), (), "collective-permute", ("tp",), 2, X),
@@ -100,27 +93,12 @@ def test_each_collective_is_found_once_with_its_axes_and_bytes(f, gone, kind, ax
         assert c.source.startswith("tests/test_hlo.py:")
 
 
-def test_a_permute_to_oneself_sends_nothing():
-    """Wherever it is read; one pair that does leave counts the whole permute."""
-    mesh = make_mesh(range(2), tp=2)
-    traced = lower(lambda x: lax.ppermute(x, "tp", [(0, 0), (1, 1)]), mesh, P("tp"), P("tp"), jnp.ones((8,)))
-    assert three_censuses(traced, mesh) == ([], [], [])
-
-
 @pytest.mark.parametrize("hop, axes", [(1, ("dp", "tp")), (2, ("dp",)), (4, ("dp",)), (8, ())])
 def test_a_permute_goes_along_the_axes_on_which_its_pairs_differ(hop, axes):
     mesh, both = make_mesh(dp=4, tp=2), ("dp", "tp")
     f = lambda x: lax.ppermute(x, both, [(i, (i + hop) % 8) for i in range(8)])
     for census in three_censuses(lower(f, mesh, P(both), P(both), jnp.ones((8,))), mesh):
         assert [c.axes for c in census] == [axes] * bool(axes)
-
-
-def test_axes_of_size_one_send_nothing():
-    mesh = make_mesh(dp=1, fsdp=8, tp=1)
-    f = lambda x: lax.psum(lax.psum(x, "tp"), ("dp", "fsdp"))
-    expected = table(("fsdp", "all-reduce", 1, 2 * 4 * 4 * 7 // 8))
-    for census in three_censuses(lower(f, mesh, P(("dp", "fsdp", "tp")), P(), jnp.ones((32,))), mesh):
-        assert census_table(census) == expected
 
 
 def test_axes_of_a_vmap_are_no_axes_of_the_mesh():
@@ -132,19 +110,6 @@ def test_an_axis_without_a_size_is_refused():
     traced = lower(lambda x: lax.psum(x, "tp"), make_mesh(tp=8), P("tp"), P(), jnp.ones((8,)))
     with pytest.raises(ValueError, match="over axis 'tp', but the mesh has"):
         census_jaxpr(traced.jaxpr, {"dp": 8})
-
-
-def test_nested_loops_multiply():
-    mesh = make_mesh(**CUBE)
-
-    def step(x, _):
-        x = lax.fori_loop(0, 5, lambda i, x: lax.ppermute(x, "tp", SHIFT), x)
-        return x + lax.pcast(lax.psum(x, ("dp", "fsdp")), ("dp", "fsdp"), to="varying"), None
-
-    f = lambda x: lax.scan(step, x, length=4)[0]
-    expected = table(("tp", "collective-permute", 20, 20 * X), ("dp,fsdp", "all-reduce", 4, 4 * X * 3 // 2))
-    for census in three_censuses(lower(f, mesh, P(AXES), P(AXES), jnp.ones((256, 16))), mesh):
-        assert census_table(census) == expected
 
 
 def test_loops_that_start_late_and_go_down_are_stepped():
@@ -177,9 +142,7 @@ def test_in_a_loop_of_unknown_length_a_turn_is_counted_and_no_sum_takes_it():
         (c,) = census
         assert (c.count, c.bytes_sent) == (1, 16) and c.per_turn.startswith("tests/test_hlo.py:")
         for total in (census_table, arrow_text):
-            with pytest.raises(
-                ValueError, match=r"cannot count the loop at tests/test_hlo.py:\d+.*use lax.scan"
-            ):
+            with pytest.raises(ValueError, match=r"the loop at tests/test_hlo.py:\d+.*use lax.scan"):
                 total(census)
     assert three_censuses(loop(lambda i, x: 2 * x), mesh) == ([], [], [])
 
@@ -221,11 +184,7 @@ def test_fsdp_gathers_twice_and_scatters_once_per_layer():
     )
     gathers, gathered = NUMBERS["xla.fsdp.sm"]["expected"]["all_gather"]  # how many, result bytes of each
     scatters, scattered = NUMBERS["xla.fsdp.sm"]["expected"]["reduce_scatter"]
-    for census, width in [
-        (written, 1),
-        (partitioned, 1),
-        (final, 2),
-    ]:  # the CPU widens bfloat16; nothing here hides that
+    for census, width in ((written, 1), (partitioned, 1), (final, 2)):  # the CPU widens bfloat16
         assert census["all-gather"] == {"count": gathers, "bytes_sent": width * gathers * gathered * 7 // 8}
         assert census["reduce-scatter"] == {"count": scatters, "bytes_sent": width * scatters * scattered * 7}
 
@@ -235,19 +194,14 @@ def test_bfloat16_is_bfloat16_until_the_cpu_widens_it():
     traced = lower(
         lambda x: lax.all_gather(x, "tp", tiled=True), mesh, P("tp"), P("tp"), jnp.ones((64,), jnp.bfloat16)
     )
-    assert [
-        [(c.dtype, c.shape, c.bytes_sent) for c in census] for census in three_censuses(traced, mesh)
-    ] == [[("bf16", (64,), 112)], [("bf16", (64,), 112)], [("f32", (64,), 224)]]
-
-
-@pytest.mark.parametrize(
-    "dtype, name, size", [("int8", "s8", 1), ("uint32", "u32", 4), ("float16", "f16", 2), ("bool", "pred", 1)]
-)
-def test_dtypes_are_named_and_sized_alike_in_jaxpr_and_text(dtype, name, size):
-    mesh = make_mesh(tp=8)
-    traced = lower(lambda x: lax.ppermute(x, "tp", SHIFT), mesh, P("tp"), P("tp"), jnp.ones((64,), dtype))
-    for (c,) in three_censuses(traced, mesh)[:2]:
-        assert (c.dtype, c.bytes_sent) == (name, 8 * size)
+    found = [[(c.dtype, c.shape, c.bytes_sent) for c in census] for census in three_censuses(traced, mesh)]
+    assert found == [[("bf16", (64,), 112)], [("bf16", (64,), 112)], [("f32", (64,), 224)]]
+    for dtype, name in (("int8", "s8"), ("bool", "pred")):
+        shift = lambda x: lax.ppermute(x, "tp", SHIFT)
+        (c,) = census_hlo(
+            partitioned_hlo(lower(shift, mesh, P("tp"), P("tp"), jnp.ones((64,), dtype)).lower()), mesh
+        )
+        assert (c.dtype, c.bytes_sent) == (name, 8)
 
 
 def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
@@ -269,37 +223,25 @@ def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
 
     local = jax.ShapeDtypeStruct((2, 16 * 8, 4, 16), jnp.float32)
     cut = P(None, "sp")
-    traced = lower(
-        jax.value_and_grad(attend, (0, 1, 2)), mesh, (cut,) * 3, (P(), (cut,) * 3), local, local, local
-    )
+    grad = jax.value_and_grad(attend, (0, 1, 2))
+    traced = lower(grad, mesh, (cut,) * 3, (P(), (cut,) * 3), local, local, local)
+    count, size = NUMBERS["xla.ring.bwd"]["expected"]["collective_permute"]
     for census in three_censuses(traced, mesh):
-        count, size = NUMBERS["xla.ring.bwd"]["expected"]["collective_permute"]
-        assert census_table(census)["sp", "collective-permute"] == {
-            "count": count,
-            "bytes_sent": count * size,
-        }
+        row = census_table(census)["sp", "collective-permute"]
+        assert row == {"count": count, "bytes_sent": count * size}
 
 
 def test_ring_bytes_of_an_all_reduce_are_those_of_jax_roofline():
     """Case roofline.jax.psum: 16,384 bytes over 4 devices; and the closed form where it does not divide."""
     mesh = make_mesh(order=range(4), tp=4)
     traced = lower(lambda x: lax.psum(x, "tp"), mesh, P("tp"), P(), jnp.ones((4, 4096)))
+    expected = NUMBERS["roofline.jax.psum"]["expected"]["ici_bytes"]
     for (c,) in three_censuses(traced, mesh):
-        assert (
-            c.bytes_sent
-            == collective_bytes("all-reduce", 4, 16384)
-            == NUMBERS["roofline.jax.psum"]["expected"]["ici_bytes"]
-        )
+        assert c.bytes_sent == collective_bytes("all-reduce", 4, 16384) == expected
     assert collective_bytes("all-reduce", 3, 4) == 6  # 16/3: the mean over the three devices, rounded up
 
 
-MESHES = [
-    make_mesh(dp=2, tp=4),
-    make_mesh(order=(3, 1, 7, 0, 5, 2, 6, 4), dp=2, tp=4),
-    make_mesh(**CUBE),
-    make_mesh(order=(7, 2, 4, 1, 0, 5, 3, 6), **CUBE),
-    make_mesh(pp=1, dp=4, tp=2),
-]
+MESHES = [make_mesh(order=(7, 2, 4, 1, 0, 5, 3, 6), **CUBE), make_mesh(pp=1, dp=4, tp=2)]
 
 
 def subsets(mesh):
@@ -358,10 +300,6 @@ def test_every_spelling_of_groups(groups, axes, group_size):
     (c,) = census_hlo(gather(groups), ABSTRACT)
     assert (c.axes, c.group_size) == (tuple(axes), group_size)
     assert c.bytes_sent == collective_bytes("all-gather", group_size, 32)
-
-
-def test_groups_of_one_device_send_nothing():
-    assert census_hlo(gather("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, "), ABSTRACT) == []
 
 
 @pytest.mark.parametrize("groups", ["{{0,1},{2,3}}", "[8,2]<=[16]", "{{0,1},{1,2},{3,4},{5,6}}"])
@@ -453,11 +391,9 @@ LOOP = (HLO / "loop.hlo").read_text()
     "was, becomes, trips",
     [
         ("", "", 4),  # -1, 1, 3, 5
-        ("constant(6)", "constant(7)", 4),
         ("constant(6)", "constant(8)", 5),
         ("constant(6)", "constant(-1)", 0),
         ("direction=LT", "direction=LE", 4),
-        ("constant(6)", "constant(9), note=1", 5),
         ("add(%t.1#0", "multiply(%t.1#0", 0),  # -1, -2, ...: never ends
         ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"11"}}', 11),
         ("s32[] copy(%limit)", "s32[] rng(%limit)", None),
@@ -505,13 +441,8 @@ def test_a_cell_of_a_notebook_is_known_by_its_number():
 
 def test_sources_skip_libraries_and_the_file_that_carries_arrows_out():
     text = (HLO / "frames.hlo").read_text()
-    for frame, source in [
-        (3, "model/llama.py:30"),
-        (4, "parallel/modes.py:20"),
-        (5, ""),
-        (7, "model/llama.py:40"),
-        (0, ""),
-    ]:
+    lines = {3: "model/llama.py:30", 4: "parallel/modes.py:20", 5: "", 7: "model/llama.py:40", 0: ""}
+    for frame, source in lines.items():
         with_frame = text + gather(f'metadata={{op_name="f" stack_frame_id={frame}}}, ').partition("\n")[2]
         assert [c.source for c in census_hlo(with_frame, ABSTRACT)] == [source]
 
@@ -539,11 +470,6 @@ def test_flops_in_a_loop_of_unknown_length_are_refused():
     text = lowered.compile().as_text()
     with pytest.raises(ValueError, match="it runs dot"):
         executed_flops(text)
-
-
-def test_a_program_for_one_device_has_text_too():
-    text = partitioned_hlo(jax.jit(lambda x: (x @ x).astype(jnp.bfloat16)).lower(jnp.ones((8, 8))))
-    assert executed_flops(text) == 2 * 8**3 and "bf16" in text
 
 
 def test_a_call_of_a_gpus_library_is_a_product():
@@ -592,10 +518,8 @@ def test_memory_is_what_was_passed_and_aliased():
     assert memory["argument_bytes"] == 4 * 1010
     assert memory["alias_bytes"] == 4000
     assert 4004 <= memory["output_bytes"] <= 4004 + 16  # the result's tuple holds a pointer for each part
-    assert (
-        memory["peak_bytes"]
-        == memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - 4000
-    )
+    held = sum(memory[f"{kind}_bytes"] for kind in ("argument", "output", "temp"))
+    assert memory["peak_bytes"] == held - 4000
 
 
 def test_collectives_that_no_data_orders_are_listed_with_their_arrows():

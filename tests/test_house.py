@@ -119,9 +119,9 @@ def forbidden_imports(sources):
             if other == "__init__":
                 if name != "__main__" and folder not in ("cli", "explore"):
                     yield f"{name} imports from llmpar itself; name the file"
-            elif name not in ("__init__", "__main__") and folder_of(other) not in allowed_imports(folder) | {
-                folder
-            }:
+            elif name in ("__init__", "__main__") or folder_of(other) == folder:
+                continue
+            elif folder_of(other) not in allowed_imports(folder):
                 yield f"{name} imports {other}, which {folder}/ may not import"
 
 
@@ -133,13 +133,9 @@ def test_a_folder_imports_only_what_it_may():
     "name, text",
     [
         ("plan.layout", "from llmpar.draw import scene"),
-        ("plan.plan", "from llmpar.model import llama"),
         ("model.llama", "import llmpar.inspect.hlo"),
-        ("parallel.modes", "from llmpar import predict"),
         ("parallel.modes", "from ..inspect import hlo"),
-        ("draw.scene", "from ..inspect import hlo"),
         ("predict.traffic", "def f():\n    from llmpar.draw import layouts"),
-        ("parallel.mesh", "def f():\n    from llmpar.cli import main"),
         ("parallel.mesh", "from llmpar import __version__"),
     ],
 )
@@ -215,10 +211,7 @@ def test_the_model_names_no_mesh_axis():
 
 
 def test_a_mesh_axis_in_a_model_is_seen():
-    planted = (
-        '"""Over tp."""\ndef f(par, x):\n    "cut by dp"\n    return par.move(x, f"b s d +tp -> {x} b'
-        ' s/sp d")'
-    )
+    planted = '"""Over tp."""\ndef f(par, x):\n    "cut by dp"\n    return par.move(x, f"b s +tp -> b s/sp")'
     assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
 
 
@@ -231,8 +224,7 @@ def test_every_folder_stays_within_its_statements():
 def test_what_cannot_be_gamed_stays_within_its_limits():
     measured = house.measure(ROOT)
     over = {what: value for what, value in measured.items() if value > house.LIMITS[what]}
-    named = house.large_functions(trees()), house.two_homes(trees()), house.banned_names(trees())
-    assert over == {}, named
+    assert not over, (house.large_functions(trees()), house.two_homes(trees()), house.banned_names(trees()))
 
 
 def test_statements_are_counted_for_the_folder():
@@ -338,9 +330,6 @@ def test_a_rank_of_a_job_installs_no_notebook():
     lab = {requirement(text)[0] for text in project()["project"]["optional-dependencies"]["lab"]}
     notebooks = {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib", "cloudpickle"}
     assert not plain & lab and lab == notebooks
-    assert not plain & {
-        requirement(text)[0] for text in project()["project"]["optional-dependencies"]["serve"]
-    }
 
 
 def test_constraints_pin_every_dependency_without_addresses():

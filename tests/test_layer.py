@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import random
 
 import pytest
@@ -36,7 +35,7 @@ def random_runs(num, seed):
     return out
 
 
-RUNS = random_runs(60, 3)
+RUNS = random_runs(20, 3)
 
 
 @pytest.mark.parametrize("name, run", RUNS, ids=[f"{name} {run.mesh}" for name, run in RUNS])
@@ -86,28 +85,6 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
     for lane, alone in {(one.lane, waited(one)) for one in travels}:
         mine = [one for one in travels if one.lane == lane and waited(one) == alone]
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(mine)), lane
-
-
-def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():
-    config = preset("llama3-70b")
-    plan = Plan("fsdp=8 tp=8", dtype="bfloat16").resolve(config, None).effective
-    segments = layer.layer_segments(workload.of_plan(config, plan, hardware.chip("h100"), 64, 4096))
-    computed = [one for one in segments if one.lane == "compute"]
-    during = lambda one: [
-        c for c in computed if c.start_s < one.end_s - 1e-9 and one.start_s < c.end_s - 1e-9
-    ]
-    sums = [one for one in segments if one.lane == "tp"]
-    assert [one.name for one in sums] == ["sum over heads", "sum"] and not any(map(during, sums))
-    assert all(one.exposed_s == pytest.approx(one.end_s - one.start_s) for one in sums)
-    weights = [one for one in segments if one.lane == "weights"]
-    assert len(weights) == 2 and all(map(during, weights)) and not any(one.exposed_s for one in weights)
-    params = sum(
-        math.prod(w.shape[1:])
-        for path, (w, _) in plan.resolve(config, None).weight_layouts.items()
-        if "blocks" in path
-    )
-    sent = sum(one.bytes_sent for one in weights)
-    assert sent == pytest.approx(params * 2 * 7 / 8 / 8, rel=0.002), "vectors are whole on each rank of tp"
 
 
 def test_a_layer_in_time_needs_seconds():

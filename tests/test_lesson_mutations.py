@@ -60,11 +60,6 @@ def fixed_batch(right, engine):
     return told
 
 
-def joined_again(right, *given, axis, **options):
-    found = right(*given, axis=axis, **options)
-    return lax.pmean(lax.pcast(found, axis, to="varying"), axis) if axis else found
-
-
 def no_moments(right, *given, **other):
     state = right(*given, **other)
     return state and state._replace(optimizer=jax.tree.map(lambda x: 0 * x, state.optimizer))
@@ -107,11 +102,6 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
         lambda right, kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1),
     ),
     "a batch is fixed once it runs": ("serve.engine.Engine.step", fixed_batch),
-    "what ranks of sp have found is joined twice": ("model.attention.attend_cache", joined_again),
-    "a slot sees its neighbour's keys": (
-        "model.attention.attend_cache",
-        lambda right, q, k, *more, **options: right(q, jnp.roll(k, 1, 0), *more, **options),
-    ),
     "a checkpoint has no moments": ("training.checkpoint.Checkpoints.restore", no_moments),
 }
 EVERYWHERE = {"17": ("a sum becomes a mean", "a checkpoint has no moments")}
@@ -150,11 +140,7 @@ FAULTS = {
     "11": ("a gather is turned round",),
     "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
     "13": ("a device sends its own part as well",),
-    "16": (
-        "a batch is fixed once it runs",
-        "what ranks of sp have found is joined twice",
-        "a slot sees its neighbour's keys",
-    ),
+    "16": ("a batch is fixed once it runs",),
     "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
     "19": ("two axes of the mesh exchanged",),
 }

@@ -68,7 +68,7 @@ def random_layout(rng: random.Random, dims=None, region: bool | None = None, sum
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_printing_and_parsing_are_each_others_inverse(seed):
     rng = random.Random(seed)
     for _ in range(20):
@@ -92,13 +92,6 @@ def test_a_text_with_line_breaks_is_shown_on_one_line():
         parse_mesh("dp=2\ntp=x")
     _, shown, carets = str(caught.value).split("\n")
     assert shown == "  dp=2 tp=x" and shown[carets.index("^")] in "tx"
-
-
-def test_the_caret_stands_under_the_second_of_two_equal_tokens():
-    """In words of columns, not only of text: the second 'dp' begins at column 7."""
-    with pytest.raises(NotationError) as caught:
-        parse_layout("b/dp s/dp")
-    assert str(caught.value).split("\n")[2] == "  " + " " * 7 + "^^"
 
 
 def test_an_axis_or_dim_without_a_name_is_refused_at_its_place():
@@ -138,11 +131,6 @@ def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
         assert carets.index("^") == 2 + len("b/tp s -> b/tp s/")
 
 
-def test_no_arrow_starts_an_unfinished_sum():
-    with pytest.raises(ValueError, match="would start an unfinished sum over dp: only computing does that"):
-        _ = parse_arrow("b/dp -> b +dp").moves
-
-
 @pytest.mark.parametrize(
     "text, dim",
     [
@@ -150,18 +138,12 @@ def test_no_arrow_starts_an_unfinished_sum():
         ("b/dp -> b/tp,dp", "b"),  # a new outer axis
         ("b/dp,fsdp -> b/fsdp,dp", "b"),  # the same axes, nested otherwise
         ("b/dp,tp s -> b/tp s/dp", "b"),
-        (
-            "b/dp s/tp -> b/tp s/dp",
-            "s",
-        ),  # an exchange of two dims: the first all-to-all buries what the second needs
+        ("b/dp s/tp -> b/tp s/dp", "s"),  # the first all-to-all buries what the second needs
         ("b/dp s/tp n -> b s/dp n/tp", "s"),
     ],
 )
 def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
-    with pytest.raises(
-        ValueError,
-        match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between",
-    ):
+    with pytest.raises(ValueError, match=f"reorder the blocks of {dim}: .* with {dim} whole in between"):
         _ = parse_arrow(text).moves
     arrow = parse_arrow(text)
     between = Layout(tuple(Dim(d.name, () if d.name == dim else d.axes) for d in arrow.before.dims))
@@ -211,7 +193,7 @@ def play(held: list, move, letters: str) -> list:
     return out
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_moves_carry_any_layout_into_any_other_or_are_refused(seed):
     """Random arrows over b, s, d on dp=2 fsdp=2 tp=2, played by hand on eight devices."""
     rng = random.Random(seed)
@@ -243,10 +225,6 @@ def test_the_played_devices_notice_a_wrong_move():
     assert np.array_equal(play(held, arrow.moves[0], "bsd")[0], value)
 
 
-def test_an_arrow_between_single_devices_still_names_its_moves():
-    assert all(move.kind and move.axes for text in TABLE for move in parse_arrow(text).moves)
-
-
 # ----------------------------------------------------------------------------------------------------- meshes
 
 
@@ -260,7 +238,7 @@ def test_the_positional_orders_are_those_of_easylm_and_lwm():
     assert list(AXES) == ["pp", "dp", "fsdp", "ep", "sp", "tp"], "slow links outermost"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_meshes_print_as_they_are_read(seed):
     rng = random.Random(seed)
     for _ in range(20):
@@ -277,9 +255,15 @@ def test_a_bad_mesh_is_refused_with_a_caret(text, marked, why):
     assert why in message and shown == marked
 
 
-def test_an_empty_mesh_is_refused():
+def test_what_is_no_mesh_or_no_arrow_is_refused():
     with pytest.raises(NotationError, match="an empty mesh"):
         parse_mesh("")
+    with pytest.raises(ValueError, match="needs 16 devices but 8 are present; try 'dp=2 tp=4'"):
+        parse_mesh(MeshShape(dp=4, tp=4), 8)
+    with pytest.raises(ValueError, match="leaves fsdp to be inferred, which needs the number of devices"):
+        parse_mesh("fsdp=-1")
+    with pytest.raises(ValueError, match="would start an unfinished sum over dp: only computing does that"):
+        _ = parse_arrow("b/dp -> b +dp").moves
 
 
 @pytest.mark.parametrize(
@@ -301,19 +285,6 @@ def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need,
     assert suggestion in (None, tried)
 
 
-def test_a_mesh_that_was_read_before_is_refused_as_well_where_it_does_not_fit():
-    with pytest.raises(
-        ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"
-    ):
-        parse_mesh(MeshShape(dp=4, tp=4), 8)
-
-
-def test_minus_one_needs_a_number_of_devices():
-    assert refusal(parse_mesh, "fsdp=-1") == (
-        "mesh 'fsdp=-1' leaves fsdp to be inferred, which needs the number of devices", None
-    )  # fmt: skip
-
-
 def test_the_nearest_mesh_is_the_nearest_of_all():
     """By trying all: fills the devices, over the asked axes, with the smallest change in the logarithms."""
     asked = {"dp": 3, "tp": 5}
@@ -327,7 +298,3 @@ def test_near_meshes_list_every_factorization_once():
     found = [tuple(mesh.sizes.values()) for mesh in near_meshes(MeshShape(tp=2).sizes, 8)]
     assert len(found) == len(set(found)) == 56 and all(math.prod(sizes) == 8 for sizes in found)
     assert mesh_distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]

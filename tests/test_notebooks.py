@@ -25,13 +25,12 @@ from llmpar.lessons import judge
 from llmpar.plan.layout import parse_arrow, parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = ROOT / "notebooks"
 
 
 build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 
 SOURCES = build.sources()
-QUICK = "00_setup", "03_data_parallelism"  # what a change to the package breaks first
+QUICK = ("00_setup",)  # what a change to the package breaks first; make test-lessons runs all
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "lessons").glob("[0-9][0-9]*.md"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in lessons.exercises(file.stem)]
 TOY = (ROOT / "tests" / "fixtures" / "toy_lesson.txt").read_text()
@@ -84,22 +83,12 @@ FAULTS = {
     "checked but empty": (edit(-1, outputs=[]), "without outputs"),
     "semicolon": (edit(-1, source=lambda s: s + ";"), "ends with ';'"),
     "stderr": (edit(0, outputs=[stream("stderr", "UserWarning: no\n")]), "text on stderr"),
-    "error": (
-        edit(0, outputs=[nbformat.v4.new_output("error", ename="ValueError")]),
-        "a stored error, ValueError",
-    ),
-    "widget view": (
-        edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]),
-        "a stored widget view",
-    ),
+    "error": (edit(0, outputs=[nbformat.v4.new_output("error", ename="OSError")]), "a stored error, OSError"),
+    "widget view": (edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]), "widget view"),
     "SVG only": (edit(0, outputs=[display(**{"image/svg+xml": "<svg/>"})]), "SVG without a PNG"),
-    "wordless": (
-        edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"})]),
-        "without words",
-    ),
+    "wordless": (edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480>"})]), "without words"),
     "address": (edit(-1, outputs=[stream("stdout", "<Mesh at 0x7f00c0ffee00>")]), "differs from run to run"),
     "wide output": (edit(0, outputs=[stream("stdout", "short\n" + 89 * "-")]), "prints 89 columns"),
-    "wide result": (edit(0, outputs=[display(**{"text/plain": 89 * "-"})]), "prints 89 columns"),
     "edited by hand": (edit(0, source="import jax"), "cell ids"),
     "nothing checked": (edit(-1, metadata={}), "nothing is asserted"),
     "slow start": (edit(0, source="import jax\nuse_devices()"), "use_devices()"),
@@ -212,21 +201,6 @@ def test_a_core_path_out_of_its_form_is_seen(in_its_form, plant, sentence):
     assert sentence in found
 
 
-def test_the_builder_reads_what_a_course_needs_and_marks_the_parts(tmp_path):
-    notebook = build.tidy(hand_run(toy(tmp_path)))
-    assert notebook.metadata.llmpar == {
-        "teaching": 25,
-        "exercises": 5,
-        "needs": [],
-        "objectives": ["Count to two.", "Say what follows one."],
-        "question": "What comes after one?",
-        "keypoints": ["One is first.", "Two comes after one.", "Then we stop."],
-    }
-    tags = [cell.metadata.tags for cell in notebook.cells]
-    assert tags == [["core"], ["core", "plumbing"], ["core", "nbval-check-output"], ["further"]]
-    assert [cell.metadata.get("jupyter") for cell in notebook.cells[1:3]] == [{"source_hidden": True}, None]
-
-
 def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch, toy_form):
     source = toy(tmp_path)
     build.target(source).write_text(nbformat.writes(hand_run(source)))
@@ -239,21 +213,6 @@ def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch, toy_fo
     toy(tmp_path, extra="print('three')")
     with pytest.raises(TypeError):
         build.build(source, force=False)
-
-
-def test_the_package_speaks_on_lines_that_a_notebook_shows():
-    assert lessons.COLUMNS == build.MAX_COLUMNS
-    in_words = picture(**{"text/plain": 100 * "-"})  # its alt text: no line of the page
-    assert build.cell_faults(nbformat.v4.new_code_cell("show()", outputs=[in_words])) == []
-
-
-def test_words_may_stand_beside_a_picture():
-    for cell in (
-        nbformat.v4.new_code_cell("show()", outputs=[picture(**{"text/plain": "mesh dp2 tp4"})]),
-        nbformat.v4.new_code_cell("show()", outputs=[picture(), stream("stdout", "mesh dp2 tp4")]),
-        nbformat.v4.new_code_cell("show()", outputs=[picture()], metadata={"alt": "mesh dp2 tp4"}),
-    ):
-        assert build.cell_faults(cell) == []
 
 
 def test_a_picture_gets_its_words_as_alt_text(tmp_path):
@@ -377,11 +336,8 @@ def test_a_run_is_that_of_the_modules_that_it_imported(tmp_path, monkeypatch):
         (package / name).write_text("x = 1\n")
     build.target(source).write_text(nbformat.writes(hand_run(source)))
     build.note_run(source, ["llmpar", "llmpar.plan", "llmpar.plan.plan"])
-    steps = [
-        ("draw.py", "x = 2", True),
-        ("plan/plan.py", "x = 1  # one", True),
-        ("plan/plan.py", "x = 2", False),
-    ]
+    steps = [("draw.py", "x = 2", True), ("plan/plan.py", "x = 1  # one", True)]
+    steps += [("plan/plan.py", "x = 2", False)]
     steps += [("plan/plan.py", '"One."\nx = 1', True), ("plan/chips.toml", "[a]", False)]
     for name, text, same in steps:
         (package / name).write_text(text + "\n")
@@ -405,28 +361,14 @@ def test_a_wrong_output_fails(tmp_path):
 
 
 def test_the_newcomers_walk_answers_each_exercise_of_the_core_paths():
-    met = {}
+    core, every = {}, {}
     for source in SOURCES:
         for cell in build.read_source(source).cells:
-            name = walk.ATTEMPT.search(cell.source)
-            if "core" in cell.metadata.tags and name:
-                met[name[1]] = cell.source
-    assert sorted(met) == sorted(walk.ANSWERS)
-    for name, answers in walk.ANSWERS.items():
-        for blank, wrong, right in answers:
-            assert met[name].count(blank) == 1 and wrong != right, (name, blank)
-
-
-def test_a_wrong_turn_of_the_walk_is_seen():
-    good = [
-        "03.sent (core): replace the dots",
-        "hint 1 of 2",
-        "not yet. No.",
-        "03.sent (core): correct. Yes.",
-    ]
-    of = lambda told: walk.faults({"lesson": "03", "verdicts": {"03.sent": told}})
-    assert of(good) == [] and len(of([*good[:2], good[3], good[3]])) == len(of([*good[:3], good[2]])) == 1
-    assert walk.faults({"lesson": "03", "verdicts": {"cell 4": ["ERROR"]}}) == ["03, cell 4: ERROR"]
+            if name := walk.ATTEMPT.search(cell.source):
+                (core if "core" in cell.metadata.tags else every)[name[1]] = cell.source
+    assert sorted(core) == sorted(walk.ANSWERS)
+    for name, answers in [*walk.ANSWERS.items(), *walk.MORE.items()]:
+        assert all((core | every)[name].count(blank) == 1 for blank, *_ in answers), name
 
 
 @pytest.mark.parametrize(
@@ -446,27 +388,9 @@ def test_what_the_walk_types_is_judged_as_it_expects(name, answer, must):
     assert re.search(must.removesuffix(".*DRAWN"), verdict), verdict
 
 
-def test_what_the_walk_types_replaces_the_blank_of_a_lesson():
-    cells = [
-        "".join(cell.source)
-        for source in SOURCES
-        for cell in nbformat.read(build.target(source), as_version=4).cells
-        if cell.cell_type == "code"
-    ]
-    for name, rows in walk.MORE.items():
-        (cell,) = (cell for cell in cells if (found := walk.ATTEMPT.search(cell)) and found[1] == name)
-        assert all(cell.count(blank) == 1 for blank, *_ in rows), name
-
-
-def rows_of_schedule(first, name="08.one_f_one_b"):
+def rows_of_schedule(first):
     """An order of microbatches counted from `first`."""
-    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), lessons.find(name).solution)
-
-
-def unit_norm(grad_sum, count):
-    """The fault of `03.repair` that a test with long gradients only does not see."""
-    mean = lax.psum(grad_sum, "dp") / lax.psum(count, "dp")
-    return mean / jnp.sqrt(jnp.sum(mean * mean))
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), solution_of("08.one_f_one_b"))
 
 
 def clipped_alone(grad_sum, count):
@@ -480,21 +404,9 @@ as_table = lambda s, n: lessons.find("06.zigzag").solution(s, n).reshape(n, -1)
 turned_heads = lambda x: lax.all_to_all(x, "sp", 1, 0, tiled=True).swapaxes(0, 1)
 sum_only = lambda grad_sum, count: lax.psum(grad_sum, "dp")
 gathers_first = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
-with_repeats = lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp, (rank + 1) * n // tp)]
 
 
 FREE = P.UNCONSTRAINED
-
-
-def pair_of_rows(x, gate, up, down):
-    """A column-row pair that scatters positions, as sequence parallelism does, and gathers them."""
-    part = lax.psum_scatter(jax.nn.silu(x @ gate) * (x @ up) @ down, "tp", tiled=True)
-    return lax.all_gather(part, "tp", tiled=True)
-
-
-def exchanged(gradient, parts):
-    """A reduce-scatter by hand: every device sends each other one its piece, and each adds up what came."""
-    return sum(lax.all_to_all(gradient(p).reshape(4, -1, 2), "fsdp", 0, 0).sum(0) for p in parts)
 
 
 def solution_of(name, **other):
@@ -503,48 +415,34 @@ def solution_of(name, **other):
 
 
 VERDICTS = [  # what someone answered, what the verdict says, and what it does not; more in verdicts.txt
-    ("03.repair", solution_of("03.repair", clipped=unit_norm), "clipped: .* short enough"),
     ("03.repair", solution_of("03.repair", clipped=sum_only), "Right: gradient. Look again at clipped"),
-    (
-        "03.repair",
-        solution_of("03.repair", clipped=clipped_alone),
-        "clipped: every device clips its own mean",
-    ),
+    ("03.repair", solution_of("03.repair", clipped=clipped_alone), "every device clips its own mean"),
     ("03.repair", {"gradient": 1, "clipped": 2}, "A function of grad_sum, count is asked for", "raised"),
     ("04.stage2_accumulated", lambda gradient, parts: sum(map(scattered, parts)), "call gradient"),
     ("04.stage2_accumulated", lambda gradient, parts: sum(parts), "yours has"),
     ("04.stage2_accumulated", gathers_first, "What is whole in stage 1's sum", "asked for"),
-    ("04.stage2_accumulated", exchanged, "^correct. Right: an all-to-all"),
-    ("00.row", np.array([4, 5]), "^correct"),
     ("00.row", jnp.array([5, 4]), "^correct"),
     ("00.row", range(6, 8), "they hold rows 6 and 7"),
     ("00.row", "(4, 5)", "^correct"),
     ("01.fits", {"Least": 4, "left_on_8": "23.9 GB"}, "^correct"),
     ("00.layout_of", P("tp", "dp"), "^correct"),
     ("00.layout_of", P("tp", ("dp", "fsdp")), "one device per shard"),
-    ("00.layout_of", P("tp", "dp", "fsdp"), "is neither a dim"),
     ("00.layout_of", P("tp", FREE), "unconstrained"),
     ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Text is asked for, and this is a value of type P.*: P"),
     ("12.unfinished", P("dp", None, None, unreduced={"tp"}), "^correct"),
-    ("13.lookup", P("X"), "That is what you want"),
     ("13.missing", lax.psum, "^correct"),
     ("13.cure", lambda x: lax.with_sharding_constraint(x, P("X", FREE, FREE)), "^correct"),
     ("13.cure", lambda x: lax.with_sharding_constraint(x, P(FREE, "X")), "Which dim of x was cut", "raised"),
-    ("05.gated_pair", pair_of_rows, "^correct. Right, in two calls"),
     ("05.attention_layouts", dict(Q="d n/tp h", K="d k/tp h", V=P(None, "tp"), O="n/tp h d"), "^correct"),
     ("06.to_heads", lambda x: lax.ppermute(x, "sp", [(0, 1)]), "In a ring each device sends to one"),
     ("08.one_f_one_b", re.sub(r"B(\d)", r"B\1 W\1", solution_of("08.one_f_one_b")), "^correct"),
     ("08.one_f_one_b", solution_of("08.one_f_one_b").lower(), "^correct"),
-    ("11.bet", {"fsdp": 16, "tp": 4}, "^correct"),
     ("11.bet", "", "^not yet. Write a mesh of 64 GPUs"),
-    ("05.kv_heads", with_repeats, "each head once"),
     ("06.zigzag", as_table, "numbers are right: reshape it. An array of shape .24. is asked for"),
     ("06.to_heads", turned_heads, "with dims exchanged: transpose it. .* .16, 2, 4. is asked for"),
     ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
-    ("08.third_of_the_bubble", rows_of_schedule(1, "08.third_of_the_bubble"), "F0 is missing", "never runs"),
     ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list"),
     ("05.ring_permutes", 8, "A function of tp is asked for, and this is a number: 8", "TypeError"),
-    ("00.groups_across_hosts", lambda sizes, axis, per: sizes, "A number is asked for, and this is a dict"),
     ("07.uneven", lambda costs, m: print(end=""), "A number is asked for, and this is None"),
     ("07.tied", {"all": 1, "two": 2}, "names asked for are all stages, .*; yours are all, two"),
     ("04.stage3_bytes", "9**9**9**9", "A number is asked for, and this is text"),
@@ -558,20 +456,6 @@ def test_a_verdict_fits_what_was_done(row):
     exercise = lessons.find(name)
     verdict = exercise.judge(judge.read_answer(answer, exercise.solution) if row in SPELT else answer)
     assert re.search(says, verdict) and not any(words in verdict for words in never), verdict
-
-
-def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
-    def untiled(gradient, parts):
-        return sum(lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0) for part in parts)
-
-    assert "[8, 2] becomes [2, 2]" in lessons.find("04.stage2_accumulated").judge(untiled)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_an_array_of_another_shape_is_named():
-    exercise = lessons.Exercise("core", lambda: np.ones((2, 2)), observe=lambda function: function())
-    said = "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
-    assert exercise.judge(lambda: np.ones((8, 2))) == said
 
 
 def attempts(notebook):
@@ -602,24 +486,15 @@ def test_every_exercise_file_has_a_lesson():
 def twice(x): ...
 
 
-def documented(x):
-    """Double it."""
-
-
 def constant(x):
     return 5
 
 
-@pytest.mark.parametrize(
-    "blank", [..., [1, ...], {"dp": ...}, twice, documented, lambda x: None, (2, [..., 1])]
-)
-def test_blanks_are_recognised(blank):
-    assert judge.is_blank(blank)
-
-
-@pytest.mark.parametrize("answer", [0, None, "", [], {}, constant, lambda x: x, print, "..."])
-def test_answers_are_not_blanks(answer):
-    assert not judge.is_blank(answer)
+def test_blanks_are_recognised():
+    for blank in (..., [1, ...], {"dp": ...}, twice, lambda x: None, (2, [..., 1])):
+        assert judge.is_blank(blank)
+    for answer in (0, None, "", [], {}, constant, lambda x: x, print, "..."):
+        assert not judge.is_blank(answer)
 
 
 def test_a_function_is_judged_by_what_it_does():
@@ -631,9 +506,7 @@ def test_a_function_is_judged_by_what_it_does():
     assert doubling.judge(lambda x: x + x) == f"{lessons.CORRECT}. Add it to itself."
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
-    assert (
-        doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
-    )
+    assert doubling.judge(lambda x: x / 0).endswith("Your answer raised ZeroDivisionError: division by zero")
     assert doubling.judge(7) == "not yet. A function of x is asked for, and this is a number: 7."
     assert doubling.judge(twice) == lessons.NOT_ATTEMPTED
 
@@ -655,19 +528,11 @@ def test_answers_are_compared_by_kind():
 
 
 def test_an_unknown_exercise_names_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"
-    ):
+    with pytest.raises(ValueError, match=r"there is no exercise '99\.nothing'; there are none in that"):
         lessons.find("99.nothing")
 
 
 # ---- what is written: one convention per quantity, and sentences that are computed
-
-
-WRITTEN = [*SOURCES, *sorted((ROOT / "slides" / "src").glob("*.py"))]
-each_text = pytest.mark.parametrize(
-    "source", WRITTEN, ids=lambda source: f"{source.parent.parent.name}-{source.stem}"
-)
 
 
 def calls(source, *names):
@@ -675,17 +540,6 @@ def calls(source, *names):
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
             yield [ast.unparse(x) for x in [*node.args, *(keyword.value for keyword in node.keywords)]]
-
-
-@each_text
-def test_a_picture_of_memory_has_the_capacity_that_a_program_may_use(source):
-    assert not [given for given in calls(source, "memory_bars") if "hbm_bytes" in " ".join(given)]
-
-
-@each_text
-def test_a_threshold_takes_published_rates(source):
-    for given in calls(source, "dp_min_tokens", "tp_max_degree", "ring_min_block"):
-        assert "reached" not in " ".join(given) and "efficiency" not in " ".join(given)
 
 
 def letters_of(text, lists=r"[Ll]etters:(.*?)(?=\.\s|\n\n|\Z)"):
@@ -722,9 +576,13 @@ def test_a_letter_means_one_thing_in_all_lessons(source):
 OTHER_LETTERS = r"\bC/W\b|\(m \+ p|\bvp\b|\bE/k\b|\(a ?\+ ?1\)Ψ|34/t\b|\b2n ?[−-] ?1|m ≥ 9"
 
 
-@each_text
-def test_no_text_uses_a_papers_letter_for_what_has_one_of_ours(source):
-    assert re.findall(OTHER_LETTERS, source.read_text()) == []
+def test_texts_show_what_programs_may_use_published_rates_and_our_letters():
+    """In lessons and slides alike."""
+    for source in [*SOURCES, *(ROOT / "slides" / "src").glob("*.py")]:
+        assert not [given for given in calls(source, "memory_bars") if "hbm_bytes" in " ".join(given)]
+        for given in calls(source, "dp_min_tokens", "tp_max_degree", "ring_min_block"):
+            assert not re.search("reached|efficiency", " ".join(given)), source
+        assert re.findall(OTHER_LETTERS, source.read_text()) == [], source
 
 
 def test_the_page_s_table_of_orders_is_what_the_simulator_finds():
@@ -743,7 +601,7 @@ def test_the_page_s_table_of_orders_is_what_the_simulator_finds():
             bubble, held, price = (
                 [part.strip() for part in re.split("[;,]", cell)] for cell in row.split("|")
             )
-            for p, m, v in ((2, 4, 2), (4, 16, 2), (4, 16, 4), (8, 32, 2)):
+            for p, m, v in ((2, 4, 2), (4, 16, 4)):
                 name, letters = title.lower(), {"p": p, "u": m, "g": v}
                 table, plain = (
                     timetable(make(name, p, m, v if name.startswith("interleaved") else None)),

@@ -9,15 +9,12 @@ cover the file exactly.
 import inspect
 import math
 import re
-from pathlib import Path
 
 import pytest
 from shared import NUMBERS as ROWS
 
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, chip
-
-HERE = Path(__file__).parent
 
 TESTED_ELSEWHERE = {
     "test_timetable.py": set(
@@ -310,7 +307,13 @@ MINE = [case for case in ROWS if not any(case in cases for cases in TESTED_ELSEW
 
 @pytest.mark.parametrize("case", MINE)
 def test_formula_gives_the_published_number(case):
-    assert not disagreements(ROWS[case], compute(ROWS[case]))
+    """And a planted fault is noticed: doubled, negated or renamed, every figure of the row is missed."""
+    row, computed = ROWS[case], compute(ROWS[case])
+    assert not disagreements(row, computed)
+    for key, value in row["expected"].items():
+        wrong = value + "?" if isinstance(value, str) else not value
+        wrong = 2 * value + 1 if type(value) in (int, float) else wrong
+        assert disagreements(row, computed | {key: wrong}), key
 
 
 def test_every_case_is_tested_by_exactly_one():
@@ -323,15 +326,3 @@ def test_every_case_is_tested_by_exactly_one():
     assert not [p for p in FAMILIES if not any(re.fullmatch(p, case) for case in ROWS)], (
         "families without a case"
     )
-
-
-@pytest.mark.parametrize("case", MINE)
-def test_a_wrong_figure_is_noticed(case):
-    """Plant a fault: doubled, negated or renamed, every figure of every row must be missed."""
-    row = ROWS[case]
-    computed = compute(row)
-    for key, value in row["expected"].items():
-        wrong = (
-            not value if isinstance(value, bool) else value + "?" if isinstance(value, str) else 2 * value + 1
-        )
-        assert disagreements(row, computed | {key: wrong}), key

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import re
+import shlex
 import types
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -33,24 +34,6 @@ def arrows(arrow: Arrow) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- regions
-
-
-def test_the_regions_are_the_table_of_the_module():
-    batch, tp = ("dp", "fsdp", "ep"), ("tp",)
-    assert Plan(MeshShape(dp=2, fsdp=2, ep=2, sp=2, tp=2)).resolve().regions == {
-        "data": {"b": batch, "s": ("sp",)},
-        "stream": {"b": batch, "s": ("sp",)},
-        "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp, "r": ()},
-        "queries": {"b": batch, "s": ("sp",), "k": tp, "r": ()},
-        "keys": {"b": batch, "s": ("sp",), "k": tp},
-        "ids": {"b": batch},
-        "ffn": {"b": batch, "s": ("sp",), "m": tp},
-        "vocab": {"b": batch, "s": ("sp",), "v": tp},
-        "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
-        "routing": {"b": ("dp", "fsdp"), "s": ("sp",)},
-    }
-    with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).resolve().regions
-    assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
 
 
 def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
@@ -93,36 +76,12 @@ def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
     """Ulysses exchanges positions for heads before and after; gathering keys leaves the queries alone."""
     two, back = "attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"
     keys = "attention b s k h -> keys b s k h"
-    moves = {
-        kind: [
-            arrows(Plan("sp=2 tp=2", context_parallel=kind).resolve().physical(arrow))
-            for arrow in (two, keys, back)
-        ]
-        for kind in ("ring", "ulysses", "gather")
-    }
-    assert moves == {
-        "ring": [[], [], []],
-        "ulysses": [
-            ["all-to-all over sp s to k"],
-            ["all-to-all over sp s to k"],
-            ["all-to-all over sp k to s"],
-        ],
-        "gather": [[], ["all-gather over sp on s"], []],
-    }
-
-
-def test_axes_of_size_one_appear_nowhere():
-    for plan in (Plan(), Plan("tp=2"), Plan("dp=2 tp=1", tp_sequence=True)):
-        used = {a for region in plan.resolve().regions.values() for axes in region.values() for a in axes}
-        assert used == set(plan.mesh.live(*plan.mesh.sizes))
-    assert Plan("tp=2", tp_sequence=True).resolve().varying("stream") == ("tp",)
-    assert Plan("tp=2").resolve().varying("stream") == ()
-
-
-def test_values_vary_over_what_cuts_them_in_link_order():
-    plan = Plan(MeshShape(dp=2, fsdp=2, sp=2, tp=2)).resolve()
-    assert plan.varying("data") == ("dp", "fsdp", "sp") == plan.varying("stream")
-    assert plan.varying("ffn") == ("dp", "fsdp", "sp", "tp") == plan.varying("vocab")
+    there, home = ["all-to-all over sp s to k"], ["all-to-all over sp k to s"]
+    moves = {"ring": [[], [], []], "ulysses": [there, there, home]}
+    moves["gather"] = [[], ["all-gather over sp on s"], []]
+    for kind, expected in moves.items():
+        plan = Plan("sp=2 tp=2", context_parallel=kind).resolve()
+        assert [arrows(plan.physical(arrow)) for arrow in (two, keys, back)] == expected
 
 
 def test_placing_a_logical_layout():
@@ -132,12 +91,8 @@ def test_placing_a_logical_layout():
     assert str(plan.place("attention d n h")) == "d n/tp h"
     assert str(plan.place("data b s")) == "b/dp,fsdp s"
     assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
-    assert str(Plan("dp=2").resolve().place("attention b s d +n")) == "b/dp s d", (
-        "a sum over a dim that nothing cuts is finished"
-    )
-    with pytest.raises(
-        ValueError, match="names an unknown region; the regions are data, stream, attention, "
-    ):
+    assert str(Plan("dp=2").resolve().place("attention b s d +n")) == "b/dp s d", "no sum is left"
+    with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, att"):
         plan.place("residual b s d")
 
 
@@ -156,11 +111,7 @@ def test_placing_a_logical_layout():
 def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_sequence):
     assert arrows(Plan(MIXED).resolve().physical(logical)) == plain
     assert arrows(Plan(MIXED, tp_sequence=True).resolve().physical(logical)) == with_sequence
-    assert (
-        arrows(Plan("dp=4 fsdp=2").resolve().physical(logical))
-        == []
-        == arrows(Plan().resolve().physical(logical))
-    )
+    assert arrows(Plan("dp=4 fsdp=2").resolve().physical(logical)) == []
 
 
 # ------------------------------------------------------------------------------------------------------- ZeRO
@@ -219,17 +170,15 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     fewer = Plan(mesh, zero_axes="fsdp,sp").resolve()
     assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp"
     assert fewer.layouts_of("ffn l d m").replica_axes == ("dp", "ep")
-    assert Plan("sp=2", zero=0).resolve().stored(DIMS) == Plan("sp=2", zero_axes="fsdp").resolve().stored(
-        DIMS
-    )
+    uncut, other = Plan("sp=2", zero=0).resolve(), Plan("sp=2", zero_axes="fsdp").resolve()
+    assert uncut.stored(DIMS) == other.stored(DIMS)
 
 
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
     plan = Plan(MIXED, zero=0, reduce="layer").resolve()
     assert plan.layouts_of(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.layouts_of(DIMS).unreduced
-    assert Plan(MIXED, zero=3, reduce="layer").resolve().layouts_of(DIMS).unreduced == Plan(
-        MIXED
-    ).resolve().stored(DIMS)
+    third = Plan(MIXED, zero=3, reduce="layer").resolve()
+    assert third.layouts_of(DIMS).unreduced == Plan(MIXED).resolve().stored(DIMS)
 
 
 def test_every_weights_layouts_hang_together():
@@ -286,12 +235,6 @@ def test_width_matters_only_where_zero_cuts_it():
         assert "model width 63" in refusal(Plan("fsdp=2", zero=zero), odd)
 
 
-@pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
-def test_numbers_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field} is 0; use a whole number from 1"):
-        Plan(**{field: 0})
-
-
 OTHER = TABLES["plan_refuses"]
 
 
@@ -338,16 +281,8 @@ def counted(plan: Plan, config) -> list:
     runs = plan.resolve(config, "gpu")
     sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
     lives = {path: layouts for path, (_, layouts) in runs.weight_layouts.items()}
-    at_once = runs.microbatches, runs.loss_chunks
-    return [
-        at_once,
-        runs.regions,
-        lives,
-        runs.gathers,
-        runs.pipeline,
-        sent,
-        memory.parts_bytes(runs, 16, 128),
-    ]
+    at_once = runs.microbatches, runs.loss_chunks, runs.gathers
+    return [at_once, runs.regions, lives, runs.pipeline, sent, memory.parts_bytes(runs, 16, 128)]
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "fsdp=4", "tp=2", "sp=2", "pp=2", "ep=2"])
@@ -366,16 +301,13 @@ def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(me
         same = plan != base and counted(plan, config) == before
         if field not in UNSEEN and (field, value) != ("zero", 0):  # 0 asks that nothing be cut
             assert named == same, (field, value, decided.notes)
-        assert (
-            any(line.startswith(f"{field}=") for line in (*plain.notes, *plain.unused_of([field]))) >= named
-        ), field
+        before_devices = *plain.notes, *plain.unused_of([field])
+        assert any(line.startswith(f"{field}=") for line in before_devices) >= named, field
 
 
 GIVEN = {
     "inspect --mesh tp=8 --zero 3": "zero=3 changes nothing: mesh 'tp=8' has none of fsdp,ep,sp, the axes by",
     "train --mesh dp=8 --tp-sequence": "tp_sequence=True changes nothing: mesh 'dp=8' has tp=1",
-    "compile --mesh dp=8 --schedule=interleaved": "schedule='interleaved' changes nothing: mesh",
-    "inspect --mesh tp=8 --virtual-stages 2": "virtual_stages=2 changes nothing: mesh 'tp=8' has pp=1",
     "train --mesh dp=8 --no-reshard-after-forward": "reshard_after_forward=False changes nothing: only ZeRO",
     "train --mesh dp=4,tp=2 --context-parallel ring": "context_parallel='ring' changes nothing: mesh",
     "inspect --mesh dp=2,tp=2": "mesh 'dp=2 tp=2' takes 4 of 8 devices; the others do nothing",
@@ -482,15 +414,15 @@ def test_auto_is_cudnn_on_gpus_where_it_needs_no_mask(words):
     assert reads != any(line.startswith("documents=") for line in found.notes)
     lacks = {"gpu 7.5": ("flash", "cudnn", "xla"), "gpu gfx942": ("flash", "cudnn")}
     for kernel in lacks.get(devices, ()):
-        with pytest.raises(
-            ValueError, match=rf"8.0 \(Ampere\) or newer, and here is {devices[4:]}; use .*='por"
-        ):
+        said = rf"8.0 \(Ampere\) or newer, and here is {devices[4:]}; use .*='por"
+        with pytest.raises(ValueError, match=said):
             Plan(**given | {"attention_kernel": kernel}).resolve(config, devices)
 
 
+LEAST = "--model 'tiny num_layers=1' --mesh fsdp=2 --batch-size 2 --seq-len 8"
 LINES = {
-    "train": "train --mesh fsdp=2,tp=2 --steps 1 --batch-size 4 --seq-len 16 --data {text}",
-    "inspect": "inspect --mesh fsdp=2,tp=2 --batch-size 4 --seq-len 16 --tolerance --json",
+    "train": f"train {LEAST} --steps 1 --data {{text}}",
+    "inspect": f"inspect {LEAST} --tolerance --json",
     "plan": "plan --model tiny --devices 8 --chip h100 --batch-size 8 --seq-len 128 --json --fix zero=2",
     "compile": "compile --target h100:1x2 --model tiny --mesh fsdp=2 --seq-len 64 --json",
 }
@@ -519,7 +451,7 @@ def test_a_command_decides_a_plan_once_for_a_platform(command, tmp_path, monkeyp
     planner._resolved.cache_clear()
     monkeypatch.setattr(Plan, "resolve", counted)
     monkeypatch.chdir(tmp_path)
-    main(LINES[command].format(text=tmp_path / "text").split())
+    main(shlex.split(LINES[command].format(text=tmp_path / "text")))
     assert set(counts.values()) == {1}, [key for key, n in counts.items() if n > 1]
     assert command in ("plan", "compile") or len(counts) == 1
 

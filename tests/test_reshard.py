@@ -50,7 +50,7 @@ def sent(on, before, path, shape):
     return sum(c.bytes_sent for c in census_hlo(partitioned_hlo(jax.jit(moved).lower(x)), on))
 
 
-PAIRS = [*range(20), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(20, 200))]
+PAIRS = [*range(12), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(12, 200))]
 
 
 @pytest.mark.parametrize("seed", PAIRS)
@@ -68,9 +68,8 @@ def test_the_cheapest_moves_compile_to_the_promised_bytes_and_look_promises_no_m
     seen = look(moved, x)
     of_xla = sum(row["bytes_sent"] for row in seen.rows)
     assert sent(on, before, path, shape) == promised and path[-1] == after
-    assert [(row["bytes_sent"], row["instead_of"]) for row in seen.cheaper] == (
-        [(promised, of_xla)] if promised < of_xla else []
-    )
+    cheaper = [(row["bytes_sent"], row["instead_of"]) for row in seen.cheaper]
+    assert cheaper == [(promised, of_xla)] * (promised < of_xla)
 
 
 def test_look_shows_the_cheaper_way_and_its_expression_sends_what_it_says():
@@ -91,8 +90,5 @@ def test_look_shows_it_for_explicit_axes_and_says_nothing_where_the_compiler_is_
     given = lambda *cuts: jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(on, P(*cuts)))
     to = lambda *cuts: lambda x: jax.sharding.reshard(jnp.sin(x), NamedSharding(on, P(*cuts)))
     (row,) = look(to(None, "Y"), given("X", None)).cheaper
-    assert (
-        row["expression"] == "jax.sharding.reshard(jax.sharding.reshard(x, P('X', 'Y')), P(None, 'Y'))"
-        and row["bytes_sent"] == 192
-    )
+    assert row["expression"].endswith(".reshard(x, P('X', 'Y')), P(None, 'Y'))") and row["bytes_sent"] == 192
     assert not look(to(None, None), given("X", None)).cheaper

@@ -16,7 +16,7 @@ from shared import load
 from llmpar import draw
 from llmpar.cli.commands import parse
 from llmpar.draw import scene
-from llmpar.draw.scene import DECK, Rect, flatten
+from llmpar.draw.scene import DECK
 from llmpar.plan.schedules import make
 from llmpar.plan.timetable import timetable
 
@@ -107,12 +107,6 @@ def test_a_planted_address_is_seen(planted):
     assert external('<a href="https://arxiv.org/abs/1909.08053">paper</a>') == []
 
 
-@every_night
-def test_every_figure_has_words(deck):
-    alts = Page(deck.read_text()).alts
-    assert alts and all(len(alt.split()) > 3 for alt in alts)
-
-
 def parts_of_slides():
     """Split the sources into slides: what is said of each, its notes, and whether it ends the talk."""
     slides = []
@@ -168,20 +162,6 @@ def test_the_clock_of_a_part_begins_with_it(tmp_path):
                       ("0:03 of 0:03", "0:07 of 0:07")]  # fmt: skip
 
 
-@every_night
-def test_whoever_asks_for_bids_shows_the_figure_afterwards(deck):
-    """What the notes ask for before the figure is a fragment, which comes with the next key."""
-    page = deck.read_text()
-    for title in (
-        "Why one GPU is not enough",
-        "The 8→16 cliff, measured",
-        "Hybrids: half the layers",
-        "Rules of thumb, beside the planner",
-    ):
-        slide = page[page.index(title) : page.index("</section>", page.index(title))]
-        assert '<div class="fragment">' in slide, title
-
-
 def test_every_item_of_the_founding_lecture_is_on_the_deck():
     said = "\n".join(slide["title"] + slide["said"] for slide in SLIDES)
     items = (
@@ -191,22 +171,6 @@ def test_every_item_of_the_founding_lecture_is_on_the_deck():
     )
     for item in items.split("|"):
         assert item in said, item
-
-
-def test_the_mesh_grows_in_the_order_of_the_take_home_table(monkeypatch):
-    """Each part lights its axis; with each there are twice as many devices, and the first has less."""
-    source = "".join(path.read_text() for path in sorted((ROOT / "slides" / "src").glob("*.py")))
-    calls = [re.findall(r'"([^"]+)"', given) for given in re.findall(r"^where\((\".*?)\)$", source, re.M)]
-    deck, shown = load("slides/deck.py"), []
-    assert sum(calls, []) == list(deck.TAKE_HOME) == list(deck.AXIS)
-    monkeypatch.setattr(deck.scene, "show", shown.append)
-    for lit in [*calls, deck.TAKE_HOME]:
-        deck.where(*lit)
-    fills = [[item for item in flatten(picture.items) if isinstance(item, Rect)] for picture in shown]
-    yellow = [sum(item.w * item.h for item in items if item.fill == deck.MINE) for items in fills]
-    assert " ".join(re.search(r"(\d+) devices", picture.text)[1] for picture in shown) == "2 4 8 16 32 64 64"
-    assert yellow[:6] == sorted(yellow, reverse=True)[:6] and yellow[5] == yellow[6]
-    assert len({(picture.width, picture.height) for picture in shown}) == 1
 
 
 def test_a_slide_points_to_a_lesson_or_a_command():

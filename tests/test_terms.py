@@ -35,11 +35,8 @@ CASES = [
 
 def computed(filled):
     """The value of arithmetic with units in it."""
-    text = (
-        re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|GB/s|GB|B/s|B|s)(?=[ )]|$)", "", filled)
-        .replace("×", "*")
-        .replace(",", "")
-    )
+    text = re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|GB/s|GB|B/s|B|s)(?=[ )]|$)", "", filled)
+    text = text.replace("×", "*").replace(",", "")
     assert re.fullmatch(r"[\d.e+*/() -]+", text), filled
     return eval(text)
 
@@ -108,12 +105,6 @@ def test_what_words_say_of_the_code_is_so():
     assert sum(map(int, re.findall(r"\b(\d+)(?: B)? of (?:a|the|two)\b", UPDATE))) == OPTIMIZER_BYTES
 
 
-def test_dp_cuts_no_weight_and_the_axes_of_zero_do():
-    held = lambda mesh: memory.weights_bytes(Plan(mesh).resolve(preset("tiny-moe"), None))["stored"]
-    assert held("dp=2") == held("dp=1")
-    assert all(held(mesh) < held("dp=1") for mesh in ("fsdp=2", "sp=2", "ep=2", "tp=2"))
-
-
 def test_summands_have_their_words_and_add_up(explained):
     names = set()
     for _, one, found in explained:
@@ -137,11 +128,8 @@ def test_memory_time_and_links_are_explained_by_what_they_are_made_of():
     kept = [part for part in found["activations"].summands if part.what.startswith(memory.KEPT)]
     assert len(kept) == 4 and all(part.filled.startswith("80 × ") for part in kept)
     state, sums = found["optimizer"].summands
-    assert (
-        state.filled.startswith("30 B × ")
-        and sums.filled.startswith("2 × 2 B × 70,")
-        and "before" in sums.what
-    )
+    assert state.filled.startswith("30 B × ") and "before" in sums.what
+    assert sums.filled.startswith("2 × 2 B × 70,")
     links = found["weights and gradients on links"]
     assert "between nodes: 43 % of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
 
@@ -155,12 +143,6 @@ def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         assert took[kind, 64][0] > 1.5 * took[kind, 8][0], kind
         assert "between nodes" in took[kind, 64][1] and "between" not in took[kind, 8][1]
-
-
-def test_where_time_means_nothing_no_second_is_explained():
-    q = planner.Question(preset("tiny"), chip("cpu"), 8, 16, 64)
-    one = planner.least_recompute(q, Plan("fsdp=8"))
-    assert {term.unit for term in terms(q, one)} == {"B"}
 
 
 def test_arrows_are_written_where_they_are_said_to_be():

@@ -11,12 +11,12 @@ import torch_orders
 from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
 
-from llmpar.cli.schedule import schedule_document, text_timeline
-from llmpar.plan.schedules import SCHEDULES, Op, Schedule, from_text, make
+from llmpar.cli.schedule import text_timeline
+from llmpar.plan.schedules import SCHEDULES, Op, from_text, make
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.bubbles import closed_forms
 
-GRID = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
+GRID = [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 32)]
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (3, 5, 2), (1, 1, 0.5)]
 EXACT = 1e-9  # sums of a few hundred float64 costs
 
@@ -61,23 +61,11 @@ def test_published_forms_hold_for_every_p_m_v():
     assert checked == set(SCHEDULES) - {"circular"}
 
 
-@pytest.mark.parametrize(("p", "m"), GRID)
-def test_both_bubbles_of_gpipe_and_1f1b_are_the_textbook_ones(p, m):
-    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("circular", 4)):
-        table = timetable(make(name, p, m, v), (1, 1.2, 0.8))
-        assert table.bubble_over_ideal == pytest.approx((p - 1) / (v * m))
-        assert table.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
-    assert timetable(make("gpipe", p, m), (1, 2, 4), 0.5).makespan_lockstep == 7 * (m + p - 1) + 0.5 * 2 * (
-        m + p - 2
-    )
-
-
 def test_published_ratios():
     given, answer = ROWS["ptdp.bubble"]["inputs"], ROWS["ptdp.bubble"]["expected"]
     for name, v, key in (("1f1b", 1, "ratio"), ("interleaved", 4, "interleaved_v4")):
-        assert timetable(make(name, given["p"], given["m"], v)).bubble_over_ideal == pytest.approx(
-            answer[key]
-        )
+        table = timetable(make(name, given["p"], given["m"], v))
+        assert table.bubble_over_ideal == pytest.approx(answer[key])
     gpipe, circular = (timetable(make(i, **names(ROWS[i]["inputs"]))) for i in ("gpipe", "circular"))
     assert gpipe.bubble_over_ideal == pytest.approx(ROWS["gpipe"]["expected"]["ratio"])
     assert gpipe.bubble_fraction == pytest.approx(ROWS["gpipe"]["expected"]["fraction"])
@@ -195,26 +183,26 @@ def test_the_bubble_rate_is_over_the_span_of_a_stage_not_the_makespan():
     assert (table.span, table.makespan, table.ideal) == (15, 16, 12) and table.bubble_rate == 3 / 15
 
 
-def wrong(text, **options):
-    with pytest.raises(ValueError) as error:
-        timetable(replace(from_text(text), **options))
-    return str(error.value)
+LEGAL = "F0 F1 B0 B1\nF0 B0 F1 B1"
+WRONG = [  # an order, and what is said of it: the stage, the tick, who waits, and the circle
+    ("F0 F1 B0 B1\nF0 B0 F1", "stage 1 never runs B1.*stage 0 waits at tick 4 to run B1"),
+    ("F0 F1 B0\nF0 B0 F1 B1", "stage 0 never runs B1; its row stops at tick 4"),
+    ("F0 F1 B0 B1\nF0 B1 F1 B0", "stage 1 waits at tick 2 to run B1, which needs F1 on stage 1"),
+    ("F0 F1 B0 B1\nF0 B1 F1 B0", "Cycle: B1 on stage 1 -> F1 on stage 1 -> B1 on stage 1;"),
+    ("F0 W0 B0", "run W0, which needs B0 on stage 0"),
+    ("F0 B0 F1 B1\nF0 F1 B0 B1", "stage 0 waits at tick 1 to run B0, which needs B0 on stage 1, where it c"),
+    ("F0 B0 F1 B1\nF0 F1 B0 B1", "stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0;"),
+    ("F0.1 F0 B0.1 B0\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0", "Cycle: F0.1 on stage 0 -> F0 on stage 2 -> F0"),
+    (LEGAL.replace("F0 F1 B0 B1", "F0 F1&B0 B1").replace("B0 F1", "F1&B0"), "Cycle"),
+    ("F0 F0 F1 B0 B1\nF0 B0 F1 B1", "stage 0 runs F0 twice, at tick 0 and tick 1"),
+]
 
 
-def test_missing_backward_is_refused_with_the_stage_and_who_waits():
-    message = wrong("F0 F1 B0 B1\nF0 B0 F1")
-    assert "stage 1 never runs B1" in message and "stage 0 waits at tick 4 to run B1" in message
-    assert "stage 0 never runs B1; its row stops at tick 4" in wrong("F0 F1 B0\nF0 B0 F1 B1")
-
-
-def test_backward_before_forward_is_refused_with_stage_tick_and_cycle():
-    message = wrong("F0 F1 B0 B1\nF0 B1 F1 B0")
-    assert "stage 1 waits at tick 2 to run B1, which needs F1 on stage 1" in message
-    assert "Cycle: B1 on stage 1 -> F1 on stage 1 -> B1 on stage 1;" in message
-
-
-def test_weight_gradient_before_backward_is_refused():
-    assert "run W0, which needs B0 on stage 0" in wrong("F0 W0 B0")
+@pytest.mark.parametrize(("text", "said"), WRONG)
+def test_an_order_that_cannot_run_is_refused(text, said):
+    with pytest.raises(ValueError, match="(?s)" + said) as error:
+        timetable(from_text(text))
+    assert timetable(from_text(LEGAL)).makespan == 9 and str(error.value).count("Cycle") < 2
 
 
 MUTILATIONS = ("drop", "twice", "swap", "number", "beyond")
@@ -225,7 +213,7 @@ def test_the_sentence_names_the_stage_and_the_cell_that_were_mutilated(kind):
     """Orders of any name and size with one operation lost, doubled, exchanged or numbered wrong."""
     rng = np.random.default_rng(MUTILATIONS.index(kind))
     refused = 0
-    while refused < 100:
+    while refused < 25:
         name = str(rng.choice([n for n in SCHEDULES if n != "dualpipe"]))
         p, m = int(rng.integers(2, 5)), int(rng.integers(2, 5))
         schedule, stage = make(name, p, m), int(rng.integers(p))
@@ -270,9 +258,7 @@ def check_torch(name, p, m, v, text):
     read = from_text(text)
     assert (read.num_stages, read.num_microbatches, read.num_chunks) == (p, m + (name == "1F1B"), v)
     if name == "1F1B":  # torch 2.13's table for 1F1B has no F0 on the last stage, and one microbatch more
-        with pytest.raises(
-            ValueError, match=f"{m} runs on .*{p - 1} alone, and F0 is missing on stage {p - 1}"
-        ):
+        with pytest.raises(ValueError, match=f"{m} runs on .*{p - 1} alone, and F0 is missing"):
             timetable(read)
     elif name in torch_orders.OURS:
         ours = make(torch_orders.OURS[name], p, m, chunks)
@@ -315,52 +301,6 @@ def test_a_torch_file_that_is_wrong_is_refused(text, said):
         timetable(from_text(text))
 
 
-def test_crossing_orders_deadlock_with_the_cycle_named():
-    message = wrong("F0 B0 F1 B1\nF0 F1 B0 B1")
-    assert "stage 0 waits at tick 1 to run B0, which needs B0 on stage 1, where it comes after F1" in message
-    assert "stage 1 waits at tick 2 to run F1, which needs F1 on stage 0, where it comes after B0" in message
-    assert (
-        "Cycle: B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0;" in message
-    )
-
-
-def test_a_cycle_round_the_loop_is_named_once():
-    message = wrong("F0.1 F0 B0.1 B0\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0")
-    assert (
-        "Cycle: F0.1 on stage 0 -> F0 on stage 2 -> F0 on stage 1 -> F0 on stage 0 -> F0.1 on stage 0;"
-        in message
-    )
-    assert message.count("comes after") == 1
-
-
-def test_cells_can_deadlock_on_their_own():
-    legal = "F0 F1 B0 B1\nF0 B0 F1 B1"
-    assert timetable(from_text(legal)).makespan == 9
-    assert "Cycle" in wrong(
-        legal.replace("F0 F1 B0 B1", "F0 F1&B0 B1").replace("B0 F1", "F1&B0") + "\n# F1 waits for B0"
-    )
-
-
-def test_a_microbatch_twice_or_elsewhere_is_refused():
-    assert "stage 0 runs F0 twice, at tick 0 and tick 1" in wrong("F0 F0 F1 B0 B1\nF0 B0 F1 B1")
-    assert "stage 1 runs F1 at place 1 of its row, but does not hold its layers" in wrong(
-        "F0 F1.1 B0 B1.1\nF0 F1 B0", placement="dual"
-    )
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_any_loss_of_an_operation_is_noticed(name):
-    schedule, rng = make(name, 4, 8), np.random.default_rng(0)
-    for _ in range(10):
-        stage = int(rng.integers(4))
-        k = int(rng.integers(len(schedule.rows[stage])))
-        op, row = schedule.rows[stage][k], list(schedule.rows[stage])
-        for change in (row[:k] + row[k + 1 :], row[:k] + [op] + row[k:]):
-            order = schedule.rows[:stage] + (tuple(change),) + schedule.rows[stage + 1 :]
-            with pytest.raises(ValueError, match=f"stage {stage} (never runs|runs) {op}"):
-                timetable(replace(schedule, rows=order))
-
-
 def test_text_and_order_are_the_same_thing():
     for schedule in (make(name, 4, 8) for name in SCHEDULES):
         assert replace(from_text(str(schedule), schedule.name), placement=schedule.placement) == schedule
@@ -400,21 +340,14 @@ def walk(table, buffers):
                 assert saved[s][here] == residual[s][left] == (u, k)
         way = buffers.send[t]
         for s in range(p):
-            for source, inbox, sign in (
-                (s - 1, buffers.left, 1),
-                (s + 1, buffers.right, -1),
-                (s, buffers.keep, 0),
-            ):
+            inboxes = (s - 1, buffers.left, 1), (s + 1, buffers.right, -1), (s, buffers.keep, 0)
+            for source, inbox, sign in inboxes:
                 if inbox[t][s] >= 0:
                     assert way[source % p] == sign
                     messages[s][inbox[t][s]] = out[source % p]
     assert ran == sum(map(len, schedule.rows))
-    for held, number in (
-        (saved, buffers.num_saved),
-        (residual, buffers.num_residual),
-        (messages, buffers.num_messages),
-    ):
-        assert [len(slot) for slot in held] == number
+    held = [[len(slot) for slot in slots] for slots in (saved, residual, messages)]
+    assert held == [buffers.num_saved, buffers.num_residual, buffers.num_messages]
 
 
 OTHER_SIZES = [(name, p, 6, None) for name in SCHEDULES for p in (1, 2, 6) if (name, p) != ("dualpipe", 1)]
@@ -450,24 +383,10 @@ def test_the_miniature_executor_sees_a_wrong_slot(array):
         walk(table, replace(buffers, **{array: broken}))
 
 
-def test_a_microbatch_is_held_until_its_last_operation():
-    assert timetable(make("gpipe", 2, 2)).peak_live() == [2, 2]
-    assert timetable(make("zb-h1", 4, 8)).peak_live() == [4, 4, 4, 4]
-
-
 def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
     assert timetable(make("1f1b", 3, 5)).hops == [[0, 5, 0], [5, 0, 5], [0, 5, 0]]
     assert np.sum(timetable(make("interleaved", 3, 6, 2)).hops) == 2 * 6 * (2 * 3 - 1)
     assert np.sum(timetable(make("zb-v", 3, 6)).hops) == 2 * 6 * 2 * (3 - 1)
-
-
-def test_document_keeps_the_contract_of_the_command_line():
-    document = json.loads(json.dumps(schedule_document(make("zb-h1", 4, 8), (1, 1, 1), 0.5)))
-    promised = set("makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate table".split())
-    assert promised <= set(document) and document["peak_live"] == [4, 4, 4, 4]
-    assert document["table"][3][0] == {
-        "kind": "F", "microbatch": 0, "chunk": 0, "joined": False, "start": 4.5, "end": 5.5, "tick": 3,
-    }  # fmt: skip
 
 
 def test_the_picture_is_the_lockstep_table():
@@ -475,20 +394,3 @@ def test_the_picture_is_the_lockstep_table():
         "stage 0 F0 F1 .  B0 .  B1",
         "stage 1 .  F0 B0 F1 B1 .",
     ]
-
-
-def test_a_schedule_is_only_data():
-    assert isinstance(hash(make("dualpipe", 4, 8)), int) and make("zb-v", 4, 8) == make("zb-v", 4, 8)
-    assert isinstance(make("zb-v", 4, 8), Schedule)
-
-
-def test_a_message_that_travels_for_a_tick_longer_costs_more_ticks_than_it_can_hide():
-    """Why the executor sends where a tick ends: 1F1B reads nearly every message in the next tick."""
-    order = make("1f1b", 4, 8)
-    table = timetable(order, (1, 0.5, 0.5))
-    waits = [used - sent for sent, here, used, there in table.messages if here != there]
-    assert (len(waits), waits.count(1)) == (48, 45)
-    later = timetable(order, (1, 0.5, 0.5), hop=1)  # one tick travelling: read two ticks after it was made
-    assert (len(table.ticks), table.makespan, later.makespan) == (22, 22, 38)
-    sends = slots(table).send
-    assert [sum(way in row for row in sends) for way in (1, -1)] == [15, 17]  # of 22 ticks, each way

@@ -55,7 +55,7 @@ def test_a_rounding_is_off_by_what_is_said():
         assert np.sqrt((error**2).mean()) * math.sqrt(2) == pytest.approx(ROUNDING * UNIT[unit], rel=0.02)
 
 
-@pytest.mark.parametrize("length", [64, 1024, 16384])
+@pytest.mark.parametrize("length", [64, 4096])
 @pytest.mark.parametrize("signs", ["random", "alike"])
 def test_a_sum_one_after_the_other_is_off_by_the_root_of_its_half(length, signs):
     """Within a factor of two; of numbers alike it is a third in place of a half."""
@@ -79,14 +79,9 @@ MORE = [
     (LLAMA, Plan("fsdp=2 sp=4")),
     (LLAMA, Plan("pp=2 dp=2 tp=2", microbatches=2)),
     (MOE, Plan("fsdp=2 ep=2 tp=2")),
-    (LLAMA, Plan("dp=8", zero=0)),
-    (LLAMA, Plan("fsdp=2 sp=4", dtype="bfloat16")),
     (MOE, Plan("fsdp=2 ep=2 tp=2", dtype="bfloat16")),
-    (LLAMA, Plan("tp=8")),
     (LLAMA, Plan("dp=2 sp=2 tp=2", context_parallel="ulysses", zero=1)),
     (LLAMA, Plan("fsdp=8", mode="auto", microbatches=2)),
-    (LLAMA, Plan("pp=4 dp=2", schedule="zb-h1", microbatches=4)),
-    (MOE, Plan("dp=2 ep=4")),
 ]
 
 
@@ -174,12 +169,7 @@ def test_a_wrong_scale_of_one_part_in_ten_thousand_is_caught():
         compare_leaves(LLAMA, Plan("dp=2"), loss * of_loss, norm * of_gradient, scaled)
 
     compare(1.0, 1.0)
-    for of_loss, of_gradient, said in (
-        (1.0, 1 + 1e-4, "^gradient"),
-        (1.0, 1 + 2e-5, "^gradient"),
-        (1 + 1e-4, 1.0, "^loss"),
-        (1 + 1e-5, 1.0, "^loss"),
-    ):
+    for of_loss, of_gradient, said in ((1.0, 1 + 2e-5, "^gradient"), (1 + 1e-5, 1.0, "^loss")):
         with pytest.raises(AssertionError, match=said):
             compare(of_loss, of_gradient)
 
@@ -204,11 +194,8 @@ def test_each_cut_has_its_term():
         return {t.name: t.by for t in tolerance(Plan(text, **more).resolve(config), 16, 16).terms if t.by}
 
     assert cuts("dp=1") == {}
-    assert cuts("tp=2") == {
-        "branches' sums over tp": "tp",
-        "noise that one lacks": "tp",
-        "sum of squares": "tp",
-    }
+    both = "branches' sums over tp", "noise that one lacks", "sum of squares"
+    assert cuts("tp=2") == dict.fromkeys(both, "tp")
     assert cuts("sp=2")["sums over keys"] == "sp" == cuts("sp=2")["sum of losses"]
     assert cuts("dp=2", microbatches=4, loss_chunks=2)["sum of losses"] == "dp,microbatches,loss_chunks"
     assert cuts("dp=2", microbatches=4)["gradients' sums"] == "dp,microbatches"

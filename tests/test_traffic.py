@@ -17,7 +17,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import memory, traffic
 
-BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
+BATCH, SEQ = 4, 32
 
 
 @functools.cache
@@ -60,9 +60,9 @@ def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("config", [QWEN, pytest.param(LLAMA, marks=pytest.mark.full)], ids=lambda c: c.name)
-def test_selective_rematerialisation_repeats_no_product(config):
+def test_selective_rematerialisation_repeats_no_product():
     """Neither a matrix product nor attention; `ffn` repeats the two into the hidden width alone."""
+    config = QWEN
     hidden = 2 * 2 * BATCH * SEQ * config.width * config.ffn_width * config.num_layers
     assert executed(config, remat="selective") == executed(config)
     assert executed(config, remat="ffn") == executed(config) + hidden
@@ -78,11 +78,6 @@ def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     assert memory.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
         QWEN.num_params - sum(math.prod(w.shape) for w in QWEN.weights().values() if w.is_vector)
     ), "a tied embedding multiplies, as the head"
-
-
-def test_vectors_are_norms_and_biases():
-    found = {p.split(".")[-1] for p, w in QWEN.weights().items() if w.is_vector}
-    assert found == {"scale", "q_bias", "k_bias", "v_bias"}
 
 
 # ----------------------------------------------------------------------------------------------------- memory
@@ -102,49 +97,6 @@ def test_argument_bytes_follow_the_table_of_zero(devices):
             "batch": 16 * 16 * SEQ / devices,
             "counters": 8,
         }
-
-
-def test_tensor_parallelism_cuts_all_but_the_norms():
-    psi = LLAMA.num_params
-    norms = LLAMA.width * (2 * LLAMA.num_layers + 1)
-    assert memory.argument_bytes(Plan("tp=4").resolve(LLAMA), 16, SEQ)["params"] == 4 * (
-        (psi - norms) // 4 + norms
-    )
-
-
-def test_the_estimate_of_temporaries_is_finite_and_monotone():
-    """It is an estimate, and nothing more is claimed: more work never holds less, and each remedy helps."""
-    base = Plan(MIXED)
-    estimate = lambda plan=base, batch=16, seq=SEQ, **more: memory.temp_bytes(
-        plan.resolve(dataclasses.replace(LLAMA, **more), "gpu"),
-        batch,
-        seq,  # CPUs widen bfloat16
-    )
-    assert 0 < estimate() < math.inf
-    grown = [
-        estimate(batch=32),
-        estimate(seq=2 * SEQ),
-        estimate(num_layers=4),
-        estimate(ffn_width=256),
-        estimate(vocab_size=528),
-    ]
-    assert all(estimate() < x for x in grown)
-    change = functools.partial(dataclasses.replace, base)
-    for remedy in (
-        change(remat="block"),
-        change(remat="ffn"),
-        change(remat="selective"),
-        change(mesh="dp=2 fsdp=2 tp=4"),
-        change(mesh="dp=4 fsdp=2 tp=2"),
-        change(microbatches=2),
-        change(tp_sequence=True),
-        change(dtype="bfloat16"),
-        change(ffn_chunks=2),
-    ):
-        assert estimate(remedy) < estimate(), remedy
-    stages = [estimate(change(zero=z, microbatches=2)) for z in range(4)]
-    assert stages[0] == stages[1] > max(stages[2:]), "a sum over microbatches is cut from stage 2 on"
-    assert estimate(change(loss_chunks=4), vocab_size=32 * 264) < estimate(vocab_size=32 * 264)
 
 
 # ---------------------------------------------------------------------------------------------------- traffic
@@ -167,31 +119,22 @@ def test_the_ring_arithmetic_of_traffic():
     assert [(m.value, row.sent(m.num_bytes), n) for m, n in row.messages.items()] == [("weights", 896, 3)]
 
 
-@pytest.mark.parametrize(
-    "model, mesh, said",
-    [
-        (
-            "tiny",
-            "dp=2 fsdp=2 tp=2",
-            {("dp,fsdp,tp", "all-reduce"): "the loss, the tokens and the gradients' norm"},
-        ),
-        (
-            "tiny",
-            "sp=2 tp=2",
-            {
-                ("sp", "collective-permute"): "keys and values, gradients of keys and values",
-                ("sp", "all-gather"): "weights, ids of positions and documents",
-            },
-        ),
-        ("tiny-moe", "ep=4 fsdp=2", {("ep", "all-gather"): "the routers' choices"}),
-        ("tiny", "pp=2 dp=2", {("pp", "collective-permute"): "activations and their gradients"}),
-    ],
-)
+SAID = [
+    ("tiny", "dp=2 fsdp=2 tp=2", "dp,fsdp,tp all-reduce: the loss, the tokens and the gradients' norm"),
+    ("tiny", "sp=2 tp=2", "sp collective-permute: keys and values, gradients of keys and values"),
+    ("tiny", "sp=2 tp=2", "sp all-gather: weights, ids of positions and documents"),
+    ("tiny-moe", "ep=4 fsdp=2", "ep all-gather: the routers' choices"),
+    ("tiny", "pp=2 dp=2", "pp collective-permute: activations and their gradients"),
+]
+
+
+@pytest.mark.parametrize("model, mesh, said", SAID)
 def test_a_collective_says_what_it_sends(model, mesh, said):
     """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
     found = traffic.step_traffic(Plan(mesh, microbatches=2).resolve(preset(model)), 16, SEQ)
-    words = lambda key: dict.fromkeys(message.value for message in found[key].messages)
-    assert {key: ", ".join(words(key)) for key in said} == said
+    key, _, words = said.partition(": ")
+    values = dict.fromkeys(message.value for message in found[tuple(key.split())].messages)
+    assert ", ".join(values) == words
 
 
 def test_slots_are_not_tokens():
