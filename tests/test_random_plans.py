@@ -15,17 +15,13 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import time
 import typing
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +32,6 @@ from parity import emulated_ragged_all_to_all, live, natural, padded, ragged_on_
 
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import checks, families, schedules
 from llmpar.plan.backend import SUITS
@@ -55,7 +50,7 @@ from llmpar.predict import traffic
 from llmpar.training import balance
 from llmpar.training.step import State, Step
 
-SEEDS = 22, 35
+SEEDS = (35,)
 """On the gate no change is red for what a plan by lot finds: those of the day run at night."""
 OF_THE_DAY = range(start := 1000 * int(time.strftime("%Y%m%d", time.gmtime())), start + 200)
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh
@@ -780,16 +775,6 @@ def plain(**changes) -> dict:
     return first | {"experts": False, "num_layers": 1, "batch": 4} | changes
 
 
-def test_a_planted_fault_is_caught(monkeypatch):
-    """Scores over the width of a head, not over its root. Faults in arrows are in test_same_answer.py."""
-    for name in ("attend_tile", "attend_tile_grad"):
-        right = getattr(attention, name)
-        monkeypatch.setattr(
-            attention, name, lambda *args, right=right: right(*args[:-2], args[-2] ** 2, args[-1])
-        )
-    assert compare(0, plain(dp=2))["gradients"] > 1e-2
-
-
 ANY_ORDER = {
     "a ring": (dict(sp=2), True),
     "the kernel of intervals": (dict(fsdp=2, attention_kernel="flash"), True),
@@ -797,7 +782,7 @@ ANY_ORDER = {
     "heads for positions": (dict(sp=2, context_parallel="ulysses", sequence_order="contiguous"), False),
     "stages": (dict(pp=2, microbatches=2, schedule="1f1b", num_layers=2), False),
 }
-AT_NIGHT = "heads for positions", "stages"
+AT_NIGHT = "the kernel of intervals", "heads for positions", "stages"
 
 
 @pytest.mark.parametrize(
@@ -853,40 +838,3 @@ def test_a_field_that_is_set_changes_the_program_or_is_said_to_change_nothing(se
             if chosen == getattr(plan, field.name):
                 continue  # it says what the platform would choose
             assert lowered(config, without, asked) != program, f"{field.name} in {tell(asked)}"
-
-
-# -------------------------------------------------------------------------------------- meshes of other sizes
-
-THREES = dict(num_heads=12, num_kv_heads=6, width=48, ffn_width=48, vocab_size=72, batch=12, seq=24)
-PIPED = dict(microbatches=2, schedule="1f1b", num_layers=4)
-WIDE = {
-    "6 devices": dict(dp=3, tp=2, **THREES),
-    "6 devices, tp=3": dict(sp=2, tp=3, tp_sequence=True, context_parallel="ring", **THREES),
-    "12 devices": dict(dp=3, sp=2, tp=2, zero=1, **THREES),
-    "12 devices, in stages": dict(pp=2, sp=2, tp=3, **PIPED, **THREES),
-    "12 devices, experts": dict(fsdp=2, ep=3, sp=2, experts=True, num_experts=6, **THREES),
-    "16 devices": dict(pp=2, fsdp=2, sp=2, tp=2, batch=16, **PIPED),
-    "32 devices": dict(pp=2, dp=2, fsdp=2, sp=2, tp=2, batch=16, **PIPED),
-    "32 devices, experts": dict(pp=2, fsdp=2, ep=2, sp=2, tp=2, experts=True, batch=16, **PIPED),
-    "64 devices": dict(pp=2, dp=2, fsdp=2, ep=2, sp=2, tp=2, experts=True, num_experts=8, batch=16, **PIPED),
-}
-
-
-@pytest.mark.full  # random plans have meshes of 6 devices
-@pytest.mark.parametrize("case", WIDE)
-def test_meshes_of_other_sizes_give_one_devices_answer(case):
-    """Against the second implementation of `oracle`, two steps long."""
-    more = {"LLMPAR_TEST_DEVICES": case.split()[0]}
-    done = subprocess.run(
-        [sys.executable, __file__, case], env=os.environ | more, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {"loss", "gradients", "weights", "next loss"} <= found.keys() and "sent" not in found
-    for what, off in found.items():
-        assert off <= allowed({"dtype": "float32"}, what), (what, off)
-
-
-if __name__ == "__main__":
-    assert len(jax.devices()) == conftest.DEVICES
-    print(json.dumps(compare(0, plain(**WIDE[sys.argv[1]]))))
