@@ -12,16 +12,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import (
-    BATCH,
-    MOE,
-    SEQ,
-    assert_same,
-    by_arrow,
-    emulated_ragged_all_to_all,
-    ragged_on_cpus,
-    with_reading,
-)
+from parity import BATCH, MOE, assert_same, by_arrow, emulated_ragged_all_to_all, ragged_on_cpus
 from plans import DEEPSEEK
 from test_census import predicted
 
@@ -37,12 +28,10 @@ from llmpar.training.step import Step
 
 HERE = Solo()
 CONVENTIONS = {
-    "mixtral": ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001),
     "not renormalised": ExpertConfig(8, 3, renormalise=False, z_loss=0.01),
     "deepseek": DEEPSEEK,
     "all of them": ExpertConfig(4, 4, aux_loss=0.01),
-    "one expert": ExpertConfig(1, 1, z_loss=0.01),
-    "capacity": ExpertConfig(8, 2, aux_loss=0.01, capacity_factor=1.1),
+    "capacity": ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001, capacity_factor=1.1),
 }
 
 
@@ -278,48 +267,25 @@ def temporary_bytes(tokens, num_layers):
     return jax.jit(jax.grad(loss)).lower(values).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_memory_is_linear_in_the_tokens():
-    """Nearly in proportion, from 1024 to 2048: nothing is tokens × tokens or tokens × experts × width."""
-    few, many = temporary_bytes(1024, 1), temporary_bytes(2048, 1)
-    assert many < 2.5 * few
+def test_memory_is_linear_in_the_tokens_and_of_a_layers_slots_two_products_are_held():
+    """Nearly in proportion, from 1024 to 2048: nothing is tokens × tokens or tokens × experts × width.
 
-
-def test_of_a_layers_slots_two_products_are_held_while_other_layers_run():
-    """A layer more adds its rows, a quarter of an array of visits; its products with gate and up, nine
-    eighths each; and numbers for visits and slots. No array of slots besides, and none of the worst case."""
-    three, six = (temporary_bytes(1024, n) for n in (3, 6))
+    A layer more adds its rows, a quarter of an array of visits; its products with gate and up, nine eighths
+    each; and numbers for visits and slots. No array of slots besides, and none of the worst case."""
+    three, six, many = temporary_bytes(1024, 3), temporary_bytes(1024, 6), temporary_bytes(2048, 3)
+    assert many < 2.5 * three
     array = 1024 * 4 * 32 * 4
     assert 2.5 < (six - three) / 3 / array < 3.5
 
 
 # ----------------------------------------------------------------------------------------------- many devices
 
-MIXED = "dp=2 fsdp=2 ep=2"
-
 
 def with_experts(**changes):
     return dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **changes))
 
 
-@pytest.mark.long
-def test_drops_are_those_of_one_device_where_no_row_is_cut():
-    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2"))
-
-
 # ------------------------------------------------------------------------------------------------- what moves
-
-
-def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
-    step = Step(MOE, Plan("ep=4", reshard_after_forward=False), make_mesh("ep=4"), optax.adamw(1e-3))
-    traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))
-    census = census_jaxpr(traced.jaxpr.jaxpr, step.plan.mesh.sizes)
-    exchanges = [c for c in census if c.kind == "all-to-all"]
-    there, back = "ffn b e c d -> experts b e c d", "experts b e c d +m -> ffn b e c d +m"
-    assert [(c.count, c.arrow) for c in exchanges] == [(2, there), (2, back), (2, back), (2, there)], (
-        "forward, then transposed"
-    )
-    tokens = BATCH * SEQ // 4  # each could go to every rank, once
-    assert {c.bytes_sent // c.count for c in exchanges} == {4 * tokens * MOE.width * 4 * 3 // 4}
 
 
 # ------------------------------------------------------------------------------------- what accelerators have
@@ -402,9 +368,10 @@ def output_and_gradients(how, expert_rk, x, shares, weights, grad):
     return [y, *pull(grad)]
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("way", [(2, 8, 1), (2, 8, 4), (0, 1, 1), (0, 3, 3)], ids=str)
-def test_every_layout_gives_the_same_output_and_gradients(way, split):
+@pytest.mark.parametrize(
+    "way", [(2, 8, 1, False), (2, 8, 4, True), (0, 1, 1, True), (0, 3, 3, False)], ids=str
+)
+def test_every_layout_gives_the_same_output_and_gradients(way):
     """Also part by part, and with the weights' gradients in a loop of their own."""
     draw, (r, k, num, d, m) = np.random.default_rng(0), (90, 3, 4, 16, 32)
     even = np.argsort(draw.random((r, num)), axis=1)[:, :k]
@@ -414,9 +381,7 @@ def test_every_layout_gives_the_same_output_and_gradients(way, split):
     x, shares, *weights, grad = (draw.standard_normal(s).astype(np.float32) for s in shapes)
     for expert_rk in (even, all_to_one, half_to_nobody):
         given = expert_rk, x, shares, tuple(weights), grad
-        results = (
-            output_and_gradients(how, *given) for how in (grouped.BlockSizes(24, 16, *way, split), None)
-        )
+        results = (output_and_gradients(how, *given) for how in (grouped.BlockSizes(24, 16, *way), None))
         for got, want in zip(*results, strict=True):
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
@@ -437,33 +402,6 @@ def test_the_summary_and_the_flow_of_a_step():
         "expert_imbalance": 3.0,
         "rank_imbalance": 1.5,
     }
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-class StaysAway(Manual):
-    """The rows do not travel back."""
-
-    def move(self, x, arrow):
-        return (
-            x.reshape(1, -1, *x.shape[2:]) if arrow.startswith("experts b e c d") else super().move(x, arrow)
-        )
-
-
-class ReplicatesExperts(Manual):
-    """The experts' gradients are summed over the ranks of experts too."""
-
-    def weight(self, param):
-        w = super().weight(param)
-        return jax.lax.pmean(w, "ep") if param.dims.startswith("experts") else w
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [StaysAway, ReplicatesExperts])
-def test_a_planted_fault_is_caught(kind):
-    with pytest.raises(AssertionError, match=r"^loss 5\.\d+ for 5\.\d+"):
-        assert_same(MOE, Plan("ep=2 fsdp=2"), step_class=with_reading(kind))
 
 
 # --------------------------------------------------------------------------------------- presets and refusals

@@ -1,5 +1,6 @@
 """Every timetable runs: what is computed, what is held, where layers lie, and the tables that are refused."""
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -141,16 +142,13 @@ def test_a_cut_function_gives_the_same_numbers_and_no_product_twice():
         dw, dx = jax.vjp(g, weights, x)[1](dy)
         return dx, dw
 
-    key = iter(jax.random.split(jax.random.key(0), 5))
-    w = {
-        name: jax.random.normal(next(key), shape)
-        for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()
-    }
-    x, dy = (jax.random.normal(next(key), (5, 4)) for _ in "xy")
+    draw = lambda *shape: np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    w = {"first": draw(4, 8), "second": draw(8, 4), "more": draw(3, 4, 4)}
+    x, dy = draw(5, 4), draw(4, 5).T
     first, second, crossing = split_backward(f, shared=(w,), first_args=(x, dy))
     dx, kept = first(w, x, dy)
     assert len(kept) == len(crossing) > 0
-    jax.tree.map(equal_but_for_rounding, (dx, second(w, kept)), f(w, x, dy))
+    jax.tree.map(equal_but_for_rounding, (dx, second(w, kept)), jax.jit(f)(w, x, dy))
     assert flops(first.jaxpr) + flops(second.jaxpr) == flops(jax.make_jaxpr(f)(w, x, dy).jaxpr)
     assert flops(second.jaxpr) == 2 * 2 * 5 * 4 * 8
 
@@ -352,32 +350,6 @@ def test_a_state_begins_with_given_weights_in_the_models_order(plan):
             step.init(0, wrong)
 
 
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-@pytest.mark.long
-def test_layers_in_another_order_are_noticed():
-    config, plan = DEEP, piped("pp=2", "interleaved 2")
-
-    class Natural(Step):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.layer_orders = [np.arange(4)]
-
-    with pytest.raises(AssertionError, match=r"^loss 5\.\d+ for 5\.\d+"):
-        assert_same(config, plan, step_class=Natural)
-
-
-@pytest.mark.long
-def test_a_slot_given_away_too_early_is_noticed(monkeypatch):
-    def cramped(table):
-        return dataclasses.replace(slots(table), saved=np.minimum(slots(table).saved, 0))
-
-    monkeypatch.setattr(pipeline, "slots", cramped)
-    with pytest.raises(AssertionError, match="is off by"):
-        assert_same(LLAMA, piped("pp=2 dp=2", "1f1b 4"))
-
-
 def test_a_missing_sum_over_stages_is_noticed():
     @dataclasses.dataclass(frozen=True)
     class Forgetful(Resolved):
@@ -391,19 +363,11 @@ def test_a_missing_sum_over_stages_is_noticed():
         assert_same(LLAMA, planted(Forgetful, Plan("pp=2 dp=2", microbatches=4), LLAMA))
 
 
-@pytest.mark.parametrize(
-    "optimizer, counts", [(optax.adafactor, True), (optax.adamw, False), (optax.lamb, False)]
-)
+@pytest.mark.parametrize("optimizer, counts", [(optax.adafactor, True), (optax.lamb, False)])
 def test_an_optimizer_that_would_count_the_empty_places_of_a_stack_is_refused(optimizer, counts):
     """Three layers on two stages leave a place of zeros. Adafactor's root mean square is over the whole
     stack: its weights moved by something 13 % off those of one device, without a word."""
     three, plan = dataclasses.replace(LLAMA, num_layers=3), Plan("pp=2", microbatches=2)
-    make = lambda config: Step(config, plan, make_mesh(plan.mesh), optimizer(1e-3))
-    if counts:
-        with pytest.raises(
-            ValueError, match="3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"
-        ):
-            make(three)
-    else:
-        make(three)
-    make(dataclasses.replace(LLAMA, num_layers=4))
+    said = "3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"
+    with pytest.raises(ValueError, match=said) if counts else contextlib.nullcontext():
+        Step(three, plan, make_mesh(plan.mesh), optimizer(1e-3))
