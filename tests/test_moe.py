@@ -285,7 +285,9 @@ def with_experts(**changes):
     return dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **changes))
 
 
-# ------------------------------------------------------------------------------------------------- what moves
+@pytest.mark.long
+def test_drops_are_those_of_one_device_where_no_row_is_cut():
+    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2"))
 
 
 # ------------------------------------------------------------------------------------- what accelerators have
@@ -368,9 +370,10 @@ def output_and_gradients(how, expert_rk, x, shares, weights, grad):
     return [y, *pull(grad)]
 
 
-@pytest.mark.parametrize(
-    "way", [(2, 8, 1, False), (2, 8, 4, True), (0, 1, 1, True), (0, 3, 3, False)], ids=str
-)
+WAYS = (2, 8, 1, False), (2, 8, 4, True), (0, 1, 1, True), (0, 3, 3, False)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_layout_gives_the_same_output_and_gradients(way):
     """Also part by part, and with the weights' gradients in a loop of their own."""
     draw, (r, k, num, d, m) = np.random.default_rng(0), (90, 3, 4, 16, 32)
