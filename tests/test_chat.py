@@ -124,13 +124,6 @@ def test_random_plain_conversations_are_their_pieces():
         ({"generation_config.json": {"eos_token_id": [3, 2, 9999, True]}}, {1, 2, 3}),
         ({"config.json": {"eos_token_id": 5}, "tokenizer_config.json": {"eos_token": None}}, {5}),
         ({"tokenizer_config.json": {}}, {0}),
-        (
-            {
-                "tokenizer_config.json": {},
-                "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>"}},
-            },
-            {1},
-        ),
     ],
 )
 def test_the_files_beside_a_tokenizer_name_what_ends_an_answer(opened, tmp_path, files, ends):
