@@ -129,19 +129,6 @@ def agree(found, expected):
 # ------------------------------------------------------------------------------------------------- one device
 
 
-def test_the_oracles_gradients_are_its_finite_differences():
-    qkv, ids = inputs(packed=True)
-    weights = functional(qkv[0])
-    loss = lambda qkv: sum(
-        (x * weight).sum() for x, weight in zip(oracle(qkv, ids, WINDOW), weights, strict=False)
-    )
-    for i, grad in enumerate(oracle(qkv, ids, WINDOW)[2:]):
-        direction = np.random.default_rng(2 + i).standard_normal(grad.shape)
-        ends = [[x + eps * direction if i == j else x for j, x in enumerate(qkv)] for eps in (1e-5, -1e-5)]
-        slope = np.subtract(*map(loss, ends)) / 2e-5
-        assert np.vdot(grad, direction) == pytest.approx(slope, rel=1e-6, abs=1e-6)
-
-
 ON_ONE = [
     (full, 2, dict(mask=WINDOW)),
     (ring_attention, 1, dict(block=1, contiguous=False, mask=CAUSAL)),
@@ -317,18 +304,15 @@ def counted(f, n, *args):
     return counts
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(2, "float32"), (3, "bfloat16"), (8, "bfloat16")])
-def test_ring_hops_are_n_minus_1_each_way(n, dtype):
+def test_ring_hops_are_n_minus_1_each_way():
+    n, dtype = 3, "bfloat16"
     local, shapes = 8, ((2, 4, H), (2, H), (2, H))
     q, k, v = (jax.ShapeDtypeStruct((1, n * local, *shape), dtype) for shape in shapes)
     ids = ids_of(jax.ShapeDtypeStruct((1, n * local), "int32"), None)
     attend = on_ranks(RING, n)
     loss = lambda q, k, v, ids: attend(q, k, v, ids)[0].astype(jnp.float32).sum()
     hops = lambda kind: Counter({("collective-permute", kind, 2 * local * 2 * H): n - 1})
-    keys, gathered = (
-        hops({"bfloat16": "bf16", "float32": "f32"}[dtype]),
-        {("all-gather", "s32", n * local): 1},
-    )
+    keys, gathered = hops("bf16"), {("all-gather", "s32", n * local): 1}
     assert counted(loss, n, q, k, v, ids) == keys + Counter(gathered)
     grad = jax.grad(loss, (0, 1, 2))
     assert counted(grad, n, q, k, v, ids) == keys + keys + hops("f32") + Counter(gathered), "ids are known"

@@ -47,8 +47,8 @@ def whole(config, tokens):
 
 PLANS = [
     (COPIES, Plan("sp=2 tp=4", zero=0)),
-    (family("deepseek_v2"), Plan("sp=2 tp=2")),
-    (family("llama4_text"), Plan("sp=2 tp=2")),
+    (dataclasses.replace(family("deepseek_v2"), num_layers=2), Plan("sp=2 tp=2")),
+    (dataclasses.replace(family("llama4_text"), num_layers=4), Plan("sp=2 tp=2")),
     (TIGHT, Plan("ep=2 sp=2", zero=0)),
     pytest.param(family("gpt_oss"), Plan("ep=2 tp=2", zero=0), marks=pytest.mark.long),
 ]

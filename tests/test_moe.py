@@ -110,19 +110,6 @@ def test_a_layer_is_what_the_oracle_computes(convention):
     assert how.capacity_factor is None or 0 < want_tally[-2] < 3 * 7 * 2
 
 
-@pytest.mark.parametrize("tokens", [(1, 1), (2, 33)])
-def test_all_tokens_to_one_expert_and_none_to_the_others(tokens):
-    """Also token counts that no block divides."""
-    how = ExpertConfig(4, 1)
-    values = layer(how, tokens, skew=60.0)
-    y, _, tally, grads = with_gradients(run, how, values)
-    assert list(tally[:5]) == [tokens[0] * tokens[1], 0, 0, 0, 0]
-    gate = values["x"] @ values["gate"][0]
-    want = (gate / (1 + np.exp(-gate)) * (values["x"] @ values["up"][0])) @ values["down"][0]
-    np.testing.assert_allclose(y, want, atol=1e-4)
-    assert np.abs(grads["gate"][0]).max() > 0 and not np.abs(grads["gate"][1:]).any()
-
-
 def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     """Experts without weights, in bfloat16: what comes out is what each gives times the sum of the token's
     weights, rounded once. (All get as many rows: what is beyond an expert's slots is rounded once more.)"""
@@ -325,33 +312,6 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
         ValueError, match="'ragged' does not suit the CPUs .*; use dispatch='padded', or 'auto'"
     ):
         Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_of_groups_are_what_numpy_computes_row_by_row(dtype):
-    """4 owners of 16 rows. Sums of 48 or 64 products in float32."""
-    draw, (num, a, b) = np.random.default_rng(0), (64, 48, 64)
-    shapes = (num, a), (num, b), (4, a, b)
-    rows, grads, w = (jnp.asarray(draw.standard_normal(shape), dtype) for shape in shapes)
-    x, y, z = (np.asarray(each, np.float64) for each in (rows, grads, w))
-    owner_q = np.repeat(np.arange(4), 16)
-    rows_w, grads_w = np.einsum("qa,qab->qb", x, z[owner_q]), np.einsum("qb,qab->qa", y, z[owner_q])
-    wants = {
-        "rows": (rows_w, [(rows, w)]),
-        "transposed": (grads_w, [(grads, w)]),
-        "two pairs": (3 * rows_w, [(rows, w), (2 * rows, w)]),
-        "two transposed": (3 * grads_w, [(grads, w), (2 * grads, w)]),
-    }
-    for kind, (want, pairs) in wants.items():
-        got = grouped.dot(*pairs, transposed="transposed" in kind)
-        assert got.dtype == dtype
-        # what is given, two products and their sum are rounded
-        rtol, atol = (0, 5e-5) if dtype == "float32" else (3 * 2**-8, 0.2)
-        np.testing.assert_allclose(np.asarray(got, float), want, rtol, atol)
-    got = grouped.outer(rows, grads, 4)
-    want = [x[owner_q == i].T @ y[owner_q == i] for i in range(4)]
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @functools.partial(jax.jit, static_argnums=0)

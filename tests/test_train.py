@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from parity import LLAMA, logits_of, weights
 from steps import train
 
@@ -102,9 +103,7 @@ def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     assert [row["loss"] for row in rows] == report.losses == [loss for _, loss in seen]
     assert [row["grad_norm"] for row in rows] == report.grad_norms and all(row["seconds"] > 0 for row in rows)
     assert report.tokens_per_step == 8 * 16 and report.start == 0
-    assert report.tokens_per_s == 8 * 16 / report.step_s and report.mfu is None, (
-        "simulated devices have no peak"
-    )
+    assert report.tokens_per_s == 8 * 16 / report.step_s and report.mfu is None
 
 
 @pytest.mark.long
@@ -161,12 +160,9 @@ def test_every_way_out_but_a_failed_step_saves(why, tmp_path, whole, monkeypatch
 
 
 def test_a_report_without_steps_has_no_times():
-    report = Report()
-    assert report.step_s is None and report.tokens_per_s is None and report.mfu is None
+    assert (Report().step_s, Report().tokens_per_s, Report().mfu) == (None, None, None)
     report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, ideal_step_s=0.5)
-    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), (
-        "the median, without the compiling two"
-    )
+    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), "the median, without two"
 
 
 def test_all_devices_share_the_ideal_step(monkeypatch):
@@ -199,9 +195,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     assert Checkpoints(str(tmp_path)).latest == 4
     resumed, rest = run(folder=tmp_path, log=str(log))
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)], (
-        "the second 4 is marked"
-    )
+    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)]
     assert rest.start == 4 and rest.losses == report.losses[4:] and rest.grad_norms == report.grad_norms[4:]
     assert same_bits(resumed, state) and int(resumed.step) == 6
     again, nothing = run(folder=tmp_path)
@@ -423,28 +417,13 @@ def test_a_reader_beside_a_training_takes_the_newest_and_keeps_it_there(tmp_path
         gone.params({"norm": {"scale": place}}, SMALL)
 
 
-def test_another_models_checkpoint_is_refused(whole):
-    folder, *_ = whole
-    with pytest.raises(
-        ValueError,
-        match=r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder",
-    ):
-        run(folder=folder, config=dataclasses.replace(SMALL, ffn_width=64))
-
-
-def test_another_optimizers_checkpoint_is_refused_whether_it_knows_its_own_or_not(whole):
+def test_another_optimizers_state_is_refused(whole):
     """The advice never is to delete what is good."""
-    folder, *_ = whole
-    for anyway in (False, True):
-        with pytest.raises(
-            ValueError, match=r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"
-        ):
-            run(folder=folder, options=OptimizerConfig("sgd"), anyway=anyway)
     sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_model_order
     with pytest.raises(
-        ValueError, match="holds another optimizer's state .*; give the optimizer that made it$"
+        ValueError, match="holds another optimizer's state .*; give the optimizer .*it$"
     ) as caught:
-        Checkpoints(str(folder)).restore(sgd, SMALL)
+        Checkpoints(str(whole[0])).restore(sgd, SMALL)
     assert "\n" not in str(caught.value)
 
 
@@ -453,31 +432,39 @@ def other_text(**changes) -> Batches:
     return Batches(read_corpus(config), config)
 
 
-@pytest.mark.parametrize(
-    "name, change",
-    {
-        "seed": dict(seed=7),
-        "data_seed": dict(text=dict(seed=7)),
-        "data": dict(text=dict(limit_bytes=90_000)),
-        "batch_size": dict(text=dict(batch_size=16)),
-        "seq_len": dict(text=dict(seq_len=24)),
-        "held_out": dict(text=dict(held_out=0)),
-    }.items(),
-)
-def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, name, change):
+WITH = r"was made with {} .*\(asked: .*\); ask for that, .*--anyway"
+SGD = dict(options=OptimizerConfig("sgd"))
+NO_SGD = r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"
+OTHERS = {
+    "seed": (dict(seed=7), WITH.format("seed")),
+    "data seed": (dict(text=dict(seed=7)), WITH.format("data_seed")),
+    "data": (dict(text=dict(limit_bytes=90_000)), WITH.format("data")),
+    "rows": (dict(text=dict(batch_size=16)), WITH.format("batch_size")),
+    "positions": (dict(text=dict(seq_len=24)), WITH.format("seq_len")),
+    "held out": (dict(text=dict(held_out=0)), WITH.format("held_out")),
+    "two": (
+        dict(seed=7, text=dict(batch_size=16)),
+        r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)",
+    ),
+    "optimizer": (SGD, NO_SGD),
+    "optimizer, anyway": (SGD | dict(anyway=True), NO_SGD),
+    "model": (
+        dict(config=dataclasses.replace(SMALL, ffn_width=64)),
+        r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, sentence", OTHERS.values(), ids=OTHERS)
+def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, change, sentence):
     change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
-    sentence = rf"step 6 in .* was made with {name} .* \(asked: .*\); ask for that, .*--anyway"
     with pytest.raises(ValueError, match=sentence) as caught:
         run(folder=whole[0], **change)
     assert "\n" not in str(caught.value)
 
 
-def test_all_that_differs_is_named_and_anyway_goes_on_saying_so(whole):
+def test_anyway_goes_on_and_says_so(whole):
     folder, state, _ = whole
-    with pytest.raises(
-        ValueError, match=r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"
-    ):
-        run(folder=folder, seed=7, text=other_text(batch_size=16))
     messages = []
     resumed, report = run(folder=folder, seed=7, anyway=True, tell=messages.append)
     assert same_bits(resumed, state) and report.start == 6 and report.losses == []
@@ -511,30 +498,20 @@ def test_a_run_with_experts_of_a_capacity_remembers_what_fills_them():
     assert pieces == [8, 16] and "expert_piece" not in made_of(SMALL, MIXED, stream(), 6, ADAMW, 0)
 
 
-@pytest.mark.parametrize(
-    "change, asked, had",
-    [
-        (
-            lambda made: made,
-            dict(steps=5, options=OptimizerConfig(learning_rate=1e-4)),
-            "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)",
-        ),
-        (
-            lambda made: made,
-            dict(plan=dataclasses.replace(MIXED, dtype="bfloat16")),
-            "dtype float32 (asked: bfloat16)",
-        ),
-        (
-            lambda made: made.update(flavour=made.pop("dtype")),
-            {},
-            "dtype None (asked: float32), flavour float32 (asked: None)",
-        ),
-    ],
-    ids=["rate", "dtype", "known to one alone"],
-)
-def test_what_makes_another_curve_goes_on_and_is_said(whole, tmp_path, change, asked, had):
-    messages, folder = [], described(whole, tmp_path, lambda about: change(about["made"]))
-    resumed, _ = run(folder=folder, tell=messages.append, **asked)
+CURVES = {
+    "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)": dict(
+        steps=5, options=OptimizerConfig(learning_rate=1e-4)
+    ),
+    "dtype float32 (asked: bfloat16)": dict(plan=dataclasses.replace(MIXED, dtype="bfloat16")),
+    "dtype None (asked: float32), flavour float32 (asked: None)": {},  # known to one alone
+}
+
+
+@pytest.mark.parametrize("had", CURVES)
+def test_what_makes_another_curve_goes_on_and_is_said(whole, tmp_path, had):
+    rename = lambda made: made.update(flavour=made.pop("dtype")) if "flavour" in had else None
+    messages, folder = [], described(whole, tmp_path, lambda about: rename(about["made"]))
+    resumed, _ = run(folder=folder, tell=messages.append, **CURVES[had])
     assert same_bits(resumed, whole[1])
     assert messages == [
         f"from step 6 on this is another curve than was begun: it had {had}",
@@ -635,10 +612,7 @@ def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, t
     monkeypatch.setattr(
         keep._manager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    sentence = (
-        r"the checkpoint of step 8 could not be written to .* \(the checkpoint of step 6 is intact\): the"
-        r" disk is full; free"
-    )
+    sentence = r"the checkpoint of step 8 could not be .*step 6 is intact\): the disk is full; free"
     with pytest.raises(ValueError, match=sentence):
         keep.save(8, whole[1], SMALL)
 
@@ -799,36 +773,20 @@ def test_weight_decay_is_for_matrices():
     options = OptimizerConfig(learning_rate=1.0, warmup=0, weight_decay=0.5)
     optimizer = make_optimizer(options, 5, SMALL)
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
-    decayed = {
-        "/".join(k.key for k in path): float(u[0]) for path, u in jax.tree_util.tree_leaves_with_path(updates)
-    }
-    assert {k for k, u in decayed.items() if u == 0} == {
-        "norm/scale",
-        "blocks/attention_norm/scale",
-        "blocks/ffn_norm/scale",
-    }
-    assert {u for u in decayed.values() if u} == {-0.5}
+    decayed = {path: float(u[0]) for path, u in flatten_dict(updates, sep=".").items()}
+    norms = {"norm.scale", "blocks.attention_norm.scale", "blocks.ffn_norm.scale"}
+    assert decayed == {path: 0 if path in norms else -0.5 for path in decayed}
 
 
 def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
-    numbers = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        muon_dims(SMALL), is_leaf=lambda x: not isinstance(x, dict)
-    ):
-        numbers["/".join(k.key for k in path)] = leaf
-    dims = {k.replace(".", "/"): parse_layout(w.dims).letters for k, w in SMALL.weights().items()}
-    read = {
-        k: ("".join(dims[k][i] for i in n.reduction_axis), "".join(dims[k][i] for i in n.output_axis))
-        for k, n in numbers.items()
-        if isinstance(n, optax.contrib.MuonDimensionNumbers)
-    }
-    block = {
-        "attention/q": ("d", "nh"),
-        "attention/k": ("d", "kh"),
-        "attention/v": ("d", "kh"),
-        "attention/o": ("nh", "d"),
-        "ffn/gate": ("d", "m"),
-        "ffn/up": ("d", "m"),
-        "ffn/down": ("m", "d"),
-    }
-    assert read == {f"blocks/{k}": v for k, v in block.items()}
+    numbers, read = flatten_dict(muon_dims(SMALL), sep="."), {}
+    for path, n in numbers.items():
+        if isinstance(n, optax.contrib.MuonDimensionNumbers):
+            letters = parse_layout(SMALL.weights()[path].dims).letters
+            read[path] = tuple(
+                "".join(letters[i] for i in axes) for axes in (n.reduction_axis, n.output_axis)
+            )
+    heads = {"q": ("d", "nh"), "k": ("d", "kh"), "v": ("d", "kh"), "o": ("nh", "d")}
+    block = {f"attention.{k}": v for k, v in heads.items()}
+    block |= {"ffn.gate": ("d", "m"), "ffn.up": ("d", "m"), "ffn.down": ("m", "d")}
+    assert read == {f"blocks.{k}": v for k, v in block.items()}
