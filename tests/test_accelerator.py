@@ -43,7 +43,7 @@ PLANS = [Plan(f"fsdp={N}")] + [
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("precision", UNITS)
+@pytest.mark.parametrize("precision", [pytest.param(unit, marks=THERE) for unit in UNITS])
 def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision):
     with jax.default_matmul_precision(precision and "highest"):
         solo(LLAMA)  # remembered

@@ -265,9 +265,7 @@ def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_package
 
 def test_a_python_without_sources_says_so_and_uses_its_licence(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(
-        ValueError, match=r"library .* without its sources here, has no text: 0 files, .*--data"
-    ):
+    with pytest.raises(ValueError, match=r"library .* without its sources here, has no text: .*--data"):
         read_corpus(DataConfig())
     write(tmp_path / "LICENSE.txt", "do as you like")
     corpus = read_corpus(DataConfig())
@@ -415,9 +413,7 @@ def test_conversations_are_held_out_whole(corpus):
             == np.abs(corpus.offsets - (total - total // held_out)).min()
         )
     assert Batches(masked, config(held_out=0))._bounds[-1] == total
-    with pytest.raises(
-        ValueError, match=r"the train part \(held_out 4\) of addresses has no answer; give more"
-    ):
+    with pytest.raises(ValueError, match=r"the train part \(held_out 4\) .* has no answer; give"):
         Batches(dataclasses.replace(corpus, counted=np.arange(total) > total - 9), config())
 
 
@@ -543,9 +539,7 @@ def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_
     assert open_tokenizer(path, "<pad>").start_id == 0
     assert open_tokenizer(make_tokenizer(special=("<pad>", "<s>"))).start_id == 1
     path = make_tokenizer(special=("<pad>",))
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.json' lacks <\|begin_of_text\|>, .*; name a token it has as"
-    ):
+    with pytest.raises(ValueError, match=r"lacks <\|begin_of_text\|>, .*; name a token it has as"):
         open_tokenizer(path)
     with pytest.raises(ValueError, match=r"lacks <nope>; name a token it has as start_token"):
         open_tokenizer(path, "<nope>")
@@ -591,8 +585,7 @@ def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
     assert tokenizer_of(made, same.name).name == same.name
     for asked in (other.name, "bytes"):
         with pytest.raises(
-            ValueError,
-            match="the checkpoint was trained with tokenizer '.*a.json', and '.*' is another; give",
+            ValueError, match="was trained with tokenizer '.*a.json', and '.*' is another; give"
         ):
             tokenizer_of(made, asked)
     assert tokenizer_of(None, None).name == tokenizer_of({}, None).name == "bytes"
@@ -602,9 +595,7 @@ def test_a_token_that_is_missing_for_what_is_unknown_is_a_sentence(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
     made.save(str(tmp_path / "t.json"))
-    with pytest.raises(
-        ValueError, match="tokenizer '.*t.json' cannot encode the text: .*UNK.*; mend it, or use 'bytes'"
-    ):
+    with pytest.raises(ValueError, match="'.*t.json' cannot encode the text: .*UNK.*; mend it, or"):
         open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
 
 
@@ -616,7 +607,5 @@ def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):
         large.truncate(1 << 40)
     corpus = read_corpus(DataConfig(data=(str(file),), limit_bytes=101))
     assert corpus.tokens.tolist()[1:4] == [97, 0xC3, 0xA9] and 100 <= len(corpus.tokens) - 1 <= 101
-    with pytest.raises(
-        ValueError, match="would take 12,288.0 GiB of memory .* and this machine has .*; use --limit-bytes"
-    ):
+    with pytest.raises(ValueError, match="take 12,288.0 GiB of memory .*; use --limit-bytes"):
         read_corpus(DataConfig(data=(str(file),)))

@@ -210,8 +210,9 @@ def test_scores_of_a_prompt_are_as_an_evaluation_reads_them(port):
     assert second["top_logprobs"][1] == {"y": -0.5, ".": -0.25} and first["top_logprobs"][1] == {".": -0.25}
     assert second["text_offset"] == [0, 1, 2, 3] and found["choices"][1]["text"] == "xyz."
     _, found = ask(port, body | {"max_tokens": 0, "prompt": "é"})
-    assert found["choices"][0]["logprobs"]["tokens"] == ["token_id:256", "token_id:195", "token_id:169"]
-    assert found["choices"][0]["logprobs"]["text_offset"] == [0, 0, 0] and found["choices"][0]["text"] == "é"
+    (choice,) = found["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:256", "token_id:195", "token_id:169"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0] and choice["text"] == "é"
     assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
 
 

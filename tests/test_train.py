@@ -420,9 +420,7 @@ def test_a_reader_beside_a_training_takes_the_newest_and_keeps_it_there(tmp_path
 def test_another_optimizers_state_is_refused(whole):
     """The advice never is to delete what is good."""
     sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_model_order
-    with pytest.raises(
-        ValueError, match="holds another optimizer's state .*; give the optimizer .*it$"
-    ) as caught:
+    with pytest.raises(ValueError, match="holds another optimizer's state .*; give") as caught:
         Checkpoints(str(whole[0])).restore(sgd, SMALL)
     assert "\n" not in str(caught.value)
 
@@ -483,9 +481,7 @@ def described(whole, folder, change):
 
 def test_a_checkpoint_that_does_not_know_what_made_it_is_of_another_run(whole, tmp_path):
     folder, messages = described(whole, tmp_path, lambda x: x.update(made={})), []
-    with pytest.raises(
-        ValueError, match=r"was made with data None \(asked: .*optimizer None \(asked: adamw\)"
-    ):
+    with pytest.raises(ValueError, match=r"with data None .*optimizer None \(asked: adamw\)"):
         run(folder=folder, tell=messages.append)
     assert not messages
 
@@ -699,9 +695,7 @@ def test_a_held_out_part_without_an_answer_is_refused_before_the_first_step(tmp_
     counted[begin : begin + 33] = False  # two rows
     corpus = dataclasses.replace(text.corpus, counted=counted)
     config = dataclasses.replace(text.config, batch_size=1)
-    with pytest.raises(
-        ValueError, match="no answer is in the first 2 held-out batches; use more --eval-batches"
-    ):
+    with pytest.raises(ValueError, match="no answer is in the first 2 held-out batches; use"):
         evaluated = Batches(corpus, config, "held_out")
         run(text=text, held_out=evaluated, eval_every=1, eval_batches=2, plan=Plan())
 
