@@ -91,13 +91,9 @@ def test_a_model_cut_over_processes_is_written_by_one_and_read_by_all(four):
 
 
 @pytest.mark.processes
-def test_each_process_makes_the_rows_of_its_own_devices_once(two):
+def test_each_process_makes_its_own_rows_once_and_one_sees_what_the_devices_of_all_hold(two):
     assert two["same rows"]
     assert two["made"] == [list(range(8 * i, 8 * i + 8)) for i in range(2)]
-
-
-@pytest.mark.processes
-def test_one_process_sees_what_the_devices_of_all_hold(two):
     seen = two["shardings"]
     assert seen["hosts"] == [0, 0, 0, 0, 1, 1, 1, 1] and seen["sizes"]["dp"] == 4
     for row in seen["tensors"]:
@@ -107,24 +103,11 @@ def test_one_process_sees_what_the_devices_of_all_hold(two):
 
 
 @pytest.mark.processes
-def test_nothing_listens_beyond_loopback(two):
-    """Neither the coordinator nor Gloo, in any of the processes."""
+def test_processes_listen_on_loopback_stop_together_and_say_who_they_are(two):
+    """Neither the coordinator nor Gloo listens beyond loopback; one that is asked to stop stops all."""
     assert all(two["sockets"]) and two["beyond loopback"] == [0, 0]
-
-
-@pytest.mark.processes
-def test_a_mesh_that_leaves_a_process_without_devices_is_refused(two):
-    assert two["refusal"].startswith("mesh 'dp=2' takes 2 of 8 devices, and of 2 processes these hold none")
-    assert two["refusal"].endswith("use all devices, or start 1 process")
-
-
-@pytest.mark.processes
-def test_a_process_that_is_asked_to_stop_stops_all_at_the_same_step(two):
     assert len(set(two["steps"])) == 1 and two["steps"][0] < 400
-
-
-@pytest.mark.processes
-def test_the_doctor_says_which_process_it_is_and_counts_all_devices(two):
+    assert two["refusal"].startswith("mesh 'dp=2' takes 2 of 8 devices, and of 2 processes these hold none")
     words = "process 0 of 2 (JAX_* variables), 2 on this host, coordinator 127.0.0.1:"
     assert two["doctor"].startswith(words) and "8 simulated CPU devices of 2 processes" in two["doctor"]
 

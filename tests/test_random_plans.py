@@ -29,6 +29,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from flax.traverse_util import unflatten_dict
 from parity import emulated_ragged_all_to_all, live, natural, padded, ragged_on_cpus
 
 from llmpar.inspect.census import census_table
@@ -378,17 +379,6 @@ def weights_of(config, rng) -> dict:
     return out
 
 
-def nested(flat: dict) -> dict:
-    tree: dict = {}
-    for path, x in flat.items():
-        *parents, leaf = path.split(".")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf] = x
-    return tree
-
-
 def flat(tree) -> dict:
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
     return {name(path): np.asarray(x, np.float64) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -453,7 +443,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
         with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
             traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
     # none is used where none should be
-    start = padded(step, nested(weights))
+    start = padded(step, unflatten_dict(weights, sep="."))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
     state = jax.device_put(State(start, zeros, np.int32(0)), step.shardings)
     there = jax.device_put(

@@ -53,8 +53,8 @@ def put_fixture(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("qwen3_moe", Plan("ep=2 fsdp=2 tp=2")),
-        ("llama", Plan("pp=2 fsdp=2 tp=2", schedule="gpipe", microbatches=4)),
+        ("qwen3_moe", Plan("ep=2 tp=2")),
+        ("llama", Plan("pp=2 tp=2", schedule="gpipe", microbatches=4)),
         pytest.param("qwen2", Plan("dp=2 fsdp=2 tp=2"), marks=pytest.mark.long),  # biases, a tied embedding
     ],
     ids=lambda x: x if isinstance(x, str) else str(x.mesh),
