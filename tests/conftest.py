@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = os.environ.get("LLMPAR_TEST_PLATFORM", "cpu")
 ROUNDING = os.environ.get("LLMPAR_TEST_ROUNDING", "")
-DEVICES = int(os.environ.get("LLMPAR_TEST_DEVICES", "8"))
+DEVICES = 8
 SIMULATED = (
     f"--xla_force_host_platform_device_count={DEVICES}",
     # Eight device threads on two busy cores wait long for one another: by default XLA aborts after a minute.

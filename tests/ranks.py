@@ -25,14 +25,12 @@ PLACE = joined.initialize(wait_s=60, heartbeat_s=int(os.environ.get("HEARTBEAT_S
 import optax
 import parity
 from jax.experimental import multihost_utils
-from test_decode import MORE, PROMPT
-from test_launch import DECODES, PLANS, plan_of
+from test_launch import PLANS, plan_of
 
 from llmpar.cli import main
 from llmpar.inspect.shardings import shardings
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.plan.plan import Plan
-from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 from llmpar.training import loop as train
 from llmpar.training.checkpoint import checksums
@@ -80,23 +78,6 @@ def rows() -> dict:
     return {"same rows": same, "made": gathered(each), "shardings": shardings(placed)}
 
 
-def decode() -> dict:
-    """Tokens that a cache cut over processes leads to."""
-    found = {}
-    for text in DECODES:
-        config, plan = plan_of(text)
-        found[text] = generate(engine(config, plan), [Request(tuple(row), MORE) for row in PROMPT.tolist()])
-    return {"tokens": found}
-
-
-def engine(config, plan):
-    """As in test_decode, from weights that each process takes its pieces of."""
-    mesh = make_mesh(plan.mesh)
-    stored = Step(config, plan, mesh, optax.sgd(1e-3)).shardings.params
-    params = parity.put(parity.weights(config), stored)
-    return Engine(config, plan, mesh, params, len(PROMPT), PROMPT.shape[1] + MORE)
-
-
 def handed() -> dict:
     """A model cut over all processes, layers and experts too, written in shards and read again."""
     found, hf.SHARD_BYTES = {}, 200_000
@@ -138,16 +119,6 @@ def listens() -> dict:
     return {"sockets": gathered(np.int32(len(found))), "beyond loopback": gathered(beyond)}
 
 
-def skips() -> dict:
-    """Process 1 leaves out a collective and goes to sleep; a watchdog finds out."""
-    with joined.Watchdog(3.0) as watchdog:
-        watchdog.feed()
-        if jax.process_index() == 1:
-            time.sleep(600)
-        multihost_utils.process_allgather(np.int32(1))
-    return {}
-
-
 def stopped() -> dict:
     """Process 1 is asked to stop: all learn it at the same step."""
     for step in range(1, 400):
@@ -179,24 +150,6 @@ def sleeps() -> dict:
         print("ready", file=sys.stderr, flush=True)
         time.sleep(600)
     return {}
-
-
-def slow() -> dict:
-    """Process 1 compiles the step longer than Gloo would wait for it."""
-    plan = Plan("fsdp=2")
-    step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
-    shape = step.abstract_batch(4, 32)
-    zeros = {
-        name: jax.make_array_from_callback(x.shape, x.sharding, lambda i: np.zeros((2, 32), np.int32))
-        for name, x in shape.items()
-    }
-
-    def late():
-        time.sleep(35 * jax.process_index())
-        joined.barrier()
-
-    _, metrics = train._compiled(step, step.init(), zeros, late)(step.init(), zeros)
-    return {"loss": float(metrics["loss"])}
 
 
 def smaller() -> dict:

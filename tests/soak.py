@@ -1,12 +1,11 @@
 """Runs programs on simulated devices again and again, several at once; counts what crashes, hangs or errs.
 
     python tests/soak.py reproducer --runs 20              a loop of collectives with others beside it
-    python tests/soak.py random --runs 10 --programs 10    random programs of such loops, a seed for each run
     python tests/soak.py train --runs 300                  the README's line; also: pipeline, adafactor
 
 ``--without`` leaves out the channels of `llmpar.parallel._jax`, to see what they cure. One process imports
 everything and forks a child for each run before JAX starts: a run costs what its program costs.
-`test_channels.py` runs the first two for a short time.
+`test_channels.py` runs the first for a short time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import io
 import json
 import math
 import os
-import random
 import signal
 import sys
 import time
@@ -70,7 +68,7 @@ def beside_a_loop(x, weights):
     return out
 
 
-def reproducer(seed: int, programs: int, steps: int) -> int:
+def reproducer(steps: int) -> int:
     """Steps of `beside_a_loop` whose values are not those of NumPy."""
     mesh, noise = local_mesh(), np.random.default_rng(0)
     program, rows = over_devices(beside_a_loop, mesh)
@@ -86,67 +84,8 @@ def reproducer(seed: int, programs: int, steps: int) -> int:
         z = total(np.sin(z))
     arrays = jax.device_put([a.astype(np.float32) for a in (x, y)], rows)
     weights = jax.device_put(weights.astype(np.float32), NamedSharding(mesh, P()))
-    return count_wrong(program, (arrays, weights), want, steps)
-
-
-def count_wrong(program, arguments, want, steps: int) -> int:
     alike = lambda got: all(np.allclose(a, b, atol=1e-3) for a, b in zip(got, want, strict=True))
-    return sum(not alike(jax.device_get(program(*arguments))) for _ in range(steps))
-
-
-def random_program(seed: int):
-    """Loops of collectives, and chains of them, that need nothing of one another."""
-    draw = random.Random(seed)
-    axes = lambda: tuple(a for a in "abc" if draw.random() < 0.5) or (draw.choice("abc"),)
-    common = axes()
-    chains = []
-    for i in range(draw.randint(2, 5)):
-        loop = i < draw.randint(1, 2)
-        width = 64 + 8 * i if loop else draw.randint(4, 24)
-        over = common if draw.random() < 0.6 else axes()
-        kind = draw.choice(["psum", "psum", "gather", "scatter"])
-        chains.append((loop, width, draw.randint(6, 14) if loop else 1, draw.randint(2, 6), over, kind))
-
-    def collective(kind, over, x):
-        many = 2 ** len(over)
-        if kind == "psum":
-            return lax.psum(x, over) / many
-        if kind == "gather":
-            return lax.all_gather(x, over).mean(0)
-        return lax.psum_scatter(jnp.concatenate([x] * many), over, scatter_dimension=0, tiled=True) / many
-
-    def run(xs, weights, in_order):
-        outs, last = [], 0.0
-        for (loop, _, _, length, over, kind), x, w in zip(chains, xs, weights, strict=True):
-            x = x + 0 * last if in_order else x
-
-            def body(v, _, w=w, kind=kind, over=over):
-                return collective(kind, over, sum(jnp.tanh(v @ one) for one in w) / len(w)), None
-
-            if loop:
-                outs.append(lax.scan(body, x, None, length=length)[0])
-            else:
-                for _ in range(length):
-                    outs += [jnp.sin(x), x := collective(kind, over, jnp.sin(x))]
-            last = outs[-1][:1, :1]
-        return outs
-
-    return chains, run
-
-
-def randoms(seed: int, programs: int, steps: int) -> int:
-    """Steps of random programs whose values are not those of the same program in order."""
-    mesh, wrong = local_mesh(), 0
-    for number in range(seed * programs, (seed + 1) * programs):
-        chains, run = random_program(number)
-        noise = np.random.default_rng(number)
-        program, rows = over_devices(lambda x, w, run=run: run(x, w, False), mesh)
-        ordered, _ = over_devices(lambda x, w, run=run: run(x, w, True), mesh)
-        xs = [noise.normal(size=(8 * (d if loop else 1), d)).astype(np.float32) for loop, d, *_ in chains]
-        ws = [(noise.normal(size=(n, d, d)) / math.sqrt(d)).astype(np.float32) for _, d, n, *_ in chains]
-        arguments = jax.device_put(xs, rows), jax.device_put(ws, NamedSharding(mesh, P()))
-        wrong += count_wrong(program, arguments, jax.device_get(ordered(*arguments)), steps)
-    return wrong
+    return sum(not alike(jax.device_get(program(arrays, weights))) for _ in range(steps))
 
 
 def command(line: str) -> str:
@@ -159,7 +98,7 @@ def command(line: str) -> str:
     return f"status {status}" if status else str(json.loads(buffer.getvalue())["losses"])
 
 
-def child(asked, seed: int, pipe: int) -> None:
+def child(asked, pipe: int) -> None:
     """One run: its answer goes into the pipe, and its status says whether it ended well."""
     try:
         if asked.without:
@@ -168,8 +107,7 @@ def child(asked, seed: int, pipe: int) -> None:
             answer = command(LINES[asked.program])
         else:
             use_devices(8)
-            many = {"reproducer": reproducer, "random": randoms}[asked.program]
-            answer = f"{many(seed, asked.programs, asked.steps)} wrong"
+            answer = f"{reproducer(asked.steps)} wrong"
         os.write(pipe, answer.encode())
         sys.stderr.flush()
         os._exit(0)
@@ -180,7 +118,7 @@ def child(asked, seed: int, pipe: int) -> None:
 
 def soak(asked) -> dict:
     """Run so many children, so many at once; count how they ended and what they answered."""
-    running: dict[int, tuple[float, int, int]] = {}
+    running: dict[int, tuple[float, int]] = {}
     ends, answers, cpu = collections.Counter(), collections.Counter(), 0.0
     started = 0
     while running or started < asked.runs and cpu < asked.cpu_s:
@@ -189,12 +127,12 @@ def soak(asked) -> dict:
             pid = os.fork()
             if not pid:
                 os.setsid()
-                child(asked, asked.seed + started, write)
+                child(asked, write)
             os.close(write)
-            running[pid] = (time.monotonic(), read, started)
+            running[pid] = time.monotonic(), read
             started += 1
         time.sleep(0.02)
-        for pid, (began, read, _) in list(running.items()):
+        for pid, (began, read) in list(running.items()):
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             late = time.monotonic() - began > asked.limit_s
             if not ended and late:
@@ -224,12 +162,10 @@ def soak(asked) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("program", choices=["reproducer", "random", *LINES])
+    parser.add_argument("program", choices=["reproducer", *LINES])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=5)
-    parser.add_argument("--programs", type=int, default=5, help="random programs of a run")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=120, help="a run that takes longer hangs")
     parser.add_argument("--cpu-s", type=float, default=math.inf, help="no new run after so many CPU seconds")
     parser.add_argument("--without", action="store_true", help="leave out the channels")

@@ -23,7 +23,6 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
 from llmpar.model.attention import attend_cache, full, merge, ring_attention
 from llmpar.parallel.modes import Solo
-from llmpar.plan import sequence_order
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask, ring_hops, sequence_permutation
 from llmpar.predict.ring import pairs_by_step
@@ -82,14 +81,13 @@ def oracle(qkv, ids, mask=CAUSAL, of_lse=True):
 AT = P(None, "sp")
 
 
-def on_ranks(attend, n=1, tp=1, q=AT, kv=AT, **options):
+def on_ranks(attend, n=1, **options):
     """A function of q, k, v and ids, inside shard_map where there are several ranks of sp."""
     local = lambda q, k, v, ids: attend(q, k, v, **ids, **options)
-    if n * tp == 1:
+    if n == 1:
         return local
-    types, devices = (AxisType.Auto,) * 2, jax.devices()[: n * tp]
-    mesh = jax.make_mesh((n, tp), ("sp", "tp"), axis_types=types, devices=devices)
-    return jax.shard_map(local, mesh=mesh, in_specs=(q, kv, kv, AT), out_specs=q)
+    mesh = jax.make_mesh((n,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+    return jax.shard_map(local, mesh=mesh, in_specs=(AT, AT, AT, AT), out_specs=AT)
 
 
 @lru_cache(None)
@@ -131,29 +129,13 @@ def agree(found, expected):
 # ------------------------------------------------------------------------------------------------- one device
 
 
-def test_the_oracles_gradients_are_its_finite_differences():
-    qkv, ids = inputs(packed=True)
-    weights = functional(qkv[0])
-    loss = lambda qkv: sum(
-        (x * weight).sum() for x, weight in zip(oracle(qkv, ids, WINDOW), weights, strict=False)
-    )
-    for i, grad in enumerate(oracle(qkv, ids, WINDOW)[2:]):
-        direction = np.random.default_rng(2 + i).standard_normal(grad.shape)
-        ends = [[x + eps * direction if i == j else x for j, x in enumerate(qkv)] for eps in (1e-5, -1e-5)]
-        slope = np.subtract(*map(loss, ends)) / 2e-5
-        assert np.vdot(grad, direction) == pytest.approx(slope, rel=1e-6, abs=1e-6)
-
-
-ON_ONE = [(full, 2, {"mask": mask}) for mask in (CAUSAL, WINDOW)] + [
-    (ring_attention, ratio, dict(block=block, contiguous=contiguous, mask=mask))
-    for block, contiguous, mask, ratio in (
-        (1, False, CAUSAL, 1),
-        (8, False, WINDOW, 4),
-        (None, False, CAUSAL, 2),
-        (8, True, WINDOW, 4),
-        (S, True, CAUSAL, 1),
-        (2, True, CAUSAL, 2),
-    )
+ON_ONE = [
+    (full, 2, dict(mask=WINDOW)),
+    (ring_attention, 1, dict(block=1, contiguous=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(block=8, contiguous=False, mask=WINDOW)),
+    (ring_attention, 2, dict(block=None, contiguous=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(block=8, contiguous=True, mask=WINDOW)),
+    (ring_attention, 2, dict(block=2, contiguous=True, mask=CAUSAL)),
 ]
 
 
@@ -165,9 +147,7 @@ def test_blocks_and_gradients_are_those_of_the_definition(attend, ratio, options
         agree(results(run, *data), oracle(*data, options["mask"]))
 
 
-@pytest.mark.parametrize(
-    ("contiguous", "mask", "ratio"), [(True, CAUSAL, 4), (False, WINDOW, 2), (True, WINDOW, 1)]
-)
+@pytest.mark.parametrize(("contiguous", "mask", "ratio"), [(True, CAUSAL, 4), (False, WINDOW, 2)])
 def test_a_kernel_matches_the_definition(contiguous, mask, ratio):
     run = program(attention.by_kernel, kernel="xla", contiguous=contiguous, mask=mask)
     for packed in (False, True):
@@ -201,18 +181,17 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
     plan = Plan(attention_kernel=kernel, documents=whole or "packed").resolve(devices="cpu")
     at, of = (np.array([row[i] for row in ROWS.values()], np.int32) for i in (0, 1))
     rng, mask, par = np.random.default_rng(0), Mask(window), Solo(plan)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((len(at), 8, *heads, 8)), jnp.float32)
-        for heads in ((2, 2), (2,), (2,))
-    )
-    kept = attention.as_promised(par, mask, jnp.asarray(at), jnp.asarray(of))
-    out = attention.choose_attention(par, mask)(q, k, v, at, of, at, of)
-    error = np.abs(np.asarray(out) - oracle((q, k, v), ids_of(at, of), mask)[0]).max((1, 2, 3, 4))
+    draw = lambda *heads: rng.standard_normal((len(at), 8, *heads, 8)).astype(np.float32)
+    q, k, v = draw(2, 2), draw(2), draw(2)
+    attend = attention.choose_attention(par, mask)
+    run = lambda at, of, *qkv: (attention.as_promised(par, mask, at, of), attend(*qkv, at, of, at, of))
+    kept, out = map(np.asarray, jax.jit(run)(at, of, q, k, v))
+    error = np.abs(out - oracle((q, k, v), ids_of(at, of), mask)[0]).max((1, 2, 3, 4))
     trusted = TRUSTED_WHOLE - ({"with gaps"} if window else set()) if whole else TRUSTED
     trusted = set(ROWS) if kernel == "flash" else trusted
     assert {name for name, right in zip(ROWS, kept, strict=True) if right} == trusted
-    assert error[np.asarray(kept)].max() <= 1e-5
-    assert kernel == "flash" or error[~np.asarray(kept)].max() > 0.1
+    assert error[kept].max() <= 1e-5
+    assert kernel == "flash" or error[~kept].max() > 0.1
 
 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
@@ -263,107 +242,34 @@ RING = partial(ring_attention, axis="sp")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def all_layouts_agree(run, n, mask, kv_heads, ratio):
-    """In every order of positions, packed or not: one program, since both are data."""
-    for layout, packed in itertools.product(LAYOUTS, (False, True)):
-        data = inputs(kv_heads, ratio, packed)
-        agree(results(run, *data, sequence_permutation(layout, S, n)), oracle(*data, mask))
-
-
 @pytest.mark.parametrize(
-    ("n", "mask", "kv_heads", "ratio", "options"),
+    ("mask", "kv_heads", "ratio", "options"),
     [
-        (2, WINDOW, 2, 1, dict(block=16)),
-        (4, CAUSAL, 2, 2, dict(block=2)),
-        (4, WINDOW, 1, 4, {}),
-        pytest.param(
-            4, WINDOW, 1, 2, dict(platform="cpu"), marks=pytest.mark.long
-        ),  # the kernel is interpreted
-        pytest.param(8, CAUSAL, 2, 1, {}, marks=pytest.mark.full),
-        pytest.param(2, CAUSAL, 2, 4, dict(platform="cpu"), marks=pytest.mark.full),
+        (CAUSAL, 2, 2, dict(block=2)),
+        (WINDOW, 1, 4, {}),
+        # the kernel is interpreted
+        pytest.param(WINDOW, 1, 2, dict(platform="cpu"), marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_a_ring_matches_the_definition(n, mask, kv_heads, ratio, options):
-    """Again and again to the bit: a linear functional's backward ring needs nothing of the forward one, and
-    simulated devices mixed up their hops. Before `after` tied them, half of such runs were wrong."""
-    run = program(RING, n, mask=mask, **options)
-    all_layouts_agree(run, n, mask, kv_heads, ratio)
+def test_a_ring_matches_the_definition(mask, kv_heads, ratio, options):
+    """In every order of positions, packed or not: one program, since both are data. Again and again to the
+    bit: a linear functional's backward ring needs nothing of the forward one, and simulated devices mixed up
+    their hops. Before `after` tied them, half of such runs were wrong."""
+    run = program(RING, 4, mask=mask, **options)
+    for layout, packed in itertools.product(LAYOUTS, (False, True)):
+        data = inputs(kv_heads, ratio, packed)
+        agree(results(run, *data, sequence_permutation(layout, S, 4)), oracle(*data, mask))
     data = inputs(kv_heads, ratio)
     first = results(run, *data)
     for _ in range(7):
         jax.tree.map(np.testing.assert_array_equal, results(run, *data), first)
 
 
-EVERY = [
-    (sp, tp, mask, ratio)
-    for sp in (2, 4, 8)
-    for tp in ((1, 2) if sp < 8 else (1,))
-    for mask in (CAUSAL, WINDOW)
-    for ratio in (1, 4, 8)
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("sp", "tp", "mask", "ratio"), EVERY, ids=str)
-def test_a_ring_with_everything_matches_the_definition(sp, tp, mask, ratio):
-    """Heads cut by tp where it is there."""
-    cut = P(None, "sp", "tp")
-    all_layouts_agree(program(RING, sp, tp, cut, cut, mask=mask), sp, mask, 2, ratio)
-
-
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     qkv, ids = inputs()
     attend = partial(ring_attention, block=8, contiguous=True, **ids)
     assert str(jax.make_jaxpr(attend)(*qkv)).count("cond[") == 4 * 5 // 2
-
-
-def test_ring_matches_the_definition_when_heads_are_cut_and_keys_are_shared_by_another_axis():
-    """K and V are alike over tp, q is not: their gradient's sum over tp is written by the varying check."""
-    data = inputs(kv_heads=1, ratio=4)
-    agree(results(program(RING, 4, 2, P(None, "sp", None, "tp")), *data), oracle(*data))
-
-
-def fault_ids_stay(monkeypatch):
-    monkeypatch.setattr(attention, "_owner", lambda ring, hops: jax.lax.axis_index(ring.axis))
-
-
-def fault_average(monkeypatch):
-    monkeypatch.setattr(attention, "merge", lambda a, x, b, y: ((a + b) / 2, jnp.logaddexp(x, y)))
-
-
-def fault_gradients_stay_at_the_neighbour(monkeypatch):
-    """Of two ranks: keys go once forward, once backward, and then their gradients go."""
-    hop, calls = attention._hop, []
-    stays = lambda ring, x, *by: x if len(calls) == 3 else hop(ring, x, *by)
-    monkeypatch.setattr(attention, "_hop", lambda ring, x, *by: calls.append(x) or stays(ring, x, *by))
-
-
-def fault_lse_gradient_dropped(monkeypatch):
-    attend_grad = attention.attend_tile_grad
-    without = lambda q, out_grad, lse, delta, *key: attend_grad(q, out_grad, lse, delta * 0, *key)
-    monkeypatch.setattr(attention, "attend_tile_grad", without)
-
-
-def fault_live_block_skipped(monkeypatch):
-    monkeypatch.setattr(attention, "seen_tiles", lambda *args: sequence_order.seen_tiles(*args)[::-1])
-
-
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [
-        (fault_ids_stay, "out"),
-        (fault_average, "out"),
-        (fault_gradients_stay_at_the_neighbour, "dk"),
-        (fault_lse_gradient_dropped, "dq"),
-        (fault_live_block_skipped, "out"),
-    ],
-)
-def test_planted_faults_are_caught(fault, what, monkeypatch):
-    fault(monkeypatch)
-    data, faulty = inputs(), program.__wrapped__(RING, 2, grads=what != "out")
-    with pytest.raises(AssertionError, match=what):
-        agree(results(faulty, *data, sequence_permutation("zigzag", S, 2)), oracle(*data))
 
 
 def test_decode_matches_the_definition_and_leaves_the_cache_where_it_is():
@@ -398,49 +304,48 @@ def counted(f, n, *args):
     return counts
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(2, "float32"), (3, "bfloat16"), (8, "bfloat16")])
-def test_ring_hops_are_n_minus_1_each_way(n, dtype):
+def test_ring_hops_are_n_minus_1_each_way():
+    n, dtype = 3, "bfloat16"
     local, shapes = 8, ((2, 4, H), (2, H), (2, H))
     q, k, v = (jax.ShapeDtypeStruct((1, n * local, *shape), dtype) for shape in shapes)
     ids = ids_of(jax.ShapeDtypeStruct((1, n * local), "int32"), None)
     attend = on_ranks(RING, n)
     loss = lambda q, k, v, ids: attend(q, k, v, ids)[0].astype(jnp.float32).sum()
     hops = lambda kind: Counter({("collective-permute", kind, 2 * local * 2 * H): n - 1})
-    keys, gathered = (
-        hops({"bfloat16": "bf16", "float32": "f32"}[dtype]),
-        {("all-gather", "s32", n * local): 1},
-    )
+    keys, gathered = hops("bf16"), {("all-gather", "s32", n * local): 1}
     assert counted(loss, n, q, k, v, ids) == keys + Counter(gathered)
     grad = jax.grad(loss, (0, 1, 2))
     assert counted(grad, n, q, k, v, ids) == keys + keys + hops("f32") + Counter(gathered), "ids are known"
 
 
-REACH = [(4, 1, 0), (4, 10, 2), (8, 6, 2)]
-REACH += [pytest.param(*case, marks=pytest.mark.long) for case in ((4, 2, 1), (4, 9, 1), (8, 99, 7))]
-
-
-@pytest.mark.parametrize(("n", "window", "hops"), REACH)
-def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(n, window, hops):
+@pytest.mark.parametrize(("window", "hops"), [(1, 0), (10, 2), pytest.param(9, 1, marks=pytest.mark.long)])
+def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(window, hops):
     """The answer and the gradients are one device's, packed or not, with a cap on scores too. In other orders
     all keys go round; a row in which order says nothing about positions is not trusted."""
-    mask = Mask(window, cap=3.0)
+    n, mask = 4, Mask(window, cap=3.0)
     ring, one = program(RING, n, mask=mask, order="contiguous"), program(attention.full, mask=mask)
     for packed in (False, True):
         data = inputs(packed=packed)
         agree(results(ring, *data), results(one, *data))
-    first = np.arange(0, S, S // n)  # the query of each rank that sees furthest back
-    ranks = first // (S // n) - np.maximum(first - window + 1, 0) // (S // n)
-    assert ring_hops(mask, "contiguous", n, S // n) == hops == ranks.max()
-    assert ring_hops(mask, "zigzag", n, S // n) == ring_hops(CAUSAL, "contiguous", n, S // n) == n - 1
+    assert ring_hops(mask, "contiguous", n, S // n) == hops
     (q, k, v), ids = inputs()
     attend = on_ranks(RING, n, mask=mask, order="contiguous")
     loss = lambda q, k, v, ids: attend(q, k, v, ids)[0].sum()
     counts = counted(jax.grad(loss, (0, 1, 2)), n, q, k, v, ids)
     assert sum(times for (kind, *_), times in counts.items() if kind == "collective-permute") == 3 * hops
     plan = Plan(f"sp={n}", sequence_order="contiguous").resolve(devices="cpu")
-    at, of = (jnp.asarray([row[i] for row in ROWS.values()]) for i in (0, 1))
-    kept = attention.as_promised(Solo(plan), mask, jnp.tile(at, (1, S // 8)), jnp.tile(of, (1, S // 8)))
-    assert kept.all() == (hops == n - 1)
+    at, of = (np.tile([row[i] for row in ROWS.values()], (1, S // 8)) for i in (0, 1))
+    assert not jax.jit(partial(attention.as_promised, Solo(plan), mask))(at, of).all()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_hops_of_a_window_are_those_of_the_query_that_sees_furthest_back(n):
+    for window in range(1, 2 * S):
+        first = np.arange(0, S, S // n)  # of each rank
+        ranks = first // (S // n) - np.maximum(first - window + 1, 0) // (S // n)
+        assert ring_hops(Mask(window), "contiguous", n, S // n) == ranks.max()
+        assert ring_hops(Mask(window), "zigzag", n, S // n) == n - 1
+    assert ring_hops(CAUSAL, "contiguous", n, S // n) == n - 1
 
 
 @pytest.mark.parametrize("begin", [0, 1000])
@@ -459,10 +364,9 @@ def test_chunks_are_segments_of_positions(packed, begin):
     assert attention.ids_of(Mask(7), None, S, **ids)[0][:, 1].max() == of.max()
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)
-def test_masked_blocks_are_not_executed(mask, monkeypatch):
+def test_masked_blocks_are_not_executed(monkeypatch):
     """Count the blocks that each rank computes while it runs, and compare with what pairs_by_step says."""
-    n, block, ran = 4, 4, Counter()
+    n, block, mask, ran = 4, 4, Mask(window=4), Counter()
     for name in ("attend_tile", "attend_tile_grad"):
         compute = getattr(attention, name)
 
@@ -482,18 +386,12 @@ def test_masked_blocks_are_not_executed(mask, monkeypatch):
         ran.clear()
 
 
-def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attention():
-    """In 16 blocks over 8 ranks, the same on each: (16 + 1) / 2 / 16 = 0.53 of all pairs.
-
-    The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks, so
-    what runs is the share of blocks that run: 2 products forward, and 5 backward, with recomputed scores.
-    """
-    n, block = 8, S // 16
-    pairs = np.sum(pairs_by_step(n, "zigzag", CAUSAL, s=S, block=block), 1)
-    assert pairs.tolist() == [17 / 32 * S * S // n] * n
+def test_a_rings_program_has_two_products_forward_and_five_backward_in_each_block_that_runs():
+    """The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks.
+    Backward, scores are recomputed."""
     qkv, ids = inputs()
-    text = program(RING, n, block=block).lower(qkv, ids, *functional(qkv[0])).compile().as_text()
-    assert executed_flops(text) == 7 * (2 * B * S * S * 2 * 2 * H) / n
+    text = program(RING, 2, block=8).lower(qkv, ids, *functional(qkv[0])).compile().as_text()
+    assert executed_flops(text) == 7 * (2 * B * S * S * 2 * 2 * H) / 2
 
 
 def temp_bytes(n, local):
@@ -519,15 +417,9 @@ def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
 # ----------------------------------------------------------------------------------------------------- orders
 
 
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_orders_are_permutations_and_argsort_undoes_them(name, n):
-    laid = np.array(sequence_permutation(name, 16, n))
-    assert (laid[np.argsort(laid)] == np.arange(16)).all()
-    assert sorted(laid) == list(range(16))
-
-
-def test_orders_as_written():
+def test_orders_are_permutations():
+    for name, n in itertools.product(LAYOUTS, (1, 2, 4)):
+        assert sorted(sequence_permutation(name, 16, n)) == list(range(16))
     assert sequence_permutation("zigzag", 8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
     assert sequence_permutation("striped", 8, 2) == [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -546,20 +438,16 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
         assert pairs[rank][step] == seen[rank, :, (rank - step) % 4].sum()
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_zigzag_balances_what_contiguous_does_not(n):
+def test_zigzag_balances_what_contiguous_does_not():
+    """In all, and summed over the steps of a lockstep ring of 8, in whole tiles of half a chunk, as run."""
     chunk = 16
-    work = np.sum(pairs_by_step(n, "contiguous", s=n * chunk), 1)
-    # 2 - 1/n for long chunks
-    assert work.max() / work.mean() == pytest.approx(2 - (chunk + 1) / (n * chunk + 1))
-    zigzag = np.array(pairs_by_step(n, "zigzag", s=n * chunk))
-    assert (zigzag == zigzag[0]).all()
-    assert zigzag.sum() == work.sum()
-    assert np.ptp(np.max(pairs_by_step(n, "striped", s=n * chunk), 0)) <= chunk
-
-
-def test_the_busiest_rank_of_a_zigzag_ring_does_half_the_work():
-    """Summed over the steps of a lockstep ring of 8, in whole tiles of half a chunk, as run."""
+    for n in (2, 4, 8):
+        work = np.sum(pairs_by_step(n, "contiguous", s=n * chunk), 1)
+        # 2 - 1/n for long chunks
+        assert work.max() / work.mean() == pytest.approx(2 - (chunk + 1) / (n * chunk + 1))
+        zigzag = np.array(pairs_by_step(n, "zigzag", s=n * chunk))
+        assert (zigzag == zigzag[0]).all() and zigzag.sum() == work.sum()
+        assert np.ptp(np.max(pairs_by_step(n, "striped", s=n * chunk), 0)) <= chunk
     makespan = lambda name, block: np.max(pairs_by_step(8, name, s=128, block=block), 0).sum()
     assert makespan("zigzag", 8) <= 0.55 * makespan("contiguous", 16)
 

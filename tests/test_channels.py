@@ -58,14 +58,8 @@ def lowered(platform: str = ""):
 
 def test_a_loop_of_collectives_with_others_beside_it_ends_well_each_time():
     """Without channels each of these crashes, hangs or errs (`soak.py reproducer --without`)."""
-    said = soak("reproducer", "--runs", "8", "--steps", "20", "--at-once", "2")
-    assert said["ends"] == {"ended": 8} and said["answers"] == {"0 wrong": 8}
-
-
-@pytest.mark.long
-def test_random_programs_of_unordered_loops_have_the_values_of_ordered_ones():
-    said = soak("random", "--runs", "1", "--programs", "2", "--steps", "20", "--at-once", "1")
-    assert said["ends"] == {"ended": 1} and said["answers"] == {"0 wrong": 1}
+    said = soak("reproducer", "--runs", "4", "--steps", "20", "--at-once", "2")
+    assert said["ends"] == {"ended": 4} and said["answers"] == {"0 wrong": 4}
 
 
 @pytest.mark.long

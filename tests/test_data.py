@@ -6,14 +6,12 @@ import json
 import os
 import platform
 import re
-import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.training import data
 from llmpar.training.balance import row_orders
 from llmpar.training.data import (
@@ -101,30 +99,22 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, n
         assert same(batch, {k: np.take_along_axis(x, places, 1) for k, x in natural.items()})
     orders = {tuple(map(int, row)) for batch in batches for row in batch["positions"]}
     assert len(orders) > 10 if name == "balanced" else len(orders) == 1
-    # and there was something to get wrong
-    assert sum((batch["targets"] == -1).sum() for batch in batches) > 50
+    assert sum((batch["targets"] == -1).sum() for batch in batches) > 50, "there was something to get wrong"
     assert max(batch["segments"].max() for batch in batches) > 2
 
 
-@pytest.mark.parametrize("name", ["tokens", "targets", "positions", "segments"])
-def test_the_check_sees_an_array_that_was_not_permuted_with_the_others(corpus, name):
-    places = sequence_permutation("zigzag", 16, 4)
-    plain, zigzag = (
-        Batches(corpus, config(held_out=0, batch_size=40), order=o).batch(0)
-        for o in (None, in_order("zigzag"))
+def test_the_check_sees_what_is_wrong(corpus):
+    """A target that crosses, a segment that changes late, an array that was not permuted with the others."""
+    batch, zigzag = (
+        Batches(corpus, config(held_out=0, batch_size=40), order=order).batch(0)
+        for order in (None, in_order("zigzag"))
     )
-    assert same(zigzag, {k: x[:, places] for k, x in plain.items()})
-    assert faults(zigzag | {name: plain[name]}, corpus)
-
-
-def test_the_check_sees_a_target_that_crosses_and_a_segment_that_changes_late(corpus):
-    batch = Batches(corpus, config(held_out=0, batch_size=40)).batch(0)
-    crossing = batch["targets"].copy()
+    assert all(faults(zigzag | {name: batch[name]}, corpus) for name in batch)
+    crossing, late = batch["targets"].copy(), batch["segments"].copy()
     row, column = np.argwhere(crossing[:, :-1] == -1)[0]
     crossing[row, column] = batch["tokens"][row, column + 1]
-    assert faults(batch | {"targets": crossing}, corpus) == {"targets"}
-    late = batch["segments"].copy()
     late[row, column + 1] -= 1
+    assert faults(batch | {"targets": crossing}, corpus) == {"targets"}
     assert faults(batch | {"segments": late}, corpus) == {"segments"}
 
 
@@ -152,14 +142,6 @@ def test_every_epoch_has_its_own_order_of_documents_and_rows(corpus):
     # rows of one document do not follow one another
     follow = [b[0] == a[-1] + 1 for a, b in zip(epochs[0], epochs[0][1:], strict=False)]
     assert np.mean(follow) < 0.2
-
-
-def test_a_single_document_is_shuffled_by_rows():
-    one = Corpus(np.arange(1 + 16 * 50, dtype=np.int32), np.array([0, 801]), ByteTokenizer(), "one")
-    stream = Batches(one, config(batch_size=50, held_out=0))
-    firsts = stream.batch(0)["tokens"][:, 0]
-    assert sorted(firsts) == list(range(0, 800, 16)) and list(firsts) != sorted(firsts)
-    assert list(firsts) != list(stream.batch(1)["tokens"][:, 0])
 
 
 def test_held_out_rows_are_the_same_for_all_seeds_and_epochs_and_never_trained_on(corpus):
@@ -283,9 +265,7 @@ def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_package
 
 def test_a_python_without_sources_says_so_and_uses_its_licence(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(
-        ValueError, match=r"library .* without its sources here, has no text: 0 files, .*--data"
-    ):
+    with pytest.raises(ValueError, match=r"library .* without its sources here, has no text: .*--data"):
         read_corpus(DataConfig())
     write(tmp_path / "LICENSE.txt", "do as you like")
     corpus = read_corpus(DataConfig())
@@ -433,9 +413,7 @@ def test_conversations_are_held_out_whole(corpus):
             == np.abs(corpus.offsets - (total - total // held_out)).min()
         )
     assert Batches(masked, config(held_out=0))._bounds[-1] == total
-    with pytest.raises(
-        ValueError, match=r"the train part \(held_out 4\) of addresses has no answer; give more"
-    ):
+    with pytest.raises(ValueError, match=r"the train part \(held_out 4\) .* has no answer; give"):
         Batches(dataclasses.replace(corpus, counted=np.arange(total) > total - 9), config())
 
 
@@ -464,26 +442,22 @@ def test_too_little_data_for_a_row_is_refused_with_both_numbers(tmp_path):
     path = write(tmp_path / "x.txt", "a" * 99)  # 100 tokens with the start
     corpus = read_corpus(DataConfig(data=(path,)))
     assert Batches(corpus, DataConfig(seq_len=99, held_out=0)).num_rows == 1
-    says = (
-        r"seq_len 100 needs 101 tokens, but the train part \(held_out 0\) of .* has 100 of 100; use a shorter"
-    )
-    with pytest.raises(ValueError, match=says):
-        Batches(corpus, DataConfig(seq_len=100, held_out=0))
-    with pytest.raises(
-        ValueError, match=r"seq_len 64 needs 65 tokens, but the held_out part .* has 25 of 100; use"
+    for seq_len, part, held_out, tokens in (
+        (100, "train", 0, 100),
+        (64, "held_out", 4, 25),
+        (4, "held_out", 0, 0),
     ):
-        Batches(corpus, DataConfig(seq_len=64, held_out=4), "held_out")
-    with pytest.raises(ValueError, match=r"the held_out part .* has 0 of 100"):
-        Batches(corpus, DataConfig(seq_len=4, held_out=0), "held_out")
+        says = (
+            rf"seq_len {seq_len} needs {seq_len + 1} tokens, but the {part} part .* has {tokens} of 100; use"
+        )
+        with pytest.raises(ValueError, match=says):
+            Batches(corpus, DataConfig(seq_len=seq_len, held_out=held_out), part)
 
 
-NO_ORDER = [np.arange(15), np.arange(17), np.arange(1, 17), np.zeros(16, int)]
-
-
-@pytest.mark.parametrize("order", NO_ORDER, ids=["short", "long", "shifted", "repeated"])
-def test_an_order_that_is_no_permutation_is_refused(corpus, order):
-    with pytest.raises(ValueError, match="is in each row no permutation of 0 to 15"):
-        Batches(corpus, CONFIG, order=lambda rows: np.tile(order, (len(rows), 1))).batch(0)
+def test_an_order_that_is_no_permutation_is_refused(corpus):
+    for order in (np.arange(15), np.arange(17), np.arange(1, 17), np.zeros(16, int)):
+        with pytest.raises(ValueError, match="is in each row no permutation of 0 to 15"):
+            Batches(corpus, CONFIG, order=lambda rows: np.tile(order, (len(rows), 1))).batch(0)  # noqa: B023
 
 
 def test_a_step_before_the_first_is_refused(corpus):
@@ -565,9 +539,7 @@ def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_
     assert open_tokenizer(path, "<pad>").start_id == 0
     assert open_tokenizer(make_tokenizer(special=("<pad>", "<s>"))).start_id == 1
     path = make_tokenizer(special=("<pad>",))
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.json' lacks <\|begin_of_text\|>, .*; name a token it has as"
-    ):
+    with pytest.raises(ValueError, match=r"lacks <\|begin_of_text\|>, .*; name a token it has as"):
         open_tokenizer(path)
     with pytest.raises(ValueError, match=r"lacks <nope>; name a token it has as start_token"):
         open_tokenizer(path, "<nope>")
@@ -585,14 +557,6 @@ def test_the_size_of_a_vocabulary_with_gaps_is_its_largest_id_plus_one(make_toke
     tokenizer = open_tokenizer(path)
     assert tokenizer.vocab_size == 70_001
     assert read_corpus(DataConfig(tokenizer=tokenizer.name, limit_bytes=999)).tokens.dtype == np.int32
-
-
-def test_a_missing_package_is_refused_naming_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ValueError, match=r"'x\.json' needs the package tokenizers, .*; install the extra llmpar\[hf\]"
-    ):
-        open_tokenizer("x.json")
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(make_tokenizer, tmp_path):
@@ -621,8 +585,7 @@ def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
     assert tokenizer_of(made, same.name).name == same.name
     for asked in (other.name, "bytes"):
         with pytest.raises(
-            ValueError,
-            match="the checkpoint was trained with tokenizer '.*a.json', and '.*' is another; give",
+            ValueError, match="was trained with tokenizer '.*a.json', and '.*' is another; give"
         ):
             tokenizer_of(made, asked)
     assert tokenizer_of(None, None).name == tokenizer_of({}, None).name == "bytes"
@@ -632,9 +595,7 @@ def test_a_token_that_is_missing_for_what_is_unknown_is_a_sentence(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
     made.save(str(tmp_path / "t.json"))
-    with pytest.raises(
-        ValueError, match="tokenizer '.*t.json' cannot encode the text: .*UNK.*; mend it, or use 'bytes'"
-    ):
+    with pytest.raises(ValueError, match="'.*t.json' cannot encode the text: .*UNK.*; mend it, or"):
         open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
 
 
@@ -646,7 +607,5 @@ def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):
         large.truncate(1 << 40)
     corpus = read_corpus(DataConfig(data=(str(file),), limit_bytes=101))
     assert corpus.tokens.tolist()[1:4] == [97, 0xC3, 0xA9] and 100 <= len(corpus.tokens) - 1 <= 101
-    with pytest.raises(
-        ValueError, match="would take 12,288.0 GiB of memory .* and this machine has .*; use --limit-bytes"
-    ):
+    with pytest.raises(ValueError, match="take 12,288.0 GiB of memory .*; use --limit-bytes"):
         read_corpus(DataConfig(data=(str(file),)))

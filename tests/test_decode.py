@@ -1,7 +1,6 @@
 """Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -12,7 +11,6 @@ from parity import LLAMA, MOE, QWEN, by_arrow, family, logits_of, name, predicte
 
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.parallel.mesh import make_mesh, split_axes
-from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import LoraConfig
 from llmpar.plan.plan import BEST, Plan
 from llmpar.predict import serving, traffic
@@ -21,12 +19,9 @@ from llmpar.serve.engine import Engine, Event, Request
 
 B, S, MORE = 2, 11, 6
 PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)
-WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=4)
-LORA = dataclasses.replace(LLAMA, name="tiny-lora", lora=LoraConfig(4, 8.0, ("q", "v", "o", "up", "down")))
-COPIES = dataclasses.replace(QWEN, name="two KV heads, biases, norms", num_heads=8, num_kv_heads=2)
+LORA = dataclasses.replace(QWEN, name="tiny-lora", lora=LoraConfig(4, 8.0, ("q", "v", "o", "up", "down")))
+COPIES = dataclasses.replace(QWEN, name="copies", num_heads=8, num_kv_heads=2, window=4)
 TIGHT = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, capacity_factor=0.25))
-full = functools.partial(pytest.param, marks=pytest.mark.full)
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def engine(config, plan, slots=B, length=S + MORE, params=None, **sizes) -> Engine:
@@ -51,13 +46,12 @@ def whole(config, tokens):
 
 
 PLANS = [
-    (COPIES, Plan("sp=2 tp=4", zero=0)), (WINDOW, Plan("fsdp=2 sp=2")),
-    (family("deepseek_v2"), Plan("sp=2 tp=2")), long(family("gpt_oss"), Plan("ep=2 tp=2", zero=0)),
-    (family("llama4_text"), Plan("sp=2 tp=2")),
-    (TIGHT, Plan("ep=2 sp=2", zero=0)), full(MOE, Plan("ep=2 sp=2 tp=2", zero=0)),
-    full(QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
-    full(LLAMA, Plan("dp=1", zero=0)), full(LLAMA, Plan("sp=4", zero=0)),
-]  # fmt: skip
+    (COPIES, Plan("sp=2 tp=4", zero=0)),
+    (dataclasses.replace(family("deepseek_v2"), num_layers=2), Plan("sp=2 tp=2")),
+    (dataclasses.replace(family("llama4_text"), num_layers=4), Plan("sp=2 tp=2")),
+    (TIGHT, Plan("ep=2 sp=2", zero=0)),
+    pytest.param(family("gpt_oss"), Plan("ep=2 tp=2", zero=0), marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
@@ -86,35 +80,23 @@ def test_a_cache_gives_the_probabilities_of_the_whole_forward_pass(config, plan)
     assert shard.shape[3] == heads, "a head has one copy at most"
 
 
-def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
-    """The planted fault: every rank is the first: even positions count twice and odd ones are lost."""
-    ask = Request(tuple(PROMPT[0].tolist()), 1)
-    index = Manual.index
-    monkeypatch.setattr(Manual, "index", lambda par, layout: 0 if layout == "cache t" else index(par, layout))
-    ((wrong,),) = answers(engine(LLAMA, Plan("sp=2", zero=0)), ask)
-    assert abs(wrong.logprob - whole(LLAMA, ask.tokens)[-1].max()) > 1e-3
-
-
-MESHES = [
-    (LLAMA, Plan("tp=2 dp=2 sp=2", zero=0)), (COPIES, Plan("sp=2 tp=4", zero=0)),
-    (QWEN, Plan("fsdp=2 sp=2 tp=2")), (MOE, Plan("dp=2 ep=2 tp=2", zero=0)),
-    (LLAMA, Plan("sp=8", zero=0, dtype="bfloat16")), (LORA, Plan("fsdp=2 sp=2 tp=2")),
-]  # fmt: skip
-STEPS = (1, False), (4, False), (4, True)
-STEPPED = [
-    (pytest.param if (i + j) % 3 == 0 else full)(*mesh, *step)
-    for i, mesh in enumerate(MESHES)
-    for j, step in enumerate(STEPS)
+STEPS = [
+    (LLAMA, Plan("tp=2 dp=2 sp=2", zero=0), 1, False, 1 << 16),
+    (COPIES, Plan("sp=2 tp=4", zero=0), 4, True, 37),
+    (MOE, Plan("dp=2 ep=2 tp=2", zero=0), 1, False, 37),
+    (LLAMA, Plan("sp=8", zero=0, dtype="bfloat16"), 4, True, 37),
+    (LORA, Plan("fsdp=2 sp=2 tp=2"), 4, False, 37),
 ]
 
 
 @pytest.mark.parametrize(
-    "config, plan, width, echo",
-    STEPPED,
+    "config, plan, width, echo, length",
+    STEPS,
     ids=lambda x: name(x) if isinstance(x, Plan) else getattr(x, "name", str(x)),
 )
-def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width, echo):
-    rows, length = 4, 37
+def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width, echo, length):
+    """A long cache costs no copy of itself."""
+    rows = 4
     run = Decoder(config, plan, make_mesh(plan.mesh), weights(config), rows, length)
     mesh = split_axes(make_mesh(plan.mesh), run.plan.mesh)
     lowered = run.run.lower(run.params, run.cache, DecoderInput.idle(rows, width), echo)
@@ -125,6 +107,7 @@ def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width
     held = serving.device_cache_bytes(run.plan, rows, length)
     assert {sum(x.addressable_shards[i].data.nbytes for x in run.cache) for i in range(8)} == {held}
     assert compiled_memory(compiled)["alias_bytes"] == held, "the cache is not written in place"
+    assert length == 37 or compiled_memory(compiled)["temp_bytes"] < held
     flops = serving.device_flops(run.plan, rows, length, width, echo)
     if config.experts is None:
         assert executed_flops(text) == sum(flops.values())
@@ -137,18 +120,6 @@ def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width
         )
         useful = config.active_params - besides + (plan.mesh.tp - 1) * routers
         assert flops["weights"] * plan.mesh.size == 2 * rows * width * useful
-
-
-def test_a_long_cache_costs_no_copy_of_itself_and_no_more_traffic():
-    sent, temporary = [], []
-    for length in (64, 1 << 16):
-        run = Decoder(LLAMA, Plan("sp=4", zero=0), make_mesh("sp=4"), weights(LLAMA), B, length)
-        compiled, text = read_program(run.run.lower(run.params, run.cache, DecoderInput.idle(B), False))
-        sent.append(by_arrow(census_hlo(text, make_mesh("sp=4"))))
-        temporary.append(compiled_memory(compiled)["temp_bytes"])
-    assert sent[0] == sent[1]
-    held = serving.device_cache_bytes(run.plan, B, 1 << 16)
-    assert temporary[1] < held
 
 
 def test_only_tokens_are_written():

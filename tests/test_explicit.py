@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
-from parity import BATCH, LLAMA, MOE, SEQ, assert_same, compare_with_manual, name, state_of
+from parity import BATCH, LLAMA, MOE, SEQ, compare_with_manual, name, state_of
 
 from llmpar.inspect.census import read_program
 from llmpar.inspect.types import types
@@ -65,25 +65,6 @@ def test_a_value_of_another_type_is_refused_by_the_arrow():
             ValueError, match=r"'stream b s d' is 'b/dp,fsdp s d' here, but the type float32\[8@dp,4,4\]"
         ):
             jax.jit(lambda x: par.move(x, "stream b s d -> ffn b s d"))(x)
-
-
-class NoSum(Explicit):
-    """The model's text forgets the unfinished sum at the end of the feed-forward: ``+m`` is missing."""
-
-    def leave(self, multiply, x, arrow, *weights):
-        return super().leave(multiply, x, arrow.replace(" +m", ""), *weights)
-
-
-@pytest.mark.long
-def test_a_sum_that_the_text_forgets_is_finished_by_no_one_else():
-    """JAX would sum at once, where the type says so; the result is right, and the arrow is gone. With the
-    sum in the type and no arrow, JAX refuses."""
-
-    class Faulty(Step):
-        def _parallel(self):
-            return NoSum(self.plan, self.mesh)
-
-    assert_same(LLAMA, spread(MIXED), step_class=Faulty)
 
 
 # ---------------------------------------------------------------------------------------------------- traffic

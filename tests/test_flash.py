@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from parity import LLAMA
 from test_attention import (
     CAUSAL,
     WINDOW,
@@ -31,7 +30,6 @@ from test_attention import (
 )
 from test_mesh import in_a_fresh_process
 
-from llmpar.inspect.report import inspect
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
 from llmpar.model import attention
@@ -74,7 +72,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 40))]
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 40))]
 )
 def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_and_mask(seed):
     qkv, ids, mask = drawn(seed)
@@ -178,17 +176,17 @@ def test_a_span_is_what_is_seen_between_any_two_ranks_in_every_order(order, docu
             np.testing.assert_array_equal(inside(spans, 1, 2, num), every)
 
 
-@pytest.mark.parametrize("seed", range(10))
 def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that_is_not_seen_whole(
-    seed, monkeypatch
+    monkeypatch,
 ):
     monkeypatch.setattr(flash, "jnp", np)
-    rng, mask = np.random.default_rng(seed), Mask((None, 5, 9)[seed % 3])
-    order = lambda: np.arange(24).reshape(6, 4)[rng.permutation(6)].ravel()  # of six tiles
-    q_ids, k_ids = (np.stack([order(), np.sort(rng.integers(0, 1 + seed % 2, 24))]) for _ in range(2))
-    some, every = of_tiles(mask, q_ids, k_ids, 4, 4)
-    (spans,) = np.asarray(flash.spans(mask, q_ids[None], k_ids[None], 4, 4))
-    assert (inside(spans, 0, 3, 6) >= some).all() and (inside(spans, 1, 2, 6) <= every).all()
+    for seed in range(10):
+        rng, mask = np.random.default_rng(seed), Mask((None, 5, 9)[seed % 3])
+        order = lambda rng=rng: np.arange(24).reshape(6, 4)[rng.permutation(6)].ravel()  # of six tiles
+        q_ids, k_ids = (np.stack([order(), np.sort(rng.integers(0, 1 + seed % 2, 24))]) for _ in range(2))
+        some, every = of_tiles(mask, q_ids, k_ids, 4, 4)
+        (spans,) = np.asarray(flash.spans(mask, q_ids[None], k_ids[None], 4, 4))
+        assert (inside(spans, 0, 3, 6) >= some).all() and (inside(spans, 1, 2, 6) <= every).all()
 
 
 def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_masked(monkeypatch):
@@ -200,73 +198,7 @@ def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_mas
     assert np.asarray(flash.spans(CAUSAL, ids, ids, 8, 8))[0].tolist() == spans
 
 
-def fault_tile_forgotten(monkeypatch):
-    spans = flash.spans
-    monkeypatch.setattr(flash, "spans", lambda *args: spans(*args) - jnp.array([[[0, 0, 0, 1]]]))
-
-
-def fault_mask_forgotten(monkeypatch):
-    spans = flash.spans
-    monkeypatch.setattr(flash, "spans", lambda *args: spans(*args)[..., jnp.array([0, 0, 3, 3])])
-
-
-def fault_documents_ignored(monkeypatch):
-    add_pair, one = flash.add_pair, lambda tile: [*tile[:-1], [tile[-1][0], tile[-1][1] * 0]]
-    monkeypatch.setattr(
-        flash, "add_pair", lambda call, *tiles: add_pair(call, *map(one, tiles[:2]), *tiles[2:])
-    )
-
-
-def fault_lse_gradient_dropped(monkeypatch):
-    backward = flash.kernel_backward
-
-    def without(*args, **settings):
-        return backward(*args[:5], (*args[5][:2], args[5][2] * 0), *args[6:], **settings)
-
-    monkeypatch.setattr(flash, "kernel_backward", without)
-
-
-def fault_earlier_keys_forgotten(monkeypatch):
-    forward = flash.kernel_forward
-
-    def without(*args, **settings):
-        return forward(*args[:5], (args[5][0] * 0, args[5][1]), **settings)
-
-    monkeypatch.setattr(flash, "kernel_forward", without)
-
-
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [
-        (fault_tile_forgotten, "out|lse"),
-        (fault_documents_ignored, "out"),
-        (fault_mask_forgotten, "out"),
-        (fault_lse_gradient_dropped, "dq"),
-        (fault_earlier_keys_forgotten, "out"),
-    ],
-)
-def test_planted_faults_are_caught(fault, what, monkeypatch):
-    fault(monkeypatch)
-    run, n = (
-        (partial(ring_attention, axis="sp"), 2)
-        if fault is fault_earlier_keys_forgotten
-        else (ring_attention, 1)
-    )
-    data, faulty = inputs(packed=True), program.__wrapped__(run, n, grads=what == "dq", platform="cpu")
-    with pytest.raises(AssertionError, match=what):
-        agree(results(faulty, *data), oracle(*data))
-
-
 # ----------------------------------------------------------------------------------------------------- plans
-
-
-@pytest.mark.nightly
-def test_inspect_says_which_kernel_and_finds_what_was_predicted():
-    document = inspect(LLAMA, Plan("sp=2", attention_kernel="flash", sequence_order="striped"), 2, 16)
-    assert document["attention_kernel"] == "flash" and document["flops"]["executed_per_device"] is None
-    rows = document["collectives"]
-    assert rows and all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
-    assert all(row["predicted_count"] == row["count"] for row in rows)
 
 
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
@@ -348,33 +280,21 @@ def busy(k, r, s, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("k, r, s", [(1, 4, 8192), (1, 8, 4096)])
-def test_a_gpu_is_busy_to_the_end_since_the_longest_spans_come_first(k, r, s, monkeypatch):
-    """llama3-8b and llama3-70b cut by tp=8. With a program for each KV head, in the order of keys, dK and dV
-    kept 25 and 13 % of it busy, and forward 60 %."""
-    assert min(busy(k, r, s, monkeypatch).values()) > 0.96
+def test_a_gpu_is_busy_to_the_end_since_the_longest_spans_come_first(monkeypatch):
+    """llama3-70b cut by tp=8. With a program for each KV head, in the order of keys, dK and dV kept 13 % of
+    it busy, and forward 60 %."""
+    assert min(busy(1, 8, 4096, monkeypatch).values()) > 0.96
 
 
-@pytest.mark.parametrize(
-    "chip, roomy",
-    [
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA A100-SXM4-40GB", True),
-        ("NVIDIA B200", True),
-        ("NVIDIA A30", True),
-        ("NVIDIA GH200 480GB", True),
-        ("NVIDIA L4", False),
-        ("NVIDIA A10G", False),
-        ("NVIDIA GeForce RTX 4090", False),
-        ("NVIDIA RTX A3000", False),
-        ("NVIDIA RTX A1000 Laptop GPU", False),
-        ("cpu", False),
-    ],
-)
-def test_a_gpu_that_is_not_known_to_have_room_gets_smaller_tiles(chip, roomy):
+def test_a_gpu_that_is_not_known_to_have_room_gets_smaller_tiles():
     """As JAX names it."""
-    tiles = kernel_tiles("flash_forward", 128, 2, 4096, 4096, "gpu", chip)
-    assert tiles == (128, 64 if roomy else 32, 3, 8)
+    roomy = "H100 80GB HBM3", "A100-SXM4-40GB", "B200", "A30", "GH200 480GB"
+    others = "L4", "A10G", "GeForce RTX 4090", "RTX A3000", "RTX A1000 Laptop GPU"
+    for chips, keys in {roomy: 64, others: 32}.items():
+        for chip in chips:
+            tiles = kernel_tiles("flash_forward", 128, 2, 4096, 4096, "gpu", f"NVIDIA {chip}")
+            assert tiles == (128, keys, 3, 8), chip
+    assert kernel_tiles("flash_forward", 128, 2, 4096, 4096, "gpu", "cpu").k == 32
 
 
 @pytest.mark.long

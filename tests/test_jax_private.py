@@ -162,12 +162,6 @@ def test_a_shard_map_can_be_traced_on_a_mesh_of_ones_and_afterwards_on_its_own()
     assert "'i': 8" in before and "'i': 1" in alone and "f32[2,2]" not in alone
 
 
-def test_a_mesh_of_ones_has_the_names_and_types_of_the_other():
-    mesh = make_mesh("dp=2 tp=2")
-    ones = _jax.mesh_of_ones(mesh)
-    assert ones.axis_names == mesh.axis_names and ones.axis_types == mesh.axis_types and ones.size == 1
-
-
 def test_a_scan_tells_how_many_operands_are_constants_and_how_many_are_carried():
     def f(w, x, c):
         return lax.scan(lambda c, row: (c + w @ row, row), c, x)

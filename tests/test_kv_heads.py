@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import optax
-import pytest
-from parity import LLAMA, assert_same, batch, solo, state_of, weights
+from parity import LLAMA, batch, solo, state_of, weights
 
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
@@ -28,24 +27,9 @@ def test_each_copy_holds_its_head_and_the_sum_of_all_copies_gradients():
         for shard in got.addressable_shards:
             head = shard.device.id // 2
             assert shard.data.shape == (2, 64, 1, 4) and shard.index[2] == slice(head, head + 1)
-            assert np.abs(shard.data - want[:, :, head : head + 1]).max() < 1e-5 * np.abs(want).max()
-
-
-@pytest.mark.long
-def test_a_copy_that_is_left_out_of_the_sum_is_noticed():
-    """The planted fault: the gradients of the second copy's query heads are lost. (To leave the sum out is no
-    program: shard_map's types refuse it.)"""
-
-    class Forgetful(Step):
-        def _reduce(self, grads):
-            first = jax.lax.axis_index("kv") == 0
-            attention = grads["blocks"]["attention"]
-            lost = {w: jax.numpy.where(first, attention[w], 0) for w in "kv"}
-            blocks = grads["blocks"] | {"attention": attention | lost}
-            return super()._reduce(grads | {"blocks": blocks})
-
-    with pytest.raises(AssertionError, match="gradient of .*'attention'.*'k'"):
-        assert_same(LLAMA4, Plan("tp=8"), step_class=Forgetful)
+            assert (
+                np.abs(np.asarray(shard.data) - want[:, :, head : head + 1]).max() < 1e-5 * np.abs(want).max()
+            )
 
 
 def test_a_plan_for_a_model_is_told_in_the_notation():

@@ -1,5 +1,6 @@
 """Every timetable runs: what is computed, what is held, where layers lie, and the tables that are refused."""
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -141,37 +142,15 @@ def test_a_cut_function_gives_the_same_numbers_and_no_product_twice():
         dw, dx = jax.vjp(g, weights, x)[1](dy)
         return dx, dw
 
-    key = iter(jax.random.split(jax.random.key(0), 5))
-    w = {
-        name: jax.random.normal(next(key), shape)
-        for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()
-    }
-    x, dy = (jax.random.normal(next(key), (5, 4)) for _ in "xy")
+    draw = lambda *shape: np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    w = {"first": draw(4, 8), "second": draw(8, 4), "more": draw(3, 4, 4)}
+    x, dy = draw(5, 4), draw(4, 5).T
     first, second, crossing = split_backward(f, shared=(w,), first_args=(x, dy))
     dx, kept = first(w, x, dy)
     assert len(kept) == len(crossing) > 0
-    jax.tree.map(equal_but_for_rounding, (dx, second(w, kept)), f(w, x, dy))
+    jax.tree.map(equal_but_for_rounding, (dx, second(w, kept)), jax.jit(f)(w, x, dy))
     assert flops(first.jaxpr) + flops(second.jaxpr) == flops(jax.make_jaxpr(f)(w, x, dy).jaxpr)
     assert flops(second.jaxpr) == 2 * 2 * 5 * 4 * 8
-
-
-def test_what_is_cut_can_be_cut_again_and_what_comes_later_goes_to_the_second():
-    """As a pipeline does: y, then the gradient of x once dy is there, then the weights' gradients."""
-
-    def f(weights, x, dy):
-        y, pull = jax.vjp(lambda w, x: jnp.tanh(x @ w["first"]) @ w["second"], weights, x)
-        dw, dx = pull(dy)
-        return y, (dx, dw)
-
-    rng = np.random.default_rng(0)
-    w = {"first": rng.standard_normal((4, 8)), "second": rng.standard_normal((8, 4))}
-    w, x, dy = jax.tree.map(jnp.float32, (w, rng.standard_normal((5, 4)), rng.standard_normal((5, 4))))
-    forward, both, saved = split_backward(f, shared=(w,), first_args=(x,), second_args=(dy,))
-    backward, weights, _ = split_backward(both, shared=(w, saved), first_args=(dy,))
-    y, kept = forward(w, x)
-    dx, left = backward(w, kept, dy)
-    jax.tree.map(equal_but_for_rounding, (y, (dx, weights(w, kept, left))), f(w, x, dy))
-    assert [flops(part.jaxpr) for part in (forward, backward, weights)] == [2 * 2 * 5 * 4 * 8] * 3
 
 
 # ----------------------------------------------------------------------------------------------- what is held
@@ -204,11 +183,6 @@ def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_m
 def test_an_order_for_another_plan_is_refused(mesh, microbatches, said):
     with pytest.raises(ValueError, match=said):
         Plan(mesh, schedule=WRITTEN, microbatches=microbatches).resolve(LLAMA, None, BATCH, SEQ)
-
-
-def test_a_wrong_table_is_not_even_traced():
-    with pytest.raises(ValueError, match="never runs B1"):
-        trace(LLAMA, Plan("pp=2", schedule="F0 F1 B0 B1\nF0 B0 F1", microbatches=2))
 
 
 # ------------------------------------------------------------------------------------------- where layers lie
@@ -320,14 +294,9 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
 
 
-GIVEN = Plan("fsdp=2 tp=2", mode="explicit")
-
-
-@pytest.mark.parametrize(
-    "plan", [piped("pp=2 fsdp=2", "1f1b 4"), pytest.param(GIVEN, marks=pytest.mark.nightly)]
-)
-def test_a_state_begins_with_given_weights_in_the_models_order(plan):
+def test_a_state_begins_with_given_weights_in_the_models_order():
     """Three layers on two stages, whose places are four. Schedule-free SGD keeps a copy of the weights."""
+    plan = piped("pp=2 fsdp=2", "1f1b 4")
     config = dataclasses.replace(LLAMA, num_layers=3)
     free = schedule_free(optax.sgd(0.1), learning_rate=0.1)
     step, given = Step(config, plan, make_mesh(plan.mesh), free), weights(config)
@@ -352,32 +321,6 @@ def test_a_state_begins_with_given_weights_in_the_models_order(plan):
             step.init(0, wrong)
 
 
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-@pytest.mark.long
-def test_layers_in_another_order_are_noticed():
-    config, plan = DEEP, piped("pp=2", "interleaved 2")
-
-    class Natural(Step):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.layer_orders = [np.arange(4)]
-
-    with pytest.raises(AssertionError, match=r"^loss 5\.\d+ for 5\.\d+"):
-        assert_same(config, plan, step_class=Natural)
-
-
-@pytest.mark.long
-def test_a_slot_given_away_too_early_is_noticed(monkeypatch):
-    def cramped(table):
-        return dataclasses.replace(slots(table), saved=np.minimum(slots(table).saved, 0))
-
-    monkeypatch.setattr(pipeline, "slots", cramped)
-    with pytest.raises(AssertionError, match="is off by"):
-        assert_same(LLAMA, piped("pp=2 dp=2", "1f1b 4"))
-
-
 def test_a_missing_sum_over_stages_is_noticed():
     @dataclasses.dataclass(frozen=True)
     class Forgetful(Resolved):
@@ -391,19 +334,11 @@ def test_a_missing_sum_over_stages_is_noticed():
         assert_same(LLAMA, planted(Forgetful, Plan("pp=2 dp=2", microbatches=4), LLAMA))
 
 
-@pytest.mark.parametrize(
-    "optimizer, counts", [(optax.adafactor, True), (optax.adamw, False), (optax.lamb, False)]
-)
+@pytest.mark.parametrize("optimizer, counts", [(optax.adafactor, True), (optax.lamb, False)])
 def test_an_optimizer_that_would_count_the_empty_places_of_a_stack_is_refused(optimizer, counts):
     """Three layers on two stages leave a place of zeros. Adafactor's root mean square is over the whole
     stack: its weights moved by something 13 % off those of one device, without a word."""
     three, plan = dataclasses.replace(LLAMA, num_layers=3), Plan("pp=2", microbatches=2)
-    make = lambda config: Step(config, plan, make_mesh(plan.mesh), optimizer(1e-3))
-    if counts:
-        with pytest.raises(
-            ValueError, match="3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"
-        ):
-            make(three)
-    else:
-        make(three)
-    make(dataclasses.replace(LLAMA, num_layers=4))
+    said = "3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"
+    with pytest.raises(ValueError, match=said) if counts else contextlib.nullcontext():
+        Step(three, plan, make_mesh(plan.mesh), optimizer(1e-3))

@@ -3,6 +3,7 @@ gradients (test_plans.py has the plans) would catch."""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +34,11 @@ MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
 
 
-def curve(mesh: str, mode: str = "manual"):
+def curve(mesh: str):
     """Losses of 20 steps, of an optimizer that looks at whole rows and columns and then cuts its updates to
     a global norm, to which every element must count once, copies of a KV head too."""
     rule = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.clip_by_global_norm(0.1))
-    step = Step(HEADS, Plan(mesh, zero=2, mode=mode), make_mesh(mesh), rule, clip=None)
+    step = Step(HEADS, Plan(mesh, zero=2), make_mesh(mesh), rule, clip=None)
     state, losses = state_of(step), []
     for number in range(20):
         state, metrics = step.run(state, jax.device_put(batch(number % 3), step.batch_sharding))
@@ -46,16 +47,12 @@ def curve(mesh: str, mode: str = "manual"):
     return np.array(losses)
 
 
-NIGHTLY = pytest.param("fsdp=4 tp=2", "explicit", marks=pytest.mark.nightly)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("mesh, mode", [("fsdp=2 tp=4", "manual"), NIGHTLY])
-def test_any_optax_optimizer_follows_the_same_curve_on_a_cut_state_with_copies_of_heads(mesh, mode):
+def test_any_optax_optimizer_follows_the_same_curve_on_a_cut_state_with_copies_of_heads():
     """1e-4: float32 rounding, grown through 20 steps."""
     one = curve("dp=1")
     assert one[-1] < one[0] - 0.03
-    np.testing.assert_allclose(curve(mesh, mode), one, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(curve("fsdp=2 tp=4"), one, rtol=0, atol=1e-4)
 
 
 class OfOnes(Step):
@@ -71,9 +68,10 @@ def test_a_gradient_longer_than_the_clip_is_cut_to_it_and_a_shorter_one_stays():
     length = LLAMA.num_params**0.5
     for clip, want in {0.5: 0.5, 2 * length: length}.items():
         step = OfOnes(LLAMA, Plan(), make_mesh("dp=1"), optax.sgd(1.0), clip)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.abstract_state)
-        state, _ = step.run(nothing, jax.tree.map(jnp.asarray, batch()))
-        assert optax.tree.norm(state.params) == pytest.approx(want, rel=1e-4) and state.step == 1
+        nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state)
+        state, _ = step.run(jax.device_put(nothing, step.shardings), batch())
+        found = math.sqrt(sum((np.asarray(w) ** 2).sum() for w in jax.tree.leaves(state.params)))
+        assert found == pytest.approx(want, rel=1e-4) and state.step == 1
 
 
 # ----------------------------------------------------------------------------------------------------- faults
@@ -152,9 +150,7 @@ FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     step_class, error, message = FAULTS[fault]
-    assert all(hasattr(Step, method) for method in vars(step_class) if method[:2] != "__"), (
-        "it replaces something"
-    )
+    assert all(hasattr(Step, method) for method in vars(step_class) if method[:2] != "__")
     with pytest.raises(error, match=message):
         assert_same(LLAMA, Plan(MIXED), step_class=step_class)
 
@@ -166,12 +162,6 @@ def test_without_the_fault_the_same_subclassing_passes_and_of_no_target_there_is
     silent = batch() | {"targets": np.full((BATCH, SEQ), -1, np.int32)}
     loss, norm, grads = answer(*program, silent)
     assert loss == norm == 0 and not any(np.any(g) for g in jax.tree.leaves(grads))
-
-
-def test_the_batch_of_these_tests_has_uneven_documents_and_targets():
-    counts = (batch()["targets"] >= 0).sum(1)
-    assert counts[0] == 0 and len(set(counts)) > 4 and (BATCH, SEQ) == batch()["segments"].shape
-    assert set(np.unique(batch()["segments"])) == {1, 2}
 
 
 # ---------------------------------------------------------------------------------------- what a step refuses
@@ -200,16 +190,18 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["host", "devices"])
-@pytest.mark.parametrize("name, value, says", FOREIGN)
-def test_tokens_of_another_vocabulary_are_refused_wherever_they_lie(name, value, says, there):
+def test_tokens_of_another_vocabulary_are_refused_wherever_they_lie():
     """They would be taken for zeros; and a state that is not used up by it can be used."""
-    step, given = mixed_step(), changed(name, value)
-    for call, state in ((step.run, state_of(step)), (step.evaluate, state_of(step).params)):
-        with pytest.raises(ValueError, match=says):
-            call(state, jax.device_put(given, step.batch_sharding) if there else given)
+    step = mixed_step()
+    state = state_of(step)
+    for name, value, says in FOREIGN:
+        here = changed(name, value)
+        for given in (here, jax.device_put(here, step.batch_sharding)):
+            for call, held in ((step.run, state), (step.evaluate, state.params)):
+                with pytest.raises(ValueError, match=says):
+                    call(held, given)
     kept = changed("targets", -100)  # what does not count
-    assert np.isfinite(step.run(state_of(step), kept)[1]["loss"])
+    assert np.isfinite(step.run(state, kept)[1]["loss"])
 
 
 def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():

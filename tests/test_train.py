@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from parity import LLAMA, logits_of, weights
 from steps import train
 
@@ -29,7 +30,7 @@ from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
-from llmpar.training.data import Batches, Corpus, DataConfig, read_corpus
+from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.loop import OptimizerConfig, Report, made_of
 from llmpar.training.optimizer import make_optimizer, muon_dims
 from llmpar.training.step import State, Step
@@ -37,7 +38,7 @@ from llmpar.training.step import State, Step
 SMALL = dataclasses.replace(
     LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32
 )
-MIXED = Plan("dp=2 fsdp=2 tp=2")
+MIXED = Plan("fsdp=2 tp=2")
 BALANCED = Plan("dp=2 sp=2", microbatches=2, sequence_order="balanced", context_parallel="gather")
 DEEP = dataclasses.replace(SMALL, num_layers=5)
 PIPED = Plan("pp=2", schedule="interleaved", microbatches=2)
@@ -102,9 +103,7 @@ def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     assert [row["loss"] for row in rows] == report.losses == [loss for _, loss in seen]
     assert [row["grad_norm"] for row in rows] == report.grad_norms and all(row["seconds"] > 0 for row in rows)
     assert report.tokens_per_step == 8 * 16 and report.start == 0
-    assert report.tokens_per_s == 8 * 16 / report.step_s and report.mfu is None, (
-        "simulated devices have no peak"
-    )
+    assert report.tokens_per_s == 8 * 16 / report.step_s and report.mfu is None
 
 
 @pytest.mark.long
@@ -141,58 +140,38 @@ class Full:
             raise OSError(28, "No space left on device")
 
 
-def stopped_by_the_log(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmpar.training.loop._opened", lambda path: contextlib.nullcontext(Full(2)))
-    with pytest.raises(ValueError, match="cannot write the log 'run.jsonl': No space left on device; free"):
-        run(folder=tmp_path, every=100)
-
-
-def stopped_by(error):
-    def stopped(tmp_path, monkeypatch):
-        def on_step(number, report):
-            if number == 2:
-                raise error
-
-        with pytest.raises(type(error)):
-            run(folder=tmp_path, every=100, on_step=on_step)
-
-    return stopped
-
-
-WAYS_OUT = {"a full log": stopped_by_the_log, "a notebook's button": stopped_by(KeyboardInterrupt())}
-
-
-@pytest.mark.parametrize("leave", WAYS_OUT.values(), ids=WAYS_OUT)
-def test_every_way_out_but_a_failed_step_saves(leave, tmp_path, whole, monkeypatch):
+@pytest.mark.parametrize("why", ["a full log", "a notebook's button"])
+def test_every_way_out_but_a_failed_step_saves(why, tmp_path, whole, monkeypatch):
     """Not when a checkpoint is due, but where it ends; and the same bits go on."""
+
+    def on_step(number, report):
+        if number == 2 and why != "a full log":
+            raise KeyboardInterrupt
+
+    full = contextlib.nullcontext(Full(2 if why == "a full log" else 9))
+    error = ValueError if why == "a full log" else KeyboardInterrupt
     with monkeypatch.context() as patched:
-        leave(tmp_path, patched)
+        patched.setattr("llmpar.training.loop._opened", lambda path: full)
+        with pytest.raises(error, match="^$|write the log 'run.jsonl': No space left on device; free"):
+            run(folder=tmp_path, every=100, on_step=on_step)
     assert Checkpoints(str(tmp_path)).latest == 4
     resumed, rest = run(folder=tmp_path, every=100)
     assert rest.start == 4 and rest.losses == whole[2].losses[4:] and same_bits(resumed, whole[1])
 
 
 def test_a_report_without_steps_has_no_times():
-    report = Report()
-    assert report.step_s is None and report.tokens_per_s is None and report.mfu is None
+    assert (Report().step_s, Report().tokens_per_s, Report().mfu) == (None, None, None)
     report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, ideal_step_s=0.5)
-    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), (
-        "the median, without the compiling two"
-    )
+    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), "the median, without two"
 
 
 def test_all_devices_share_the_ideal_step(monkeypatch):
-    """The useful FLOPs of a step at the peak of eight H100s, and of one."""
+    """The useful FLOPs of a step at the peak of four H100s, and of one."""
     monkeypatch.setattr("llmpar.predict.hardware.guess", lambda kind: hardware.chip("h100"))
     step = StepOptions(batch_size=8, seq_len=16)
     many, one = (ideal_step_s(SMALL, step, make_mesh(plan.mesh)) for plan in (MIXED, Plan()))
     useful = sum(memory.flops(SMALL, 8, 16).values())
-    assert one == 8 * many and math.isclose(one * hardware.chip("h100").flops_per_s, useful)
-
-
-def test_training_checks_the_plan_first():
-    with pytest.raises(ValueError, match="batch 8 is not a multiple of dp·fsdp·ep·microbatches = 24"):
-        run(dataclasses.replace(MIXED, microbatches=6))
+    assert one == 4 * many and math.isclose(one * hardware.chip("h100").flops_per_s, useful)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -216,32 +195,11 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     assert Checkpoints(str(tmp_path)).latest == 4
     resumed, rest = run(folder=tmp_path, log=str(log))
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)], (
-        "the second 4 is marked"
-    )
+    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)]
     assert rest.start == 4 and rest.losses == report.losses[4:] and rest.grad_norms == report.grad_norms[4:]
     assert same_bits(resumed, state) and int(resumed.step) == 6
     again, nothing = run(folder=tmp_path)
     assert nothing.start == 6 and nothing.losses == [] and same_bits(again, state)
-
-
-@pytest.mark.long
-def test_rows_in_an_order_of_their_own_resume_to_the_bit_and_lose_what_one_device_does(tmp_path):
-    """`sequence_order="balanced"`: the step decides the batch, and the batch its order. 1e-4 as below."""
-    long, rng = stream().corpus, np.random.default_rng(0)
-    offsets = np.unique([0, *rng.integers(1, 20_000, 3000), 20_000])
-    tokens = long.tokens[:20_000].copy()
-    tokens[offsets[:-1]] = long.tokenizer.start_id
-    plain = Batches(Corpus(tokens, offsets, long.tokenizer, "many short documents"), stream().config)
-    text = Batches(plain.corpus, plain.config, order=functools.partial(row_orders, "balanced", n=2))
-    assert (text.batch(0)["segments"].max(1) > 1).any(), "rows of several documents"
-    state, straight = run(BALANCED, text=text)
-    with pytest.raises(Killed):
-        run(BALANCED, text=text, folder=tmp_path, on_step=kill_at(4))
-    resumed, rest = run(BALANCED, text=text, folder=tmp_path)
-    assert rest.start == 4 and rest.losses == straight.losses[4:] and same_bits(resumed, state)
-    _, alone = run(Plan(), text=plain)
-    np.testing.assert_allclose(straight.losses, alone.losses, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("plan", [BALANCED, Plan()], ids=lambda p: str(p.mesh))
@@ -459,28 +417,11 @@ def test_a_reader_beside_a_training_takes_the_newest_and_keeps_it_there(tmp_path
         gone.params({"norm": {"scale": place}}, SMALL)
 
 
-def test_another_models_checkpoint_is_refused(whole):
-    folder, *_ = whole
-    with pytest.raises(
-        ValueError,
-        match=r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder",
-    ):
-        run(folder=folder, config=dataclasses.replace(SMALL, ffn_width=64))
-
-
-def test_another_optimizers_checkpoint_is_refused_whether_it_knows_its_own_or_not(whole):
+def test_another_optimizers_state_is_refused(whole):
     """The advice never is to delete what is good."""
-    folder, *_ = whole
-    for anyway in (False, True):
-        with pytest.raises(
-            ValueError, match=r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"
-        ):
-            run(folder=folder, options=OptimizerConfig("sgd"), anyway=anyway)
     sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_model_order
-    with pytest.raises(
-        ValueError, match="holds another optimizer's state .*; give the optimizer that made it$"
-    ) as caught:
-        Checkpoints(str(folder)).restore(sgd, SMALL)
+    with pytest.raises(ValueError, match="holds another optimizer's state .*; give") as caught:
+        Checkpoints(str(whole[0])).restore(sgd, SMALL)
     assert "\n" not in str(caught.value)
 
 
@@ -489,31 +430,39 @@ def other_text(**changes) -> Batches:
     return Batches(read_corpus(config), config)
 
 
-@pytest.mark.parametrize(
-    "name, change",
-    {
-        "seed": dict(seed=7),
-        "data_seed": dict(text=dict(seed=7)),
-        "data": dict(text=dict(limit_bytes=90_000)),
-        "batch_size": dict(text=dict(batch_size=16)),
-        "seq_len": dict(text=dict(seq_len=24)),
-        "held_out": dict(text=dict(held_out=0)),
-    }.items(),
-)
-def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, name, change):
+WITH = r"was made with {} .*\(asked: .*\); ask for that, .*--anyway"
+SGD = dict(options=OptimizerConfig("sgd"))
+NO_SGD = r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"
+OTHERS = {
+    "seed": (dict(seed=7), WITH.format("seed")),
+    "data seed": (dict(text=dict(seed=7)), WITH.format("data_seed")),
+    "data": (dict(text=dict(limit_bytes=90_000)), WITH.format("data")),
+    "rows": (dict(text=dict(batch_size=16)), WITH.format("batch_size")),
+    "positions": (dict(text=dict(seq_len=24)), WITH.format("seq_len")),
+    "held out": (dict(text=dict(held_out=0)), WITH.format("held_out")),
+    "two": (
+        dict(seed=7, text=dict(batch_size=16)),
+        r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)",
+    ),
+    "optimizer": (SGD, NO_SGD),
+    "optimizer, anyway": (SGD | dict(anyway=True), NO_SGD),
+    "model": (
+        dict(config=dataclasses.replace(SMALL, ffn_width=64)),
+        r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, sentence", OTHERS.values(), ids=OTHERS)
+def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, change, sentence):
     change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
-    sentence = rf"step 6 in .* was made with {name} .* \(asked: .*\); ask for that, .*--anyway"
     with pytest.raises(ValueError, match=sentence) as caught:
         run(folder=whole[0], **change)
     assert "\n" not in str(caught.value)
 
 
-def test_all_that_differs_is_named_and_anyway_goes_on_saying_so(whole):
+def test_anyway_goes_on_and_says_so(whole):
     folder, state, _ = whole
-    with pytest.raises(
-        ValueError, match=r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"
-    ):
-        run(folder=folder, seed=7, text=other_text(batch_size=16))
     messages = []
     resumed, report = run(folder=folder, seed=7, anyway=True, tell=messages.append)
     assert same_bits(resumed, state) and report.start == 6 and report.losses == []
@@ -532,9 +481,7 @@ def described(whole, folder, change):
 
 def test_a_checkpoint_that_does_not_know_what_made_it_is_of_another_run(whole, tmp_path):
     folder, messages = described(whole, tmp_path, lambda x: x.update(made={})), []
-    with pytest.raises(
-        ValueError, match=r"was made with data None \(asked: .*optimizer None \(asked: adamw\)"
-    ):
+    with pytest.raises(ValueError, match=r"with data None .*optimizer None \(asked: adamw\)"):
         run(folder=folder, tell=messages.append)
     assert not messages
 
@@ -547,30 +494,20 @@ def test_a_run_with_experts_of_a_capacity_remembers_what_fills_them():
     assert pieces == [8, 16] and "expert_piece" not in made_of(SMALL, MIXED, stream(), 6, ADAMW, 0)
 
 
-@pytest.mark.parametrize(
-    "change, asked, had",
-    [
-        (
-            lambda made: made,
-            dict(steps=5, options=OptimizerConfig(learning_rate=1e-4)),
-            "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)",
-        ),
-        (
-            lambda made: made,
-            dict(plan=dataclasses.replace(MIXED, dtype="bfloat16")),
-            "dtype float32 (asked: bfloat16)",
-        ),
-        (
-            lambda made: made.update(flavour=made.pop("dtype")),
-            {},
-            "dtype None (asked: float32), flavour float32 (asked: None)",
-        ),
-    ],
-    ids=["rate", "dtype", "known to one alone"],
-)
-def test_what_makes_another_curve_goes_on_and_is_said(whole, tmp_path, change, asked, had):
-    messages, folder = [], described(whole, tmp_path, lambda about: change(about["made"]))
-    resumed, _ = run(folder=folder, tell=messages.append, **asked)
+CURVES = {
+    "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)": dict(
+        steps=5, options=OptimizerConfig(learning_rate=1e-4)
+    ),
+    "dtype float32 (asked: bfloat16)": dict(plan=dataclasses.replace(MIXED, dtype="bfloat16")),
+    "dtype None (asked: float32), flavour float32 (asked: None)": {},  # known to one alone
+}
+
+
+@pytest.mark.parametrize("had", CURVES)
+def test_what_makes_another_curve_goes_on_and_is_said(whole, tmp_path, had):
+    rename = lambda made: made.update(flavour=made.pop("dtype")) if "flavour" in had else None
+    messages, folder = [], described(whole, tmp_path, lambda about: rename(about["made"]))
+    resumed, _ = run(folder=folder, tell=messages.append, **CURVES[had])
     assert same_bits(resumed, whole[1])
     assert messages == [
         f"from step 6 on this is another curve than was begun: it had {had}",
@@ -615,7 +552,6 @@ def test_one_process_writes_into_a_folder(tmp_path):
 
 MOVED = {
     "renamed": lambda folder: os.rename(folder, folder.with_name("elsewhere")),
-    "deleted": shutil.rmtree,
     "unlocked": lambda folder: (folder / "lock").unlink(),
 }
 
@@ -672,10 +608,7 @@ def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, t
     monkeypatch.setattr(
         keep._manager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    sentence = (
-        r"the checkpoint of step 8 could not be written to .* \(the checkpoint of step 6 is intact\): the"
-        r" disk is full; free"
-    )
+    sentence = r"the checkpoint of step 8 could not be .*step 6 is intact\): the disk is full; free"
     with pytest.raises(ValueError, match=sentence):
         keep.save(8, whole[1], SMALL)
 
@@ -738,33 +671,21 @@ def talks(file, plan: Plan, part: str = "train") -> Batches:
     return Batches(read_corpus(source), source, part, order)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        BALANCED,
-        # Unequal microbatches of a pipeline: test_plans.py has them in each of its plans.
-        pytest.param(
-            Plan("pp=2 sp=2", schedule="1f1b", microbatches=4, sequence_order="zigzag"),
-            marks=pytest.mark.nightly,
-        ),
-    ],
-    ids=lambda p: str(p.mesh),
-)
-def test_answers_alone_are_learned_alike_on_every_mesh(plan, tmp_path):
+def test_answers_alone_are_learned_alike_on_every_mesh(tmp_path):
     """The mean is over all targets of a batch, whose microbatches and devices have unequally many, or none.
     1e-4: six steps of float32 rounding in another order of summing."""
-    config = dataclasses.replace(SMALL, num_layers=plan.mesh.pp)
     dealt = functools.partial(talks, tmp_path / "x.jsonl")
-    more = dict(config=config, eval_every=2, eval_batches=3)
+    more = dict(eval_every=2, eval_batches=3)
     alone, many = (
-        run(each, text=dealt(each), held_out=dealt(each, "held_out"), **more)[1] for each in (Plan(), plan)
+        run(plan, text=dealt(plan), held_out=dealt(plan, "held_out"), **more)[1]
+        for plan in (Plan(), BALANCED)
     )
     batches = [dealt(Plan()).batch(i) for i in range(4)]
     counts = [(batch["targets"] >= 0).sum(1) for batch in batches]
     assert any(0 in rows and rows.max() > 12 for rows in counts), "unequal"
     np.testing.assert_allclose(many.losses, alone.losses, rtol=0, atol=1e-4)
     np.testing.assert_allclose(many.eval_losses, alone.eval_losses, rtol=0, atol=1e-4)
-    loss, counted = independent_loss(config, init_params(config, jax.random.key(0)), batches[0])
+    loss, counted = independent_loss(SMALL, jax.jit(lambda: init_params(SMALL, 0))(), batches[0])
     assert abs(loss / counted - alone.losses[0]) < 1e-5 and counted == counts[0].sum()
 
 
@@ -774,9 +695,7 @@ def test_a_held_out_part_without_an_answer_is_refused_before_the_first_step(tmp_
     counted[begin : begin + 33] = False  # two rows
     corpus = dataclasses.replace(text.corpus, counted=counted)
     config = dataclasses.replace(text.config, batch_size=1)
-    with pytest.raises(
-        ValueError, match="no answer is in the first 2 held-out batches; use more --eval-batches"
-    ):
+    with pytest.raises(ValueError, match="no answer is in the first 2 held-out batches; use"):
         evaluated = Batches(corpus, config, "held_out")
         run(text=text, held_out=evaluated, eval_every=1, eval_batches=2, plan=Plan())
 
@@ -796,22 +715,18 @@ def test_checksums_are_of_the_bits_on_any_mesh(whole):
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_checkpoint(tmp_path):
-    """SGD at 1e30: the first update overflows the next step's loss. The checkpoint of step 1 holds those
-    weights, so it is dropped; the one of step 0 does not exist. One before a bad step is kept, and good."""
-    gentle, wild = (OptimizerConfig("sgd", learning_rate=rate, warmup=0) for rate in (1e-2, 1e30))
-    none = "the loss of step 1 is (nan|inf).*: stopped; no checkpoint was taken; try a lower"
-    for more in {"folder": tmp_path, "every": 1}, {}:
+    """SGD whose rate is 0, then 1e30: the update of step 1 overflows the loss of step 2. A checkpoint that
+    holds those weights is dropped."""
+    wild = OptimizerConfig("sgd", learning_rate=1e30, warmup=1)
+    none = "the loss of step 2 is (nan|inf).*: stopped; no checkpoint was taken; try a lower"
+    for more in {"folder": tmp_path, "every": 2}, {}:
         with pytest.raises(FloatingPointError, match=none):
             run(Plan(), options=wild, **more)
     assert Checkpoints(str(tmp_path)).latest is None
-    with pytest.raises(Killed):
-        run(Plan(), options=gentle, folder=tmp_path, on_step=kill_at(2))
-    assert Checkpoints(str(tmp_path)).latest == 2
-    kept = "the loss of step 3 is .* the checkpoint of step 2 is intact; try a lower learning"
+    kept = "the loss of step 2 is .* the checkpoint of step 1 is intact; try a lower learning"
     with pytest.raises(FloatingPointError, match=kept):
         run(Plan(), options=wild, folder=tmp_path, every=1)
-    _, report = run(Plan(), options=gentle, folder=tmp_path)
-    assert report.start == 2 and np.isfinite(report.losses).all()
+    assert Checkpoints(str(tmp_path)).latest == 1
 
 
 # ------------------------------------------------------------------------------------------------- optimizers
@@ -829,29 +744,21 @@ def rates(steps, warmup, count, decay="cosine"):
     return found
 
 
-def test_the_rate_warms_up_and_ends_at_a_tenth():
-    found = rates(20, 4, 21)
-    np.testing.assert_allclose(found[:5], [0, 0.125, 0.25, 0.375, 0.5], atol=1e-6)
-    cosine = [0.05 + 0.45 * (1 + math.cos(math.pi * i / 16)) / 2 for i in range(17)]
-    np.testing.assert_allclose(found[4:], cosine, atol=1e-6)
-
-
-@pytest.mark.parametrize("steps, warmup", list(itertools.product((0, 1, 2, 10), (0, 1, 10, 100))))
-def test_short_runs_reach_the_full_rate_and_no_more(steps, warmup):
+def test_short_runs_reach_the_full_rate_and_no_more():
     """However long the warm-up that was asked for: it ends with the run."""
-    found = rates(steps, warmup, max(steps, 1))
-    assert min(found) >= 0 and max(found) == pytest.approx(0.5, rel=1e-5)
-    assert (found[0] == 0) == (steps > 1 and warmup > 0)
+    for steps, warmup in itertools.product((0, 1, 2, 10), (0, 1, 10, 100)):
+        found = rates(steps, warmup, max(steps, 1))
+        assert min(found) >= 0 and max(found) == pytest.approx(0.5, rel=1e-5)
+        assert (found[0] == 0) == (steps > 1 and warmup > 0)
 
 
-@pytest.mark.parametrize("decay", ["linear", "constant"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 def test_the_rate_may_fall_along_a_line_or_stay(decay):
     """After the same warm-up; at the end, as a cosine, at a tenth."""
-    found = rates(20, 4, 21, decay)
+    found, line = rates(20, 4, 21, decay), np.linspace(0, 1, 17)
     np.testing.assert_allclose(found[:5], [0, 0.125, 0.25, 0.375, 0.5], atol=1e-6)
-    last = 0.05 if decay == "linear" else 0.5
-    np.testing.assert_allclose(found[4:], np.linspace(0.5, last, 17), atol=1e-6)
-    assert rates(3, 0, 2, decay)[0] == 0.5
+    fallen = {"cosine": (1 - np.cos(np.pi * line)) / 2, "linear": line, "constant": 0 * line}[decay]
+    np.testing.assert_allclose(found[4:], 0.5 - 0.45 * fallen, atol=1e-6)
 
 
 def test_weight_decay_is_for_matrices():
@@ -860,36 +767,20 @@ def test_weight_decay_is_for_matrices():
     options = OptimizerConfig(learning_rate=1.0, warmup=0, weight_decay=0.5)
     optimizer = make_optimizer(options, 5, SMALL)
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
-    decayed = {
-        "/".join(k.key for k in path): float(u[0]) for path, u in jax.tree_util.tree_leaves_with_path(updates)
-    }
-    assert {k for k, u in decayed.items() if u == 0} == {
-        "norm/scale",
-        "blocks/attention_norm/scale",
-        "blocks/ffn_norm/scale",
-    }
-    assert {u for u in decayed.values() if u} == {-0.5}
+    decayed = {path: float(u[0]) for path, u in flatten_dict(updates, sep=".").items()}
+    norms = {"norm.scale", "blocks.attention_norm.scale", "blocks.ffn_norm.scale"}
+    assert decayed == {path: 0 if path in norms else -0.5 for path in decayed}
 
 
 def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
-    numbers = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        muon_dims(SMALL), is_leaf=lambda x: not isinstance(x, dict)
-    ):
-        numbers["/".join(k.key for k in path)] = leaf
-    dims = {k.replace(".", "/"): parse_layout(w.dims).letters for k, w in SMALL.weights().items()}
-    read = {
-        k: ("".join(dims[k][i] for i in n.reduction_axis), "".join(dims[k][i] for i in n.output_axis))
-        for k, n in numbers.items()
-        if isinstance(n, optax.contrib.MuonDimensionNumbers)
-    }
-    block = {
-        "attention/q": ("d", "nh"),
-        "attention/k": ("d", "kh"),
-        "attention/v": ("d", "kh"),
-        "attention/o": ("nh", "d"),
-        "ffn/gate": ("d", "m"),
-        "ffn/up": ("d", "m"),
-        "ffn/down": ("m", "d"),
-    }
-    assert read == {f"blocks/{k}": v for k, v in block.items()}
+    numbers, read = flatten_dict(muon_dims(SMALL), sep="."), {}
+    for path, n in numbers.items():
+        if isinstance(n, optax.contrib.MuonDimensionNumbers):
+            letters = parse_layout(SMALL.weights()[path].dims).letters
+            read[path] = tuple(
+                "".join(letters[i] for i in axes) for axes in (n.reduction_axis, n.output_axis)
+            )
+    heads = {"q": ("d", "nh"), "k": ("d", "kh"), "v": ("d", "kh"), "o": ("nh", "d")}
+    block = {f"attention.{k}": v for k, v in heads.items()}
+    block |= {"ffn.gate": ("d", "m"), "ffn.up": ("d", "m"), "ffn.down": ("m", "d")}
+    assert read == {f"blocks.{k}": v for k, v in block.items()}
