@@ -172,6 +172,11 @@ def test_no_link_is_dead(page):
         assert not anchor or there.suffix != ".md" or anchor in anchors(there.read_text()), target
 
 
+def test_a_dead_anchor_would_be_seen():
+    text = "# Layouts are JAX's types\n\n## `fsdp`, and more\n```python\n# no heading\n```\n"
+    assert anchors(text) == {"layouts-are-jaxs-types", "fsdp-and-more"}
+
+
 def test_the_first_page_is_short_and_every_page_is_reached_from_it():
     lines = README.read_text().splitlines()
     assert len(lines) <= 216 and max(map(len, lines)) <= 130

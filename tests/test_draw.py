@@ -22,6 +22,7 @@ from llmpar.draw.columns import MeshPoint, Part, SentBar
 from llmpar.draw.scene import (
     COLOURS,
     DARK,
+    DECK,
     LIGHT,
     OTHERS,
     Line,
@@ -38,6 +39,7 @@ from llmpar.draw.scene import (
     time_text,
     to_png,
     to_svg,
+    type_scale,
 )
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.parallel.mesh import make_mesh, sharding
@@ -325,6 +327,22 @@ def test_a_picture_is_whole_told_in_words_the_same_each_time_and_legible(name):
         # a surface is seen on paper by its fill or by its edge (WCAG 2.1, 1.4.11)
         if fill in FILLS and contrast(theme[fill], theme["paper"]) < 3:
             assert contrast(theme[stroke or "paper"], theme["paper"]) >= 3, (fill, stroke)
+
+
+def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
+    with type_scale(DECK):
+        drawn = [
+            draw.mesh("pp=2 dp=2 tp=4", 4, "tp"),
+            draw.links("pp=4 fsdp=4 tp=8", chip("h100")),
+            draw.timeline(pipeline("zb-h1", 4, 4), facts=False),
+            draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
+            draw.expert_loads([[40, 0, 20, 10], [10, 10, 90, 0]], 30),
+            draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, letters=False),
+            *(CASES[name]() for name in ("ring", "step memory", "causal orders", "three bubbles", "cache")),
+        ]
+    for scene in drawn:
+        sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}
+        assert not overlaps(scene) and sizes <= {*DECK.values(), 16} and min(sizes) == DECK["small"]
 
 
 def test_a_bare_drawing_keeps_its_words_and_loses_title_and_small_print():
@@ -695,6 +713,20 @@ def test_many_parts_are_told_and_the_smallest_added_up():
     bar = segments(scene, 26)
     assert len(bar) == columns.MOST_PARTS and bar[-1].tip.startswith("rest: 10 B, part 0 1 B, part 1 2 B")
     assert "Memory of a device: 78 B" in scene.text
+
+
+def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
+    waits = {"tensor-parallel links": "tp", "sequence links": "sp", "expert links": "ep"}
+    waits |= {
+        "pipeline sends": "pp",
+        "gradients at the end": "fsdp",
+        "weights and gradients on links": "fsdp",
+    }
+    for name, axis in waits.items():
+        bars = segments(columns.time_bar([Part(name, 1.0)]), 26)
+        bars += segments(draw.time_bars([("x", {name: 1.0})]), 28)
+        bars += segments(columns.sent_bars([SentBar(axis, "rows", 1.0, 0, 1.0)]), 15)
+        assert [bar.fill for bar in bars] == [axis] * 3, name
 
 
 def test_what_hides_and_what_waits_are_parts_of_one_bar():

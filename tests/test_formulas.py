@@ -52,6 +52,9 @@ def test_nothing_moves_within_a_group_of_one():
         assert formulas.zero_elements(1e9, stage, 4, devices=1) == 0
     assert formulas.tp_elements(1, 8, 8, 1) == formulas.moe_elements(8, 8, 2, 1) == 0
     assert formulas.ring_elements(1, 8, 2, 4, 1) == (0, 0)
+    for f, group in ((formulas.sent_bytes, 2), (formulas.tree_seconds, [(2, 1)])):
+        with pytest.raises(AssertionError, match="allgather"):
+            f("allgather", 1, group)
 
 
 def played_all_to_all(size, wrap):

@@ -139,6 +139,13 @@ def test_tokens_go_to_every_other_expert_rank():
     assert len(lines) == 7 and len({line.points[0][0] for line in lines}) == 2, "from one device, both ways"
 
 
+def test_what_hides_is_hollow_and_what_waits_is_filled():
+    segments = layer_of("fsdp=8 tp=8", "llama3-70b")
+    bars = [i for i in flatten(draw.layer_lanes(segments).items) if isinstance(i, Rect) and i.tip]
+    fills = {fill: {b.fill for b in bars if b.tip.startswith(fill)} for fill in ("next", "sum", "q, k")}
+    assert fills == {"next": {"paper"}, "sum": {"tp"}, "q, k": {"matmuls"}}
+
+
 def test_a_picture_of_sixteen_thousand_devices_is_small_and_no_more_work_than_one_of_hundreds():
     gate = lambda mesh, device: tensor(mesh, "blocks.ffn.gate", device)
     gate("pp=16 dp=128 tp=8", 5000)

@@ -371,6 +371,15 @@ def test_the_newcomers_walk_answers_each_exercise_of_the_core_paths():
         assert all((core | every)[name].count(blank) == 1 for blank, *_ in answers), name
 
 
+def test_a_wrong_turn_of_the_walk_is_seen():
+    asked, hint, wrong = "03.sent (core): replace the dots", "hint 1 of 2", "not yet. No."
+    right = "03.sent (core): correct. Yes."
+    of = lambda *told: walk.faults({"lesson": "03", "verdicts": {"03.sent": [*told]}})
+    assert of(asked, hint, wrong, right) == []
+    assert len(of(asked, hint, right, right)) == len(of(asked, hint, wrong, wrong)) == 1
+    assert walk.faults({"lesson": "03", "verdicts": {"cell 4": ["ERROR"]}}) == ["03, cell 4: ERROR"]
+
+
 @pytest.mark.parametrize(
     "name, answer, must", [(name, *row[1:]) for name in walk.MORE for row in walk.MORE[name]]
 )

@@ -241,6 +241,16 @@ def test_the_sentence_names_the_stage_and_the_cell_that_were_mutilated(kind):
             refused += 1
 
 
+def test_a_loss_is_noticed_where_two_pipelines_meet():
+    schedule = make("dualpipe", 4, 8)
+    for stage, k in ((0, 3), (1, 9), (3, 20)):
+        op, row = schedule.rows[stage][k], schedule.rows[stage]
+        for change in (row[:k] + row[k + 1 :], row[: k + 1] + row[k:]):
+            rows = schedule.rows[:stage] + (change,) + schedule.rows[stage + 1 :]
+            with pytest.raises(ValueError, match=f"stage {stage} (never runs|runs) {op}"):
+                timetable(replace(schedule, rows=rows))
+
+
 # -------------------------------------------------------------------------------------- torch's own orders
 
 TORCH = json.loads((FIXTURES / "torch_orders.json").read_text())["orders"]
