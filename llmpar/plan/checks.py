@@ -371,7 +371,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     cutter = (
         f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     )
-    lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
+    lone_layer = order is not None and config.num_layers // order.cells == 1  # in the last chunk
     xla, auto = plan.mode != "manual", plan.mode == "auto"
     no_ffn = config.experts is not None and not config.experts.num_shared
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")

@@ -9,8 +9,9 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import UserDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml, refuse
@@ -313,11 +314,12 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     context_length: Length = None
     lora: LoraConfig | None = None
-    kinds: tuple["ModelConfig", ...] = ()
+    # not hashed: a model of many rows is a key of many caches
+    kinds: tuple["ModelConfig", ...] = field(default=(), hash=False)
     lead: tuple[int, ...] = ()
     period: tuple[int, ...] = (0,)
     variant: Variant = LLAMA
-    described: Described | None = None
+    described: Described | None = field(default=None, hash=False)
 
     def __post_init__(self):
         check_fields(self)
@@ -496,18 +498,6 @@ class ModelConfig:
         """Of each layer the index of its kind."""
         repeated = itertools.chain(self.lead, itertools.cycle(self.period))
         return tuple(itertools.islice(repeated, self.num_layers))
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: what is derived from them, such as the hash of texts, is of a process."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __hash__(self) -> int:
-        """Hash the fields, once: a model of many rows is a key of many caches."""
-        return self._hash
 
     @property
     def routed_kinds(self) -> list[int]:
@@ -762,37 +752,23 @@ def _made(part: type, kept: Any) -> Any:
     return part(**{name: value for name, value in kept.items() if name in fields})
 
 
-_TABLE = read_toml(pathlib.Path(__file__).with_name("presets.toml"), "table of presets")
+_HERE = pathlib.Path(__file__)
+_TABLE = read_toml(_HERE.with_name("presets.toml"), "table of presets")
 
 
-class _Presets(Mapping[str, ModelConfig]):
-    """Models by name; one that is planned is read when it is asked for, since its rows take a moment."""
+def maker_of(name: str) -> str:
+    """Return who made a preset; for the small ones of lessons, "for lessons"."""
+    makers = _TABLE["makers"]
+    return next((makers[start] for start in makers if name.startswith(start)), "for lessons")
 
-    def __init__(self) -> None:
-        others = pathlib.Path(__file__).with_name("described.toml")
-        self._described = read_toml(others, "table of described models")
-        running = {name: _preset(name, row) for name, row in _TABLE["models"].items()}
-        self._made: dict[str, ModelConfig] = running
-        self._names = sorted([*running, *self._described], key=self._place)
 
-    def _place(self, name: str) -> tuple[int, bool]:
-        return ["for lessons", *_TABLE["makers"].values()].index(
-            maker_of(name)
-        ), name not in self._made
+class _Presets(UserDict[str, Any]):
+    """Models by name. One is made of its row when it is first asked for: many rows take a moment."""
 
     def __getitem__(self, name: str) -> ModelConfig:
-        if name not in self._made and name in self._described:
-            self._made[name] = described_model(name, self._described[name])
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._made or name in self._described
+        if isinstance(row := self.data[name], dict):
+            self.data[name] = _preset(name, row) if "sizes" in row else described_model(name, row)
+        return self.data[name]
 
 
 def _preset(name: str, row: dict[str, Any]) -> ModelConfig:
@@ -804,13 +780,11 @@ def _preset(name: str, row: dict[str, Any]) -> ModelConfig:
     return from_dict({"name": name} | head_width | sizes | family | own)
 
 
-def maker_of(name: str) -> str:
-    """Return who made a preset; for the small ones of lessons, "for lessons"."""
-    makers = _TABLE["makers"]
-    return next((makers[start] for start in makers if name.startswith(start)), "for lessons")
-
-
-PRESETS: Mapping[str, ModelConfig] = _Presets()
+_MAKERS = ["for lessons", *_TABLE["makers"].values()]
+_ROWS = _TABLE["models"] | read_toml(_HERE.with_name("described.toml"), "table of described models")
+PRESETS: Mapping[str, ModelConfig] = _Presets(
+    {name: _ROWS[name] for name in sorted(_ROWS, key=lambda name: _MAKERS.index(maker_of(name)))}
+)
 """Public models by name, and the small ones of the lessons."""
 
 

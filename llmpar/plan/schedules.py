@@ -79,11 +79,6 @@ class Schedule:
         """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def layers(self, num_layers: int) -> dict[tuple[int, int], int]:
-        """How many of the model's layers each (stage, chunk) cell has."""
-        counts = deal(num_layers, len(self.routes[0]))
-        return {cell: n for route in self.routes for cell, n in zip(route, counts, strict=True)}
-
     @property
     def cells(self) -> int:
         """The chunks that a model's layers are dealt to."""
@@ -163,11 +158,17 @@ def gpipe(p: int, m: int) -> Schedule:
     return Schedule("gpipe", (_row("F " * m + "B " * m, m),) * p, m)
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
-    """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn."""
-    return Schedule(
-        "1f1b", tuple(_in_turn([(u, 0) for u in range(m)], p - i - 1) for i in range(p)), m
-    )
+def one_f_one_b(
+    p: int, m: int, name: str = "1f1b", times: int = 1, split: bool = False
+) -> Schedule:
+    """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn.
+
+    Split: W follows i microbatches behind B, and fills the bubble (ZB-H1). With 2 ``times`` as many forwards
+    ahead and twice that lag there is no bubble when F = B = W, for twice the memory (ZB-H2)."""
+    units = [(u, 0) for u in range(m)]
+    lags = [times * i if split else None for i in range(p)]
+    rows = (_in_turn(units, times * (p - i - 1), lags[i]) for i in range(p))
+    return Schedule(name, tuple(rows), m, split_backward=split)
 
 
 def interleaved(p: int, m: int, v: int = 2, split: bool = False) -> Schedule:
@@ -193,18 +194,6 @@ def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
     forward = tuple(Op("F", u, c) for c in range(v) for u in range(m))
     backward = tuple(Op("B", u, c) for c in reversed(range(v)) for u in range(m))
     return Schedule("breadth-first", (forward + backward,) * p, m, v, "looped")
-
-
-def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills the bubble."""
-    rows = (_in_turn([(u, 0) for u in range(m)], p - i - 1, i) for i in range(p))
-    return Schedule("zb-h1", tuple(rows), m, split_backward=True)
-
-
-def zb_h2(p: int, m: int) -> Schedule:
-    """Twice 1F1B's warm-up and twice ZB-H1's lag: no bubble when F = B = W, for twice the memory."""
-    rows = (_in_turn([(u, 0) for u in range(m)], 2 * (p - i) - 2, 2 * i) for i in range(p))
-    return Schedule("zb-h2", tuple(rows), m, split_backward=True)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -273,8 +262,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved-zb": functools.partial(interleaved, split=True),
     "breadth-first": breadth_first,
     "circular": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
+    "zb-h1": functools.partial(one_f_one_b, name="zb-h1", split=True),
+    "zb-h2": functools.partial(one_f_one_b, name="zb-h2", times=2, split=True),
     "zb-v": zb_v,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,

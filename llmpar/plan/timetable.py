@@ -260,6 +260,7 @@ def _deadlocks(stuck: dict[int, tuple], waits: dict[int, str]) -> Iterator[str]:
     yield f", a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages"
 
 
+@functools.lru_cache(maxsize=64)
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
     """Simulate a schedule, free-running and in lockstep, or refuse it with stage, tick and cycle."""
     if len(costs) != 3 or not (
@@ -268,11 +269,6 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
         raise ValueError(
             f"costs {costs} and hop {hop}: give finite durations F, B, W (not all 0) and hop, none negative"
         )
-    return _timetable(schedule, tuple(costs), hop)
-
-
-@functools.lru_cache(maxsize=64)
-def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
     ticks, ends, stuck = _run(schedule, lambda *_: 1, 0, False)
     _refuse(schedule, ticks, ends, stuck)
     starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)
