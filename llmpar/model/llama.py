@@ -79,6 +79,11 @@ NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
 
 
+def scaled(x: Array, factor: float) -> Array:
+    """Return ``x`` times a factor, in its dtype; itself, where that is 1."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
     """Divide by the root mean square over the last dim, in float32."""
     x32 = x.astype(jnp.float32)
@@ -402,14 +407,15 @@ class Block(nnx.Module):
         """Return the stream after the layer, and its router's outputs."""
         y = self.normed("attention_norm", x, par)
         attended = self.attention(y, ids, rope, par)
+        scale = self.config.variant.residual_scale
         if self.norms == ("attention_norm",):  # side by side
             y, aux = self.fed_forward(y, par)
-            return x + self.scaled(attended) + self.scaled(y), aux
-        x = x + self.scaled(self.post_normed("attention_post_norm", attended, par))
+            return x + scaled(attended, scale) + scaled(y, scale), aux
+        x = x + scaled(self.post_normed("attention_post_norm", attended, par), scale)
         if "attention_post_norm" not in self.norms:
             x = checkpoint_name(x, STREAM)
         y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
-        return x + self.scaled(self.post_normed("ffn_post_norm", y, par)), aux
+        return x + scaled(self.post_normed("ffn_post_norm", y, par), scale), aux
 
     def normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, or ``x`` where the block does not have this norm."""
@@ -418,11 +424,6 @@ class Block(nnx.Module):
     def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, and name what is normed STREAM for remat; or ``x``, without this norm."""
         return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
-
-    def scaled(self, x: Stream) -> Stream:
-        """Return what is added to the residual stream."""
-        scale = self.config.variant.residual_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def fed_forward(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
         """Return the result of the feed-forward, or that of the experts and their router's outputs."""
@@ -500,8 +501,7 @@ class Llama(nnx.Module):
 
     def normed(self, x: Stream, par: Solo) -> Stream:
         """Return the last norm, times the scale that logits have."""
-        x, scale = self.norm(x, par), self.config.variant.logit_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        return scaled(self.norm(x, par), self.config.variant.logit_scale)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
@@ -513,8 +513,7 @@ class Llama(nnx.Module):
             return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
-        x, scale = look(embedding, batch["tokens"]), self.config.variant.embedding_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        return scaled(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
 
     def run_blocks(
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
@@ -525,21 +524,17 @@ class Llama(nnx.Module):
         A loop of ``kinds=(0, 0, 1), times=4`` is a scan of 4 iterations over 12 layers: the next 8 of kind 0,
         two in each iteration, and the next 4 of kind 1."""
         names = "positions", "segments"
-        k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
-        q_positions, q_segments = (
-            par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments)
-        )
-        ids = q_positions, q_segments, k_positions, k_segments
+        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
+        q_ids = [par.move(x, "ids b s -> queries b s") for x in k_ids]
+        ids = (*q_ids, *k_ids)
         num_kinds = len(self.config.kinds)
         stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
-
-        def rope_of(config: ModelConfig) -> Rope:
-            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
-            is_right_b = attention.as_promised(par, config.mask, k_positions, k_segments)
-            return nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
-
-        ropes = [rope_of(config) for _, config in self.config.blocks]
+        # a row that breaks a promise gets a table of NaN, and so a loss of NaN
+        configs = [config for _, config in self.config.blocks]
+        right = [attention.as_promised(par, config.mask, *k_ids) for config in configs]
+        tables = [rope_table(config, batch["positions"]) for config in configs]
+        ropes = [*map(nan_in_broken_rows, tables, right)]
 
         def block(kind: int, place: int | None) -> Callable:
             """Return a block of a kind. ``w`` is what an iteration is given: ``w[kind]`` are the weights of
@@ -550,18 +545,16 @@ class Llama(nnx.Module):
         outputs, begin = list[Any](), Counter[int]()
         for (kinds, times, _), layers in loops:
             length = Counter({k: times * kinds.count(k) for k in kinds})
-            own = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
-            places = (
-                [None] if len(kinds) == 1 else [kinds[:i].count(k) for i, k in enumerate(kinds)]
-            )
-            stack = own if len(kinds) == 1 else {k: par.periods(w, times) for k, w in own.items()}
+            stack = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
+            places: list[int | None] = [None]
+            if len(kinds) > 1:
+                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
+                stack = {k: par.periods(w, times) for k, w in stack.items()}
             x, aux = layers([*map(block, kinds, places)], x, stack)
-            outputs.append(aux)
+            outputs += [] if aux is None else [aux]
             begin += length
-        outputs = [aux for aux in outputs if aux is not None]
-        if len(outputs) > 1:
-            return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
-        return x, outputs[0] if outputs else None
+        joined = lambda *parts: jnp.concatenate(parts)
+        return x, jax.tree.map(joined, *outputs) if outputs else None
 
     @jax.named_scope("router_losses")
     def router_losses(

@@ -594,8 +594,8 @@ class Resolved(Plan):
         config, order = self.config, self.pipeline
         if order is None:
             return [count for count, _ in config.blocks]
-        counts = places.count_places(config.layer_kinds, order.cells, len(config.blocks))
-        return [order.visits * count for count in counts]
+        kinds = [place.kind for place in places.places(config.layer_kinds, order.cells)]
+        return [order.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
