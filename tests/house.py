@@ -20,9 +20,11 @@ BESIDE = {
     "training.trackers",
     "training.chat",
     "training.apart",
+    "training.token_files",
     "plan.config_json",
     "plan.families",
     "plan.running",
+    "plan.torch_orders",
 }
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {

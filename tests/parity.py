@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.look import unordered
 from llmpar.kernels import grouped
-from llmpar.model import moe
+from llmpar.model import attention, llama, moe
 from llmpar.model.weights import model_graph, trained
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
@@ -138,7 +138,12 @@ def solo(config):
 @functools.cache
 def logits_of(config):
     """The logits of (weights, batch) by `Solo`, in float32."""
-    return jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo()))
+
+    def logits(params, batch):
+        x, head, _ = nnx.merge(model_graph(config), params).hidden_and_head(batch, Solo())
+        return attention.capped(llama.logits_of(x, head), config.variant.logit_cap)
+
+    return jax.jit(logits)
 
 
 def gradients_of(config, plan: Plan, step_class=Step):

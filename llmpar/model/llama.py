@@ -566,13 +566,6 @@ class Llama(nnx.Module):
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
 
-    def logits(self, batch: Batch, par: Solo) -> Float[Array, "b s v"]:
-        """Return all logits, float32, gathered: for parity tests and sampling, not for training."""
-        x, head, _ = self.hidden_and_head(batch, par)
-        x = par.move(x, "stream b s d -> vocab b s d")
-        logits = attention.capped(logits_of(x, head), self.config.variant.logit_cap)
-        return par.move(logits, "vocab b s v -> data b s v")
-
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:
     """Return the weights of so many layers of a stack."""

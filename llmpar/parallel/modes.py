@@ -1,5 +1,5 @@
-"""One model text, four modes: here `Solo`, on one device, and `Manual`, inside shard_map; in files of their
-own `Auto`, under XLA's partitioner, and `Explicit`, with layouts as types.
+"""One model text, four modes: here `Solo`, on one device, and `Manual`, inside shard_map; in
+`llmpar.parallel.partitioned` `Auto`, under XLA's partitioner, and `Explicit`, with layouts as types.
 
 The model calls these methods and never names a mesh axis:
 

@@ -31,11 +31,10 @@ from jaxtyping import Array
 
 from llmpar.model.llama import Batch, Loss
 from llmpar.model.weights import Tree, init_params, joined, model_graph, trained, weight_dims
-from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
-from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
+from llmpar.parallel.partitioned import Auto, Explicit
 from llmpar.pipeline import executor as pipeline
 from llmpar.plan import checks, places
 from llmpar.plan.layout import Arrow, Dim, Layout
