@@ -314,8 +314,10 @@ class Manual(Solo):
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
-                what = f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
-                raise ValueError(f"{what} all over {axis}; it was reduced already, or never cut")
+                raise ValueError(
+                    f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
+                    f" all over {axis}; it was reduced already, or never cut"
+                )
         with scope(text or str(arrow)):
             for move in arrow.moves:
                 x = send(x, move, position, "invarying" if invariant else "varying")

@@ -133,8 +133,12 @@ def _layout(text: str, start: int, end: int) -> Layout:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
             if region or dims or sums or not _may_name_a_region(name):
-                what = "neither a dim (one letter, spaces between two) nor a region (which comes first)"
-                fail(at, token, f"'{token}' is {what}")
+                fail(
+                    at,
+                    token,
+                    f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes"
+                    " first)",
+                )
             region = name
             continue
         if name not in DIMS:
@@ -247,9 +251,9 @@ class Arrow:
                 cuts[move.cuts] = cuts.get(move.cuts, ()) + move.axes
         for name in self.after.letters or self.before.letters:
             if cuts.get(name, ()) != self.after.cut(name):
-                why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
                 raise ValueError(
-                    f"arrow '{self}' {why}; write two arrows, with {name} whole in between"
+                    f"arrow '{self}' would reorder the blocks of {name}: only a dim's innermost axes can"
+                    f" move; write two arrows, with {name} whole in between"
                 )
 
 
@@ -278,6 +282,10 @@ def parse_arrow(text: str) -> Arrow:
         )
     before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
     if before.dims and after.dims and before.letters != after.letters:
-        why = f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"
-        raise NotationError(text, len(left) + 2, len(text), why)
+        raise NotationError(
+            text,
+            len(left) + 2,
+            len(text),
+            f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
+        )
     return Arrow(before, after)

@@ -324,15 +324,19 @@ class ModelConfig:
     def __post_init__(self):
         check_fields(self)
         if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
-            what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
-            raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
+            raise ValueError(
+                f"'{self.name}' cannot be adapted so: experts have no adapters, and LoRA's targets name"
+                f" {' '.join(sorted(ours))}; use targets q k v o"
+            )
         if self.lora and self.described:
             rows = [row for kind in self.kinds or (self,) for row in kind.block_weights()]
             own = {row.removeprefix("attention.").removeprefix("ffn.") for row in rows}
             if missing := [name for name in self.lora.targets if name not in own]:
                 names = " ".join(name for name in ADAPTABLE if name in own)
-                what = f"has no matrix {' '.join(missing)}; use targets of {names}"
-                raise ValueError(f"'{self.name}' cannot be adapted so: it {what}")
+                raise ValueError(
+                    f"'{self.name}' cannot be adapted so: it has no matrix {' '.join(missing)}; use targets"
+                    f" of {names}"
+                )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
         if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
@@ -595,10 +599,9 @@ def preset(name: str) -> ModelConfig:
         return from_hugging_face(name)
     if name not in PRESETS:
         near = " or ".join(near_presets(name))
-        others = "or give the path of a config.json, or the name of a downloaded model"
-        known = f"'llmpar models' lists {len(PRESETS)} presets, {others}"
         raise ValueError(
-            f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known
+            f"unknown model {name!r:.80}; {f'did you mean {near}? ' if near else ''}'llmpar models' lists"
+            f" {len(PRESETS)} presets, or give the path of a config.json, or the name of a downloaded model"
         )
     return PRESETS[name]
 
@@ -623,8 +626,10 @@ def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
     73984
     """
     if config.described:
-        what = "has layers of its own kinds; give a config.json that has these dims"
-        raise ValueError(f"'{config.name}' {what}, not {' '.join(dims)}")
+        raise ValueError(
+            f"'{config.name}' has layers of its own kinds; give a config.json that has these dims, not"
+            f" {' '.join(dims)}"
+        )
     given = dict[str, Any]()
     for dim in dims:
         name, _, text = dim.partition("=")

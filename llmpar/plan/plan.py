@@ -624,8 +624,10 @@ class Serving(Resolved):
         head has its own cache, and each rank of tp its own copy of the latents."""
         config, mesh = self.config, self.mesh
         if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
-            what = f"'{config.name}' has layers whose caches differ"
-            raise ValueError(f"{what}, and a cache here is alike in all; use another model")
+            raise ValueError(
+                f"'{config.name}' has layers whose caches differ, and a cache here is alike in all; use"
+                " another model"
+            )
         positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
         one = (mesh.tp, config.cache_width) if config.shares_cache else (heads, config.head_width)
         return config.num_layers, num_rows, positions, *one

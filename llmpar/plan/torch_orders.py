@@ -5,7 +5,9 @@ import re
 
 def from_torch(lines: list[str]) -> tuple[list[str], bool]:
     """Return the lines of torch's `_dump_csv` (torch 2.13, distributed/pipelining/schedules.py) in our words,
-    and whether its stages lie in a V. There a line is a rank, a stage a chunk, I the input's gradient and B both:
+    and whether its stages lie in a V.
+
+    There a line is a rank, a stage a chunk, I the input's gradient and B both:
     `0F0,,2I0,(0F1;2B0)OVERLAP_F_B`. What a lowered file sends is left out: it follows from the order."""
     p, sends = len(lines), r"\b\d+(UNSHARD|RESHARD|RECV_[FB]|(WAIT_)?(SEND_[FB]|REDUCE_GRAD))\d*\b"
     lines = [

@@ -202,9 +202,9 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
             why = own.get(
                 type(error), f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
             )
-            like = '{"text": "…"}, {"prompt": "…", "answer": "…"} or {"messages": […]}'
             raise ValueError(
-                f"{where}, is no document ({why}); each line must look like {like}"
+                f'{where}, is no document ({why}); each line must look like {{"text": "…"}},'
+                ' {"prompt": "…", "answer": "…"} or {"messages": […]}'
             ) from None
 
 

@@ -121,12 +121,9 @@ def check_tokens(name: str, x: Any, vocab_size: int) -> None:
             or name == "tokens"
             and least < 0
         ):
-            what = (
-                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has"
-                f" {vocab_size:,}"
-            )
             raise ValueError(
-                f"{what}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer"
+                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has"
+                f" {vocab_size:,}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer"
             )
 
 
