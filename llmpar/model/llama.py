@@ -530,11 +530,12 @@ class Llama(nnx.Module):
         num_kinds = len(self.config.kinds)
         stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
-        # a row that breaks a promise gets a table of NaN, and so a loss of NaN
-        configs = [config for _, config in self.config.blocks]
-        right = [attention.as_promised(par, config.mask, *k_ids) for config in configs]
-        tables = [rope_table(config, batch["positions"]) for config in configs]
-        ropes = [*map(nan_in_broken_rows, tables, right)]
+        ropes = []
+        for _, config in self.config.blocks:
+            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
+            is_right_b = attention.as_promised(par, config.mask, *k_ids)
+            table = rope_table(config, batch["positions"])
+            ropes.append(nan_in_broken_rows(table, is_right_b))
 
         def block(kind: int, place: int | None) -> Callable:
             """Return a block of a kind. ``w`` is what an iteration is given: ``w[kind]`` are the weights of
