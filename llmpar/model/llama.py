@@ -103,8 +103,8 @@ class Norm(nnx.Module):
     def __call__(
         self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
     ) -> Float[Array, "*dims d"]:
-        """Return the normed value. ``heads`` is the letter of the heads, n or k, where the mean is over heads
-        and their width together (ranks may have some of the heads); empty where it is over the last dim."""
+        """Return the normed value. The mean is over the last dim; or, with the letter of the heads (n or k)
+        as ``heads``, over all heads and their width together, of which a rank may have a part."""
         x32 = x.astype(jnp.float32)
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -131,8 +131,9 @@ class Norm(nnx.Module):
 def take(
     part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
 ) -> None:
-    """For each weight that is listed right under ``path`` (``rows`` are `ModelConfig.block_weights`), set an
-    attribute of ``part``: a parameter, or for ``x.scale`` a `Norm` named x."""
+    """Give a part of the model its own weights: those of `ModelConfig.block_weights`, whose paths are
+    ``rows``, that lie directly under ``path``. Each becomes an attribute of the weight's name; the weight
+    ``x.scale`` becomes a `Norm` named x."""
     for row in rows:
         owner, _, name = row.removesuffix(".scale").rpartition(".")
         if owner == path:
@@ -165,7 +166,7 @@ class Attention(nnx.Module):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # without rotation the table has a factor of the queries alone
+        # In layers that do not rotate, the table's angles are 0, and it multiplies the queries alone.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
@@ -183,9 +184,9 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): a token's keys and values are made of one
-    latent of c numbers, and of r rotated numbers that all heads share (in this class c and r are these
-    widths). So where keys are gathered over sp, or kept in a cache, it is c + r numbers a token."""
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). A token's keys and values are made of one
+    latent of c numbers, and of r rotated numbers that all heads share. So c + r numbers a token are gathered
+    over ranks, or kept in a cache. (In this class the letters c and r are these widths.)"""
 
     q_norm: Norm  # where queries are made of a latent, too
     kv_norm: Norm
@@ -538,8 +539,8 @@ class Llama(nnx.Module):
             ropes.append(nan_in_broken_rows(table, is_right_b))
 
         def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind. ``w`` is what an iteration is given: ``w[kind]`` are the weights of
-            one layer where ``place`` is None, else of several, and this block uses ``w[kind][place]``."""
+            """Return a block of a kind. An iteration gets ``w``, by kind the weights of its layers: those of
+            one layer, where ``place`` is None, or stacked ones, of which this block takes one."""
             own = lambda w: w[kind] if place is None else at(w[kind], place)
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 
