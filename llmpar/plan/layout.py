@@ -94,11 +94,6 @@ class Layout:
 _TOKEN = re.compile(r"\S+")
 
 
-def _may_name_a_region(word: str) -> bool:
-    """Whether a word is letters, no axis, and not dims without spaces between them."""
-    return word.isalpha() and word not in (*AXES, "whole") and not set(word) <= set(DIMS)
-
-
 @functools.cache
 def parse_layout(text: str) -> Layout:
     """Read ``"b/dp,fsdp s/sp d +tp"``, or ``"stream b s d +m"``, or ``"whole"``."""
@@ -132,7 +127,9 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if len(name) > 1 and not slash:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
-            if region or dims or sums or not _may_name_a_region(name):
+            # letters, no axis, and not dims without spaces between them
+            is_region = name.isalpha() and name not in (*AXES, "whole") and set(name) - set(DIMS)
+            if region or dims or sums or not is_region:
                 fail(
                     at,
                     token,

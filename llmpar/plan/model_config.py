@@ -636,8 +636,12 @@ DIMS: tuple[str, ...] = (
     "num_kv_heads",
     "head_width",
     "ffn_width",
+    "tied",
+    "window",
+    "num_experts",
+    "top_k",
+    "num_shared",
 )
-DIMS += "tied", "window", "num_experts", "top_k", "num_shared"
 """What may be written behind a model's name; the last three are its experts'."""
 
 

@@ -147,8 +147,8 @@ class Evaluation:
 
     def is_due(self, done: int, steps: int) -> bool:
         """Tell whether to evaluate after ``done`` of all steps."""
-        never = self.held_out is None or self.eval_every == 0
-        return not never and (done % self.eval_every == 0 or done == steps)
+        every = self.eval_every if self.held_out else 0
+        return every > 0 and (done % every == 0 or done == steps)
 
     def score(self, step: Step, state: State) -> dict[str, Any]:
         """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and

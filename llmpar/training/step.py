@@ -329,8 +329,8 @@ class Step:
         return grads, metrics
 
     def _count_once(self, x: Array) -> Array:
-        """Return ``x`` on one of the devices that hold the same value, and 0 on the others, so that a sum over
-        all devices counts it once."""
+        """Return ``x`` on one of the devices that hold the same value, and 0 on the others: a sum over all
+        devices then counts it once."""
         same = tuple(a for a in self._live if a not in varying(x))
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
