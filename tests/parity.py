@@ -28,8 +28,9 @@ from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import LLAMA as VARIANT
-from llmpar.plan.model_config import described_model, kind_of, preset
+from llmpar.plan.model_config import kind_of
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import described_model, preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import Unit, tolerance

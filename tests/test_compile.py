@@ -20,8 +20,8 @@ from llmpar import draw
 from llmpar.inspect import roofline
 from llmpar.inspect.hlo import Module
 from llmpar.plan.mesh_shape import AXES, parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import aot
 from llmpar.planner.planner import FREE_SHARE, Question
 from llmpar.planner.targets import COMPILER_ENVIRONMENT, GPUS, gpu_description, parse_target
@@ -350,7 +350,7 @@ def test_gpus_compile_what_was_predicted(flags):
 
 BEFORE_AMPERE = """
 import other_gpus
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner import aot
 from llmpar.planner import targets
 from llmpar.plan.plan import Plan
@@ -381,7 +381,7 @@ def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
 HEADS = """
 import dataclasses, sys
 import other_gpus
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner import aot
 from llmpar.planner import targets
 from llmpar.plan.plan import Plan
@@ -441,7 +441,7 @@ def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu, executed):
 ABORTS = """
 import optax
 
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner.targets import parse_target
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
@@ -508,7 +508,7 @@ from pathlib import Path
 import jax
 import optax
 
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.inspect.census import compiled_memory
 from llmpar.planner.targets import parse_target
 from llmpar.parallel.mesh import make_mesh

@@ -29,8 +29,8 @@ from llmpar.lessons import hosts, judge, pages, record
 from llmpar.lessons.pages import sentences
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.hosts import sends

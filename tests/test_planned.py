@@ -9,8 +9,9 @@ import random
 import pytest
 
 from llmpar.plan import checks, places
-from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, described_model
+from llmpar.plan.model_config import ExpertConfig, ModelConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS, described_model
 from llmpar.planner import planner
 from llmpar.predict import memory, serving, traffic
 from llmpar.predict.hardware import chip

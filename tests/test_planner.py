@@ -19,8 +19,8 @@ from llmpar.cli.plan import named_axes
 from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import frameworks, planner
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
@@ -314,7 +314,7 @@ def test_questions_without_an_answer_are_refused(options, sentence):
 def test_the_405b_on_16384_prices_few_plans_and_needs_no_jax():
     code = """
 import dataclasses, sys
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.predict import hardware
 from llmpar.planner import planner
 q = planner.Question(preset("llama3.1-405b"), hardware.chip("h100"), 16384, 2048, 8192)

@@ -78,7 +78,7 @@ def test_chunks_of_a_feed_forward_take_less_memory():
 MILLION = """
 import jax, optax
 from llmpar.inspect.census import compiled_memory
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step

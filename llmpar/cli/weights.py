@@ -10,8 +10,9 @@ from typing import Any, Literal
 from llmpar.cli.options import Folder, From, Name, fits_host, inform
 from llmpar.plan.config_json import QUANTIZED, quantization
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import PRESETS, ModelConfig, folder_of, preset
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS, folder_of, preset
 from llmpar.predict.serving import device_cache_bytes
 from llmpar.training import data
 

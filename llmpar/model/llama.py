@@ -79,7 +79,7 @@ NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
 
 
-def scaled(x: Array, factor: float) -> Array:
+def times(x: Array, factor: float) -> Array:
     """Return ``x`` times a factor, in its dtype; itself, where that is 1."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
@@ -411,12 +411,12 @@ class Block(nnx.Module):
         scale = self.config.variant.residual_scale
         if self.norms == ("attention_norm",):  # side by side
             y, aux = self.fed_forward(y, par)
-            return x + scaled(attended, scale) + scaled(y, scale), aux
-        x = x + scaled(self.post_normed("attention_post_norm", attended, par), scale)
+            return x + times(attended, scale) + times(y, scale), aux
+        x = x + times(self.post_normed("attention_post_norm", attended, par), scale)
         if "attention_post_norm" not in self.norms:
             x = checkpoint_name(x, STREAM)
         y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
-        return x + scaled(self.post_normed("ffn_post_norm", y, par), scale), aux
+        return x + times(self.post_normed("ffn_post_norm", y, par), scale), aux
 
     def normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, or ``x`` where the block does not have this norm."""
@@ -502,7 +502,7 @@ class Llama(nnx.Module):
 
     def normed(self, x: Stream, par: Solo) -> Stream:
         """Return the last norm, times the scale that logits have."""
-        return scaled(self.norm(x, par), self.config.variant.logit_scale)
+        return times(self.norm(x, par), self.config.variant.logit_scale)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
@@ -514,7 +514,7 @@ class Llama(nnx.Module):
             return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
-        return scaled(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
+        return times(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
 
     def run_blocks(
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
@@ -545,13 +545,13 @@ class Llama(nnx.Module):
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 
         outputs, begin = list[Any](), Counter[int]()
-        for (kinds, times, _), layers in loops:
-            length = Counter({k: times * kinds.count(k) for k in kinds})
+        for (kinds, num_times, _), layers in loops:
+            length = Counter({k: num_times * kinds.count(k) for k in kinds})
             stack = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
             places: list[int | None] = [None]
             if len(kinds) > 1:
                 places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
-                stack = {k: par.periods(w, times) for k, w in stack.items()}
+                stack = {k: par.periods(w, num_times) for k, w in stack.items()}
             x, aux = layers([*map(block, kinds, places)], x, stack)
             outputs += [] if aux is None else [aux]
             begin += length

@@ -33,7 +33,8 @@ from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import axes_of
 from llmpar.plan import families
 from llmpar.plan.config_json import TABLES, family
-from llmpar.plan.model_config import ModelConfig, Weight, kind_of, to_hugging_face
+from llmpar.plan.model_config import ModelConfig, Weight, kind_of
+from llmpar.plan.presets import to_hugging_face
 from llmpar.training.data import Tokenizer
 from llmpar.training.token_files import FileTokenizer
 

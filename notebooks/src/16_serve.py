@@ -44,8 +44,8 @@ from llmpar.inspect.census import (
 from llmpar.lessons import CORRECT, attempt, find, hint, met, say, solution
 from llmpar.lessons.lesson import as_table, fresh_state
 from llmpar.parallel.mesh import make_mesh, split_axes
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import CACHE, Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import serving, traffic
 from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder, DecoderInput

@@ -28,7 +28,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 # %%
 from running import bound
 
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.predict import serving
 from llmpar.predict.hardware import chip
 
