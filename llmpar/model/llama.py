@@ -138,7 +138,8 @@ def take(
         owner, _, name = row.removesuffix(".scale").rpartition(".")
         if owner == path:
             weight = make(row)
-            setattr(part, name, weight if row.endswith(name) else Norm(weight, eps, variant))
+            is_norm = row.endswith(".scale")
+            setattr(part, name, Norm(weight, eps, variant) if is_norm else weight)
 
 
 class Attention(nnx.Module):

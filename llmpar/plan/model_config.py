@@ -365,17 +365,14 @@ class ModelConfig:
             ),
         )
 
-    def weights(self) -> dict[str, Weight]:
+    def weights(self, counts: Sequence[int] | None = None) -> dict[str, Weight]:
         """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Those of the
-        i-th kind of layers are ``blocks.i.…``.
+        i-th kind of layers are ``blocks.i.…``. There are ``counts[i]`` of them, by default the model's own.
 
         >>> preset("tiny").weights()["blocks.ffn.gate"]
         Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, is_vector=False, frozen=False)
         """
-        return self.stage_weights([count for count, _ in self.blocks])
-
-    def stage_weights(self, counts: Sequence[int]) -> dict[str, Weight]:
-        """Return `weights` with so many layers of each kind."""
+        counts = [count for count, _ in self.blocks] if counts is None else counts
         v, d, std = self.vocab_size, self.width, self.init_scale
         weights = {"embedding": Weight("vocab v d", (v, d), std)}
         weights |= (
@@ -438,12 +435,6 @@ class ModelConfig:
     def loops(self) -> list[LayerLoop]:
         """The layers as loops over their period."""
         return loops(self.layer_kinds, len(self.lead), len(self.period))
-
-    def with_layers(self, counts: Sequence[int]) -> "ModelConfig":
-        """Return the model with so many layers of each kind, one kind after the other."""
-        order = tuple(kind for kind, count in enumerate(counts) for _ in range(count))
-        lead = order if self.kinds else ()
-        return dataclasses.replace(self, num_layers=len(order), lead=lead)
 
     @property
     def mixer(self) -> str:

@@ -584,7 +584,7 @@ class Resolved(Plan):
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
         layouts_of = functools.cache(self.layouts_of)
         layers = [self.mesh.pp * count for count in self.places]
-        rows = self.config.stage_weights(layers).items()
+        rows = self.config.weights(layers).items()
         fit = (lambda w: w) if self.config.runs else (lambda w: self._padded(w, layouts_of(w.dims)))
         return {path: (fit(weight), layouts_of(weight.dims)) for path, weight in rows}
 

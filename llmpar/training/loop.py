@@ -292,9 +292,7 @@ def train(
         with run.saved_on_the_way_out():
             for number in range(start, steps):
                 batch = _place(step, stream, number)
-                program = program or _compiled(
-                    step, run.state, batch, callbacks.barrier, profile is not None
-                )
+                program = program or _compiled(step, run.state, batch, callbacks.barrier)
                 if max(first, start) == number <= last:
                     run.read_all()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
@@ -497,15 +495,12 @@ def _is_finite(metrics: dict) -> bool:
     return math.isfinite(float(metrics["loss"]) + float(metrics["grad_norm"]))
 
 
-def _compiled(step: Step, state: State, batch: dict, barrier: Callable, ahead: bool = False) -> Any:
-    """Return the step. Several processes compile it and wait for one another before the first of them runs
-    it; a single one does so only where it is to compile ``ahead``.
+def _compiled(step: Step, state: State, batch: dict, barrier: Callable) -> Any:
+    """Compile the step. Processes wait for one another before the first of them runs it.
 
     Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
     that), and later as long as they must. On a busy machine one process compiles longer than that.
     """
-    if jax.process_count() == 1 and not ahead:
-        return step.run.compiled
     run = step.run.lower(state, batch).compile()
     barrier()
     return run

@@ -397,7 +397,7 @@ class Step:
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
 
     def _shapes(self, counts: Sequence[int]) -> State:
-        return state_shapes(self.config.with_layers(counts), self.plan, self.optimizer)
+        return state_shapes(self.config, self.plan, self.optimizer, counts)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
         """Make a state, each device its own share: the same weights on every mesh.
@@ -420,14 +420,9 @@ class Step:
             params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)
             return initial_state(params, self.config, self.optimizer)
 
-        key = jax.random.key(seed)
-        if not given:
-            return jax.jit(
-                lambda key: self.from_model_order(make(key, {})), out_shardings=self.shardings
-            )(key)
         in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
-        state = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)(key, given)
-        return self.from_model_order(state, donate=True)
+        compiled = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)
+        return self.from_model_order(compiled(jax.random.key(seed), given), donate=True)
 
     def from_model_order(self, state: State, donate: bool = False) -> State:
         """Return a state that has its layers in the model's order (a checkpoint's, say) as the pipeline's
