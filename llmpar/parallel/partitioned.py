@@ -70,10 +70,11 @@ class Auto(Solo):
 class Explicit(Auto):
     """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
 
-    An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``:
-    a value that is the same all over a, and is used with values that are not. Its gradient is a sum over a,
-    unfinished until the move that set the mark finishes it in the backward pass. `seen` has every region that
-    a value was in, its layout, the layout in the type, and the type itself.
+    In the type, ``unreduced={a}`` is an unfinished sum ``+a``, and ``reduced={a}`` is what `Manual` calls
+    varying: a mark on a value that is the same all over the axis a, and is used with values that are not.
+    The gradient of such a value is an unfinished sum over a. In the backward pass the move that set the mark
+    finishes it. `seen` has every region that a value was in, its layout, the layout in the type, and the type
+    itself.
     """
 
     def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
