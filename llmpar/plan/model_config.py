@@ -23,13 +23,6 @@ _Factor = Annotated[float | None, Allowed(float, 1e-9, 1e300, none=True)]
 Share = Annotated[float, Allowed(float, 0, 1)]
 
 
-def _refuse_first(*rows: tuple[Any, str]) -> None:
-    """Raise ValueError with the sentence of the first row whose condition holds."""
-    for holds, why in rows:
-        if holds:
-            raise ValueError(why)
-
-
 @dataclass(frozen=True)
 class RopeScaling:
     """The stretching of low rotary frequencies, by a ``factor``: of ``linear`` all frequencies, of
@@ -99,26 +92,19 @@ class ExpertConfig:
     def __post_init__(self):
         check_fields(self)
         k, experts, groups = self.top_k, self.num_experts, f"{self.top_groups} of {self.num_groups}"
-        open_experts = experts // self.num_groups * self.top_groups
-        _refuse_first(
-            (
-                not 1 <= k <= experts,
-                f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}",
-            ),
-            (
-                self.weighs == "input" and k > 1,
-                f"weights of {k} experts multiply no one input; choose from 1 to 1",
-            ),
-            (
-                experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups,
-                f"{experts} experts cannot be routed in {groups} equal groups",
-            ),
-            (
-                k > open_experts,
+        if not 1 <= k <= experts:
+            raise ValueError(
+                f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}"
+            )
+        if self.weighs == "input" and k > 1:
+            raise ValueError(f"weights of {k} experts multiply no one input; choose from 1 to 1")
+        if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
+        if k > (open_experts := experts // self.num_groups * self.top_groups):
+            raise ValueError(
                 f"{groups} groups hold {open_experts} experts, fewer than the {k} that a token visits;"
-                " choose more groups",
-            ),
-        )
+                " choose more groups"
+            )
 
     def capacity(self, tokens: int) -> int:
         """Return ⌈k·tokens·factor/E⌉, the most of a piece's ``tokens`` that an expert takes (Fedus et al.
@@ -330,40 +316,32 @@ class ModelConfig:
 
     def __post_init__(self):
         check_fields(self)
-        width = self.variant.rope_width or self.head_width
-        what = "heads are" if width == self.head_width else "the rotated part of heads is"
-        targets = self.lora.targets if self.lora else ()
-        of_experts = sorted({"gate", "up", "down"} & set(targets)) if self.experts else []
-        own: Iterable[str] = ADAPTABLE
-        if targets and self.described:
-            rows = {row for kind in self.kinds or (self,) for row in kind.block_weights()}
-            own = [x for x in ADAPTABLE if rows & {x, f"attention.{x}", f"ffn.{x}"}]
-        missing = [name for name in targets if name not in own]
-        _refuse_first(
-            (
-                of_experts,
+        if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
+            raise ValueError(
                 f"'{self.name}' cannot be adapted so: experts have no adapters, and LoRA's targets name"
-                f" {' '.join(of_experts)}; use targets q k v o",
-            ),
-            (
-                missing,
-                f"'{self.name}' cannot be adapted so: it has no matrix {' '.join(missing)}; use targets"
-                f" of {' '.join(own)}",
-            ),
-            (
-                not self.ffn_width and self.runs,
-                f"'{self.name}' has a feed-forward of width 0; use 1 or more",
-            ),
-            (
-                width % 2 and self.runs,
-                f"{what} {width} wide, but rotary embedding rotates pairs; use an even head width",
-            ),
-            (
-                self.num_heads % self.num_kv_heads and self.runs,
+                f" {' '.join(sorted(ours))}; use targets q k v o"
+            )
+        if self.lora and self.described:
+            rows = [row for kind in self.kinds or (self,) for row in kind.block_weights()]
+            own = {row.removeprefix("attention.").removeprefix("ffn.") for row in rows}
+            if missing := [name for name in self.lora.targets if name not in own]:
+                names = " ".join(name for name in ADAPTABLE if name in own)
+                raise ValueError(
+                    f"'{self.name}' cannot be adapted so: it has no matrix {' '.join(missing)}; use targets"
+                    f" of {names}"
+                )
+        if not self.ffn_width and self.runs:
+            raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
+        if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
+            what = "heads are" if width == self.head_width else "the rotated part of heads is"
+            raise ValueError(
+                f"{what} {width} wide, but rotary embedding rotates pairs; use an even head width"
+            )
+        if self.num_heads % self.num_kv_heads and self.runs:
+            raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
-                f" use a number of KV heads that divides {self.num_heads}",
-            ),
-        )
+                f" use a number of KV heads that divides {self.num_heads}"
+            )
 
     def weights(self, counts: Sequence[int] | None = None) -> dict[str, Weight]:
         """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Those of the
