@@ -25,9 +25,11 @@ BESIDE = {
     "plan.families",
     "plan.running",
     "plan.presets",
+    "plan.serving",
     "plan.torch_orders",
 }
-"""Files of these folders that no strategy needs: formats and services of others, and names of models."""
+"""Files of these folders that no strategy needs: formats and services of others, names of models,
+plans for serving."""
 BUDGETS = {
     "plan": 2_440,
     "parallel": 895,

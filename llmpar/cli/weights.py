@@ -13,6 +13,7 @@ from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, folder_of, preset
+from llmpar.plan.serving import serving_plan
 from llmpar.predict.serving import device_cache_bytes
 from llmpar.training import data
 
@@ -129,7 +130,7 @@ class ModelOptions:
         from llmpar.parallel.mesh import make_mesh, sharding, split_axes
         from llmpar.serve.engine import Engine
 
-        serving = plan.serving(config, slots, length)
+        serving = serving_plan(plan, config, slots, length)
         cache = device_cache_bytes(serving, slots, length)
         fits_host(serving, slots, plan.mesh.sp, ("params",), cache)
         for line in notes:

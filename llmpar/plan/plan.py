@@ -73,11 +73,6 @@ from llmpar.plan.sequence_order import Mask, ring_hops
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
-CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens. The last
-dim of these has the chosen token, the likeliest tokens, and the bits of their log-probabilities."""
-BEST = 20
-"""A step of serving returns at most this many likeliest tokens of a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -254,35 +249,6 @@ class Plan:
         _, heads = config.exchanged_heads(mesh.tp)
         ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else mesh.ul
         return dataclasses.replace(mesh, kv=1 if rest else copies, ul=ul)
-
-    def serving(
-        self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None
-    ) -> Serving:
-        """Return the plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage
-        and dtype count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is
-        made."""
-        if self.mesh.pp > 1:
-            raise ValueError(
-                f"generation has no pipeline, and mesh '{self.mesh}' has pp={self.mesh.pp};"
-                " use dp, fsdp, ep, sp, tp"
-            )
-        if length < 1:
-            raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
-        if config.experts:
-            config = config.with_experts(capacity_factor=None)
-        plan = Plan(
-            self.mesh,
-            zero=self.zero,
-            dtype=self.dtype,
-            zero_axes="fsdp,ep",
-            sequence_order="contiguous",
-        ).resolve(config, devices)
-        serving = Serving(
-            **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        )
-        checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
-        serving.check(num_rows, self.mesh.sp)  # no region cuts positions: any multiple of sp does
-        return serving
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
         """Put the indices of items, each a key and its bytes, into buckets in order: a bucket has items of
@@ -609,34 +575,3 @@ class Resolved(Plan):
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
         return self.layouts_of(dims).stored
-
-
-@dataclass(frozen=True, kw_only=True)
-class Serving(Resolved):
-    """A plan for tokens that arrive a few at a time (`Plan.serving`): no region cuts their positions by sp,
-    which cuts those of the cache."""
-
-    @functools.cached_property
-    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Region to dim to the axes that cut it."""
-        live, table = self.mesh.live, super().regions
-        table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
-        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
-
-    @property
-    def num_caches(self) -> int:
-        """How many caches a layer has: two, of keys and of values, or one of latents, which are both."""
-        return 1 if self.config.shares_cache else 2
-
-    def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
-        """The shape of a cache. A rank of sp has its share of the positions, rounded up. Each copy of a KV
-        head has its own cache, and each rank of tp its own copy of the latents."""
-        config, mesh = self.config, self.mesh
-        if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
-            raise ValueError(
-                f"'{config.name}' has layers whose caches differ, and a cache here is alike in all; use"
-                " another model"
-            )
-        positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
-        one = (mesh.tp, config.cache_width) if config.shares_cache else (heads, config.head_width)
-        return config.num_layers, num_rows, positions, *one
