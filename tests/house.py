@@ -31,12 +31,12 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, names of models,
 plans for serving."""
 BUDGETS = {
-    "plan": 2_440,
-    "parallel": 895,
-    "kernels": 525,
-    "model": 955,
-    "pipeline": 335,
-    "training": 2_200,
+    "plan": 2_325,
+    "parallel": 872,
+    "kernels": 520,
+    "model": 945,
+    "pipeline": 322,
+    "training": 2_190,
     "predict": 2_132,
     "planner": 1_592,
     "draw": 2_620,
@@ -50,8 +50,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_262,
-    "statements": 23_510,
+    "statements of the compact package": 5_850,
+    "statements": 23_370,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
