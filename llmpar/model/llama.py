@@ -554,7 +554,8 @@ class Llama(nnx.Module):
                 places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
                 stack = {k: par.periods(w, num_times) for k, w in stack.items()}
             x, aux = layers([*map(block, kinds, places)], x, stack)
-            outputs += [] if aux is None else [aux]
+            if aux is not None:
+                outputs.append(aux)
             begin += length
         joined = lambda *parts: jnp.concatenate(parts)
         return x, jax.tree.map(joined, *outputs) if outputs else None

@@ -69,14 +69,11 @@ def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
 
 def _shapes(plan, batch_size: int, seq_len: int) -> list[Row]:
     mesh, config = plan.mesh, plan.config
-    by_tp = [
-        Cut(
-            name, size, ("tp",), common=math.gcd(block.num_kv_heads, *sizes.values()), of_model=True
-        )
-        for _, block in config.blocks
-        for sizes in [widths_cut_by_tp(block)]
-        for name, size in sizes.items()
-    ]
+    by_tp = list[Row]()
+    for _, block in config.blocks:
+        sizes = widths_cut_by_tp(block)
+        common = math.gcd(block.num_kv_heads, *sizes.values())
+        by_tp += [Cut(x, n, ("tp",), common=common, of_model=True) for x, n in sizes.items()]
     return [
         (
             mesh.ep > 1 and not config.experts,
@@ -128,16 +125,17 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
 
 
 def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
-    config, sp, ul, method = plan.config, plan.mesh.sp, plan.mesh.ul, plan.context_parallel
+    config, mesh, sp, ul = plan.config, plan.mesh, plan.mesh.sp, plan.mesh.ul
+    method, block = plan.context_parallel, plan.attention_block
     sizes = config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size
     common = math.gcd(*sizes, seq_len)
     # Each piece is gathered by itself; experts need all at once.
     by_pieces = plan.tp_sequence and not config.experts
     ffn = (("sp", "tp"), "ffn_chunks", common) if by_pieces else (("sp",), "ffn_chunks", 0)
-    which, heads = config.exchanged_heads(plan.mesh.tp)
+    which, heads = config.exchanged_heads(mesh.tp)
     what = f"the {heads} {which} heads of a device"
     parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
-    block, cuts = plan.attention_block, lambda x: plan.mesh.along(plan.regions[x].get("s", ()))
+    local = {x: seq_len // mesh.along(plan.regions[x].get("s", ())) for x in ("queries", "keys")}
     return [
         Cut("sequence", seq_len, ("sp", "tp") if plan.tp_sequence else (), common=common),
         Cut("sequence", seq_len, ("sp",), "loss_chunks"),
@@ -159,17 +157,18 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
             f" and {parts} of these divide them; use context_parallel='{instead}'",
         ),
         *(
-            Cut(f"each device's number of {x}", local, (), "attention_block", of_model=True)
-            for x in ("queries", "keys")
-            if block and (local := seq_len // cuts(x)) > block
+            Cut(f"each device's number of {x}", n, (), "attention_block", of_model=True)
+            for x, n in local.items()
+            if block and n > block
         ),
     ]
 
 
 def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
-    kernel, devices = plan.requested.attention_kernel, plan.devices or ""
-    cudnn, gpu = kernel == "cudnn", devices if plan.platform == "gpu" else "gpu"
+    kernel = plan.requested.attention_kernel
+    cudnn = kernel == "cudnn"
+    gpu = plan.devices if plan.platform == "gpu" else "gpu"
     masked = kernel == "xla" or cudnn and plan.documents == "packed"
     mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.regions["queries"].get("s", ()))
     whole = ", or documents='whole'" if cudnn and plan.in_order else ""
@@ -271,21 +270,19 @@ def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
                 cut[f"head width {letters['h']}"] = letters["h"], plan.zero_cuts("h")
     if config.experts and config.experts.bias_rate is not None:
         cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
-    rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
-    common = math.gcd(rows, *(size for size, _ in cut.values()))
-    others = lambda axes: len(axes) > 1 or axes != mesh.live("fsdp")
-    advice = lambda size, axes: (
-        ", or use zero_axes='fsdp'" if others(axes) and size % mesh.fsdp == 0 else ""
-    )
-    return [
-        Cut(name, size, axes, common=common, of_model=True, advice=advice(size, axes))
-        for name, (size, axes) in cut.items()
-    ]
+    num_rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
+    common = math.gcd(num_rows, *(size for size, _ in cut.values()))
+    cuts = list[Row]()
+    for name, (size, axes) in cut.items():
+        fewer = len(axes) > 1 or axes != mesh.live("fsdp")
+        advice = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
+        cuts.append(Cut(name, size, axes, common=common, of_model=True, advice=advice))
+    return cuts
 
 
 def _reductions(plan, batch_size: int, seq_len: int) -> list[Row]:
     """When gradients are summed, and in which mode."""
-    reduce, explicit, several = plan.reduce, plan.mode == "explicit", plan.microbatches > 1
+    reduce, explicit = plan.reduce, plan.mode == "explicit"
     in_pieces = plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1
     return [
         (
@@ -309,7 +306,7 @@ def _reductions(plan, batch_size: int, seq_len: int) -> list[Row]:
             f" {plan.mesh.tp}: JAX cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'",
         ),
         (
-            reduce == "layer" and several,
+            reduce == "layer" and plan.microbatches > 1,
             "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1",
         ),
     ]

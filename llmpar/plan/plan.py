@@ -550,9 +550,11 @@ class Resolved(Plan):
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
         layouts_of = functools.cache(self.layouts_of)
         layers = [self.mesh.pp * count for count in self.places]
-        rows = self.config.weights(layers).items()
-        fit = (lambda w: w) if self.config.runs else (lambda w: self._padded(w, layouts_of(w.dims)))
-        return {path: (fit(weight), layouts_of(weight.dims)) for path, weight in rows}
+        table = dict[str, tuple[Weight, WeightLayouts]]()
+        for path, weight in self.config.weights(layers).items():
+            layouts = layouts_of(weight.dims)
+            table[path] = weight if self.config.runs else self._padded(weight, layouts), layouts
+        return table
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
         """Round each dim of a weight up to a multiple of the devices that cut it. Models that are planned and
