@@ -297,7 +297,8 @@ def train(
                     run.read_all()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
                 run.state, metrics = program(run.state, batch)
-                run.add(metrics)
+                run.done = number + 1
+                run.add(number, metrics)
                 if number == last:
                     run.read_all()
                     traced.close()
@@ -401,8 +402,8 @@ class _Run:
         except BaseException as error:
             spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
             with contextlib.suppress(Exception):  # the error that ended it is raised
-                unsaved = self.checkpoints and self._saved < self.done and not spoiled
-                if self.checkpoints and unsaved and all(_is_finite(m) for _, m in self.waiting):
+                went_well = not spoiled and all(_is_finite(m) for _, m in self.waiting)
+                if self.checkpoints and self._saved < self.done and went_well:
                     self.save()
                     self.callbacks.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
             raise
@@ -413,10 +414,9 @@ class _Run:
         """Leave what was done since the last step out of the next step's seconds."""
         self.clock = time.perf_counter()
 
-    def add(self, metrics: dict) -> None:
+    def add(self, number: int, metrics: dict) -> None:
         """Remember a step that was sent, and read the one before it."""
-        self.waiting.append((self.done, metrics))
-        self.done += 1
+        self.waiting.append((number, metrics))
         if len(self.waiting) > 1:
             self._read()
 
