@@ -227,9 +227,10 @@ class Arrow:
             moving.setdefault((kind, old.strip("+"), new), []).append(axis)
         # A move names its axes in the order in which they nest in its dim.
         nested = [*self.before.axes, *self.after.axes, *ORDER]
-        moves = []
-        for (kind, old, new), axes in moving.items():
-            moves.append(Move(kind, tuple(sorted(axes, key=nested.index)), old, new))
+        moves = [
+            Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
+            for (kind, old, new), axes in moving.items()
+        ]
         moves.sort(key=lambda m: ORDER_OF_MOVES.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)
