@@ -417,21 +417,22 @@ def ring_attention(
     hops the sum arrives at the rank of the keys, which adds its own part. Each rank sends n-1 times 2 b t k h
     float32 elements more.
 
-    Where a window ends after m < n-1 hops (`ring_hops`, in the `order` contiguous), keys make m hops both
-    times, and so do their gradients: m-1 with them, and one from there back to the rank of the keys.
+    In contiguous order (`order`) a window may end after m < n-1 hops (`ring_hops`). Then keys make m hops in
+    each pass. Their gradients make m, too: m-1 behind the keys, and one straight back to the keys' rank.
 
-    Tiles have `block` positions. Two tiles are compared by the smallest and the largest of their positions
-    and segments: if no query of one can see a key of the other, the pair is a branch not taken (computed and
-    masked without `branch`). `contiguous` promises that queries and keys are the same positions, in order
-    (`as_promised`): then up to 8 tiles are written out, and pairs outside the mask are not in the program.
-    With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted if it is ``cpu``). `hop` is
-    that of a `Plan`.
+    Tiles have `block` positions. Before a pair of tiles is multiplied, the extremes of their positions and
+    segments are compared: if no query of the one can see a key of the other, a `lax.cond` skips the pair, or
+    without `branch` the pair is computed and masked. `contiguous` promises that queries and keys are the same
+    positions, in order (`as_promised`): then up to 8 tiles are written out, and pairs outside the mask are
+    not in the program. With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted if it is
+    ``cpu``). `hop` is that of a `Plan`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In zigzag order one tile of all positions would have both parts of a rank: right, but never skipped.
+    # In zigzag order a tile of all positions would have both parts of a rank. Its result would be right, but
+    # no rank would ever skip it.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
