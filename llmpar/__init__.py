@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from llmpar.inspect.explain import explain
     from llmpar.inspect.look import look
     from llmpar.parallel.mesh import from_type, make_mesh, use_devices
-    from llmpar.plan.model_config import preset
     from llmpar.plan.plan import Plan
+    from llmpar.plan.presets import preset
     from llmpar.training.step import Step
 
 _FILES = {
@@ -45,7 +45,7 @@ _FILES = {
     "from_type": "parallel.mesh",
     "look": "inspect.look",
     "make_mesh": "parallel.mesh",
-    "preset": "plan.model_config",
+    "preset": "plan.presets",
     "use_devices": "parallel.mesh",
 }
 

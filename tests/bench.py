@@ -49,8 +49,9 @@ from llmpar.launch.joined import free_port
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.plan import sequence_order
-from llmpar.plan.model_config import ExpertConfig, ModelConfig, preset
+from llmpar.plan.model_config import ExpertConfig, ModelConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.planner import planner
 from llmpar.predict import hardware

@@ -25,8 +25,9 @@ from typing import Any
 import other_gpus
 
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import ModelConfig, preset
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner.targets import COMPILER_ENVIRONMENT, GPUS, parse_target
 from llmpar.predict import memory
 

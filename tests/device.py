@@ -38,8 +38,9 @@ from llmpar.kernels.tiles import kernel_tiles
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh, platform_of, use_devices
 from llmpar.plan.backend import able, fits_cudnn
-from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.sequence_order import CAUSAL, Mask
 from llmpar.predict import hardware, memory, ring
 from llmpar.training.step import Step

@@ -20,23 +20,28 @@ BESIDE = {
     "training.trackers",
     "training.chat",
     "training.apart",
+    "training.token_files",
     "plan.config_json",
     "plan.families",
     "plan.running",
+    "plan.presets",
+    "plan.serving",
+    "plan.torch_orders",
 }
-"""Files of these folders that no strategy needs: formats and services of others."""
+"""Files of these folders that no strategy needs: formats and services of others, names of models,
+plans for serving."""
 BUDGETS = {
-    "plan": 2_440,
-    "parallel": 895,
-    "kernels": 525,
-    "model": 955,
-    "pipeline": 335,
-    "training": 2_200,
+    "plan": 2_330,
+    "parallel": 872,
+    "kernels": 520,
+    "model": 946,
+    "pipeline": 322,
+    "training": 2_190,
     "predict": 2_132,
     "planner": 1_592,
     "draw": 2_620,
     "inspect": 2_945,
-    "explore": 1_450,
+    "explore": 1_452,
     "serve": 730,
     "launch": 1_220,
     "lessons": 1_380,
@@ -45,8 +50,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_262,
-    "statements": 23_510,
+    "statements of the compact package": 5_855,
+    "statements": 23_376,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -21,15 +21,16 @@ from jax.interpreters import partial_eval
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.look import unordered
 from llmpar.kernels import grouped
-from llmpar.model import moe
+from llmpar.model import attention, llama, moe
 from llmpar.model.weights import model_graph, trained
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import LLAMA as VARIANT
-from llmpar.plan.model_config import described_model, kind_of, preset
+from llmpar.plan.model_config import kind_of
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import described_model, preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import Unit, tolerance
@@ -138,7 +139,12 @@ def solo(config):
 @functools.cache
 def logits_of(config):
     """The logits of (weights, batch) by `Solo`, in float32."""
-    return jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo()))
+
+    def logits(params, batch):
+        x, head, _ = nnx.merge(model_graph(config), params).hidden_and_head(batch, Solo())
+        return attention.capped(llama.logits_of(x, head), config.variant.logit_cap)
+
+    return jax.jit(logits)
 
 
 def gradients_of(config, plan: Plan, step_class=Step):

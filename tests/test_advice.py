@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmpar.plan.mesh_shape import AXES, parse_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.planner.advice import advice
 from llmpar.planner.planner import MEMORY_ERROR, memory_verdict

@@ -13,8 +13,9 @@ from llmpar.cli.generate import Generate
 from llmpar.cli.train import Train
 from llmpar.launch import agreed
 from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surroundings
-from llmpar.plan.model_config import PRESETS, ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
+from llmpar.plan.model_config import ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS
 from llmpar.training.data import Batches, ByteTokenizer, Corpus, DataConfig
 from llmpar.training.loop import APART, kept_in, settings_of, train
 

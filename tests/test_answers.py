@@ -12,8 +12,8 @@ import pytest
 from llmpar.explore import answers, look, panels
 from llmpar.explore.explorer import EXPLORERS, MeshExplorer, by_kind
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
 from llmpar.predict import hardware, memory, traffic

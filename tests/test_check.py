@@ -24,8 +24,8 @@ import llmpar
 from llmpar.cli import main
 from llmpar.inspect.check import check
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.training.step import Step
 
 GATE = {"random": 4, "planted": 10}

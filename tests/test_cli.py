@@ -25,8 +25,9 @@ from llmpar.cli.models import Models
 from llmpar.cli.options import start_jax
 from llmpar.cli.train import Stopper, progress
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import PRESETS, OptimizerConfig
+from llmpar.plan.model_config import OptimizerConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import DataConfig
 from llmpar.training.step import Step

@@ -20,8 +20,8 @@ from llmpar import draw
 from llmpar.inspect import roofline
 from llmpar.inspect.hlo import Module
 from llmpar.plan.mesh_shape import AXES, parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import aot
 from llmpar.planner.planner import FREE_SHARE, Question
 from llmpar.planner.targets import COMPILER_ENVIRONMENT, GPUS, gpu_description, parse_target
@@ -315,7 +315,7 @@ def test_gpus_compile_what_was_predicted(flags):
 HEADS = """
 import dataclasses, sys
 import other_gpus
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner import aot
 from llmpar.planner import targets
 from llmpar.plan.plan import Plan
@@ -398,7 +398,7 @@ from pathlib import Path
 import jax
 import optax
 
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.inspect.census import compiled_memory
 from llmpar.planner.targets import parse_target
 from llmpar.parallel.mesh import make_mesh

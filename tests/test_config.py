@@ -15,16 +15,8 @@ from shared import TABLES
 
 from llmpar.model.llama import Llama
 from llmpar.model.rope import rope_frequencies
-from llmpar.plan.model_config import (
-    PRESETS,
-    ExpertConfig,
-    LoraConfig,
-    RopeScaling,
-    from_dict,
-    from_hugging_face,
-    preset,
-    to_hugging_face,
-)  # fmt: skip
+from llmpar.plan.model_config import ExpertConfig, LoraConfig, RopeScaling, from_dict
+from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face  # fmt: skip
 
 # Published ones, and ours by hand: v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
 PUBLISHED = TABLES["params"] | {

@@ -12,7 +12,8 @@ from parity import LLAMA, MOE, QWEN, by_arrow, family, logits_of, name, predicte
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.parallel.mesh import make_mesh, split_axes
 from llmpar.plan.model_config import LoraConfig
-from llmpar.plan.plan import BEST, Plan
+from llmpar.plan.plan import Plan
+from llmpar.plan.serving import BEST
 from llmpar.predict import serving, traffic
 from llmpar.serve.decode import Decoder, DecoderInput, choose_tokens
 from llmpar.serve.engine import Engine, Event, Request

@@ -20,8 +20,8 @@ from llmpar.cli.commands import parse
 from llmpar.model.llama import FeedForward, param
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
-from llmpar.plan.model_config import PRESETS
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

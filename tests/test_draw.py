@@ -46,8 +46,8 @@ from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan import schedules, timetable
 from llmpar.plan.layout import Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import layer, workload
 from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import chip

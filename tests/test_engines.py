@@ -21,7 +21,7 @@ from llmpar.launch import jobs, joined, local, traps
 from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 from llmpar.plan.config_json import QUANTIZED
-from llmpar.plan.model_config import preset, to_hugging_face
+from llmpar.plan.presets import preset, to_hugging_face
 
 
 def env(words: str) -> dict[str, str]:

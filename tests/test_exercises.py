@@ -28,8 +28,9 @@ from llmpar.lessons import hosts, judge, pages, record
 from llmpar.lessons.pages import sentences
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
+from llmpar.plan.serving import serving_plan
 from llmpar.predict import formulas, serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.hosts import sends
@@ -432,7 +433,7 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
     assert tuple(right("16.fit").values()) == pytest.approx(fit, rel=0.01)
     two_heads = dataclasses.replace(preset("tiny"), num_kv_heads=2)
     for mesh, share in right("16.shares").items():
-        plan = Plan(mesh).serving(two_heads, 1, 64)
+        plan = serving_plan(Plan(mesh), two_heads, 1, 64)
         assert share == serving.device_cache_bytes(plan, 1, 64) / serving.cache_bytes(two_heads, 64, 32)
 
 

@@ -13,8 +13,8 @@ from parity import BATCH, LLAMA, MOE, SEQ, compare_with_manual, name, state_of
 
 from llmpar.inspect.census import read_program
 from llmpar.inspect.types import types
-from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import as_type, explicit, from_type, make_mesh
+from llmpar.parallel.partitioned import Explicit
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step

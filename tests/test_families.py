@@ -11,8 +11,8 @@ import pytest
 
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import described_model
 from llmpar.plan.places import repeated
+from llmpar.plan.presets import described_model
 
 KEPT = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())
 CASES = {name: (case["config"], case["parameters"]) for name, case in KEPT["families"].items()}

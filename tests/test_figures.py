@@ -18,8 +18,9 @@ from llmpar.explore.small import (
 )
 from llmpar.model import moe
 from llmpar.parallel.modes import Solo
-from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, memory
 from llmpar.predict.ring import pairs_by_step
 

@@ -344,7 +344,7 @@ names = [m.name for m in pkgutil.walk_packages(llmpar.__path__, "llmpar.") if no
 for name in names:
     importlib.import_module(name)
 import optax
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.plan.plan import Plan
 mesh = llmpar.parallel.mesh.make_mesh("fsdp=1")
 step = llmpar.training.step.Step(preset("tiny"), Plan("fsdp=1"), mesh, optax.adamw(1e-3))

@@ -26,15 +26,9 @@ from parity import logits_of
 from llmpar.model.weights import weight_dims
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan import families
-from llmpar.plan.model_config import (
-    PRESETS,
-    ExpertConfig,
-    RopeScaling,
-    from_hugging_face,
-    preset,
-    to_hugging_face,
-)
+from llmpar.plan.model_config import ExpertConfig, RopeScaling
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face
 from llmpar.training import data
 from llmpar.training import hugging_face as hf
 

@@ -17,8 +17,8 @@ from llmpar.launch import wire
 from llmpar.launch.team import Team, TeamError
 from llmpar.launch.wire import Wire
 from llmpar.lessons import hosts
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict.hosts import leaving_bytes, pairs_of, sends
 from llmpar.predict.traffic import step_traffic
 

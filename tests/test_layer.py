@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import hardware, layer, workload
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import runs, step_traffic

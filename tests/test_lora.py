@@ -18,8 +18,9 @@ from llmpar.model.lora import merged
 from llmpar.model.weights import described, joined, trained
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig, from_hugging_face
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import from_hugging_face
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.predict.workload import Run

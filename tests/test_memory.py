@@ -15,8 +15,9 @@ from compare_memory import argument_bytes as given
 from llmpar.inspect.census import compiled_memory
 from llmpar.parallel._jax import scan_parts
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig, preset
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.training.step import Step

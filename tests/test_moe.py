@@ -22,8 +22,9 @@ from llmpar.model import moe
 from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Manual, Solo
-from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.training.step import Step
 
 HERE = Solo()

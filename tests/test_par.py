@@ -11,10 +11,10 @@ from jax import lax
 
 from llmpar.inspect.census import collective_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.parallel.modes import Manual, Solo
+from llmpar.parallel.partitioned import Auto
 from llmpar.plan.layout import parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.plan import Plan

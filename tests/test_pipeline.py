@@ -21,7 +21,7 @@ from llmpar.pipeline.split_backward import split_backward
 from llmpar.plan import places
 from llmpar.plan.layout import Layout
 from llmpar.plan.plan import Plan, Resolved
-from llmpar.plan.schedules import OP_KINDS, Op, make
+from llmpar.plan.schedules import OP_KINDS, Op, deal, make
 from llmpar.plan.timetable import slots, timetable
 from llmpar.training import layer_order as layer_order_file
 from llmpar.training.step import Step
@@ -190,9 +190,14 @@ def test_an_order_for_another_plan_is_refused(mesh, microbatches, said):
 
 def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
     """The first of a route have one more; both copies of a model have the same."""
-    assert make("1f1b", 4, 4).layers(6) == {(0, 0): 2, (1, 0): 2, (2, 0): 1, (3, 0): 1}
-    assert make("zb-v", 2, 4).layers(7) == {(0, 0): 2, (1, 0): 2, (1, 1): 2, (0, 1): 1}
-    assert make("dualpipe", 2, 4).layers(5) == {(0, 0): 3, (1, 0): 2, (1, 1): 3, (0, 1): 2}
+
+    def dealt(schedule, num_layers):
+        counts = deal(num_layers, schedule.cells)
+        return {cell: n for route in schedule.routes for cell, n in zip(route, counts, strict=True)}
+
+    assert dealt(make("1f1b", 4, 4), 6) == {(0, 0): 2, (1, 0): 2, (2, 0): 1, (3, 0): 1}
+    assert dealt(make("zb-v", 2, 4), 7) == {(0, 0): 2, (1, 0): 2, (1, 1): 2, (0, 1): 1}
+    assert dealt(make("dualpipe", 2, 4), 5) == {(0, 0): 3, (1, 0): 2, (1, 1): 3, (0, 1): 2}
     assert places.layer_orders(make("zb-v", 2, 4), (0,) * 7) == [[0, 1, 6, 7, 2, 3, 4, 5]]
 
 

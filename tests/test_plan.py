@@ -20,8 +20,8 @@ from llmpar.cli.commands import parse
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict import hardware, memory
 from llmpar.predict.traffic import step_traffic

@@ -17,8 +17,8 @@ from llmpar.cli.plan import named_axes
 from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import frameworks, planner
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip

@@ -38,15 +38,9 @@ from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import checks, families, schedules
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
-from llmpar.plan.model_config import (
-    ADAPTABLE,
-    ExpertConfig,
-    LoraConfig,
-    ModelConfig,
-    RopeScaling,
-    described_model,
-)
+from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, LoraConfig, ModelConfig, RopeScaling
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import described_model
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import traffic
 from llmpar.training import balance

@@ -25,8 +25,8 @@ from parity import (
 
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.parallel.modes import Manual
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.training.state import check_mesh
 from llmpar.training.step import Step
 

@@ -16,8 +16,9 @@ from shared import NUMBERS as ROWS
 import llmpar.inspect
 import llmpar.predict
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.model_config import ModelConfig, preset
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict import serving
 from llmpar.predict.hardware import Rates, chip

@@ -10,8 +10,8 @@ import pytest
 import llmpar
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.planner.measured import read_runs
 from llmpar.planner.planner import memory_verdict

@@ -8,8 +8,8 @@ import pytest
 
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.timetable import makespan, timetable
 from llmpar.planner import measured
 from llmpar.predict import formulas, time, workload

@@ -13,8 +13,8 @@ from parity import LLAMA, QWEN
 from llmpar.inspect.census import executed_flops
 from llmpar.model.weights import init_params, model_graph
 from llmpar.parallel.modes import Solo
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import memory, traffic
 
 BATCH, SEQ = 4, 32

@@ -14,8 +14,8 @@ from test_hf import OURS, random_params, same, state_dict, stored
 
 from llmpar.cli.weights import ModelOptions, open_weights
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.step import Step

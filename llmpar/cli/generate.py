@@ -10,7 +10,7 @@ from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, Output, give, start_jax
 from llmpar.cli.weights import ModelOptions
 from llmpar.launch.agreed import flat
-from llmpar.plan.model_config import folder_of
+from llmpar.plan.presets import folder_of
 
 MOST_TOKENS = 1 << 15
 """Tokens of a prompt, where the model does not say for how many it was made: 1,024 steps."""

@@ -25,7 +25,7 @@ from llmpar.cli.options import (
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
 from llmpar.plan import config_json as hugging_face
-from llmpar.plan.model_config import PRESETS, folder_of, preset
+from llmpar.plan.presets import PRESETS, folder_of, preset
 from llmpar.predict import hardware, serving
 
 MAX_PROCESSES = 64

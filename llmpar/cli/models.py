@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import tyro
 
 from llmpar.cli.options import OptionalText, Output, give
-from llmpar.plan.model_config import PRESETS, ModelConfig, maker_of, preset
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.presets import PRESETS, maker_of, preset
 
 
 @dataclass(frozen=True)

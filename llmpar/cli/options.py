@@ -21,8 +21,9 @@ import tyro
 
 from llmpar.files import read_text
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import LoraConfig, ModelConfig, preset
+from llmpar.plan.model_config import LoraConfig, ModelConfig
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import preset
 from llmpar.plan.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40

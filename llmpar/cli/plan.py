@@ -13,8 +13,8 @@ from llmpar.files import read_text
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
-from llmpar.plan.model_config import DIMS, preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import DIMS, preset
 from llmpar.predict import hardware, memory
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24

@@ -35,8 +35,9 @@ from llmpar.cli.options import (
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
-from llmpar.plan.model_config import ModelConfig, OptimizerConfig, folder_of, preset
+from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import folder_of, preset
 from llmpar.plan.timetable import timetable
 from llmpar.predict import hardware, memory
 from llmpar.training import data

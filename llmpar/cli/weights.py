@@ -10,8 +10,10 @@ from typing import Any, Literal
 from llmpar.cli.options import Folder, From, Name, fits_host, inform
 from llmpar.plan.config_json import QUANTIZED, quantization
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import PRESETS, ModelConfig, folder_of, preset
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS, folder_of, preset
+from llmpar.plan.serving import serving_plan
 from llmpar.predict.serving import device_cache_bytes
 from llmpar.training import data
 
@@ -128,7 +130,7 @@ class ModelOptions:
         from llmpar.parallel.mesh import make_mesh, sharding, split_axes
         from llmpar.serve.engine import Engine
 
-        serving = plan.serving(config, slots, length)
+        serving = serving_plan(plan, config, slots, length)
         cache = device_cache_bytes(serving, slots, length)
         fits_host(serving, slots, plan.mesh.sp, ("params",), cache)
         for line in notes:

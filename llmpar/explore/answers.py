@@ -27,8 +27,9 @@ from llmpar.explore.look import (
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse_mesh
-from llmpar.plan.model_config import from_dict, near_presets, preset
+from llmpar.plan.model_config import from_dict
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import near_presets, preset
 from llmpar.planner import planner
 from llmpar.predict import hardware
 

@@ -20,7 +20,7 @@ from llmpar import __version__
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers, look, panels
 from llmpar.files import Allowed
-from llmpar.plan.model_config import PRESETS
+from llmpar.plan.presets import PRESETS
 from llmpar.predict import hardware
 
 _SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")

@@ -17,8 +17,9 @@ from typing import Any
 
 from llmpar.files import Allowed, allowed
 from llmpar.plan.mesh_shape import MeshShape, mesh_distance, near_meshes, parse_mesh
-from llmpar.plan.model_config import PRESETS, ModelConfig, from_dict, preset
+from llmpar.plan.model_config import ModelConfig, from_dict
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import PRESETS, preset
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
 from llmpar.planner.advice import Change, advice

@@ -19,8 +19,9 @@ from llmpar.explore.answers import Limits, offer, refused
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
 from llmpar.files import Allowed
-from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.schedules import SCHEDULES, Schedule, from_text, make
 from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.plan.timetable import Timetable, reached, timetable

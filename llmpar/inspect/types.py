@@ -7,8 +7,8 @@ import optax
 from rich.table import Table
 
 from llmpar.inspect.tables import rich_table
-from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import make_mesh, platform_of
+from llmpar.parallel.partitioned import Explicit
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step

@@ -4,8 +4,8 @@ import dataclasses
 
 from llmpar.lessons import Exercise
 from llmpar.plan.mesh_shape import divisors, parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import memory, traffic
 
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)

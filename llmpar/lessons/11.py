@@ -5,7 +5,7 @@ import math
 
 from llmpar.lessons import Exercise
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict import hardware
 

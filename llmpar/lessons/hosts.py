@@ -17,8 +17,8 @@ from llmpar.launch.team import Team
 from llmpar.launch.wire import card_sent_bytes
 from llmpar.lessons.lesson import counting_text
 from llmpar.parallel.mesh import make_mesh, ordered_devices, platform_of
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict.hosts import leaving_bytes
 from llmpar.training.step import Step
 

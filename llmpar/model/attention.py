@@ -89,7 +89,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     else:
         run = partial(
             ring_attention,
-            axis=axes[0] if axes else None,  # a ring has one: of usp's two, ul exchanges heads
+            axis=axes[0] if axes else None,  # one at most: of usp's two axes, ul cuts no keys
             block=plan.attention_block,
             contiguous=plan.in_order and not axes,
             platform=par.platform if kernel == "flash" else None,  # whose kernel runs
@@ -115,10 +115,12 @@ def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"
 def as_promised(
     par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
 ) -> Bool[Array, " b"]:
-    """Return which rows have the order that the chosen attention relies on when it skips later positions:
-    positions rise, or segments rise and positions rise in each. Where a plan promises whole documents, a row
-    must have one segment and, for a window, no gap. (A cache, a ring whose keys reach all ranks and the
-    kernel of `flash` compare the ids, and rely on no order.)"""
+    """Return which rows keep the promises by which attention leaves keys out unseen.
+
+    Where it leaves out later positions (`Resolved.order_matters`), positions must rise, or segments must rise
+    and positions rise in each. Where the plan says that documents are whole, a row must have one segment and,
+    with a window, no gap between positions. What compares the ids of all keys relies on no order: a cache, a
+    ring whose keys reach all ranks, and the kernel of `flash`."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -325,8 +327,8 @@ def attend_block_grad(
 def _few_pairs(
     mask: Mask, contiguous: bool, num_queries: int, num_keys: int, c: int
 ) -> list[tuple[int, int]] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to write out, or None if they are many. Of a
-    contiguous sequence these are the pairs inside the mask."""
+    """Return the pairs (i, j) of tiles of queries and of keys that the program writes out one by one, or None
+    if they are many. Of a contiguous sequence it writes out only the pairs that the mask admits."""
     pairs = list(np.ndindex(num_queries, num_keys))
     if contiguous and num_queries <= _FEW_IN_TRIANGLE:
         return [
@@ -376,8 +378,9 @@ class _Ring:
     hops: int  # that keys make (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # In `ring_backward` K and V hop on only when this block's dK and dV are there. Flash has two backward
-    # kernels: dK and dV of the block before travel during the kernel of dK and dV, K and V during that of dQ.
+    # Whether, in `ring_backward`, K and V wait for dK and dV of their block before they hop on. Flash has two
+    # backward kernels, and each hides one message: while the first computes dK and dV, the sums of the block
+    # before travel; while the second computes dQ, K and V do.
     kv_hop_waits: bool = False
 
 
@@ -414,21 +417,22 @@ def ring_attention(
     hops the sum arrives at the rank of the keys, which adds its own part. Each rank sends n-1 times 2 b t k h
     float32 elements more.
 
-    Where a window ends after m < n-1 hops (`ring_hops`, in the `order` contiguous), keys make m hops both
-    times, and so do their gradients: m-1 with them, and one from there back to the rank of the keys.
+    In contiguous order (`order`) a window may end after m < n-1 hops (`ring_hops`). Then keys make m hops in
+    each pass. Their gradients make m, too: m-1 behind the keys, and one straight back to the keys' rank.
 
-    Tiles have `block` positions. Two tiles are compared by the smallest and the largest of their positions
-    and segments: if no query of one can see a key of the other, the pair is a branch not taken (computed and
-    masked without `branch`). `contiguous` promises that queries and keys are the same positions, in order
-    (`as_promised`): then up to 8 tiles are written out, and pairs outside the mask are not in the program.
-    With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted if it is ``cpu``). `hop` is
-    that of a `Plan`.
+    Tiles have `block` positions. Before a pair of tiles is multiplied, the extremes of their positions and
+    segments are compared: if no query of the one can see a key of the other, a `lax.cond` skips the pair, or
+    without `branch` the pair is computed and masked. `contiguous` promises that queries and keys are the same
+    positions, in order (`as_promised`): then up to 8 tiles are written out, and pairs outside the mask are
+    not in the program. With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted if it is
+    ``cpu``). `hop` is that of a `Plan`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In zigzag order one tile of all positions would have both parts of a rank: right, but never skipped.
+    # In zigzag order a tile of all positions would have both parts of a rank. Its result would be right, but
+    # no rank would ever skip it.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5

@@ -79,6 +79,11 @@ NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
 
 
+def times(x: Array, factor: float) -> Array:
+    """Return ``x`` times a factor, in its dtype; itself, where that is 1."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
     """Divide by the root mean square over the last dim, in float32."""
     x32 = x.astype(jnp.float32)
@@ -98,8 +103,8 @@ class Norm(nnx.Module):
     def __call__(
         self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
     ) -> Float[Array, "*dims d"]:
-        """Return the normed value. ``heads`` is the letter of the heads, n or k, where the mean is over heads
-        and their width together (ranks may have some of the heads); empty where it is over the last dim."""
+        """Return the normed value. The mean is over the last dim; or, with the letter of the heads (n or k)
+        as ``heads``, over all heads and their width together, of which a rank may have a part."""
         x32 = x.astype(jnp.float32)
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -126,13 +131,15 @@ class Norm(nnx.Module):
 def take(
     part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
 ) -> None:
-    """For each weight that is listed right under ``path`` (``rows`` are `ModelConfig.block_weights`), set an
-    attribute of ``part``: a parameter, or for ``x.scale`` a `Norm` named x."""
+    """Give a part of the model its own weights: those of `ModelConfig.block_weights`, whose paths are
+    ``rows``, that lie directly under ``path``. Each becomes an attribute of the weight's name; the weight
+    ``x.scale`` becomes a `Norm` named x."""
     for row in rows:
         owner, _, name = row.removesuffix(".scale").rpartition(".")
         if owner == path:
             weight = make(row)
-            setattr(part, name, weight if row.endswith(name) else Norm(weight, eps, variant))
+            is_norm = row.endswith(".scale")
+            setattr(part, name, Norm(weight, eps, variant) if is_norm else weight)
 
 
 class Attention(nnx.Module):
@@ -160,7 +167,7 @@ class Attention(nnx.Module):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # without rotation the table has a factor of the queries alone
+        # In layers that do not rotate, the table's angles are 0, and it multiplies the queries alone.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
@@ -178,9 +185,9 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): a token's keys and values are made of one
-    latent of c numbers, and of r rotated numbers that all heads share (in this class c and r are these
-    widths). So where keys are gathered over sp, or kept in a cache, it is c + r numbers a token."""
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). A token's keys and values are made of one
+    latent of c numbers, and of r rotated numbers that all heads share. So c + r numbers a token are gathered
+    over ranks, or kept in a cache. (In this class the letters c and r are these widths.)"""
 
     q_norm: Norm  # where queries are made of a latent, too
     kv_norm: Norm
@@ -402,14 +409,15 @@ class Block(nnx.Module):
         """Return the stream after the layer, and its router's outputs."""
         y = self.normed("attention_norm", x, par)
         attended = self.attention(y, ids, rope, par)
+        scale = self.config.variant.residual_scale
         if self.norms == ("attention_norm",):  # side by side
             y, aux = self.fed_forward(y, par)
-            return x + self.scaled(attended) + self.scaled(y), aux
-        x = x + self.scaled(self.post_normed("attention_post_norm", attended, par))
+            return x + times(attended, scale) + times(y, scale), aux
+        x = x + times(self.post_normed("attention_post_norm", attended, par), scale)
         if "attention_post_norm" not in self.norms:
             x = checkpoint_name(x, STREAM)
         y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
-        return x + self.scaled(self.post_normed("ffn_post_norm", y, par)), aux
+        return x + times(self.post_normed("ffn_post_norm", y, par), scale), aux
 
     def normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, or ``x`` where the block does not have this norm."""
@@ -418,11 +426,6 @@ class Block(nnx.Module):
     def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, and name what is normed STREAM for remat; or ``x``, without this norm."""
         return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
-
-    def scaled(self, x: Stream) -> Stream:
-        """Return what is added to the residual stream."""
-        scale = self.config.variant.residual_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def fed_forward(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
         """Return the result of the feed-forward, or that of the experts and their router's outputs."""
@@ -500,8 +503,7 @@ class Llama(nnx.Module):
 
     def normed(self, x: Stream, par: Solo) -> Stream:
         """Return the last norm, times the scale that logits have."""
-        x, scale = self.norm(x, par), self.config.variant.logit_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        return times(self.norm(x, par), self.config.variant.logit_scale)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
@@ -513,8 +515,7 @@ class Llama(nnx.Module):
             return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
-        x, scale = look(embedding, batch["tokens"]), self.config.variant.embedding_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        return times(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
 
     def run_blocks(
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
@@ -525,43 +526,39 @@ class Llama(nnx.Module):
         A loop of ``kinds=(0, 0, 1), times=4`` is a scan of 4 iterations over 12 layers: the next 8 of kind 0,
         two in each iteration, and the next 4 of kind 1."""
         names = "positions", "segments"
-        k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
-        q_positions, q_segments = (
-            par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments)
-        )
-        ids = q_positions, q_segments, k_positions, k_segments
+        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
+        q_ids = [par.move(x, "ids b s -> queries b s") for x in k_ids]
+        ids = (*q_ids, *k_ids)
         num_kinds = len(self.config.kinds)
         stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
-
-        def rope_of(config: ModelConfig) -> Rope:
+        ropes = []
+        for _, config in self.config.blocks:
             # a row that breaks a promise gets a table of NaN, and so a loss of NaN
-            is_right_b = attention.as_promised(par, config.mask, k_positions, k_segments)
-            return nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
-
-        ropes = [rope_of(config) for _, config in self.config.blocks]
+            is_right_b = attention.as_promised(par, config.mask, *k_ids)
+            table = rope_table(config, batch["positions"])
+            ropes.append(nan_in_broken_rows(table, is_right_b))
 
         def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind. ``w`` is what an iteration is given: ``w[kind]`` are the weights of
-            one layer where ``place`` is None, else of several, and this block uses ``w[kind][place]``."""
+            """Return a block of a kind. An iteration gets ``w``, by kind the weights of its layers: those of
+            one layer, where ``place`` is None, or stacked ones, of which this block takes one."""
             own = lambda w: w[kind] if place is None else at(w[kind], place)
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 
         outputs, begin = list[Any](), Counter[int]()
-        for (kinds, times, _), layers in loops:
-            length = Counter({k: times * kinds.count(k) for k in kinds})
-            own = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
-            places = (
-                [None] if len(kinds) == 1 else [kinds[:i].count(k) for i, k in enumerate(kinds)]
-            )
-            stack = own if len(kinds) == 1 else {k: par.periods(w, times) for k, w in own.items()}
+        for (kinds, num_times, _), layers in loops:
+            length = Counter({k: num_times * kinds.count(k) for k in kinds})
+            stack = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
+            places: list[int | None] = [None]
+            if len(kinds) > 1:
+                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
+                stack = {k: par.periods(w, num_times) for k, w in stack.items()}
             x, aux = layers([*map(block, kinds, places)], x, stack)
-            outputs.append(aux)
+            if aux is not None:
+                outputs.append(aux)
             begin += length
-        outputs = [aux for aux in outputs if aux is not None]
-        if len(outputs) > 1:
-            return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
-        return x, outputs[0] if outputs else None
+        joined = lambda *parts: jnp.concatenate(parts)
+        return x, jax.tree.map(joined, *outputs) if outputs else None
 
     @jax.named_scope("router_losses")
     def router_losses(
@@ -572,13 +569,6 @@ class Llama(nnx.Module):
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
-
-    def logits(self, batch: Batch, par: Solo) -> Float[Array, "b s v"]:
-        """Return all logits, float32, gathered: for parity tests and sampling, not for training."""
-        x, head, _ = self.hidden_and_head(batch, par)
-        x = par.move(x, "stream b s d -> vocab b s d")
-        logits = attention.capped(logits_of(x, head), self.config.variant.logit_cap)
-        return par.move(logits, "vocab b s v -> data b s v")
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:

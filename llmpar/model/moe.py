@@ -245,15 +245,10 @@ def take_rows(
     return grouped.take_rows(x, index)
 
 
-def _take_forward(x, index, back):
-    return take_rows(x, index, back), back
-
-
-def _take_backward(back, grad):
-    return grouped.take_rows(grad, back).sum(1), None, None
-
-
-take_rows.defvjp(_take_forward, _take_backward)
+take_rows.defvjp(
+    lambda x, index, back: (take_rows(x, index, back), back),
+    lambda back, grad: (grouped.take_rows(grad, back).sum(1), None, None),
+)
 
 
 # -------------------------------------------------------------------------------------------------- reporting

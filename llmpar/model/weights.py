@@ -5,6 +5,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,9 +18,9 @@ Tree = Any
 """A pytree of arrays, or of one description each: nested dicts like the model's."""
 
 
-def described(config: ModelConfig) -> Tree:
-    """Return the tree of every weight's `model_config.Weight`."""
-    return traverse_util.unflatten_dict(config.weights(), sep=".")
+def described(config: ModelConfig, counts: Sequence[int] | None = None) -> Tree:
+    """Return the tree of every weight's `model_config.Weight`, with so many layers of each kind."""
+    return traverse_util.unflatten_dict(config.weights(counts), sep=".")
 
 
 def weight_dims(config: ModelConfig) -> Tree:

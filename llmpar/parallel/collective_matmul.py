@@ -104,10 +104,6 @@ def matmul_scatter(ring: Ring, x: Array, weight: Any) -> Array:
     return ring.scatter(lambda i: matmul(ring.block(x, i), weight))
 
 
-def _matmul_scatter(ring, x, weight):
-    return matmul_scatter(ring, x, weight), (x, weight)
-
-
 def _matmul_scatter_grad(ring, saved, dy):
     x, weight = saved
     pull = _Pull(matmul, (weight,))
@@ -119,7 +115,9 @@ def _matmul_scatter_grad(ring, saved, dy):
 
 
 gather_matmul.defvjp(_gather_matmul, _gather_matmul_grad)
-matmul_scatter.defvjp(_matmul_scatter, _matmul_scatter_grad)
+matmul_scatter.defvjp(
+    lambda ring, x, weight: (matmul_scatter(ring, x, weight), (x, weight)), _matmul_scatter_grad
+)
 
 
 class _Pull:

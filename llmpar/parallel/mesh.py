@@ -69,16 +69,16 @@ def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) ->
     """Start JAX again on CPU devices, and print that. Arrays that a program has made before would be lost."""
     present = f"{len(devices)} x {devices[0].device_kind}"
     if not fresh:
-        what = f"{simulate} simulated devices were asked for but JAX has started on {present}"
         raise ValueError(
-            f"{what}; call use_devices() first in a fresh process, or set JAX_PLATFORMS=cpu"
+            f"{simulate} simulated devices were asked for but JAX has started on {present}; call"
+            " use_devices() first in a fresh process, or set JAX_PLATFORMS=cpu"
         )
     jax.extend.backend.clear_backends()
     jax.config.update("jax_platforms", "cpu")
-    what = (
+    print(
         f"{present} is too few for parallelism: {simulate} simulated CPU devices are used instead"
+        f" (JAX_PLATFORMS={devices[0].platform} takes what is here)"
     )
-    print(f"{what} (JAX_PLATFORMS={devices[0].platform} takes what is here)")
     return ordered_devices()
 
 
@@ -93,8 +93,10 @@ def ordered_devices() -> list[jax.Device]:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         where = f"JAX_PLATFORMS={platforms}" if platforms else "the platform of this machine"
         why = str(error).partition("\n")[0][:200] or "there is no such device"
-        what = "unset JAX_PLATFORMS, or install the JAX for it: llmpar[cuda13], llmpar[tpu]"
-        raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
+        raise ValueError(
+            f"JAX cannot start on {where}: {why}; unset JAX_PLATFORMS, or install the JAX for it:"
+            " llmpar[cuda13], llmpar[tpu]"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -128,8 +130,10 @@ def _refuse_flags(flags: str) -> None:
     command = [sys.executable, "-c", _jax.PARSE_FLAGS]
     output = subprocess.run(command, capture_output=True, text=True, errors="replace").stderr
     if unknown := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", output):
-        why = f"XLA, which ends a process for that, knows no {unknown[1].strip()}"
-        raise ValueError(f"XLA_FLAGS is '{flags}', and {why}; mend XLA_FLAGS, or unset it")
+        raise ValueError(
+            f"XLA_FLAGS is '{flags}', and XLA, which ends a process for that, knows no"
+            f" {unknown[1].strip()}; mend XLA_FLAGS, or unset it"
+        )
 
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
@@ -195,8 +199,10 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
     mesh: Any = getattr(where, "mesh", None)
     if traced and not mesh.are_all_axes_explicit:
         axes = "inside shard_map" if mesh.manual_axes else "on automatic axes"
-        advice = "use a mesh of AxisType.Explicit, under jax.set_mesh"
-        raise ValueError(f"the type {jax.typeof(x)} tells no layout {axes}; {advice}")
+        raise ValueError(
+            f"the type {jax.typeof(x)} tells no layout {axes}; use a mesh of AxisType.Explicit, under"
+            " jax.set_mesh"
+        )
     says = where.spec if mesh else PartitionSpec()  # without a mesh: one device
     cuts = [axes_of(cut) for cut in says.partitions]
     cuts += [()] * (x.ndim - len(cuts))

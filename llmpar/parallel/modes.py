@@ -1,5 +1,5 @@
-"""One model text, four modes: here `Solo`, on one device, and `Manual`, inside shard_map; in files of their
-own `Auto`, under XLA's partitioner, and `Explicit`, with layouts as types.
+"""One model text, four modes: here `Solo`, on one device, and `Manual`, inside shard_map; in
+`llmpar.parallel.partitioned` `Auto`, under XLA's partitioner, and `Explicit`, with layouts as types.
 
 The model calls these methods and never names a mesh axis:
 
@@ -174,8 +174,10 @@ class Solo:
     def saving(self, block: Callable, no_loop: bool) -> Callable:
         """Return a block that saves for its backward pass what the plan says, and recomputes the rest."""
         plan = self.plan
+        # Of ZeRO 3: whether gathered weights stay until the backward pass, or are gathered again there.
         keep = plan.gathers == "block" and not plan.reshard_after_forward
-        # Without a loop only prevent_cse keeps XLA from merging the recomputation with the forward pass.
+        # XLA would merge what is computed again with the forward pass; a loop forbids that, and where there
+        # is no loop `prevent_cse` does.
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
             return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
@@ -224,10 +226,12 @@ def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save every result but gathered weights, so that the backward pass repeats the gathers and no
-    arithmetic: the policy of remat none at ZeRO 3. The primitives that make a whole weight of shards
-    (`OF_SHARDS`) have no names, and their results are not saved either; other gathered values are saved by
-    their name (`MOVED`)."""
+    """Save every result but gathered weights: the backward pass then repeats gathers, and no arithmetic. It
+    is the policy of remat none at ZeRO 3.
+
+    A weight's gathered value is known by its name (`WEIGHT`). The steps that make it have no names, and are
+    known by their primitives (`OF_SHARDS`). Activations that are gathered are saved all the same: they pass
+    such a primitive, too, but have a name of their own (`MOVED`)."""
     if prim.name == "name":
         return params["name"] != WEIGHT
     return not prim.name.startswith(OF_SHARDS)
@@ -298,8 +302,8 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f`` itself. On simulated devices its arguments pass a `barrier`, so that XLA does not move
-        its collectives elsewhere; on others the barrier would make it wait for weights still being
+        """Return ``f``. On simulated devices its arguments pass a `barrier`, which keeps XLA from moving its
+        collectives out of a loop. Other devices have none: ``f`` would wait for weights that are still being
         gathered."""
         return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
 
@@ -314,8 +318,10 @@ class Manual(Solo):
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
-                what = f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
-                raise ValueError(f"{what} all over {axis}; it was reduced already, or never cut")
+                raise ValueError(
+                    f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
+                    f" all over {axis}; it was reduced already, or never cut"
+                )
         with scope(text or str(arrow)):
             for move in arrow.moves:
                 x = send(x, move, position, "invarying" if invariant else "varying")

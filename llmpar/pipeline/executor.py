@@ -43,9 +43,9 @@ from jaxtyping import Array
 
 from llmpar.model.llama import Batch, Loss, Stream
 from llmpar.model.weights import Tree, weight_dims
-from llmpar.parallel.collectives import at, put, scope, vary, varying
+from llmpar.parallel.collectives import at, put, scope, vary
 from llmpar.parallel.modes import Manual
-from llmpar.pipeline.stage import Stage, add, embed, programs, when
+from llmpar.pipeline.stage import Stage, add, embed, programs, when, zeros_like
 from llmpar.plan import places
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.schedules import OP_KINDS, Schedule
@@ -119,18 +119,13 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     state = {
         "sums": sums,
         "blocks": {"blocks": jax.tree.map(in_chunks, blocks)},
-        "saved": _empty(kept.num_saved, saved),
-        "residual": _empty(kept.num_residual, residual),
+        # as many slots as the largest stage has: every stage runs one program
+        "saved": zeros_like(saved, max(kept.num_saved)),
+        "residual": zeros_like(residual, max(kept.num_residual)),
     }
-    messages = _empty([n + 1 for n in kept.num_messages], stream)
+    messages = zeros_like(stream, max(kept.num_messages) + 1)
     (state, _), _ = lax.scan(_Executor(table, stage, parts).tick, (state, messages), (cells, sent))
     return state["sums"] | jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["blocks"])
-
-
-def _empty(num_slots: list[int], like: Tree) -> Tree:
-    """Return zeros for values like these, as many as the largest stage has: every stage runs one program."""
-    zeros = lambda x: vary(jnp.zeros((max(num_slots), *x.shape), x.dtype), varying(x))
-    return jax.tree.map(zeros, like)
 
 
 def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:

@@ -108,9 +108,10 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     return (y, loss), counts_le
 
 
-def zeros_like(like: Tree) -> Tree:
-    """Return zeros of these types, which differ along the same axes."""
-    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x)), like)
+def zeros_like(like: Tree, *lead: int) -> Tree:
+    """Return zeros of these types, behind leading dims of these sizes, which differ along the same axes."""
+    zeros = lambda x: vary(jnp.zeros((*lead, *x.shape), x.dtype), varying(x))
+    return jax.tree.map(zeros, like)
 
 
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
@@ -125,12 +126,9 @@ def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tre
 # ------------------------------------------------------------------------------------------ forward, backward
 
 
-# what B computes, dx and sums; and W, gradients of the blocks
-_Backward = tuple[tuple[Stream, Tree], Tree]
-_Cell = tuple[Stream, _Backward]  # what F computes, y, and what B and W do
-
-
-def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> _Cell:
+def cell(
+    stage: Stage, x: Stream, dy: Stream, sums: Tree
+) -> tuple[Stream, tuple[tuple[Stream, Tree], Tree]]:
     """Compute all that a stage does for one microbatch, both ways, ``(y, ((dx, sums), d_blocks))``, from its
     input x, the gradient dy of its output and the sums over microbatches so far (the loss, the routers'
     counts, and the gradients of ``shared``). The last stage gets dy from the loss."""

@@ -5,7 +5,7 @@ is set and decides nothing is no error: `unused` says why. ``plan`` is a `plan.R
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from llmpar.plan.backend import fits_cudnn
@@ -52,171 +52,175 @@ class Cut(NamedTuple):
         raise ValueError(f"{self.name} {self.size} is not a multiple of {name} = {parts}; {advice}")
 
 
-_Rows = Iterator[Cut | str]
+Row = Cut | tuple[Any, str]
+"""Of a table of refusals: a size to cut, or a condition and the sentence to refuse with where it holds."""
 
 
 def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
-    """Raise ValueError for the first row that does not hold."""
-    for rules in (
-        _shapes,
-        _kv_heads,
-        _sequences,
-        _kernels,
-        _zero,
-        _reductions,
-        _pipelines,
-        _adapters,
-    ):
-        for row in rules(plan, batch_size, seq_len):
-            if isinstance(row, str):
-                raise ValueError(row)
-            row.check(plan)
+    """Raise ValueError for the first row that refuses."""
+    tables = _shapes, _kv_heads, _sequences, _kernels, _zero, _reductions, _pipelines, _adapters
+    for table in tables:
+        for row in table(plan, batch_size, seq_len):
+            if isinstance(row, Cut):
+                row.check(plan)
+            elif row[0]:
+                raise ValueError(row[1])
 
 
-def _shapes(plan, batch_size: int, seq_len: int) -> _Rows:
+def _shapes(plan, batch_size: int, seq_len: int) -> list[Row]:
     mesh, config = plan.mesh, plan.config
-    if mesh.ep > 1 and not config.experts:
-        yield (
-            f"mesh '{mesh}' has ep={mesh.ep}, but no experts in '{config.name}' here;"
-            " use pp, dp, fsdp, sp, tp"
-        )
-    if batch_size < 1:
-        yield f"batch {batch_size} has no token; use 1 or more"
-    if seq_len < 1:
-        yield f"sequence {seq_len} has no token; use 1 or more"
-    yield Cut("batch", batch_size, ("dp", "fsdp", "ep"), "microbatches")
+    by_tp = list[Row]()
     for _, block in config.blocks:
         sizes = widths_cut_by_tp(block)
         common = math.gcd(block.num_kv_heads, *sizes.values())
-        for name, size in sizes.items():
-            yield Cut(name, size, ("tp",), common=common, of_model=True)
+        by_tp += [Cut(x, n, ("tp",), common=common, of_model=True) for x, n in sizes.items()]
+    return [
+        (
+            mesh.ep > 1 and not config.experts,
+            f"mesh '{mesh}' has ep={mesh.ep}, but no experts in '{config.name}' here;"
+            " use pp, dp, fsdp, sp, tp",
+        ),
+        (batch_size < 1, f"batch {batch_size} has no token; use 1 or more"),
+        (seq_len < 1, f"sequence {seq_len} has no token; use 1 or more"),
+        Cut("batch", batch_size, ("dp", "fsdp", "ep"), "microbatches"),
+        *by_tp,
+    ]
 
 
 def widths_cut_by_tp(block: Any) -> dict[str, int]:
     """Return the sizes of a layer that tp must divide. A recurrent mixer of one head is not cut."""
+    has_heads = block.mixer == "attention" or block.mixer == "recurrent" and block.num_heads > 1
     sizes = {
-        "heads": block.num_heads,
+        "heads": block.num_heads * has_heads,
         "feed-forward width": block.ffn_width,
         "vocabulary": block.vocab_size,
     }
-    if block.mixer == "none" or block.mixer == "recurrent" and block.num_heads == 1:
-        del sizes["heads"]
     return {name: size for name, size in sizes.items() if size}
 
 
-def _kv_heads(plan, batch_size: int, seq_len: int) -> _Rows:
+def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
     """A tp that neither cuts the KV heads evenly nor gives each equally many copies."""
     config, heads, tp = plan.config, plan.config.num_kv_heads, plan.mesh.tp
-    if heads % tp and plan.mesh.kv == 1:
-        cuts = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
-        fits = ", ".join(str(n) for n in cuts if n <= 4 * tp and 0 in (heads % n, n % heads))
-        yield f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of {fits}"
-    if plan.mesh.kv > 1 and plan.mode == "explicit":
-        yield (
+    explicit = plan.mode == "explicit"
+    cuts = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
+    fits = ", ".join(str(n) for n in cuts if n <= 4 * tp and 0 in (heads % n, n % heads))
+    return [
+        (
+            heads % tp and plan.mesh.kv == 1,
+            f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of {fits}",
+        ),
+        (
+            plan.mesh.kv > 1 and explicit,
             f"mode='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the"
             " part of tp that holds copies of a head beside one over all of it; use mode='manual', or a tp"
-            f" that divides {heads}"
-        )
-    if plan.mode == "explicit" and tp > 1 and config.variant.qk_norm == "all":
-        yield (
+            f" that divides {heads}",
+        ),
+        (
+            explicit and tp > 1 and config.variant.qk_norm == "all",
             f"mode='explicit' does not go with tp = {tp} and a norm over all heads: a type has no value that"
-            " is a sum over tp and varies over it; use mode='manual'"
-        )
-    if config.experts:
-        yield Cut("experts", config.experts.num_experts, ("ep",), of_model=True)
+            " is a sum over tp and varies over it; use mode='manual'",
+        ),
+        Cut("experts", config.experts.num_experts if config.experts else 0, ("ep",), of_model=True),
+    ]
 
 
-def _sequences(plan, batch_size: int, seq_len: int) -> _Rows:
-    config, sp, ul = plan.config, plan.mesh.sp, plan.mesh.ul
-    common = math.gcd(
-        config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len
-    )
-    if plan.tp_sequence:
-        yield Cut("sequence", seq_len, ("sp", "tp"), common=common)
-    yield Cut("sequence", seq_len, ("sp",), "loss_chunks")
+def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
+    config, mesh, sp, ul = plan.config, plan.mesh, plan.mesh.sp, plan.mesh.ul
+    method, block = plan.context_parallel, plan.attention_block
+    sizes = config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size
+    common = math.gcd(*sizes, seq_len)
     # Each piece is gathered by itself; experts need all at once.
     by_pieces = plan.tp_sequence and not config.experts
-    axes = ("sp", "tp") if by_pieces else ("sp",)
-    yield Cut("sequence", seq_len, axes, "ffn_chunks", common=common if by_pieces else 0)
-    if sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp):
-        near = 2 * sp * max(1, seq_len // (2 * sp))
-        yield (
-            f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
-            f" multiple; use {near}, or sequence_order='balanced' or 'striped'"
-        )
-    which, heads = config.exchanged_heads(plan.mesh.tp)
+    ffn = (("sp", "tp"), "ffn_chunks", common) if by_pieces else (("sp",), "ffn_chunks", 0)
+    which, heads = config.exchanged_heads(mesh.tp)
     what = f"the {heads} {which} heads of a device"
-    if plan.context_parallel == "ulysses" and heads % sp:
-        yield (
+    parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
+    local = {x: seq_len // mesh.along(plan.regions[x].get("s", ())) for x in ("queries", "keys")}
+    return [
+        Cut("sequence", seq_len, ("sp", "tp") if plan.tp_sequence else (), common=common),
+        Cut("sequence", seq_len, ("sp",), "loss_chunks"),
+        Cut("sequence", seq_len, *ffn),
+        (
+            sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp),
+            f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
+            f" multiple; use {2 * sp * max(1, seq_len // (2 * sp))},"
+            " or sequence_order='balanced' or 'striped'",
+        ),
+        (
+            method == "ulysses" and heads % sp,
             f"context_parallel='ulysses' cuts {what} by sp = {sp};"
-            " use context_parallel='ring', which needs no heads"
-        )
-    if plan.context_parallel == "usp" and sp > 1 and ul in (1, sp):
-        parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
-        yield (
+            " use context_parallel='ring', which needs no heads",
+        ),
+        (
+            method == "usp" and sp > 1 and ul in (1, sp),
             f"context_parallel='usp' exchanges {what} among ranks of sp = {sp},"
-            f" and {parts} of these divide them; use context_parallel='{instead}'"
-        )
-    for what in ("queries", "keys"):
-        local, block = (
-            seq_len // plan.mesh.along(plan.regions[what].get("s", ())),
-            plan.attention_block,
-        )
-        if block and local > block:
-            yield Cut(
-                f"each device's number of {what}", local, (), "attention_block", of_model=True
-            )
+            f" and {parts} of these divide them; use context_parallel='{instead}'",
+        ),
+        *(
+            Cut(f"each device's number of {x}", n, (), "attention_block", of_model=True)
+            for x, n in local.items()
+            if block and n > block
+        ),
+    ]
 
 
-def _kernels(plan, batch_size: int, seq_len: int) -> _Rows:
+def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
-    kernel, devices = (
-        plan.requested.attention_kernel,
-        plan.devices if plan.platform == "gpu" else "gpu",
-    )
-    refuse = lambda why: f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
-    if kernel == "cudnn" and plan.dtype == "float32":
-        yield refuse("computes in 16 bits; use dtype='bfloat16'")
-    if plan.attention_block and kernel not in ("auto", "portable"):
-        yield refuse("chooses its own blocks; leave attention_block out")
-    if kernel in ("cudnn", "xla") and plan.regions["keys"].get("s"):
-        yield refuse(
-            "gives no log of sums in float32 to merge by, which a ring needs;"
-            " use context_parallel='ulysses' or 'gather'"
-        )
-    masked = kernel == "xla" or kernel == "cudnn" and plan.documents == "packed"
+    kernel = plan.requested.attention_kernel
+    cudnn = kernel == "cudnn"
+    gpu = plan.devices if plan.platform == "gpu" else "gpu"
+    masked = kernel == "xla" or cudnn and plan.documents == "packed"
     mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.regions["queries"].get("s", ()))
-    if masked and mask_bytes > MAX_MASK_BYTES:
-        whole = ", or documents='whole'" if kernel == "cudnn" and plan.in_order else ""
-        yield refuse(
+    whole = ", or documents='whole'" if cudnn and plan.in_order else ""
+    lacks = kernels_refused(plan.config).get(kernel, "")
+    rows = [
+        (cudnn and plan.dtype == "float32", "computes in 16 bits; use dtype='bfloat16'"),
+        (
+            plan.attention_block and kernel not in ("auto", "portable"),
+            "chooses its own blocks; leave attention_block out",
+        ),
+        (
+            kernel in ("cudnn", "xla") and plan.regions["keys"].get("s"),
+            "gives no log of sums in float32 to merge by, which a ring needs;"
+            " use context_parallel='ulysses' or 'gather'",
+        ),
+        (
+            masked and mask_bytes > MAX_MASK_BYTES,
             f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"
-            f" use attention_kernel='flash'{whole}"
-        )
-    if why := kernels_refused(plan.config).get(kernel):
-        yield refuse(why)
-    if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, devices):
-        yield refuse("has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'")
+            f" use attention_kernel='flash'{whole}",
+        ),
+        (lacks, lacks),
+        (
+            cudnn and not fits_cudnn(plan.config.head_width, gpu),
+            "has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'",
+        ),
+    ]
+    sentence = f"attention_kernel='{kernel}' {{}}, or attention_kernel='portable'"
+    return [(holds, sentence.format(why)) for holds, why in rows]
 
 
 def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
-    config = plan.config
-    if not config.runs:
-        return f"'{config.name}' is planned alone: {config.why_planned}"
+    config, method = plan.config, plan.context_parallel
     latent = any(block.shares_cache for _, block in config.blocks)
-    if plan.mode == "explicit" and (latent or config.kinds and config.experts):
-        what = "latent attention" if latent else "experts in layers of several kinds"
-        return (
-            f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'"
-        )
-    if latent and plan.mesh.sp > 1 and plan.context_parallel != "gather":
-        return (
-            f"context_parallel='{plan.context_parallel}' does not run with latent attention: ranks of sp"
-            " exchange latents; use context_parallel='gather'"
-        )
-    if latent and plan.tp_comm_overlap:
-        return "tp_comm_overlap does not run with latent attention; leave it out"
-    return ""
+    what = "latent attention" if latent else "experts in layers of several kinds"
+    rows = [
+        (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
+        (
+            plan.mode == "explicit" and (latent or config.kinds and config.experts),
+            f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'",
+        ),
+        (
+            latent and plan.mesh.sp > 1 and method != "gather",
+            f"context_parallel='{method}' does not run with latent attention: ranks of sp"
+            " exchange latents; use context_parallel='gather'",
+        ),
+        (
+            latent and plan.tp_comm_overlap,
+            "tp_comm_overlap does not run with latent attention; leave it out",
+        ),
+    ]
+    return next((why for holds, why in rows if holds), "")
 
 
 def kernels_refused(config: Any) -> dict[str, str]:
@@ -250,10 +254,10 @@ def kernels_refused(config: Any) -> dict[str, str]:
     return {x: why for asks, names, why in rules if any(map(asks, blocks)) for x in names}
 
 
-def _zero(plan, batch_size: int, seq_len: int) -> _Rows:
+def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
     """Dims that ZeRO cannot cut evenly. With fsdp as many rows of the batch are cut too."""
     if not plan.zero:
-        return
+        return []
     mesh, config = plan.mesh, plan.config
     cut = {"model width": (config.width, plan.zero_cuts("d"))}
     if config.qkv_bias or config.qk_norm or config.lora and set(config.lora.targets) & set("qkv"):
@@ -266,83 +270,91 @@ def _zero(plan, batch_size: int, seq_len: int) -> _Rows:
                 cut[f"head width {letters['h']}"] = letters["h"], plan.zero_cuts("h")
     if config.experts and config.experts.bias_rate is not None:
         cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
-    rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
-    common = math.gcd(rows, *(size for size, _ in cut.values()))
+    num_rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
+    common = math.gcd(num_rows, *(size for size, _ in cut.values()))
+    cuts = list[Row]()
     for name, (size, axes) in cut.items():
         fewer = len(axes) > 1 or axes != mesh.live("fsdp")
         advice = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
-        yield Cut(name, size, axes, common=common, of_model=True, advice=advice)
+        cuts.append(Cut(name, size, axes, common=common, of_model=True, advice=advice))
+    return cuts
 
 
-def _reductions(plan, batch_size: int, seq_len: int) -> _Rows:
+def _reductions(plan, batch_size: int, seq_len: int) -> list[Row]:
     """When gradients are summed, and in which mode."""
     reduce, explicit = plan.reduce, plan.mode == "explicit"
-    if reduce != "end" and plan.zero in (1, 2) or reduce == "bucket" and plan.zero:
-        yield (
+    in_pieces = plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1
+    return [
+        (
+            reduce != "end" and plan.zero in (1, 2) or reduce == "bucket" and plan.zero,
             f"reduce='{reduce}' does not go with ZeRO {plan.zero}, whose gradients are reduce-scattered;"
-            " use 'end'"
-        )
-    if reduce == "bucket" and explicit:
-        yield (
+            " use 'end'",
+        ),
+        (
+            reduce == "bucket" and explicit,
             "reduce='bucket' joins gradients that are cut in different ways, and a type has one way;"
-            " use reduce='end', or mode='manual'"
-        )
-    if explicit and 1 < plan.unroll < plan.config.num_layers:
-        yield (
+            " use reduce='end', or mode='manual'",
+        ),
+        (
+            explicit and 1 < plan.unroll < plan.config.num_layers,
             f"unroll={plan.unroll} does not go with mode='explicit': JAX cannot cut a loop over unfinished"
-            " sums in pieces; use unroll=1 or unroll=0"
-        )
-    if explicit and plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1:
-        yield (
+            " sums in pieces; use unroll=1 or unroll=0",
+        ),
+        (
+            explicit and in_pieces,
             f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with mode='explicit' and tp ="
-            f" {plan.mesh.tp}: JAX cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'"
-        )
-    if reduce == "layer" and plan.microbatches > 1:
-        yield (
-            "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
-        )
+            f" {plan.mesh.tp}: JAX cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'",
+        ),
+        (
+            reduce == "layer" and plan.microbatches > 1,
+            "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1",
+        ),
+    ]
 
 
-def _pipelines(plan, batch_size: int, seq_len: int) -> _Rows:
+def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
     """What the executor cannot run. Simulating the order proves it legal, or names the deadlock."""
     if (order := plan.pipeline) is None:
-        return
+        return []
     timetable(order)
-    name, p, m, pp = (
-        f"schedule '{order.name}'",
-        order.num_stages,
-        order.num_microbatches,
-        plan.mesh.pp,
+    name, pp, layers = f"schedule '{order.name}'", plan.mesh.pp, plan.config.num_layers
+    p, m, cells = order.num_stages, order.num_microbatches, order.cells
+    no_pp = lambda field, value: (
+        getattr(plan, field) != value,
+        f"{field}={getattr(plan, field)!r} does not go with pp={pp}; use {field}={value!r}",
     )
-    layers, cells = plan.config.num_layers, len(order.routes[0])
-    if p != pp:
-        yield f"{name} has {p} stages but mesh '{plan.mesh}' has pp={pp}; use pp={p}"
-    if m != plan.microbatches:
-        yield f"{name} has {m} microbatches but the plan has {plan.microbatches}; use microbatches={m}"
-    if layers < cells:
-        yield f"{layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"
-    for field, value in {"mode": "manual", "reduce": "end"}.items():
-        if (given := getattr(plan, field)) != value:
-            yield f"{field}={given!r} does not go with pp={pp}; use {field}={value!r}"
+    return [
+        (p != pp, f"{name} has {p} stages but mesh '{plan.mesh}' has pp={pp}; use pp={p}"),
+        (
+            m != plan.microbatches,
+            f"{name} has {m} microbatches but the plan has {plan.microbatches}; use microbatches={m}",
+        ),
+        (
+            layers < cells,
+            f"{layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells",
+        ),
+        no_pp("mode", "manual"),
+        no_pp("reduce", "end"),
+    ]
 
 
-def _adapters(plan, batch_size: int, seq_len: int) -> _Rows:
+def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:
     """LoRA where JAX's types forbid it, and where no formula has what the compiler leaves out."""
-    if plan.config.lora is None:
-        return
-    if plan.mode == "explicit" and plan.mesh.tp > 1:
-        yield (
+    layers, unroll, alone = plan.config.num_layers, plan.unroll, plan.pipeline is None
+    why = "no formula has what a first layer's backward pass leaves out then"
+    rows: list[Row] = [
+        (
+            plan.mode == "explicit" and plan.mesh.tp > 1,
             f"mode='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
-            " is an unfinished sum, and JAX multiplies none; use mode='manual'"
-        )
-    layers, why = (
-        plan.config.num_layers,
-        "no formula has what a first layer's backward pass leaves out then",
-    )
-    if plan.pipeline is None and layers == 1:
-        yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
-    elif plan.pipeline is None and not 0 < plan.unroll < layers:
-        yield f"unroll={plan.unroll} with LoRA and {layers} layers is no loop, and {why}; use unroll=1"
+            " is an unfinished sum, and JAX multiplies none; use mode='manual'",
+        ),
+        (alone and layers == 1, f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"),
+        (
+            alone and not 0 < unroll < layers,
+            f"unroll={unroll} with LoRA and {layers} layers is no loop, and {why}; use unroll=1",
+        ),
+    ]
+    return rows if plan.config.lora else []
 
 
 def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
@@ -356,7 +368,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     cutter = (
         f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     )
-    lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
+    lone_layer = order is not None and config.num_layers // order.cells == 1  # in the last chunk
     xla, auto = plan.mode != "manual", plan.mode == "auto"
     no_ffn = config.experts is not None and not config.experts.num_shared
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")

@@ -94,11 +94,6 @@ class Layout:
 _TOKEN = re.compile(r"\S+")
 
 
-def _may_name_a_region(word: str) -> bool:
-    """Whether a word is letters, no axis, and not dims without spaces between them."""
-    return word.isalpha() and word not in (*AXES, "whole") and not set(word) <= set(DIMS)
-
-
 @functools.cache
 def parse_layout(text: str) -> Layout:
     """Read ``"b/dp,fsdp s/sp d +tp"``, or ``"stream b s d +m"``, or ``"whole"``."""
@@ -132,9 +127,15 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if len(name) > 1 and not slash:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
-            if region or dims or sums or not _may_name_a_region(name):
-                what = "neither a dim (one letter, spaces between two) nor a region (which comes first)"
-                fail(at, token, f"'{token}' is {what}")
+            # letters, no axis, and not dims without spaces between them
+            is_region = name.isalpha() and name not in (*AXES, "whole") and set(name) - set(DIMS)
+            if region or dims or sums or not is_region:
+                fail(
+                    at,
+                    token,
+                    f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes"
+                    " first)",
+                )
             region = name
             continue
         if name not in DIMS:
@@ -226,9 +227,10 @@ class Arrow:
             moving.setdefault((kind, old.strip("+"), new), []).append(axis)
         # A move names its axes in the order in which they nest in its dim.
         nested = [*self.before.axes, *self.after.axes, *ORDER]
-        moves = []
-        for (kind, old, new), axes in moving.items():
-            moves.append(Move(kind, tuple(sorted(axes, key=nested.index)), old, new))
+        moves = [
+            Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
+            for (kind, old, new), axes in moving.items()
+        ]
         moves.sort(key=lambda m: ORDER_OF_MOVES.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)
@@ -247,9 +249,9 @@ class Arrow:
                 cuts[move.cuts] = cuts.get(move.cuts, ()) + move.axes
         for name in self.after.letters or self.before.letters:
             if cuts.get(name, ()) != self.after.cut(name):
-                why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
                 raise ValueError(
-                    f"arrow '{self}' {why}; write two arrows, with {name} whole in between"
+                    f"arrow '{self}' would reorder the blocks of {name}: only a dim's innermost axes can"
+                    f" move; write two arrows, with {name} whole in between"
                 )
 
 
@@ -278,6 +280,10 @@ def parse_arrow(text: str) -> Arrow:
         )
     before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
     if before.dims and after.dims and before.letters != after.letters:
-        why = f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"
-        raise NotationError(text, len(left) + 2, len(text), why)
+        raise NotationError(
+            text,
+            len(left) + 2,
+            len(text),
+            f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
+        )
     return Arrow(before, after)

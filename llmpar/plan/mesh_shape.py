@@ -113,8 +113,13 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
         raise NotationError(text, 0, 1, "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'")
     positional = all(re.fullmatch(r"-?\d+", token) for token, _ in tokens)
     if positional and len(tokens) not in POSITIONAL:
-        ways = "give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'"
-        raise NotationError(text, offset, len(text), f"{len(tokens)} unnamed sizes; {ways}")
+        raise NotationError(
+            text,
+            offset,
+            len(text),
+            f"{len(tokens)} unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes:"
+            " 'dp=2 tp=4'",
+        )
     for index, (token, at) in enumerate(tokens):
         fail = functools.partial(NotationError, text, at, at + len(token))
         name, _, value = token.replace(":", "=").partition("=")

@@ -1,23 +1,17 @@
-"""Model sizes: the configuration of a Llama-family model, its presets, and its exact number of parameters."""
+"""Model sizes: the configuration of a Llama-family model, its weights, and its exact number of parameters."""
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import json
 import math
-import os
-import pathlib
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml, refuse
-from llmpar.plan import config_json as hugging_face
+from llmpar.files import Allowed, check_fields
 from llmpar.plan import families, running
 from llmpar.plan.places import LayerLoop, loops
-from llmpar.plan.running import NotImplementedHere
 from llmpar.plan.sequence_order import Mask
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
@@ -313,24 +307,29 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     context_length: Length = None
     lora: LoraConfig | None = None
-    kinds: tuple["ModelConfig", ...] = ()
+    # not hashed: a model of many rows is a key of many caches
+    kinds: tuple["ModelConfig", ...] = field(default=(), hash=False)
     lead: tuple[int, ...] = ()
     period: tuple[int, ...] = (0,)
     variant: Variant = LLAMA
-    described: Described | None = None
+    described: Described | None = field(default=None, hash=False)
 
     def __post_init__(self):
         check_fields(self)
         if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
-            what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
-            raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
+            raise ValueError(
+                f"'{self.name}' cannot be adapted so: experts have no adapters, and LoRA's targets name"
+                f" {' '.join(sorted(ours))}; use targets q k v o"
+            )
         if self.lora and self.described:
             rows = [row for kind in self.kinds or (self,) for row in kind.block_weights()]
             own = {row.removeprefix("attention.").removeprefix("ffn.") for row in rows}
             if missing := [name for name in self.lora.targets if name not in own]:
                 names = " ".join(name for name in ADAPTABLE if name in own)
-                what = f"has no matrix {' '.join(missing)}; use targets of {names}"
-                raise ValueError(f"'{self.name}' cannot be adapted so: it {what}")
+                raise ValueError(
+                    f"'{self.name}' cannot be adapted so: it has no matrix {' '.join(missing)}; use targets"
+                    f" of {names}"
+                )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
         if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
@@ -344,17 +343,14 @@ class ModelConfig:
                 f" use a number of KV heads that divides {self.num_heads}"
             )
 
-    def weights(self) -> dict[str, Weight]:
+    def weights(self, counts: Sequence[int] | None = None) -> dict[str, Weight]:
         """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Those of the
-        i-th kind of layers are ``blocks.i.…``.
+        i-th kind of layers are ``blocks.i.…``. There are ``counts[i]`` of them, by default the model's own.
 
         >>> preset("tiny").weights()["blocks.ffn.gate"]
         Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, is_vector=False, frozen=False)
         """
-        return self.stage_weights([count for count, _ in self.blocks])
-
-    def stage_weights(self, counts: Sequence[int]) -> dict[str, Weight]:
-        """Return `weights` with so many layers of each kind."""
+        counts = [count for count, _ in self.blocks] if counts is None else counts
         v, d, std = self.vocab_size, self.width, self.init_scale
         weights = {"embedding": Weight("vocab v d", (v, d), std)}
         weights |= (
@@ -417,12 +413,6 @@ class ModelConfig:
     def loops(self) -> list[LayerLoop]:
         """The layers as loops over their period."""
         return loops(self.layer_kinds, len(self.lead), len(self.period))
-
-    def with_layers(self, counts: Sequence[int]) -> "ModelConfig":
-        """Return the model with so many layers of each kind, one kind after the other."""
-        order = tuple(kind for kind, count in enumerate(counts) for _ in range(count))
-        lead = order if self.kinds else ()
-        return dataclasses.replace(self, num_layers=len(order), lead=lead)
 
     @property
     def mixer(self) -> str:
@@ -496,18 +486,6 @@ class ModelConfig:
         """Of each layer the index of its kind."""
         repeated = itertools.chain(self.lead, itertools.cycle(self.period))
         return tuple(itertools.islice(repeated, self.num_layers))
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: what is derived from them, such as the hash of texts, is of a process."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __hash__(self) -> int:
-        """Hash the fields, once: a model of many rows is a key of many caches."""
-        return self._hash
 
     @property
     def routed_kinds(self) -> list[int]:
@@ -585,151 +563,6 @@ def kind_of(path: str) -> int:
     return int(index[0]) if index and index[0].isdigit() else -1
 
 
-def preset(name: str) -> ModelConfig:
-    """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
-    model that this machine has downloaded (``meta-llama/Llama-3.1-8B``); any with other dims behind it,
-    ``llama3-8b width=5120 num_layers=40``."""
-    if not isinstance(name, str):
-        raise ValueError(
-            f"a model is named by text, and this is {name!r:.60}; use one of {', '.join(PRESETS)}"
-        )
-    base, *dims = name.split() or [""]
-    if dims and all("=" in dim for dim in dims):
-        return with_dims(preset(base), dims)
-    if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
-        config = from_hugging_face(os.path.join(folder, "config.json"))
-        return (
-            config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])
-        )
-    if name.endswith(".json"):
-        return from_hugging_face(name)
-    if name not in PRESETS:
-        near = " or ".join(near_presets(name))
-        others = "or give the path of a config.json, or the name of a downloaded model"
-        known = f"'llmpar models' lists {len(PRESETS)} presets, {others}"
-        raise ValueError(
-            f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known
-        )
-    return PRESETS[name]
-
-
-DIMS: tuple[str, ...] = (
-    "vocab_size",
-    "width",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_width",
-    "ffn_width",
-)
-DIMS += "tied", "window", "num_experts", "top_k", "num_shared"
-"""What may be written behind a model's name; the last three are its experts'."""
-
-
-def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
-    """Return a model with other dims, each as ``name=number``; its name has them too.
-
-    >>> with_dims(preset("tiny"), ["num_layers=6"]).num_params - preset("tiny").num_params
-    73984
-    """
-    if config.described:
-        what = "has layers of its own kinds; give a config.json that has these dims"
-        raise ValueError(f"'{config.name}' {what}, not {' '.join(dims)}")
-    given = dict[str, Any]()
-    for dim in dims:
-        name, _, text = dim.partition("=")
-        value = {"true": True, "false": False, "none": None}.get(text, text)
-        if name in given:
-            raise ValueError(f"'{name}' is given twice")
-        given[name] = int(text) if text.isdecimal() else value
-    if unknown := [dim for dim in dims if dim.partition("=")[0] not in DIMS]:
-        raise ValueError(f"'{unknown[0]}' is no dim of a model; its dims are {', '.join(DIMS)}")
-    if experts := {name: given.pop(name) for name in DIMS[-3:] if name in given}:
-        usual = dataclasses.asdict(config.experts) if config.experts else {}
-        if missing := {"num_experts", "top_k"} - {*usual, *experts}:
-            raise ValueError(f"'{config.name}' has no experts; give {missing.pop()} too")
-        given["experts"] = ExpertConfig(**usual | experts)
-    return dataclasses.replace(config, name=" ".join((config.name, *dims)), **given)
-
-
-def near_presets(name: str) -> list[str]:
-    """Presets that are spelled nearly like a name, the nearest first; at most three."""
-    return difflib.get_close_matches(name[:80].rpartition("/")[2].lower(), PRESETS, 3, 0.7)
-
-
-def folder_of(name: str) -> str:
-    """The folder of a model that this machine has downloaded, by its name; another name is a folder's own."""
-    if os.path.isdir(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return name
-    hub = pathlib.Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    kept = (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
-    newest = max(kept, key=os.path.getmtime, default=None)
-    return str(newest.parent) if newest else name
-
-
-def from_hugging_face(path: str) -> ModelConfig:
-    """Read a ``config.json`` of a family that `families` describes. Refuse, by key, what it does not know."""
-    raw = families.text_part(read_json(path, "model configuration"))
-    model_type = raw.get("model_type")
-    if not families.is_planned(model_type):
-        others = len(families.FAMILIES) - len(families.RUNNING)
-        raise ValueError(
-            f"model_type '{str(model_type):.60}' in '{path}' is not one of"
-            f" {', '.join(families.RUNNING)}, nor of {others} others that are planned"
-        )
-    name = pathlib.Path(path).parent.name or str(model_type)
-    try:
-        if model_type in hugging_face.FAMILIES:
-            hugging_face.check_entries(raw, allowed(ModelConfig) | allowed(ExpertConfig))
-            return _of_own_fields(name, raw)
-        return described_model(name, raw)
-    except ValueError as reason:
-        refuse(path, "model configuration", str(reason))
-
-
-def _of_own_fields(name: str, raw: dict[str, Any]) -> ModelConfig:
-    """Return the model of a ``config.json``'s entries without rows, where its own fields say all of them."""
-    try:
-        fields = families.read_family(raw, name, runs=True)
-    except NotImplementedHere:
-        return described_model(name, raw)
-    described, rows = from_dict(fields), dict(fields["described"]["rows"])
-    more = {"qk_norm": "attention.q_norm.scale" in rows, "qkv_bias": "attention.q_bias" in rows}
-    own = from_dict(fields | more | {"described": None})
-    written = own.rope_scaling is None or own.rope_scaling.kind == "llama3"
-    plain = written and own.variant == LLAMA and not own.kinds
-    return own if plain and own.weights() == described.weights() else described
-
-
-def described_model(name: str, raw: dict[str, Any]) -> ModelConfig:
-    """Return the model of a ``config.json``'s entries: one that runs, or one that is planned, because of what
-    running it would need."""
-    why = f"layers of model_type '{raw['model_type']}' are counted but not implemented"
-    if raw["model_type"] in families.RUNNING:
-        try:
-            return from_dict(families.read_family(raw, name, runs=True))
-        except ValueError as reason:
-            why = str(reason)
-    return from_dict(families.read_family(raw, name, why))
-
-
-def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that `from_hugging_face` and `transformers` read as this model."""
-    config.must_run()
-    if config.lora:
-        raise ValueError(
-            f"'{config.name}' has adapters, which a config.json cannot say; merge them first"
-        )
-    if config.described is None:
-        return hugging_face.write_config(dataclasses.asdict(config))
-    raw = json.loads(config.described.file)
-    if described_model(config.name, raw) != config:
-        raise ValueError(
-            f"'{config.name}' is no longer what its config.json says; export a model as it was read"
-        )
-    return raw
-
-
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
     parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "lora": LoraConfig}
@@ -762,58 +595,6 @@ def _made(part: type, kept: Any) -> Any:
     ]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     return part(**{name: value for name, value in kept.items() if name in fields})
-
-
-_TABLE = read_toml(pathlib.Path(__file__).with_name("presets.toml"), "table of presets")
-
-
-class _Presets(Mapping[str, ModelConfig]):
-    """Models by name; one that is planned is read when it is asked for, since its rows take a moment."""
-
-    def __init__(self) -> None:
-        others = pathlib.Path(__file__).with_name("described.toml")
-        self._described = read_toml(others, "table of described models")
-        running = {name: _preset(name, row) for name, row in _TABLE["models"].items()}
-        self._made: dict[str, ModelConfig] = running
-        self._names = sorted([*running, *self._described], key=self._place)
-
-    def _place(self, name: str) -> tuple[int, bool]:
-        return ["for lessons", *_TABLE["makers"].values()].index(
-            maker_of(name)
-        ), name not in self._made
-
-    def __getitem__(self, name: str) -> ModelConfig:
-        if name not in self._made and name in self._described:
-            self._made[name] = described_model(name, self._described[name])
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._made or name in self._described
-
-
-def _preset(name: str, row: dict[str, Any]) -> ModelConfig:
-    names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
-    sizes = dict(zip(names, row["sizes"], strict=True))
-    head_width = {"head_width": sizes["width"] // sizes["num_heads"]}
-    family = _TABLE["families"].get(row.get("family"), {})
-    own = {key: value for key, value in row.items() if key not in ("sizes", "family")}
-    return from_dict({"name": name} | head_width | sizes | family | own)
-
-
-def maker_of(name: str) -> str:
-    """Return who made a preset; for the small ones of lessons, "for lessons"."""
-    makers = _TABLE["makers"]
-    return next((makers[start] for start in makers if name.startswith(start)), "for lessons")
-
-
-PRESETS: Mapping[str, ModelConfig] = _Presets()
-"""Public models by name, and the small ones of the lessons."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ two stages:
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
@@ -98,12 +97,6 @@ def chunk_loops(kinds: Kinds, num_chunks: int) -> tuple[LayerLoop, ...]:
         lead, period = repeated(order)
         parts += [loop._replace(filled=has) for loop in loops(order, len(lead), len(period))]
     return tuple(parts)
-
-
-def count_places(kinds: Kinds, num_chunks: int, num_kinds: int) -> list[int]:
-    """Count the places of a chunk for layers of each kind."""
-    counts = Counter(place.kind for place in places(kinds, num_chunks))
-    return [counts[kind] for kind in range(num_kinds)]
 
 
 def layer_orders(schedule: Schedule | None, kinds: Kinds) -> list[list[int]]:

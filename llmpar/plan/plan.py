@@ -15,13 +15,15 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     routing     dp,fsdp       sp                         which token chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
-`Plan.resolve` may split two axes in two factors, an outer and an inner one: sp in ``sp,ul``, tp in ``tp,kv``.
-A user writes sp=4, and `MeshShape.sp` is 4; layouts have an outer axis sp of 2 and an inner axis ul of 2
-(`MeshShape.sizes`), where groups of 2 ranks exchange heads. With ``usp`` the ranks of ``ul`` exchange
-positions for heads as Ulysses does, and those of ``sp`` form a ring: queries and keys are ``s/sp k/tp,ul``;
-elsewhere read ``sp,ul`` for the table's sp. Where tp has more ranks than the model has KV heads, the ranks of
-``kv`` have copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``, ``r/kv``;
-elsewhere read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
+`Plan.resolve` may split an axis in two, an outer and an inner one: sp in ``sp,ul``, or tp in ``tp,kv``. A
+user still writes sp=4, and `MeshShape.sp` is 4; but layouts name both axes, such as sp of 2 and ul of 2
+(`MeshShape.sizes`).
+
+    sp,ul   with ``usp``: the ranks of ul exchange positions for heads, as Ulysses does, and those of sp form
+            a ring. Queries and keys are ``s/sp k/tp,ul``; in the other rows read ``sp,ul`` for sp.
+    tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
+            and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; in the other
+            rows read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
 
 The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
 whole on every stage, and their gradients are one more sum to finish.
@@ -71,11 +73,6 @@ from llmpar.plan.sequence_order import Mask, ring_hops
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
-CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens. The last
-dim of these has the chosen token, the likeliest tokens, and the bits of their log-probabilities."""
-BEST = 20
-"""A step of serving returns at most this many likeliest tokens of a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +217,17 @@ class Plan:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check the plan, and decide what it leaves open: for a model, on ``cpu``, ``gpu`` (of compute
-        capability 7.5: ``gpu 7.5``) or ``tpu``. A command does so once, where it begins.
+        """Check the plan, and decide what it leaves open. A command does so once, where it begins.
 
-        Where tp has more ranks than the model has KV heads, several ranks have a copy of one head (as in
-        Megatron-LM and vLLM). With usp, groups of gcd(sp, a tp rank's heads) ranks exchange heads; the groups
-        form a ring. Fields without effect get their defaults, and `Resolved.notes` says so. Without a model,
-        heads are assumed to divide evenly. Without devices, ``auto`` is kept, and read as on accelerators.
+        Fields without effect get their defaults, and `Resolved.notes` says so. Where tp has more ranks than
+        the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
+        groups of gcd(sp, a tp rank's heads) ranks exchange heads; the groups form a ring.
+
+        Args:
+            config: the model. Without one, heads are assumed to divide evenly.
+            devices: ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``. Without them every
+                ``auto`` stays, and a prediction reads it as on accelerators.
+            batch_size, seq_len: rows and positions of a step, to check that the mesh cuts them evenly.
 
         Raise ValueError for what the devices cannot do and, with a batch size and a sequence length, for what
         cannot be cut evenly: with the arithmetic and what would work (`checks`)."""
@@ -243,45 +244,11 @@ class Plan:
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
-        copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
-        kv = 1 if rest else copies
-        shape = self.mesh
-        if kv != shape.kv:
-            shape = dataclasses.replace(shape, kv=kv)
-        if self.context_parallel != "usp":
-            return shape
-        return dataclasses.replace(
-            shape, ul=math.gcd(config.exchanged_heads(shape.tp)[1], shape.sp)
-        )
-
-    def serving(
-        self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None
-    ) -> Serving:
-        """Return the plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage
-        and dtype count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is
-        made."""
-        if self.mesh.pp > 1:
-            raise ValueError(
-                f"generation has no pipeline, and mesh '{self.mesh}' has pp={self.mesh.pp};"
-                " use dp, fsdp, ep, sp, tp"
-            )
-        if length < 1:
-            raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
-        if config.experts:
-            config = config.with_experts(capacity_factor=None)
-        plan = Plan(
-            self.mesh,
-            zero=self.zero,
-            dtype=self.dtype,
-            zero_axes="fsdp,ep",
-            sequence_order="contiguous",
-        ).resolve(config, devices)
-        serving = Serving(
-            **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        )
-        checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
-        serving.check(num_rows, self.mesh.sp)  # no region cuts positions: any multiple of sp does
-        return serving
+        mesh = self.mesh
+        copies, rest = divmod(mesh.tp, config.num_kv_heads)
+        _, heads = config.exchanged_heads(mesh.tp)
+        ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else mesh.ul
+        return dataclasses.replace(mesh, kv=1 if rest else copies, ul=ul)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
         """Put the indices of items, each a key and its bytes, into buckets in order: a bucket has items of
@@ -307,7 +274,7 @@ class Resolved(Plan):
     Attributes:
         mesh: with the inner parts of its axes.
         requested: the plan as the user wrote it.
-        model, devices: what it was resolved for; None: nothing in particular.
+        model, devices: what it was resolved for; None: for any.
         unused: the fields that were set and decide nothing, with the reason.
         on_devices: sentences on what these devices do otherwise than others.
     """
@@ -374,33 +341,34 @@ class Resolved(Plan):
         return dataclasses.replace(self, **decided)
 
     def _on_simulated_stages(self) -> dict[str, Any]:
-        """Return the fields that a pipeline needs on simulated devices: there a permute waits for every
-        device of the mesh, and nothing orders the gathers of experts and of other weights in a backward pass
-        that is cut."""
-        decided, notes = dict[str, Any](), list[str]()
+        """Return the fields that a pipeline needs on simulated devices, where two things could deadlock. A
+        permute waits for every device of the mesh. And where the backward pass of a stage is cut in two,
+        nothing orders the gathers of experts and those of other weights."""
         if self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
                 " all of them, so it deadlocks inside a pipeline; use hop='exchange'"
             )
-        if self.hop == "auto":
-            decided["hop"] = "exchange"
-        if self.hop == "auto" and self.rings:
-            notes.append(
-                "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
-                " wait for all devices of the mesh, and so would deadlock inside a pipeline"
-            )
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         # Weights are gathered over all of zero_cuts, experts over those but ep: two groups, where ep is not
         # the only one.
         two_groups = {"ep"} < set(self.zero_cuts())
-        if split and two_groups and self.gathers == "block":
+        decided: dict[str, Any] = {"hop": "exchange"} if self.hop == "auto" else {}
+        if keeps := split and two_groups and self.gathers == "block":
             decided["reshard_after_forward"] = False
-            notes.append(
+        notes = [
+            (
+                self.hop == "auto" and self.rings,
+                "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
+                " wait for all devices of the mesh, and so would deadlock inside a pipeline",
+            ),
+            (
+                keeps,
                 "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
-                " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
-            )
-        return decided | {"on_devices": tuple(notes)}
+                " cut, nothing orders the gathers of experts and of other weights, which could deadlock",
+            ),
+        ]
+        return decided | {"on_devices": tuple(note for holds, note in notes if holds)}
 
     def resolve(
         self,
@@ -445,16 +413,17 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """The axes over which values in ``region`` differ, or are being summed, in link order; no axes where
-        ``region`` is empty, as of a physical layout."""
+        """The axes that cut a dim of the region, in link order: the ranks along them have other values, or
+        other terms of a sum. No axes for the empty name, the region of a physical layout."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
 
     @property
     def in_order(self) -> bool:
-        """Whether a device's queries and keys are at the same positions, in rising order: attention may then
-        skip masked blocks while compiling. (Gathered keys are of the whole row, the queries of a part.)"""
+        """Whether a device's queries and keys are at the same positions, in rising order. Then the program
+        leaves out the blocks that causality masks. (It is not so where keys are gathered: they are those of
+        the whole row, and the queries are a part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -464,8 +433,8 @@ class Resolved(Plan):
         return ring_hops(mask, self.sequence_order, n, seq_len // n)
 
     def order_matters(self, mask: Mask, seq_len: int) -> bool:
-        """Whether attention relies on an order of positions: masked blocks are left out while compiling, or
-        the keys make fewer hops than the n - 1 of a whole ring."""
+        """Whether the program relies on an order of positions: it leaves out masked blocks, or keys make
+        fewer hops than the n - 1 of a whole ring."""
         n = self.mesh.along(self.regions["keys"]["s"])
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
@@ -474,12 +443,20 @@ class Resolved(Plan):
     @property
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
-        gpu = self.platform in (None, "gpu")
-        fits = self.model is not None and fits_cudnn(self.model.head_width, self.devices or "gpu")
-        whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
-        auto = self.requested.attention_kernel == "auto" and not self.attention_block
-        fits = fits and "cudnn" not in checks.kernels_refused(self.config)
-        return gpu and whole and auto and self.dtype == "bfloat16" and fits
+        return (
+            self.requested.attention_kernel == "auto"
+            and not self.attention_block
+            and self.platform in (None, "gpu")
+            and self.dtype == "bfloat16"
+            # no mask is needed: whole documents, in order, and their keys in one place
+            and self.documents == "whole"
+            and self.in_order
+            and not self.regions["keys"].get("s")
+            # JAX has it for such heads and layers
+            and self.model is not None
+            and fits_cudnn(self.model.head_width, self.devices or "gpu")
+            and "cudnn" not in checks.kernels_refused(self.model)
+        )
 
     @property
     def rings(self) -> bool:
@@ -516,27 +493,27 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # The axes over which JAX still types the value as varying, after the collectives.
-            differs = set(self.varying(logical.before.region)) - summed
-            # It is equal over these, and must be typed as varying from here on (`lax.pcast`).
-            begin = tuple(a for a in after if a not in differs)
+            # Behind the collectives, JAX types the value as varying over the axes of the region that it comes
+            # from, less those of finished sums. Over the others it is equal: to be used with values that
+            # differ along these, it must be given that type (`lax.pcast`).
+            varies = set(self.varying(logical.before.region)) - summed
+            begin = tuple(a for a in after if a not in varies)
             self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
         return self._arrows[arrow]
 
     def layouts_of(self, dims: str) -> WeightLayouts:
         """Return the layouts of a weight, its gradients and its optimizer state in one step.
 
-        The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only by axes
-        over which the region's values differ, since only there a gradient is a sum."""
+        The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts by the axes
+        alone over which the region's values differ: there devices compute different terms of the gradient."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
         own = "dh" if dims.startswith("experts") else "dhe"  # there ep cuts e
         target = next((x for x in own if x in used.letters), "")  # d
         zero_axes = self.zero_cuts(target) if target else ()
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
-        more = {target: zero_axes}
-        cut_dims = tuple(Dim(d.name, d.axes + more.get(d.name, ())) for d in used.dims)
-        cut = Layout(cut_dims)  # d/fsdp m/tp
+        more = lambda d: zero_axes if d.name == target else ()
+        cut = Layout(tuple(Dim(d.name, d.axes + more(d)) for d in used.dims))  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
         reduced = cut if self.zero else used  # d/fsdp m/tp
         in_backward = used if self.gathers == "step" else stored  # what is differentiated: d m/tp
@@ -571,17 +548,17 @@ class Resolved(Plan):
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
-        table, known = dict[str, tuple[Weight, WeightLayouts]](), dict[str, WeightLayouts]()
+        layouts_of = functools.cache(self.layouts_of)
         layers = [self.mesh.pp * count for count in self.places]
-        for path, weight in self.config.stage_weights(layers).items():
-            if weight.dims not in known:
-                known[weight.dims] = self.layouts_of(weight.dims)
-            layouts = known[weight.dims]
-            table[path] = self._padded(weight, layouts) if not self.config.runs else weight, layouts
+        table = dict[str, tuple[Weight, WeightLayouts]]()
+        for path, weight in self.config.weights(layers).items():
+            layouts = layouts_of(weight.dims)
+            table[path] = weight if self.config.runs else self._padded(weight, layouts), layouts
         return table
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
-        """Round the dims of a weight up to multiples of its axes: of a model that is planned and not run."""
+        """Round each dim of a weight up to a multiple of the devices that cut it. Models that are planned and
+        do not run are priced so, whatever their sizes."""
         parts = [self.mesh.along(dim.axes) for dim in layouts.reduced.dims]
         pairs = zip(weight.shape, parts, strict=True)
         shape = tuple(-(-size // n) * n for size, n in pairs)
@@ -589,43 +566,14 @@ class Resolved(Plan):
 
     @functools.cached_property
     def places(self) -> list[int]:
-        """How many layers of each kind the stack of a stage has room for, of which some may stay empty (the
-        module `llmpar.plan.places`); without a pipeline, how many the model has."""
+        """The number of layers of each kind that the stack of a stage has places for, some of which may stay
+        empty (`llmpar.plan.places`); without a pipeline, the number that the model has."""
         config, order = self.config, self.pipeline
         if order is None:
             return [count for count, _ in config.blocks]
-        counts = places.count_places(config.layer_kinds, order.cells, len(config.blocks))
-        return [order.visits * count for count in counts]
+        kinds = [place.kind for place in places.places(config.layer_kinds, order.cells)]
+        return [order.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
         return self.layouts_of(dims).stored
-
-
-@dataclass(frozen=True, kw_only=True)
-class Serving(Resolved):
-    """A plan for tokens that arrive a few at a time (`Plan.serving`): no region cuts their positions by sp,
-    which cuts those of the cache."""
-
-    @functools.cached_property
-    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Region to dim to the axes that cut it."""
-        live, table = self.mesh.live, super().regions
-        table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
-        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
-
-    @property
-    def num_caches(self) -> int:
-        """How many caches a layer has: two, of keys and of values, or one of latents, which are both."""
-        return 1 if self.config.shares_cache else 2
-
-    def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
-        """The shape of a cache. A rank of sp has its share of the positions, rounded up. Each copy of a KV
-        head has its own cache, and each rank of tp its own copy of the latents."""
-        config, mesh = self.config, self.mesh
-        if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
-            what = f"'{config.name}' has layers whose caches differ"
-            raise ValueError(f"{what}, and a cache here is alike in all; use another model")
-        positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
-        one = (mesh.tp, config.cache_width) if config.shares_cache else (heads, config.head_width)
-        return config.num_layers, num_rows, positions, *one

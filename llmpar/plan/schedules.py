@@ -22,6 +22,8 @@ from functools import cached_property
 from itertools import count, pairwise
 from typing import NamedTuple
 
+from llmpar.plan.torch_orders import from_torch
+
 Costs = tuple[float, float, float]
 OP_KINDS = "FBW"  # in a table of integers a kind is its index in this
 
@@ -78,11 +80,6 @@ class Schedule:
     def route(self, microbatch: int) -> list[tuple[int, int]]:
         """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
-
-    def layers(self, num_layers: int) -> dict[tuple[int, int], int]:
-        """How many of the model's layers each (stage, chunk) cell has."""
-        counts = deal(num_layers, len(self.routes[0]))
-        return {cell: n for route in self.routes for cell, n in zip(route, counts, strict=True)}
 
     @property
     def cells(self) -> int:
@@ -163,11 +160,17 @@ def gpipe(p: int, m: int) -> Schedule:
     return Schedule("gpipe", (_row("F " * m + "B " * m, m),) * p, m)
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
-    """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn."""
-    return Schedule(
-        "1f1b", tuple(_in_turn([(u, 0) for u in range(m)], p - i - 1) for i in range(p)), m
-    )
+def one_f_one_b(
+    p: int, m: int, name: str = "1f1b", times: int = 1, split: bool = False
+) -> Schedule:
+    """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn.
+
+    Split: W follows i microbatches behind B, and fills the bubble (ZB-H1). With 2 ``times`` as many forwards
+    ahead and twice that lag there is no bubble when F = B = W, for twice the memory (ZB-H2)."""
+    units = [(u, 0) for u in range(m)]
+    lags = [times * i if split else None for i in range(p)]
+    rows = (_in_turn(units, times * (p - i - 1), lags[i]) for i in range(p))
+    return Schedule(name, tuple(rows), m, split_backward=split)
 
 
 def interleaved(p: int, m: int, v: int = 2, split: bool = False) -> Schedule:
@@ -193,18 +196,6 @@ def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
     forward = tuple(Op("F", u, c) for c in range(v) for u in range(m))
     backward = tuple(Op("B", u, c) for c in reversed(range(v)) for u in range(m))
     return Schedule("breadth-first", (forward + backward,) * p, m, v, "looped")
-
-
-def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills the bubble."""
-    rows = (_in_turn([(u, 0) for u in range(m)], p - i - 1, i) for i in range(p))
-    return Schedule("zb-h1", tuple(rows), m, split_backward=True)
-
-
-def zb_h2(p: int, m: int) -> Schedule:
-    """Twice 1F1B's warm-up and twice ZB-H1's lag: no bubble when F = B = W, for twice the memory."""
-    rows = (_in_turn([(u, 0) for u in range(m)], 2 * (p - i) - 2, 2 * i) for i in range(p))
-    return Schedule("zb-h2", tuple(rows), m, split_backward=True)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -273,8 +264,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved-zb": functools.partial(interleaved, split=True),
     "breadth-first": breadth_first,
     "circular": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
+    "zb-h1": functools.partial(one_f_one_b, name="zb-h1", split=True),
+    "zb-h2": functools.partial(one_f_one_b, name="zb-h2", times=2, split=True),
     "zb-v": zb_v,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
@@ -314,11 +305,11 @@ def make(
 def from_text(text: str, name: str = "written") -> Schedule:
     """Read an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a comment.
     An order that names chunks is looped and any other linear. A W anywhere splits every backward. Or read
-    torch's file of an order (`_from_torch`)."""
+    torch's file of an order (`from_torch`)."""
     rows, lines = [], [line for raw in text.splitlines() if (line := raw.split("#")[0].rstrip())]
     vee = False
     if any(re.match(r"\W*\d+[A-Z]", line) for line in lines):
-        lines, vee = _from_torch(lines)
+        lines, vee = from_torch(lines)
     for stage, line in enumerate(lines):
         row = []
         for token in re.finditer(r"[^\s&]+", line):
@@ -345,33 +336,3 @@ def from_text(text: str, name: str = "written") -> Schedule:
     return Schedule(
         name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops)
     )
-
-
-def _from_torch(lines: list[str]) -> tuple[list[str], bool]:
-    """The lines of torch's `_dump_csv` (torch 2.13, distributed/pipelining/schedules.py) in our words, and
-    whether its stages lie in a V. There a line is a rank, a stage a chunk, I the input's gradient and B both:
-    `0F0,,2I0,(0F1;2B0)OVERLAP_F_B`. What a lowered file sends is left out: it follows from the order."""
-    p, sends = len(lines), r"\b\d+(UNSHARD|RESHARD|RECV_[FB]|(WAIT_)?(SEND_[FB]|REDUCE_GRAD))\d*\b"
-    lines = [
-        re.sub(r"\(([^()]*)\)OVERLAP_F_B", lambda x: x[1].replace(";", "&"), line) for line in lines
-    ]
-    lines = [re.sub(sends, "", line).replace(",", " ") for line in lines]
-    action, split = (
-        re.compile(r"\b(\d+)([FIBW])(\d+)\b"),
-        any(re.search(r"\d[IW]\d", x) for x in lines),
-    )
-    cells = [
-        (int(match[1]), rank) for rank, line in enumerate(lines) for match in action.finditer(line)
-    ]
-    loop = [cell for cell in cells if cell[0] % p != cell[1]]
-    if loop and not all(stage in (rank, 2 * p - 1 - rank) for stage, rank in cells):
-        what = "stage {} on rank {}".format(*loop[0])
-        raise ValueError(
-            f"{what}: this is no loop (stage s on rank s % {p}) and no V of 2 stages per rank"
-        )
-
-    def ours(match: re.Match) -> str:
-        kind, unit = match[2], f"{match[3]}.{int(match[1]) // p}"
-        return f"B{unit}&W{unit}" if kind == "B" and split else kind.replace("I", "B") + unit
-
-    return [action.sub(ours, line) for line in lines], bool(loop)

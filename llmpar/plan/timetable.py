@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain, compress, cycle
@@ -27,7 +27,8 @@ DIRECTIONS = {"right": 1, "left": -1}  # to the next stage and to the previous o
 
 @dataclass(frozen=True)
 class Timetable:
-    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation of its rows.
+    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation of its rows; and
+    its `cells`, each a stage and what it does at once, in an order in which they can run.
 
     Free-running, a stage starts as soon as its needs are there, and messages to another stage take `hop`. In
     lockstep (a `lax.scan` over ticks) each stage does one operation per tick, cells or not; what one sends is
@@ -39,6 +40,7 @@ class Timetable:
     start: tuple[tuple[float, ...], ...]
     end: tuple[tuple[float, ...], ...]
     tick: tuple[tuple[int, ...], ...]
+    cells: tuple[tuple[int, tuple[Op, ...]], ...] = field(compare=False)
 
     @property
     def ideal(self) -> float:
@@ -130,8 +132,9 @@ class Timetable:
 
 def _run(
     schedule: Schedule, cost: Callable[[int, Op], float], hop: float, cells: bool
-) -> tuple[list[list], list[list], dict]:
-    """Run every stage as far as it gets: starts, ends, and what each stuck stage waits for."""
+) -> tuple[list[list], list[list], dict, list]:
+    """Run every stage as far as it gets: starts, ends, what each stuck stage waits for, and the cells in the
+    order in which they ran."""
     rows, awake = schedule.rows, list(range(schedule.num_stages))
     starts: list[list] = [[] for _ in rows]
     ends: list[list] = [[] for _ in rows]
@@ -140,6 +143,7 @@ def _run(
         defaultdict[tuple, list[int]](list),
         dict[int, tuple](),
     )
+    order = list[tuple[int, tuple[Op, ...]]]()
     while awake:
         stage = awake.pop()
         row, start, end = rows[stage], starts[stage], ends[stage]
@@ -161,6 +165,7 @@ def _run(
                 _, source, need = stuck[stage]
                 waiting[source, *need[:3]].append(stage)
                 break
+            order.append((stage, row[first:last]))
             for op in row[first:last]:
                 start.append(now)
                 now += cost(stage, op)
@@ -168,7 +173,7 @@ def _run(
             for key in inside:
                 sent[key] = now
                 awake += waiting.pop(key, [])
-    return starts, ends, stuck
+    return starts, ends, stuck, order
 
 
 def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dict) -> None:
@@ -260,6 +265,7 @@ def _deadlocks(stuck: dict[int, tuple], waits: dict[int, str]) -> Iterator[str]:
     yield f", a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages"
 
 
+@functools.lru_cache(maxsize=64)
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
     """Simulate a schedule, free-running and in lockstep, or refuse it with stage, tick and cycle."""
     if len(costs) != 3 or not (
@@ -268,18 +274,13 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
         raise ValueError(
             f"costs {costs} and hop {hop}: give finite durations F, B, W (not all 0) and hop, none negative"
         )
-    return _timetable(schedule, tuple(costs), hop)
-
-
-@functools.lru_cache(maxsize=64)
-def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
-    ticks, ends, stuck = _run(schedule, lambda *_: 1, 0, False)
+    ticks, ends, stuck, _ = _run(schedule, lambda *_: 1, 0, False)
     _refuse(schedule, ticks, ends, stuck)
-    starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)
+    starts, ends, stuck, cells = _run(schedule, _each(schedule, costs), hop, True)
     if stuck:  # only a cell can be at fault now
         _refuse(schedule, starts, ends, stuck)
     start, end, tick = (tuple(map(tuple, rows)) for rows in (starts, ends, ticks))
-    return Timetable(schedule, costs, hop, start, end, tick)
+    return Timetable(schedule, costs, hop, start, end, tick, tuple(cells))
 
 
 def _each(schedule: Schedule, costs: Costs) -> Callable[[int, Op], float]:
@@ -308,21 +309,12 @@ def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 
 
 
 @functools.lru_cache(maxsize=256)
-def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]]]]:
-    """What a legal schedule does at once, in an order in which it can: stage, operations, and the numbers and
-    stages of the cells before it."""
-    timed = list[tuple[float, int, list[Op]]]()
-    starts = timetable(schedule).start
-    for stage, row in enumerate(schedule.rows):
-        for op, start in zip(row, starts[stage], strict=True):
-            if op.joined:
-                timed[-1][2].append(op)
-            else:
-                timed.append((start, stage, [op]))
-    timed.sort(key=lambda cell: cell[:2])
-    number = {(stage, *op[:3]): i for i, (_, stage, ops) in enumerate(timed) for op in ops}
+def _cells(schedule: Schedule) -> list[tuple[int, tuple[Op, ...], list[tuple[int, int]]]]:
+    """The `cells` of a legal schedule, each with the numbers and stages of those that it needs."""
+    order = timetable(schedule).cells
+    number = {(stage, *op[:3]): i for i, (stage, ops) in enumerate(order) for op in ops}
     cells = []
-    for i, (_, stage, ops) in enumerate(timed):
+    for i, (stage, ops) in enumerate(order):
         needs = ((number[s, *need[:3]], s) for op in ops for s, need in schedule.needs(stage, op))
         cells.append((stage, ops, [need for need in needs if need[0] != i]))
     return cells
@@ -331,7 +323,7 @@ def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]
 def reached(schedule: Schedule) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
     """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
     of each stage that is stuck its next operation, and the stage and operation that it waits for."""
-    starts, ends, stuck = _run(schedule, _each(schedule, (1, 1, 1)), 0, True)
+    starts, ends, stuck, _ = _run(schedule, _each(schedule, (1, 1, 1)), 0, True)
     done = []
     for row, start, end in zip(schedule.rows, starts, ends, strict=True):
         done.append([(a, b, *op[:3]) for op, a, b in zip(row, start, end, strict=False)])

@@ -19,7 +19,8 @@ from typing import Any
 
 from llmpar.files import read_json
 from llmpar.plan.mesh_shape import AXES, MeshShape
-from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, described_model, from_dict
+from llmpar.plan.model_config import ExpertConfig, ModelConfig, from_dict
+from llmpar.plan.presets import PRESETS, described_model
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.time import step_time

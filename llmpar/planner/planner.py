@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from llmpar.plan.checks import why_not_run, widths_cut_by_tp
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
-from llmpar.plan.model_config import ModelConfig, preset
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock, Time, beside_flops, step_time

@@ -16,8 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from llmpar.files import Allowed, read_toml
-from llmpar.plan.model_config import allowed
+from llmpar.files import Allowed, allowed, read_toml
 
 GIB = 2**30
 LINKS = ("torus", "switch")

@@ -13,7 +13,7 @@ from collections import Counter
 
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import CACHE, Serving
+from llmpar.plan.serving import CACHE, Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock

@@ -12,8 +12,9 @@ from llmpar.plan import places
 from llmpar.plan.layout import TRANSPOSES, Arrow
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
-from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
+from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
+from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import visited_share, whole_ring_bytes
 

@@ -30,7 +30,8 @@ from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import BEST, CACHE, CHOSEN, LOGITS, Plan, Serving
+from llmpar.plan.plan import Plan
+from llmpar.plan.serving import BEST, CACHE, CHOSEN, LOGITS, Serving, serving_plan
 
 
 class DecoderInput(NamedTuple):
@@ -61,7 +62,7 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int
     ):
-        self.plan = plan = plan.serving(config, num_rows, length, platform_of(mesh))
+        self.plan = plan = serving_plan(plan, config, num_rows, length, platform_of(mesh))
         place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
         cut = plan.place(CACHE)
         stored, whole = jax.tree.map(plan.stored, stored), Layout(())

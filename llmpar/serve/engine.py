@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from llmpar.files import Allowed, check_fields
 from llmpar.model.weights import Tree
 from llmpar.plan.model_config import Count, ModelConfig, Rate, Share
-from llmpar.plan.plan import BEST, Plan
+from llmpar.plan.plan import Plan
+from llmpar.plan.serving import BEST
 from llmpar.serve.decode import Decoder, DecoderInput
 
 

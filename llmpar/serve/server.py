@@ -33,7 +33,7 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from llmpar.files import Allowed
-from llmpar.plan.plan import BEST
+from llmpar.plan.serving import BEST
 from llmpar.serve.engine import Event, Full, Request
 from llmpar.training.chat import check_messages
 

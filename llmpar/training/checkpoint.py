@@ -48,6 +48,11 @@ HINDRANCES = (
 Record = dict[str, Any] | None
 
 
+def agreed(number: int) -> int:
+    """Return the first process's number in all processes, so that all do the same."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 class Checkpoints:
     """A folder of checkpoints of a :class:`llmpar.training.step.State`.
 
@@ -147,7 +152,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self._lock_file = stack.enter_context(open(self.folder / "lock", "a+"))
             stack.callback(setattr, self, "_lock_file", None)
-            with contextlib.suppress(ImportError):  # not Unix
+            # no Unix, or no locks on this file system
+            with contextlib.suppress(ImportError, OSError):
                 self._take(file)
             for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(torn)
@@ -170,8 +176,6 @@ class Checkpoints:
                 f"{file.read() or 'another process'} is writing checkpoints to {self.folder}; wait for it,"
                 " or give another folder"
             ) from None
-        except OSError:  # no locks on this file system
-            pass
 
     def _is_ours(self) -> bool:
         """Tell whether the folder still has the lock that this process took: a lock goes with a file, not
@@ -224,11 +228,8 @@ class Checkpoints:
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
         finished, or as if it had never begun. Then older ones are deleted, but for one that is being read."""
-        stranger = multihost_utils.broadcast_one_to_all(
-            np.int32(0 if self._is_ours() else os.getpid())
-        )
-        if stranger:
-            self._save_aside(int(stranger), step, state, config, made, score)
+        if stranger := agreed(0 if self._is_ours() else os.getpid()):
+            self._save_aside(stranger, step, state, config, made, score)
         self._read_step = None
         about = {"config": dataclasses.asdict(config), "made": made or {}, "score": score}
         weights = flatten_dict(state.params, sep=".").items()
@@ -256,19 +257,18 @@ class Checkpoints:
             raise ValueError(
                 f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}"
             ) from error
-        try:
+        best = -1  # none is deleted while the best is not known
+        with contextlib.suppress(OSError):
             best = self.best() or 0
-        except OSError:  # none is deleted while the best is not known
-            best = -1
-        best = int(multihost_utils.broadcast_one_to_all(np.int32(best)))
+        best = agreed(best)
         for old in sorted(self._manager.all_steps())[:-_KEPT] if best >= 0 else ():
             is_free = jax.process_index() != 0 or self._is_free(old)
-            if old != best and int(multihost_utils.broadcast_one_to_all(np.int32(is_free))):
+            if old != best and agreed(is_free):
                 self._manager.delete(old)
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
-        ours = multihost_utils.broadcast_one_to_all(np.int32(self._is_ours()))
+        ours = agreed(self._is_ours())
         if step in self._manager.all_steps() and ours:
             self._manager.delete(step)
 
@@ -286,12 +286,11 @@ class Checkpoints:
 
     def _is_free(self, step: int) -> bool:
         """Tell whether no process is reading a checkpoint; without locks on a file system none is known."""
-        try:
-            os.close(self._hold(step, alone=True))
-        except BlockingIOError:
-            return False
-        except (OSError, ImportError):
-            pass
+        with contextlib.suppress(OSError, ImportError):
+            try:
+                os.close(self._hold(step, alone=True))
+            except BlockingIOError:
+                return False
         return True
 
     def about(self) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal, NamedTuple, SupportsInt
 import numpy as np
 from jaxtyping import Int32
 
-from llmpar.files import Allowed, check_fields, check_ordinary, read_json
+from llmpar.files import Allowed, check_fields, check_ordinary
 from llmpar.training.apart import open_chat
-from llmpar.training.chat import Chat, calling, check_messages
+from llmpar.training.chat import Chat, check_messages
+from llmpar.training.token_files import FileTokenizer
 
 _Batch = dict[str, Int32[np.ndarray, "b s"]]
 
@@ -201,9 +202,9 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
             why = own.get(
                 type(error), f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
             )
-            like = '{"text": "…"}, {"prompt": "…", "answer": "…"} or {"messages": […]}'
             raise ValueError(
-                f"{where}, is no document ({why}); each line must look like {like}"
+                f'{where}, is no document ({why}); each line must look like {{"text": "…"}},'
+                ' {"prompt": "…", "answer": "…"} or {"messages": […]}'
             ) from None
 
 
@@ -227,106 +228,6 @@ class ByteTokenizer:
         kept = [number for number in map(int, ids) if number != self.start_id]
         raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
         return raw.decode(errors="replace")
-
-
-class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``, or the folder of one. Text is data: no template is applied, and a
-    special token spelled out in a text is encoded as plain text, so that no document can forge the beginning
-    of another.
-    """
-
-    USUAL_STARTS = (
-        "<|begin_of_text|>",
-        "<|endoftext|>",
-        "<s>",
-        "<bos>",
-        "[BOS]",
-        "<|startoftext|>",
-    )
-
-    def __init__(self, path: str, start_token: str | None = None):
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ValueError(
-                f"tokenizer '{path}' needs the package tokenizers, which is not installed; install the extra"
-                " llmpar[hf], or use the tokenizer 'bytes'"
-            ) from error
-        self.file = file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        check_ordinary(file, "tokenizer")
-        with calling(f"cannot read tokenizer '{file}'", "give 'bytes' or a tokenizer.json"):
-            self.hub = tokenizers.Tokenizer.from_file(file)
-        self.hub.no_truncation()
-        self.hub.no_padding()
-        vocab = self.hub.get_vocab(with_added_tokens=True)
-        names = (start_token,) if start_token else self.USUAL_STARTS
-        with calling(f"tokenizer '{file}' cannot encode the text"):
-            starts = [] if start_token else self.hub.encode("").ids[:1]
-        starts += [vocab[name] for name in names if name in vocab]
-        if not starts:
-            raise ValueError(
-                f"tokenizer '{file}' lacks {', '.join(names)}; name a token it has as start_token"
-                " (--start-token)"
-            )
-        self.hub.encode_special_tokens = True
-        self.name, self.start_id = path, starts[0]
-        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
-        self.longest = max(map(len, vocab))  # letters, or bytes, that one token stands for at most
-        content = pathlib.Path(file).read_bytes() + b"%d" % self.start_id
-        digest = hashlib.sha256(content).hexdigest()[:16]
-        self.identity = {
-            "name": os.path.abspath(file),
-            "fingerprint": digest,
-            "start_token": start_token,
-        }
-
-    def beside(self, name: str) -> pathlib.Path:
-        """Return a file in the same folder."""
-        return pathlib.Path(self.file).with_name(name)
-
-    def about(self, name: str) -> dict[str, Any]:
-        """Read a JSON file in the same folder; empty where there is none."""
-        file = self.beside(name)
-        return read_json(file, "configuration") if file.is_file() else {}
-
-    @functools.cached_property
-    def special(self) -> dict[str, str]:
-        """The texts of special tokens by name, ``bos_token`` say, as the files beside it name them."""
-        named = self.about("special_tokens_map.json") | self.about("tokenizer_config.json")
-        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
-        return {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
-
-    @functools.cached_property
-    def end_ids(self) -> frozenset[int]:
-        """The tokens that end an answer: all that the files beside it name; else the document's start."""
-        kept = [
-            self.about(name).get("eos_token_id")
-            for name in ("generation_config.json", "config.json")
-        ]
-        numbers = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
-        numbers.append(self.hub.token_to_id(self.special.get("eos_token", "")))
-        known = (i for i in numbers if type(i) is int and 0 <= i < self.vocab_size)
-        return frozenset(known) or frozenset([self.start_id])
-
-    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """Return the token ids of a text, without the document-start token."""
-        return self.encode_all([text])[0]
-
-    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """Encode several texts, on all cores."""
-        # it may have no token for what is unknown, say
-        with calling(f"tokenizer '{self.name}' cannot encode the text"):
-            encodings = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, np.int32) for e in encodings]
-
-    def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """Return the text of token ids, without special tokens."""
-        with calling(f"tokenizer '{self.name}' cannot decode its tokens"):
-            return self.hub.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.hub.encode_special_tokens = True  # its package forgets it
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

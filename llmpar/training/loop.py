@@ -26,7 +26,7 @@ from llmpar.parallel.mesh import platform_of
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
-from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.checkpoint import Checkpoints, agreed
 from llmpar.training.data import Batches
 from llmpar.training.optimizer import make_optimizer
 from llmpar.training.state import State, check_tokens
@@ -147,8 +147,8 @@ class Evaluation:
 
     def is_due(self, done: int, steps: int) -> bool:
         """Tell whether to evaluate after ``done`` of all steps."""
-        never = self.held_out is None or self.eval_every == 0
-        return not never and (done % self.eval_every == 0 or done == steps)
+        every = self.eval_every if self.held_out else 0
+        return every > 0 and (done % every == 0 or done == steps)
 
     def score(self, step: Step, state: State) -> dict[str, Any]:
         """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and
@@ -261,16 +261,13 @@ def train(
         made = made_of(config, plan.requested, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
+    about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
     # Process 0's number, so that all do the same.
-    writes = checkpoints is not None and _agreed(checkpoints.latest or 0) < steps
+    writes = checkpoints is not None and agreed(checkpoints.latest or 0) < steps
     with (
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
-        tracking(
-            tracker,
-            made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU},
-            callbacks.tell,
-        ) as send,
+        tracking(tracker, about, callbacks.tell) as send,
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
@@ -281,42 +278,37 @@ def train(
             checkpoints,
             made,
             evaluation,
-            callbacks.tell,
+            callbacks,
+            Report(0, stream.config.batch_size * stream.config.seq_len, ideal_step_s),
+            lines,
+            send,
         )
-        report = Report(run.done, stream.config.batch_size * stream.config.seq_len, ideal_step_s)
-        if report.start:
-            nothing = "; nothing is left to do" if report.start >= steps else ""
-            callbacks.tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        measured = _Measured(step, report, checkpoints, lines, send, callbacks.on_step)
+        start = run.report.start = run.done
+        if start:
+            nothing = "; nothing is left to do" if start >= steps else ""
+            callbacks.tell(f"goes on from the checkpoint of step {start}{nothing}")
         first, last = profile or (steps, steps)
         program = None
-        with run.saved_on_the_way_out(measured):
-            for number in range(report.start, steps):
+        with run.saved_on_the_way_out():
+            for number in range(start, steps):
                 batch = _place(step, stream, number)
-                program = program or _compiled(
-                    step, run.state, batch, callbacks.barrier, profile is not None
-                )
-                if max(first, report.start) == number <= last:
-                    measured.read_all()
+                program = program or _compiled(step, run.state, batch, callbacks.barrier)
+                if max(first, start) == number <= last:
+                    run.read_all()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
                 run.state, metrics = program(run.state, batch)
                 run.done = number + 1
-                measured.add(number, metrics)
+                run.add(number, metrics)
                 if number == last:
-                    measured.read_all()
+                    run.read_all()
                     traced.close()
-                    measured.restart_clock()
-                stopped = measured.asks_to_stop() or callbacks.stop()
-                run.evaluate_and_save(measured, steps, stopped)
+                    run.restart_clock()
+                stopped = run.asks_to_stop() or callbacks.stop()
+                run.evaluate_and_save(steps, stopped)
                 if stopped:
                     break
-            measured.finish()
-            return run.in_order(), report
-
-
-def _agreed(number: int) -> int:
-    """Return process 0's number."""
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+            run.finish()
+            return run.in_order(), run.report
 
 
 def _first_state(
@@ -338,18 +330,33 @@ def _first_state(
 
 @dataclass
 class _Run:
-    """The newest state of a run, after ``done`` steps, which is evaluated and saved."""
+    """The newest state of a run, which is evaluated and saved, and what its steps measured, which is reported
+    and written to the log (``lines``).
+
+    A step is read when the next one has been sent, so that devices do not wait for this process.
+
+    Attributes:
+        done: the number of steps that were sent.
+        waiting: the steps that were sent and not yet read, each with its metrics.
+        failed: why the log can no longer be written: training is to save, and to end with that.
+    """
 
     step: Step
     state: State
     checkpoints: Checkpoints | None
     made: dict[str, Any]
     evaluation: Evaluation
-    tell: Callable[[str], None]
+    callbacks: Callbacks
+    report: Report
+    lines: Any
+    send: Send
+    waiting: list[tuple[int, dict]] = field(default_factory=list)
+    failed: ValueError | None = None
 
     def __post_init__(self):
         self.done = self._saved = int(self.state.step)
         self._in_order = False
+        self.restart_clock()
 
     def in_order(self) -> State:
         """Return the state with its layers in the model's order, from now on."""
@@ -358,24 +365,27 @@ class _Run:
             self._in_order = True
         return self.state
 
-    def evaluate_and_save(self, measured: "_Measured", steps: int, stopped: bool) -> None:
+    def evaluate_and_save(self, steps: int, stopped: bool) -> None:
         """Do what is due after this step; then the state has its layers in the stages' order again."""
         evaluates = self.evaluation.is_due(self.done, steps)
         saves = self.checkpoints is not None and (stopped or self.checkpoints.due(self.done, steps))
         if not evaluates and not saves:
             return
-        measured.read_all()  # never keep what a bad step has spoiled
+        self.read_all()  # never keep what a bad step has spoiled
         score = None
         if evaluates:
             score = self.evaluation.score(self.step, self.in_order())
-            measured.add_evaluation(self.done, score["loss"])
+            self.report.eval_losses.append((self.done, score["loss"]))
+            row = {"eval_loss": score["loss"], "perplexity": self.report.perplexity}
+            self._write(self.done, {"steps_done": self.done} | row)
+            self.callbacks.on_step(self.done - 1, self.report)
             if self.checkpoints and not saves:
-                saves = bool(_agreed(self.checkpoints.best((self.done, score)) == self.done))
+                saves = bool(agreed(self.checkpoints.best((self.done, score)) == self.done))
         if saves:
             self.save(score)
         self.state = self.step.from_model_order(self.in_order(), donate=True)
         self._in_order = False
-        measured.restart_clock()
+        self.restart_clock()
 
     def save(self, score: dict[str, Any] | None = None) -> None:
         """Save it, once: what could not be saved is not tried again on the way out."""
@@ -384,7 +394,7 @@ class _Run:
             self.checkpoints.save(self.done, self.in_order(), self.step.config, self.made, score)
 
     @contextlib.contextmanager
-    def saved_on_the_way_out(self, measured: "_Measured") -> Iterator[None]:
+    def saved_on_the_way_out(self) -> Iterator[None]:
         """Save what is not yet saved, whatever ends this, but not what a failed step has spoiled. (One of
         several processes could not save alone.)"""
         try:
@@ -392,57 +402,13 @@ class _Run:
         except BaseException as error:
             spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
             with contextlib.suppress(Exception):  # the error that ended it is raised
-                if (
-                    self.checkpoints
-                    and self._saved < self.done
-                    and not spoiled
-                    and measured.are_finite()
-                ):
+                went_well = not spoiled and all(_is_finite(m) for _, m in self.waiting)
+                if self.checkpoints and self._saved < self.done and went_well:
                     self.save()
-                    self.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
+                    self.callbacks.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
             raise
 
-
-def _compiled(step: Step, state: State, batch: dict, barrier: Callable, ahead: bool = False) -> Any:
-    """Return the step. Several processes compile it and wait for one another before the first of them runs
-    it; a single one does so only where it is to compile ``ahead``.
-
-    Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
-    that), and later as long as they must. On a busy machine one process compiles longer than that.
-    """
-    if jax.process_count() == 1 and not ahead:
-        return step.run.compiled
-    run = step.run.lower(state, batch).compile()
-    barrier()
-    return run
-
-
-def _most(num_bytes: int) -> int:
-    """Give the largest number that a process has. (In MiB: JAX sends no 64 bits.)"""
-    if jax.process_count() == 1:
-        return num_bytes
-    return int(multihost_utils.process_allgather(np.int32(num_bytes >> 20)).max()) << 20
-
-
-@dataclass
-class _Measured:
-    """Read what steps measured into a report, and write it to the log (``lines``).
-
-    A step is read when the next one has been sent, so that devices do not wait for this process.
-    """
-
-    step: Step
-    report: Report
-    checkpoints: Checkpoints | None
-    lines: Any
-    send: Send
-    on_step: Callable[[int, Report], None]
-    waiting: list[tuple[int, dict]] = field(default_factory=list)
-    failed: ValueError | None = None
-    """Why the log can no longer be written: training is to save, and to end with that."""
-
-    def __post_init__(self):
-        self.restart_clock()
+    # ------------------------------------------------------------------------------------- what was measured
 
     def restart_clock(self) -> None:
         """Leave what was done since the last step out of the next step's seconds."""
@@ -464,28 +430,18 @@ class _Measured:
         self.read_all()
         if self.failed:
             raise self.failed
-        self.report.memory_bytes = _most(self.report.memory_bytes)
-
-    def are_finite(self) -> bool:
-        """Tell whether the steps that were not yet read went well."""
-        return all(math.isfinite(float(m["loss"]) + float(m["grad_norm"])) for _, m in self.waiting)
+        if jax.process_count() > 1:  # of the fullest process; in MiB: JAX sends no 64 bits
+            peaks = multihost_utils.process_allgather(np.int32(self.report.memory_bytes >> 20))
+            self.report.memory_bytes = int(peaks.max()) << 20
 
     def asks_to_stop(self) -> bool:
         """Tell whether this process is to end. One of several has signalled all, as a scheduler does."""
         return self.failed is not None and jax.process_count() == 1
 
-    def add_evaluation(self, num_steps: int, loss: float) -> None:
-        """Report the loss of held-out text after so many steps."""
-        self.report.eval_losses.append((num_steps, loss))
-        self._write(
-            {"steps_done": num_steps, "eval_loss": loss, "perplexity": self.report.perplexity}
-        )
-        self.on_step(num_steps - 1, self.report)
-
     def _read(self) -> None:
         number, metrics = self.waiting.pop(0)
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        if not math.isfinite(loss + norm):
+        if not _is_finite(metrics):
             self._refuse(number, loss, norm)
         report, config, now = self.report, self.step.config, time.perf_counter()
         report.seconds.append(now - self.clock)
@@ -501,8 +457,8 @@ class _Measured:
             row["resumed"] = report.start
         if config.experts and "load" in metrics:
             row |= moe.summary(config.experts, metrics, self.step.plan.mesh.ep)
-        self._write(row)
-        self.on_step(number, report)
+        self._write(number, row)
+        self.callbacks.on_step(number, report)
 
     def _refuse(self, number: int, loss: float, norm: float) -> None:
         """Stop at a loss or gradient that is not finite; a checkpoint whose weights gave this loss goes."""
@@ -519,7 +475,8 @@ class _Measured:
             " learning rate"
         )
 
-    def _write(self, row: dict) -> None:
+    def _write(self, number: int, row: dict) -> None:
+        """Write a row to the log, and hand it to the tracker as that of step ``number``."""
         if self.lines and not self.failed:
             try:
                 self.lines.write(json.dumps(row).encode() + b"\n")
@@ -530,7 +487,23 @@ class _Measured:
                 )
                 if jax.process_count() > 1:
                     os.kill(os.getpid(), signal.SIGTERM)
-        self.send(row["step"] if "step" in row else row["steps_done"], row)
+        self.send(number, row)
+
+
+def _is_finite(metrics: dict) -> bool:
+    """Tell whether a step went well."""
+    return math.isfinite(float(metrics["loss"]) + float(metrics["grad_norm"]))
+
+
+def _compiled(step: Step, state: State, batch: dict, barrier: Callable) -> Any:
+    """Compile the step. Processes wait for one another before the first of them runs it.
+
+    Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
+    that), and later as long as they must. On a busy machine one process compiles longer than that.
+    """
+    run = step.run.lower(state, batch).compile()
+    barrier()
+    return run
 
 
 def _place(step: Step, stream: Batches, number: int) -> dict:

@@ -1,5 +1,6 @@
 """The state that a step changes: its shapes and layouts, how it begins; and what a step refuses to take."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +36,15 @@ def initial_state(
 
 
 def state_shapes(
-    config: ModelConfig, plan: Resolved, optimizer: optax.GradientTransformation
+    config: ModelConfig,
+    plan: Resolved,
+    optimizer: optax.GradientTransformation,
+    counts: Sequence[int],
 ) -> State:
-    """Return the state's leaves by shape and dtype."""
+    """Return the leaves by shape and dtype of a state with so many layers of each kind."""
     dtype = lambda w: plan.dtype if w.frozen else "float32"
-    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), described(config))
+    weights = described(config, counts)
+    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), weights)
     return jax.eval_shape(lambda params: initial_state(params, config, optimizer), params)
 
 
@@ -121,12 +126,9 @@ def check_tokens(name: str, x: Any, vocab_size: int) -> None:
             or name == "tokens"
             and least < 0
         ):
-            what = (
-                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has"
-                f" {vocab_size:,}"
-            )
             raise ValueError(
-                f"{what}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer"
+                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has"
+                f" {vocab_size:,}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer"
             )
 
 

@@ -31,11 +31,10 @@ from jaxtyping import Array
 
 from llmpar.model.llama import Batch, Loss
 from llmpar.model.weights import Tree, init_params, joined, model_graph, trained, weight_dims
-from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
-from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
+from llmpar.parallel.partitioned import Auto, Explicit
 from llmpar.pipeline import executor as pipeline
 from llmpar.plan import checks, places
 from llmpar.plan.layout import Arrow, Dim, Layout
@@ -69,11 +68,14 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_la
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """Return XLA's options for more overlap on GPUs. By default XLA keeps one collective in flight: one of a
-    ring's two hops waits, and weights from other hosts wait while a host's experts exchange tokens. These
-    options allow 4 with rings, else 2. By default XLA starts no collective early in a program with a ragged
-    all-to-all, whose time it cannot estimate: for these its latency-hiding scheduler is switched on, with the
-    analytical estimator where that does not abort."""
+    """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
+
+    By default XLA keeps one collective in flight: of a ring's two hops one waits for the other, and weights
+    from other hosts wait while a host's experts exchange tokens. With rings 4 are allowed, else 2.
+
+    By default XLA starts no collective early in a program with a ragged all-to-all, whose time it cannot
+    estimate. There its latency-hiding scheduler is switched on, with the analytical estimator where that does
+    not abort."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
@@ -327,7 +329,8 @@ class Step:
         return grads, metrics
 
     def _count_once(self, x: Array) -> Array:
-        """Return ``x`` on one of the devices that have the same ``x``, and 0 on the others."""
+        """Return ``x`` on one of the devices that hold the same value, and 0 on the others: a sum over all
+        devices then counts it once."""
         same = tuple(a for a in self._live if a not in varying(x))
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
@@ -359,8 +362,8 @@ class Step:
         if experts is None or experts.bias_rate is None or self.config.lora:
             return after
         load_le = metrics["load"]
-        # The sign of mean - load, times E: whole numbers, so the difference is exact. A rounded mean could
-        # give an expert with the mean load a sign.
+        # The sign of mean - load, both times E: whole numbers, whose difference is exact. A mean that is
+        # rounded could give a sign to an expert with just the mean load.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
         kinds = np.array(self.config.routed_kinds)
         flat, rise = flatten_dict(after, sep="."), experts.bias_rate
@@ -394,7 +397,7 @@ class Step:
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
 
     def _shapes(self, counts: Sequence[int]) -> State:
-        return state_shapes(self.config.with_layers(counts), self.plan, self.optimizer)
+        return state_shapes(self.config, self.plan, self.optimizer, counts)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
         """Make a state, each device its own share: the same weights on every mesh.
@@ -417,14 +420,9 @@ class Step:
             params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)
             return initial_state(params, self.config, self.optimizer)
 
-        key = jax.random.key(seed)
-        if not given:
-            return jax.jit(
-                lambda key: self.from_model_order(make(key, {})), out_shardings=self.shardings
-            )(key)
         in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
-        state = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)(key, given)
-        return self.from_model_order(state, donate=True)
+        compiled = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)
+        return self.from_model_order(compiled(jax.random.key(seed), given), donate=True)
 
     def from_model_order(self, state: State, donate: bool = False) -> State:
         """Return a state that has its layers in the model's order (a checkpoint's, say) as the pipeline's

@@ -51,7 +51,7 @@ from llmpar.lessons import attempt, hint, met, opened, solution
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding
 from llmpar.plan.layout import parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas
 
 N = len(devices)

@@ -45,8 +45,8 @@ from llmpar.lessons.lesson import (
     train_on,
     verdicts,
 )
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import chip
 

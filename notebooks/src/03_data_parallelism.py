@@ -60,8 +60,8 @@ from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.layout import parse_arrow, parse_layout
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.training.step import State

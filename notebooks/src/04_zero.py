@@ -59,8 +59,9 @@ from llmpar.lessons.lesson import (
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import LoraConfig, preset
+from llmpar.plan.model_config import LoraConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
 from llmpar.training.step import Step

@@ -54,8 +54,8 @@ from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdict
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import parse_arrow, parse_layout
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import measured
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip

@@ -55,8 +55,8 @@ from llmpar.model import attention
 from llmpar.parallel.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.plan import sequence_order
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step

@@ -54,8 +54,8 @@ from llmpar.lessons import attempt, hint, met, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.schedules import make
 from llmpar.plan.timetable import branch_shares, timetable
 from llmpar.planner import measured

@@ -50,8 +50,8 @@ from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline.split_backward import split_backward, trace
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.schedules import from_text, make
 from llmpar.plan.timetable import branch_shares, slots, timetable
 from llmpar.predict.bubbles import closed_forms

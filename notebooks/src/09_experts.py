@@ -53,8 +53,9 @@ from llmpar.model import moe
 from llmpar.parallel.mesh import make_mesh, spec
 from llmpar.parallel.modes import Solo
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 from llmpar.training.step import Step

@@ -46,8 +46,8 @@ from llmpar.lessons.lesson import (
     predicted_argument_bytes,
     train_on,
 )
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict.tolerance import tolerance
 

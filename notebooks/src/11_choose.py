@@ -41,8 +41,8 @@ from llmpar.draw.scene import Line, Rect, Text, small_text
 from llmpar.lessons import attempt, hint, met, opened, say, say_command, solution
 from llmpar.lessons.lesson import counting_text, train_on, verdicts
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.planner import measured, planner
 from llmpar.predict import formulas, memory, serving
 from llmpar.predict.hardware import chip

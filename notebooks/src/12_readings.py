@@ -43,8 +43,8 @@ from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on
 from llmpar.parallel.mesh import explicit, make_mesh, sharding, spec
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict.tolerance import tolerance
 
 # Accelerators round float32 matmuls unless told not to.

@@ -44,8 +44,9 @@ from llmpar.inspect.census import (
 from llmpar.lessons import CORRECT, attempt, find, hint, met, say, solution
 from llmpar.lessons.lesson import as_table, fresh_state
 from llmpar.parallel.mesh import make_mesh, split_axes
-from llmpar.plan.model_config import preset
-from llmpar.plan.plan import CACHE, Plan
+from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
+from llmpar.plan.serving import CACHE, serving_plan
 from llmpar.predict import serving, traffic
 from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder, DecoderInput
@@ -102,7 +103,7 @@ for name, (requests, tokens) in PASSES.items():
 met("16.flops_per_byte", {name: flops / size for name, (flops, size) in found.items()})
 
 # %% tags=["plumbing"]
-plan = Plan("dp=1", dtype="bfloat16").serving(TOY, 16, LENGTH)
+plan = serving_plan(Plan("dp=1", dtype="bfloat16"), TOY, 16, LENGTH)
 for name, (requests, tokens) in PASSES.items():
     flops, size = found[name]
     assert flops == sum(serving.device_flops(plan, requests, LENGTH, tokens).values())
@@ -212,7 +213,7 @@ attempt("16.shares", shares)
 
 # %%
 CUT = {
-    mesh: Plan(mesh, dtype="bfloat16").serving(TOY, 4, LENGTH)
+    mesh: serving_plan(Plan(mesh, dtype="bfloat16"), TOY, 4, LENGTH)
     for mesh in ("dp=4", "tp=4", "sp=4")
 }
 show(draw.cache({mesh: (p.place(CACHE), p.mesh.sizes) for mesh, p in CUT.items()}))

@@ -12,7 +12,7 @@ import math
 from deck import draw, letters, show
 
 from llmpar.draw.scene import Group, Rect, Text, compose, legend
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 

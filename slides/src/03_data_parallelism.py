@@ -31,8 +31,8 @@ from deck import curves, draw, show
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.plan.layout import parse_arrow
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.training.step import Step

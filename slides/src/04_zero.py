@@ -34,8 +34,8 @@ from deck import draw, show, where
 
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.plan.layout import parse_arrow
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.training.step import Step

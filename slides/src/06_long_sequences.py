@@ -38,7 +38,7 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
 from llmpar.plan import sequence_order
 from llmpar.plan.layout import parse_arrow, parse_layout
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 

@@ -30,8 +30,9 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import moe
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.parallel.modes import Solo
-from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import formulas, traffic
 from llmpar.training.step import Step
 

@@ -23,8 +23,8 @@ where(*TAKE_HOME)
 from deck import draw, show
 
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import traffic
 
 THREE = "pp=2 dp=2 tp=4"
@@ -101,8 +101,8 @@ show(draw.growing(grown, "A square is a device, a line is an axis"))
 import dataclasses
 import math
 
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import tolerance
 

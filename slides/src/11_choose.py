@@ -12,7 +12,7 @@ import dataclasses
 from deck import curves, draw, show
 
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict.hardware import chip
 

@@ -40,8 +40,8 @@ from IPython.display import Markdown
 
 from llmpar.inspect.types import types
 from llmpar.parallel.mesh import use_devices
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 
 use_devices()
 rows = types(preset("tiny"), Plan("dp=2 fsdp=2 tp=2"), 8, 32)

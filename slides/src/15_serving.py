@@ -28,7 +28,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 # %%
 from running import bound
 
-from llmpar.plan.model_config import preset
+from llmpar.plan.presets import preset
 from llmpar.predict import serving
 from llmpar.predict.hardware import chip
 
@@ -99,10 +99,11 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Memory of one H100"))
 # %%
 from dataclasses import replace
 
-from llmpar.plan.plan import CACHE, Plan
+from llmpar.plan.plan import Plan
+from llmpar.plan.serving import CACHE, serving_plan
 
 two_heads = replace(preset("tiny"), num_kv_heads=2)
-cut = {mesh: Plan(mesh).serving(two_heads, 4, 8) for mesh in ("dp=4", "tp=4", "sp=4")}
+cut = {mesh: serving_plan(Plan(mesh), two_heads, 4, 8) for mesh in ("dp=4", "tp=4", "sp=4")}
 show(draw.cache({mesh: (plan.place(CACHE), plan.mesh.sizes) for mesh, plan in cut.items()}))
 
 # %% [markdown] tags=["notes"]

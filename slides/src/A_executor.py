@@ -23,8 +23,8 @@ from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.pipeline.split_backward import split_backward
-from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
+from llmpar.plan.presets import preset
 from llmpar.plan.timetable import branch_shares, slots, timetable
 from llmpar.predict import traffic
 from llmpar.training.step import Step

@@ -1,4 +1,5 @@
-"""The mode `Explicit`: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks."""
+"""The modes in which XLA's partitioner writes the collectives: `Auto`, where an arrow is a sharding
+constraint, and `Explicit`, where a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks."""
 
 import functools
 from collections.abc import Callable
@@ -11,21 +12,69 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array
 
-from llmpar.parallel.auto import Auto
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import MOVED, WEIGHT, scope, vary
-from llmpar.parallel.mesh import as_type, from_type
+from llmpar.parallel.mesh import as_type, from_type, sharding, spec
+from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.layout import Arrow, Layout, parse_layout
 from llmpar.plan.plan import Resolved
+
+
+class Auto(Solo):
+    """Under `jax.jit`: an arrow is a sharding constraint, and XLA's partitioner chooses the collectives."""
+
+    def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
+        super().__init__(plan)
+        self.mesh = mesh
+
+    def weight(self, param):
+        """Return the parameter, constrained to the layout in which it is used."""
+        return checkpoint_name(
+            self.constrain(super().weight(param), self.plan.place(param.dims)), WEIGHT
+        )
+
+    def move(self, x: Array, arrow: str) -> Array:
+        """Constrain ``x`` to the arrow's last layout; the partitioner chooses where a sum is finished."""
+        return self.constrain(x, self.plan.physical(arrow).after) if x.ndim else x
+
+    axes = Manual.axes
+
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+        """Run ``f`` inside shard_map, on each device's blocks, and finish its unfinished sums."""
+        given = tuple(spec(self.plan.place(x)) for x in layouts)
+        ends = jax.tree.map(self.plan.place, result)
+        block = self.island.local(f, layouts, result)
+
+        def inside(*args):
+            return jax.tree.map(
+                lambda y, end: lax.psum(y, end.sums) if end.sums else y, block(*args), ends
+            )
+
+        return jax.shard_map(
+            inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends)
+        )
+
+    island = property(
+        lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map."
+    )
+
+    def constrain(self, x: Array, layout: Layout) -> Array:
+        """Pin a value's layout."""
+        return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
+
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
+        """Constrain ``x`` to a physical arrow's last layout."""
+        return self.constrain(x, arrow.after)
 
 
 class Explicit(Auto):
     """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
 
-    An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``:
-    a value that is the same all over a, and is used with values that are not. Its gradient is a sum over a,
-    unfinished until the move that set the mark finishes it in the backward pass. `seen` has every region that
-    a value was in, its layout, the layout in the type, and the type itself.
+    In the type, ``unreduced={a}`` is an unfinished sum ``+a``, and ``reduced={a}`` is what `Manual` calls
+    varying: a mark on a value that is the same all over the axis a, and is used with values that are not.
+    The gradient of such a value is an unfinished sum over a. In the backward pass the move that set the mark
+    finishes it. `seen` has every region that a value was in, its layout, the layout in the type, and the type
+    itself.
     """
 
     def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
