@@ -96,6 +96,12 @@ ASKED = {
 }
 
 
+def test_a_kernel_that_no_ring_has_is_offered_what_needs_none():
+    fixed = {"sp": 8, "fsdp": 8, "attention_kernel": "cudnn", "documents": "whole"}
+    answer = planner.decide(question(devices=64, batch=64, seq=32768, **fixed))
+    assert {one.plan.context_parallel for one in answer.plans} <= {"gather", "ulysses"}
+
+
 @pytest.mark.parametrize("mesh", ASKED)
 def test_a_mesh_that_is_asked_for_is_what_decide_answers_with_its_axes_given(mesh):
     q, shape = ASKED[mesh], parse_mesh(mesh)

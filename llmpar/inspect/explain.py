@@ -237,11 +237,7 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
     before, after = (
         (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
     )
-    words = {
-        "left": ",".join(one.axes),
-        "right": ",".join(other.axes),
-        "result": result,
-    }
+    words = {"left": ",".join(one.axes), "right": ",".join(other.axes), "result": result}
     return _missing(before, after, **words)
 
 

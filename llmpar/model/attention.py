@@ -41,7 +41,7 @@ from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.flash import KV, Q
 from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
-from llmpar.plan.sequence_order import CAUSAL, Mask, ring_hops, seen_tiles, tile_length
+from llmpar.plan.sequence_order import CAUSAL, FEW_TILES, Mask, ring_hops, seen_tiles, tile_length
 
 Out = Float[Array, "b s k r w"]
 V = Float[Array, "b t k w"]
@@ -65,9 +65,9 @@ KIds = Int[Array, "j _ 2 d"]
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
 # Pairs of tiles are unrolled, not looped over, up to 2 tiles of queries by 4 of keys; in a contiguous
-# sequence, where only pairs inside the mask count, up to 8 tiles of queries. That is 20 % faster on a CPU,
-# and costs 0.03 s of compiling a pair.
-_FEW_QUERIES, _FEW_KEYS, _FEW_IN_TRIANGLE = 2, 4, 8
+# sequence, where only pairs inside the mask count, up to `FEW_TILES` of queries. That is 20 % faster on a
+# CPU, and costs 0.03 s of compiling a pair.
+_FEW_QUERIES, _FEW_KEYS = 2, 4
 
 
 class _Ids(TypedDict, total=False):
@@ -330,7 +330,7 @@ def _few_pairs(
     """Return the pairs (i, j) of tiles of queries and of keys that the program writes out one by one, or None
     if they are many. Of a contiguous sequence it writes out only the pairs that the mask admits."""
     pairs = list(np.ndindex(num_queries, num_keys))
-    if contiguous and num_queries <= _FEW_IN_TRIANGLE:
+    if contiguous and num_queries <= FEW_TILES:
         return [
             (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         ]

@@ -86,6 +86,11 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
     return order
 
 
+FEW_TILES = 8
+"""Up to so many tiles of queries the pairs of tiles of a contiguous sequence are written out, not looped
+over."""
+
+
 def tile_length(block: int | None, length: int) -> int:
     """Return the tile length: `block`, or half the length (so that a tile has one part of a zigzag), halved
     again down to 256."""

@@ -285,6 +285,9 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"context_parallel": "usp"}]
         if any(block.window for _, block in q.config.blocks):  # its keys make fewer hops
             sequences += [{"sequence_order": "contiguous"}]
+    if given.get("attention_kernel") in ("cudnn", "xla"):  # no log of sums, which a ring needs
+        rings = "ring", "usp"
+        sequences = [x for x in sequences if x.get("context_parallel", "ring") not in rings] or [{}]
     if strategy := given.get("context_parallel"):
         sequences = [
             one for one in sequences if one.get("context_parallel", "ring") == strategy

@@ -13,7 +13,7 @@ from typing import Any
 from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
-from llmpar.plan.sequence_order import tile_length
+from llmpar.plan.sequence_order import FEW_TILES, tile_length
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 
@@ -343,7 +343,12 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     apart = plan.mesh.along(plan.regions["queries"]["s"])
     local = seq_len // apart
-    tile = min(plan.attention_block or tile_length(None, max(local, 1)), local) ** 2
+    length = min(plan.attention_block or tile_length(None, max(local, 1)), local)
+    tile, num_tiles = length**2, local // max(length, 1)
+    # of pairs that are written out, XLA for GPUs has the scores of about half at once
+    written = plan.attention_kernel == "portable" and plan.in_order and num_tiles <= FEW_TILES
+    if written and apart == 1 and plan.platform == "gpu":
+        tile *= max(num_tiles * (num_tiles + 1) // 4, 1)
     heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
     squares = (
