@@ -322,6 +322,31 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     return saves, mean([one[1] for one in blocks]), max(works), blocks[0][3]
 
 
+def _scores(
+    plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int
+) -> tuple[int, int]:
+    """Count the bytes of scores with which a layer's attention works, in float32 and as the matmuls read
+    them, with their gradient but on TPUs; and of what it keeps of all scores, which is `xla`'s alone."""
+    rows = max(tokens * plan.mesh.sp // seq_len, 1)
+    dense = tokens * seq_len // rows
+    apart = plan.mesh.along(plan.regions["queries"]["s"])
+    heads = config.num_heads // plan.mesh.tp // (plan.mesh.sp // apart)
+    copies = 1 if plan.platform == "tpu" else 2
+    of_numbers = rows * heads * copies * (FLOAT32 + item)
+    if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
+        return 3 * rows * dense * item * (plan.documents == "packed"), 0
+    if plan.attention_kernel == "xla":  # the softmax, that in float32 once more, and the mask
+        return of_numbers * dense, rows * heads * dense * (2 * FLOAT32 + 1)
+    local = max(seq_len // apart, 1)
+    length = min(plan.attention_block or tile_length(None, local), local)
+    num_tiles = local // length
+    # of pairs that are written out, XLA for GPUs has the scores of about half at once
+    written = plan.attention_kernel == "portable" and plan.in_order and num_tiles <= FEW_TILES
+    if written and apart == 1 and plan.platform == "gpu":
+        return of_numbers * length**2 * max(num_tiles * (num_tiles + 1) // 4, 1), 0
+    return of_numbers * length**2, 0
+
+
 def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
     """Count the bytes of a block of one kind (`_block`)."""
     tp, tpu = plan.mesh.tp, plan.platform == "tpu"
@@ -339,26 +364,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + shared + (num_slots + visits) * config.routed_width * item
-    # Scores in float32 and again as the matmuls read them; ``copies`` of that: their gradient too.
-    rows = max(tokens * plan.mesh.sp // seq_len, 1)
-    apart = plan.mesh.along(plan.regions["queries"]["s"])
-    local = seq_len // apart
-    length = min(plan.attention_block or tile_length(None, max(local, 1)), local)
-    tile, num_tiles = length**2, local // max(length, 1)
-    # of pairs that are written out, XLA for GPUs has the scores of about half at once
-    written = plan.attention_kernel == "portable" and plan.in_order and num_tiles <= FEW_TILES
-    if written and apart == 1 and plan.platform == "gpu":
-        tile *= max(num_tiles * (num_tiles + 1) // 4, 1)
-    heads = config.num_heads // tp // (plan.mesh.sp // apart)
-    dense = tokens * seq_len // rows
-    squares = (
-        0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
-    )
-    if plan.attention_kernel == "xla":
-        tile, squares = dense, rows * heads * dense * (2 * FLOAT32 + 1)
-    scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
-    if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
-        scores = 3 * rows * dense * item * (plan.documents == "packed")
+    scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
     # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.
