@@ -96,8 +96,10 @@ def copy_lessons(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False
             encoding="utf-8", errors="replace"
         )
         if copies.is_dir() and any(copies.iterdir()) and not begun:
-            what = f"'{copies}' has files, and no {_START} of ours"
-            raise ValueError(f"{what}; give --copies a new or empty folder")
+            raise ValueError(
+                f"'{copies}' has files, and no {_START} of ours; give --copies a new or empty"
+                " folder"
+            )
         copies.mkdir(parents=True, exist_ok=True)
         if fresh:
             put_aside(copies)

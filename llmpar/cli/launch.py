@@ -187,11 +187,11 @@ class Launch:
         token_ms = 1e3 * sum(
             serving.decode_seconds(config, chip, 1, seen, tp, weight_bits, bits).values()
         )
-        size = f"{config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}"
         inform(
-            f"'{config.name}', {size}, on {tp * pp} {chip.name}"
-            f" of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp}) leaves room for keys and values"
-            f" of {most:,} tokens, {tokens:,} are asked for; a token after {seen:,} takes {token_ms:.2g} ms"
+            f"'{config.name}', {config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}, on"
+            f" {tp * pp} {chip.name} of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp})"
+            f" leaves room for keys and values of {most:,} tokens, {tokens:,} are asked for; a"
+            f" token after {seen:,} takes {token_ms:.2g} ms"
         )
         sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp}".split()
         sizes += [] if quantized else ["--dtype", dtype]

@@ -294,10 +294,10 @@ def fits_host(
     parts += ("cache",) if cache else ()
     need = num_devices * sum(sizes[part] for part in parts)
     if need > available:
-        what = f"{' and '.join(parts)} of '{plan.config.name}' take {need / 2**30:,.1f} GiB"
         raise ValueError(
-            f"{what} on {num_devices} simulated devices, and this machine has {available / 2**30:,.1f}"
-            " GiB; use a smaller model, or cut it more"
+            f"{' and '.join(parts)} of '{plan.config.name}' take {need / 2**30:,.1f} GiB on"
+            f" {num_devices} simulated devices, and this machine has {available / 2**30:,.1f} GiB;"
+            " use a smaller model, or cut it more"
         )
 
 

@@ -341,8 +341,10 @@ def tables_of(document: dict) -> Iterator[Any]:
     """Yield the answer as tables, then the command lines of the first plan."""
     error, best = document["time_error"], document["plans"][0]
     few = lambda value: rounded(value, error)
-    what = f"{document['model']} on {document['devices']:,} {document['chip']}"
-    title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
+    title = (
+        f"{document['model']} on {document['devices']:,} {document['chip']},"
+        f" {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
+    )
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB; "
     caption += "{node_link:g} GB/s{each} in nodes of {node_size}, {network:g} beyond".format(
         **document["machine"]

@@ -241,9 +241,11 @@ class Train(Output):
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
     """Print which model is trained on which devices and text."""
-    devices = f"{plan.mesh} ({plan.mesh.size} devices)"
     of = f" ({config.trained_params:,} of them trained)" if config.lora else ""
-    inform(f"{config.name}: {config.num_params:,} parameters{of} on {devices}; {source}")
+    inform(
+        f"{config.name}: {config.num_params:,} parameters{of} on {plan.mesh} ({plan.mesh.size}"
+        f" devices); {source}"
+    )
     if order := plan.pipeline:
         idle = timetable(order).bubble_fraction
         inform(

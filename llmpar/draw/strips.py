@@ -231,8 +231,11 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
             Rect(left, i * h, 120, h, fill, "edge"),
             small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color),
         ]
-    names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
-    title = f"Row {row} is on {names}" if lit else f"Who holds row {row}?"
+    title = (
+        f"Row {row} is on device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
+        if lit
+        else f"Who holds row {row}?"
+    )
     where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]
     lines = [f"device {i}: {place}" for i, place in enumerate(where)]
     lines.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")

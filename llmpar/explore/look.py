@@ -197,8 +197,12 @@ def _offered() -> dict[str, dict[str, Any]]:
             options = what.choices or (SCHEDULES if name == "schedule" else (False, True))
             control |= {"kind": "choice", "options": list(options)}
         controls[name] = control
-    share: dict[str, Any] = {"name": "memory_share", "label": "JAX's share of a GPU's memory"}
-    share |= {"kind": "choice", "options": [planner.GPU_SHARE, 0.75]}
+    share: dict[str, Any] = {
+        "name": "memory_share",
+        "label": "JAX's share of a GPU's memory",
+        "kind": "choice",
+        "options": [planner.GPU_SHARE, 0.75],
+    }
     return controls | {"memory_share": share}
 
 

@@ -419,9 +419,11 @@ def _estimates(seen: View) -> dict[str, Scene | str]:
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
     """Return the answer as text."""
     q, state = seen.question, seen.state
-    what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
     lines = [
-        f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens",
+        (
+            f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of"
+            f" {state['chip']}, {q.batch_size} sequences of {q.seq_len:,} tokens"
+        ),
         " ".join(filter(None, (verdict["head"], verdict["rest"]))),
         verdict["line"],
         *(f"{step['do']}: {step['text']}" for step in verdict["steps"]),

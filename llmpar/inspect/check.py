@@ -49,9 +49,14 @@ _ASK = "give the function for one device as reference"
 # ------------------------------------------------------------------------------------------ kinds of mistakes
 
 _REDUCE = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin, "share": lax.psum}
-_STATES = {"sum": "a term of a sum over", "mean": "each shard's own mean over"}
-_STATES |= {"max": "each shard's own max over", "min": "each shard's own min over"}
-_STATES |= {"share": "divided by the size of", "shard": "in another order over"}
+_STATES = {
+    "sum": "a term of a sum over",
+    "mean": "each shard's own mean over",
+    "max": "each shard's own max over",
+    "min": "each shard's own min over",
+    "share": "divided by the size of",
+    "shard": "in another order over",
+}
 
 
 def _whole(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
@@ -289,8 +294,12 @@ class Check:
         )
         far, bound = worst["difference"], worst["bound"]
         state = "equals" if self.equal else "is NOT"
-        numbers = f"{worst['name']} differs by {far:.1e}, rounding explains {bound:.1e}"
-        words = [f"{self.name} on {on} {state} the program of one device: {numbers}"]
+        words = [
+            (
+                f"{self.name} on {on} {state} the program of one device: {worst['name']} differs by"
+                f" {far:.1e}, rounding explains {bound:.1e}"
+            )
+        ]
         for row in self.findings:
             words.append(f"{row['line']}: {row['sentence']}")
             words += [f"    operands: {row['operands']}"] if row["operands"] else []
@@ -460,8 +469,10 @@ class _Case:
         for axis, n in self.mesh.items():
             most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
             if 1 <= most == n - 2:
-                seen = f"{n - 1} of {n} blocks of {axis} are seen"
-                self.notes.append(f"if it is a ring, it is one hop short: {seen}")
+                self.notes.append(
+                    f"if it is a ring, it is one hop short: {n - 1} of {n} blocks of {axis} are"
+                    " seen"
+                )
         return []
 
     def refuse_own_rows(self) -> None:

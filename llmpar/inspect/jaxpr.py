@@ -154,8 +154,10 @@ def unchecked(jaxpr: Any) -> list[str]:
                 for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)
             ]
             for i, axes in ((i, ",".join(sorted(axes))) for i, axes in enumerate(rest) if axes):
-                equal = f"is equal on all devices along {axes}, as out_specs say; check_vma=True checks it"
-                notes.append(f"nothing ensures that result {i} of the shard_map at {at} {equal}")
+                notes.append(
+                    f"nothing ensures that result {i} of the shard_map at {at} is equal on all"
+                    f" devices along {axes}, as out_specs say; check_vma=True checks it"
+                )
     return notes
 
 

@@ -71,8 +71,10 @@ class Site:
         files.check_fields(self)
         num, gpus = self.processes_per_node, self.gpus_per_node
         if gpus % num:
-            what = f"{num} processes per node cannot share {gpus} GPUs equally"
-            raise ValueError(f"{what}; use 1, or a divisor of {gpus}")
+            raise ValueError(
+                f"{num} processes per node cannot share {gpus} GPUs equally; use 1, or a divisor of"
+                f" {gpus}"
+            )
 
 
 def read_site(path: str) -> Site:
@@ -138,11 +140,9 @@ class Job:
         if self.nodes == 1 and not self.site.hosts:
             return ("localhost",)
         if len(self.site.hosts) < self.nodes:
-            why = (
-                f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)}"
-            )
             raise ValueError(
-                f"{why}; add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
+                f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)};"
+                " add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
             )
         return self.site.hosts[: self.nodes]
 
@@ -155,8 +155,9 @@ def job_file(engine: str, job: Job) -> str:
         "again": job.goes_on,
         "once": not job.goes_on,
         "gpu": site.gpus_per_node,
+        "cpu": site.cpus_per_node,
+        "shared": site.volume,
     }
-    when |= {"cpu": site.cpus_per_node, "shared": site.volume}
     values: dict[str, Any] = {
         name: value or None for name, value in dataclasses.asdict(site).items()
     }

@@ -89,9 +89,9 @@ def initialize(
         )
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        many = f"{place.num_processes} processes ({place.engine})"
         raise ValueError(
-            f"{many} cannot be joined: {why}; initialize() comes before JAX's work"
+            f"{place.num_processes} processes ({place.engine}) cannot be joined: {why};"
+            " initialize() comes before JAX's work"
         ) from error
     finally:
         timer.cancel()
@@ -163,9 +163,10 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
                     answer = _greet(place, line, wait_s)  # of another process 0
             if answer:
                 _refuse(answer)
-            taken = f"port {port} of {place.coordinator} is taken by another program"
-            free = f"JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
-            raise ValueError(f"{taken}; set {free}") from error
+            raise ValueError(
+                f"port {port} of {place.coordinator} is taken by another program; set"
+                f" JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
+            ) from error
         if "MPI" in place.engine:
             on = socket.gethostname()
             why = f"{place.engine} names '{host}', where mpirun runs, but process 0 is on {on}"
@@ -276,12 +277,16 @@ def _contradiction(
     """Say why a process that connects is not one of this job; '' if it is. After a restart it may connect
     again."""
     if num != place.num_processes:
-        counts = f"process 0 is one of {place.num_processes} ({places[0]})"
-        counts += f", process {number} one of {num} ({location})"
-        return f"the processes of this job do not agree: {counts}; start all with the same number"
+        return (
+            f"the processes of this job do not agree: process 0 is one of {place.num_processes}"
+            f" ({places[0]}), process {number} one of {num} ({location}); start all with the same"
+            " number"
+        )
     if number == 0 or not all(_is_gone(line) for other, line in lines if other == number):
-        twice = f"process {number} has come twice, {places[number]} and {location}"
-        return f"{twice}; give each its own number, and each job its own address"
+        return (
+            f"process {number} has come twice, {places[number]} and {location}; give each its own"
+            " number, and each job its own address"
+        )
     return ""
 
 
@@ -305,9 +310,11 @@ def _location() -> str:
 
 
 def _late(place: Place, wait_s: float) -> str:
-    many = f"{place.num_processes} processes ({place.engine})"
-    look = "look at the other processes' output, and for two jobs with one address"
-    return f"not all of {many} came to {place.coordinator} within {wait_s:g} s; {look}"
+    return (
+        f"not all of {place.num_processes} processes ({place.engine}) came to {place.coordinator}"
+        f" within {wait_s:g} s; look at the other processes' output, and for two jobs with one"
+        " address"
+    )
 
 
 def _greet(place: Place, line: socket.socket, wait_s: float, *failed: str) -> str:
@@ -327,9 +334,11 @@ def _greet(place: Place, line: socket.socket, wait_s: float, *failed: str) -> st
                 return answer.decode().strip()
     if greeting in (b"", GREETING):
         raise ConnectionError("it closed the connection")
-    other = f"at {place.coordinator} listens no process 0 that waits for process {place.process_id}"
-    why = "but another program, or a job that is complete; give this job another port"
-    raise ValueError(f"{other}, {why} (JAX_COORDINATOR_ADDRESS), and each process its own number")
+    raise ValueError(
+        f"at {place.coordinator} listens no process 0 that waits for process {place.process_id},"
+        " but another program, or a job that is complete; give this job another port"
+        " (JAX_COORDINATOR_ADDRESS), and each process its own number"
+    )
 
 
 def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
@@ -396,8 +405,10 @@ def local_devices(
     if not seen or num <= 1 or chosen or renumbered:
         return None
     if seen % num:
-        why = f"{num} processes on {socket.gethostname()} cannot share {seen} GPUs equally"
-        raise ValueError(f"{why}; use 1 process for all of them, or one for each")
+        raise ValueError(
+            f"{num} processes on {socket.gethostname()} cannot share {seen} GPUs equally; use 1"
+            " process for all of them, or one for each"
+        )
     each = seen // num
     return list(range(place.local_id * each, (place.local_id + 1) * each))
 
@@ -510,8 +521,13 @@ def _beat(beat: str, beats: dict[str, str], silent: dict[str, int], silent_s: fl
         silent[key] = silent.get(key, 0) + 1 if now == beats.get(key) != _QUIET else 0
         beats[key] = now
         if 2 * silent[key] > silent_s:
-            why = f"{SILENT} for {2 * silent[key]} s: it is stopped, or its host is gone"
-            state.client.key_value_set(_KEY, f"{STUCK} process {key.rpartition('/')[2]} {why}")
+            state.client.key_value_set(
+                _KEY,
+                (
+                    f"{STUCK} process {key.rpartition('/')[2]} {SILENT} for {2 * silent[key]} s: it is"
+                    " stopped, or its host is gone"
+                ),
+            )
 
 
 def _count(left: threading.Event, silent_s: float) -> None:
@@ -522,8 +538,13 @@ def _count(left: threading.Event, silent_s: float) -> None:
         silent = 0 if _ANSWERED.is_set() else silent + 1
         _ANSWERED.clear()
         if silent > silent_s + 2:  # two seconds between two signs
-            gone = "it is stopped, or its host is gone or cannot be reached"
-            signals.end(f"ends, because process 0 has not answered for {silent} s: {gone}", STUCK)
+            signals.end(
+                (
+                    f"ends, because process 0 has not answered for {silent} s: it is stopped, or its"
+                    " host is gone or cannot be reached"
+                ),
+                STUCK,
+            )
 
 
 def is_joined() -> bool:
@@ -621,8 +642,10 @@ class Watchdog:
         while not self._over.wait(min(1.0, self.limit_s / 4)):
             if time.monotonic() > self._until:
                 faulthandler.dump_traceback(all_threads=True)
-                words = f"no step ended within {self.limit_s:g} s after {self.done}"
-                words += ": a process is stuck, or left out a collective"
+                words = (
+                    f"no step ended within {self.limit_s:g} s after {self.done}"
+                    ": a process is stuck, or left out a collective"
+                )
                 with contextlib.suppress(Exception):
                     _client().key_value_set(_KEY, f"{STUCK} in a process {words}")
                 signals.end(f"{words}; the stacks above show where", STUCK)

@@ -82,9 +82,9 @@ class Wire(contextlib.ExitStack):
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
             words = " ".join((getattr(error, "stderr", "") or str(error)).split())
-            works = "be root of a machine or of a container with the capabilities NET_ADMIN and SYS_ADMIN"
             raise ValueError(
-                f"hosts cannot be simulated on this machine: {words}; {works}"
+                f"hosts cannot be simulated on this machine: {words}; be root of a machine or of a"
+                " container with the capabilities NET_ADMIN and SYS_ADMIN"
             ) from error
         except BaseException:
             self.close()
@@ -126,8 +126,13 @@ class Wire(contextlib.ExitStack):
             self._in(host + 1, "\n".join(lines))
             self._in(0, f"ip link set port{host} master switch up")
             if self.rate:
-                bucket = f"tbf rate {self.rate} burst {_BURST} latency {_LATENCY}"
-                self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
+                self._in(
+                    host + 1,
+                    (
+                        f"tc qdisc replace dev {CARD} root tbf rate {self.rate} burst {_BURST} latency"
+                        f" {_LATENCY}"
+                    ),
+                )
 
     def address(self, host: int) -> str:
         """Return a host's address, which the others reach."""

@@ -132,8 +132,10 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
     whole = chip.usable_hbm_gib * GIB
     part = chip.usable_bytes < whole
     rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
-    offer = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
-    sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {offer}"
+    sentence = (
+        f"{q.config.name} on mesh '{shape}' needs {needs}, and a device of {target.text} offers JAX"
+        f" {chip.usable_bytes / GIB:.1f} GiB{rest}"
+    )
     cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
     changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
     q = dataclasses.replace(q, share=chip.usable_bytes / whole)  # what JAX takes here

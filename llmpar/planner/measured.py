@@ -94,8 +94,10 @@ def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
         except ValueError as why:
             failed[""] = str(why)
         except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-            what = f"{type(error).__name__}: {error}"
-            failed[""] = f"an input has a value that it cannot have, or one is missing ({what})"
+            failed[""] = (
+                "an input has a value that it cannot have, or one is missing"
+                f" ({type(error).__name__}: {error})"
+            )
         cases += readable
         left |= failed if readable else {str(group["id"]): why for why in reversed(failed.values())}
     return cases, left

@@ -165,8 +165,10 @@ def memory_verdict(q: Question, one: Candidate) -> Verdict:
     elif total + error <= capacity:
         words, near = "fits", ""
     else:
-        free = f"{(capacity - total) / GIB:.1f} GiB free"
-        words, near = "at the edge", f"{free}, and the estimate is ± {error / GIB:.1f} GiB"
+        words, near = (
+            "at the edge",
+            f"{(capacity - total) / GIB:.1f} GiB free, and the estimate is ± {error / GIB:.1f} GiB",
+        )
     return Verdict(words, near, total - error, total, total + error, capacity)
 
 
@@ -535,8 +537,9 @@ def _refuse(q: Question) -> None:
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
         counts = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
         why = f"microbatches={m} divides the sequences of a data rank on no mesh"
-        most = f"of a batch of {q.batch_size} it gets at most {max(rows)}"
-        raise ValueError(f"{why}: {most}; use one of {counts}")
+        raise ValueError(
+            f"{why}: of a batch of {q.batch_size} it gets at most {max(rows)}; use one of {counts}"
+        )
 
 
 def rescue(q: Question, one: Candidate) -> str:
@@ -786,8 +789,11 @@ def command(q: Question, plan: Plan, name: str) -> str:
         shlex.quote(q.model or q.config.name),
         "--mesh",
         f'"{plan.mesh}"',
+        "--batch-size",
+        str(q.batch_size),
+        "--seq-len",
+        str(q.seq_len),
     ]
-    words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
     fields = fields_of(plan)
     if name == "compile":
         words[2:2] = ["--target", target(q)]

@@ -164,9 +164,18 @@ def _without_tokens(q: Question, plan: Resolved, elsewhere: float) -> list[Summa
 def _sent(q: Question, plan: Resolved) -> list[Term]:
     """Explain the rows of traffic, each with its three largest messages written out."""
     c, out = q.config, list[Term]()
-    sizes = {"b": q.batch_size // plan.microbatches, "s": q.seq_len, "d": c.width, "m": c.ffn_width}
-    sizes |= {"v": c.vocab_size, "n": c.num_heads, "k": c.num_kv_heads, "h": c.head_width}
-    sizes |= {"r": c.num_heads // c.num_kv_heads, "e": c.experts.num_experts if c.experts else 1}
+    sizes = {
+        "b": q.batch_size // plan.microbatches,
+        "s": q.seq_len,
+        "d": c.width,
+        "m": c.ffn_width,
+        "v": c.vocab_size,
+        "n": c.num_heads,
+        "k": c.num_kv_heads,
+        "h": c.head_width,
+        "r": c.num_heads // c.num_kv_heads,
+        "e": c.experts.num_experts if c.experts else 1,
+    }
     for (axes, kind), row in most_traffic(plan, q.batch_size, q.seq_len).items():
         n, part, by_size = row.group_size, "", dict[int, Counter[str]]()
         if row.short_kind != "permute":

@@ -182,8 +182,10 @@ def memory_left_out(chip: Chip) -> str:
     if chip.memory_share == 1 or asked_memory_share() is not None:
         return ""
     whole = chip.usable_hbm_gib
-    taken = f"{chip.memory_share:.0%} of a GPU's memory, {whole * chip.memory_share:.1f} of {whole:.1f} GiB"
-    return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
+    return (
+        f"JAX takes {chip.memory_share:.0%} of a GPU's memory, {whole * chip.memory_share:.1f} of"
+        f" {whole:.1f} GiB; alone on it, set {MEMORY_SHARES[0]}=.95"
+    )
 
 
 def package_table(name: str) -> dict[str, Any]:
@@ -287,8 +289,10 @@ def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key not in CHIP_BY_NAME:
         known = ", ".join(c.name for c in CHIPS)
-        other = "or give the path of a .toml file (base = 'h100' and the fields that differ)"
-        raise ValueError(f"chip {name!r} is not known; known are {known}; {other}")
+        raise ValueError(
+            f"chip {name!r} is not known; known are {known}; or give the path of a .toml file (base"
+            " = 'h100' and the fields that differ)"
+        )
     return CHIP_BY_NAME[key]
 
 

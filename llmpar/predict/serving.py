@@ -182,14 +182,16 @@ def cut(
         return first
     tp, pp, most = max((one for one in cuts if one[1] <= nodes), key=lambda one: one[2])
     need = (cache_bytes(config, tokens, cache_bits or bits) + config.num_params * bits / 8) / 1e9
-    have = f"{tp * pp} {chip.name} have room for {tp * pp * free / 1e9:,.0f} GB"
     use = f"{first[1]} nodes" if first else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
     what = (
         f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take"
         f" {need:,.0f} GB"
     )
-    raise ValueError(f"{what}, and {have}; use {use}{fewer}")
+    raise ValueError(
+        f"{what}, and {tp * pp} {chip.name} have room for {tp * pp * free / 1e9:,.0f} GB; use"
+        f" {use}{fewer}"
+    )
 
 
 def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:

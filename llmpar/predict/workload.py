@@ -109,8 +109,10 @@ class Run:
 
     def __post_init__(self):
         if self.config.lora:
-            what = f"'{self.config.name}' has adapters, and only steps that train all weights are timed"
-            raise ValueError(f"{what}; use the model without LoRA, whose step takes longer")
+            raise ValueError(
+                f"'{self.config.name}' has adapters, and only steps that train all weights are"
+                " timed; use the model without LoRA, whose step takes longer"
+            )
 
     @property
     def data_ranks(self) -> int:
