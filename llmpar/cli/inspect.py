@@ -59,7 +59,6 @@ class Inspect(Output):
         if self.program or self.hlo or self.target or self.pin:
             return self.look()
         from llmpar.inspect import report
-        from llmpar.inspect.spread import spread
         from llmpar.inspect.types import types
 
         start_jax()
@@ -69,7 +68,7 @@ class Inspect(Output):
         options.inform(f"compiling a step of {config.name} on {plan.mesh} …")
         document = report.inspect(config, plan, *sizes)
         document |= {"types": rows} if self.types else {}
-        document |= {"tolerance": spread(plan, *sizes)} if self.tolerance else {}
+        document |= {"tolerance": report.spread(plan, *sizes)} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.step_picture(document))
         return give(document, self.json, report.step_tables(document))
 
