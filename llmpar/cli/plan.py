@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rich.table import Column, Table
+
 from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
 from llmpar.draw.scene import banded, rounded
@@ -15,7 +17,10 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.model_config import DIMS, preset
 from llmpar.plan.plan import Plan
+from llmpar.planner import advice, frameworks, planner
+from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
+from llmpar.predict.time import beside_flops
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
@@ -93,10 +98,9 @@ class PlanCommand(Output):
         if self.price is not None and self.tokens is None:
             raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
-            self.check_page(self.html)
-        from llmpar.planner import frameworks, planner
-        from llmpar.planner.targets import GPUS, TPUS
-
+            if not self.html.endswith(".html"):
+                raise ValueError(f"a page is saved as .html, and '{self.html}' is not; rename it")
+            options.check_free(self.html, options.OURS[".html"])
         if self.export not in (None, *frameworks.EXPORTS):
             raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
         if self.versus is not None:
@@ -130,8 +134,6 @@ class PlanCommand(Output):
     def launched(self, text: str) -> tuple[Any, list[str]]:
         """Return the answer with the plan of another framework's launch line or configuration alone: why it
         does not fit, and the best change that cures it; and what of the text is not priced."""
-        from llmpar.planner import advice, frameworks, planner
-
         text = text if " " in text.strip() else read_text(text, "configuration")
         name, known, unread = frameworks.facts_in(text)
         devices, batch_size, plan = frameworks.planned_by(known, self.devices)
@@ -164,8 +166,6 @@ class PlanCommand(Output):
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
-        from llmpar.planner import planner
-
         if idle := changed(self, ("tokens", "price", "html")):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
         q = planner.Question(*self.question())
@@ -176,17 +176,10 @@ class PlanCommand(Output):
         document = planner.versus(q, one, at(self.versus or ""))
         return give(document, self.json, tables_versus(document))
 
-    def check_page(self, path: str) -> None:
-        """Refuse a page that cannot be written or drawn, before the work."""
-        if not path.endswith(".html"):
-            raise ValueError(f"a page is saved as .html, and '{path}' is not; rename it")
-        options.check_free(path, options.OURS[".html"])
-
     def save_page(self, best: Plan) -> None:
         """Write the mesh explorer, opened on a plan; without live Python if its runtime is missing."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
-        from llmpar.planner import planner
 
         _, chip, _, batch_size, seq_len, fixed, _ = self.question()
         chosen = {
@@ -329,8 +322,6 @@ def _table(
     caption: str | None = None,
 ) -> Any:
     """Make a table of rows of text."""
-    from rich.table import Table
-
     table = Table(*columns, title=title, caption=caption)
     for row in rows:
         table.add_row(*row)
@@ -426,10 +417,7 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
 
 def tables_against(document: dict) -> Iterator[Any]:
     """Yield the document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
-    from rich.table import Column
-
     from llmpar.planner.measured import tell_tale
-    from llmpar.predict.time import beside_flops
 
     numbers = "predicted", "measured", "error", "fits"
     columns = [Column(name, justify="right", no_wrap=True) for name in numbers]

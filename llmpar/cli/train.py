@@ -35,6 +35,7 @@ from llmpar.cli.options import (
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
+from llmpar.launch.joined import Watchdog, asked_to_stop, barrier, initialize, tell_others
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig, folder_of, preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import timetable
@@ -95,8 +96,6 @@ class Train(Output):
     def run(self, begin: Load | None = None) -> dict:
         """Train with progress, and return the ``--json`` document. ``begin`` loads the weights of
         ``from_``."""
-        from llmpar.launch.joined import Watchdog, barrier, initialize
-
         if begin is None:
             initialize()
             barrier({"command": "train"} | flat(self))
@@ -282,8 +281,6 @@ class Stopper(contextlib.ExitStack):
         """Return whether to stop after this step."""
         self.worked = True
         if self.of_many:
-            from llmpar.launch.joined import asked_to_stop
-
             self._steps += 1
             self.number = signal.SIGTERM if asked_to_stop(self._steps) else 0
         return self.number > 0
@@ -299,8 +296,6 @@ class Stopper(contextlib.ExitStack):
         if self.worked or number != signal.SIGINT:
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        from llmpar.launch.joined import tell_others
-
         tell_others("one process was interrupted", 128 + number)
         signals.end(_AT_ONCE, 128 + number)
 
