@@ -463,9 +463,8 @@ def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool)
         event.get("axes"),
         f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}",
     )
-    fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
-    if axes:
-        fill, stroke = axis_colours(axes[0])
+    plain = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
+    fill, stroke = axis_colours(axes[0]) if axes else plain
     hollow, hatch = bool(axes) and w_open < 0.99 * box.w, "" if axes else "/"
     width, waits = (
         0.75 if box.w > 3 else 0.25,

@@ -190,9 +190,11 @@ class Cells:
         ]
         if not 1 < len(team) <= 16 or own not in team:
             return items
-        pairs = zip(team, team[1:] + team[:1], strict=True)  # round the ring
-        if kind.endswith("all-to-all"):
-            pairs = zip([own] * len(team), team, strict=True)
+        exchange, hops = (
+            [(own, other) for other in team],
+            zip(team, team[1:] + team[:1], strict=True),
+        )
+        pairs = exchange if kind.endswith("all-to-all") else hops
         paths = [self.arrow(a, b) for a, b in pairs if a != b]
         for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
             items += [Line(path, paint, wide, head=True) for path in paths]

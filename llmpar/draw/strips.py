@@ -110,14 +110,17 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     one below the other; as an ``icon`` small and without words."""
     if unknown := [kind for kind in kinds if kind not in PATTERNS]:
         raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
-    w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
-    if icon:
-        w, h, gap, between = 8.0, 6.0, 2.0, 14.0
-    left = max(
-        max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind]))
-        for kind in kinds
+    large = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
+    w, h, gap, between = (8.0, 6.0, 2.0, 14.0) if icon else large
+    left = (
+        0
+        if icon
+        else 12
+        + max(
+            max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind]))
+            for kind in kinds
+        )
     )
-    left = 0 if icon else left + 12
     side, drawn, lines = ranks * (w + gap) - gap, Items(), list[str]()
     for kind in kinds:
         both, items = pattern(kind, ranks), Items()
@@ -157,9 +160,9 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
     """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
     frames."""
     hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
-    w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
-    if moving:
-        w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
+    small = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
+    large = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
+    w, h, gap, wide = large if moving else small
     for k, (sends, rows) in enumerate(hops):
         items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
         for r, row in enumerate(rows):

@@ -116,9 +116,11 @@ def tensors(seen: View) -> list[Tensor]:
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width
     attending = sum(count for count, block in c.blocks if block.mixer == "attention")
     layers = -(-attending // plan.mesh.pp)
-    cache: tuple = "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers
-    if c.shares_cache:
-        cache = "what heads share", "data b s c", (b, s, c.cache_width), 2, layers
+    cache: tuple = (
+        ("what heads share", "data b s c", (b, s, c.cache_width), 2, layers)
+        if c.shares_cache
+        else ("keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
+    )
     table = [
         ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),
         ("activation", "queries", "attention b s n h", (micro, s, n, h), item, 1),

@@ -64,13 +64,16 @@ def initialize(
         return place
     import jax
 
+    from llmpar.parallel import _jax
+
     _clear_stdout()
     _CAME.set()
     own, bind = check_coordinator(place, wait_s)
     if place.coordinator and place.process_id == 0:
         _gather(place, bind, wait_s)
     without_proxy(place, environ)
-    _listen_on(own)
+    if own:  # Gloo, by which CPU processes exchange data, listens there for the coordinator
+        _jax.let_gloo_listen(own)
     # JAX's native code would end the process without a sentence
     timer = threading.Timer(wait_s, signals.end, (_late(place, wait_s), FAILED))
     timer.daemon = True
@@ -411,14 +414,6 @@ def local_devices(
         )
     each = seen // num
     return list(range(place.local_id * each, (place.local_id + 1) * each))
-
-
-def _listen_on(address: str | None) -> None:
-    """Let Gloo, by which CPU processes exchange data, listen on this host's address for the coordinator."""
-    if address:
-        from llmpar.parallel import _jax
-
-        _jax.let_gloo_listen(address)
 
 
 def _clear_stdout() -> None:

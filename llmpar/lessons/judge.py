@@ -104,7 +104,7 @@ class Exercise:
             if is_blank(seen):
                 return NOT_ATTEMPTED
             if self.same(seen, right):
-                return f"{CORRECT}. {self.because}"
+                return f"{CORRECT}. {self.says['because']}"
             for key, other in self.also.items():
                 if self.same(seen, self.observe(other)):
                     return f"{CORRECT}. {self.says[key]}"
@@ -122,11 +122,6 @@ class Exercise:
         """Return the hint after those that were ``read``; never the last one, which may be the formula."""
         nudges = self.says.get("nudge", self.says.get("hint", "")).splitlines() or [""]
         return nudges[min(read, len(nudges) - 1)]
-
-    @property
-    def because(self) -> str:
-        """Return why the solution is right."""
-        return self.says["because"]
 
     def same(self, one: Any, other: Any) -> bool:
         """Compare within the exercise's tolerance."""

@@ -264,9 +264,8 @@ def _scaled(billions: int) -> ModelConfig:
 
 def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
     """Return the mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
-    slices = known.get("slices", 1)
-    if match := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
-        slices = int(match[1])
+    many = re.match(r"(\d+)x ", str(known.get("hardware", "")))
+    slices = int(many[1]) if many else known.get("slices", 1)
     devices = known.get("gpus", known.get("devices", known.get("chips", 0) * chip.devices_per_chip))
     if "nodes" in known:
         return MeshShape(dp=known["nodes"], fsdp=8), 1

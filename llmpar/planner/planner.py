@@ -79,11 +79,6 @@ class Question:
         return self.chip.usable_hbm_gib * GIB * self.taken * (1 - FREE_SHARE)
 
     @property
-    def capacity_words(self) -> str:
-        """The capacity, and why it is that much."""
-        return f"{self.capacity_sum}, since temporaries are an estimate"
-
-    @property
     def capacity_sum(self) -> str:
         """The capacity, and what it is made of."""
         source, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
@@ -648,7 +643,7 @@ def document(
         "tokens_per_step": q.batch_size * q.seq_len,
         "room_bytes": q.capacity_bytes,
         "margin": FREE_SHARE,
-        "room_is": q.capacity_words,
+        "room_is": f"{q.capacity_sum}, since temporaries are an estimate",
         "time_error": UNSEEN_ERROR,
         "mfu_is": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
@@ -797,10 +792,9 @@ def command(q: Question, plan: Plan, name: str) -> str:
     fields = fields_of(plan)
     if name == "compile":
         words[2:2] = ["--target", target(q)]
-        for key, usual in (("dtype", "bfloat16"), ("remat", "selective"), ("loss_chunks", 8)):
-            fields.setdefault(key, getattr(plan, key))
-            if fields[key] == usual:
-                fields.pop(key)
+        usual: Fields = {"dtype": "bfloat16", "remat": "selective", "loss_chunks": 8}
+        fields |= {key: getattr(plan, key) for key in usual}
+        fields = {key: value for key, value in fields.items() if usual.get(key) != value}
     for key, value in fields.items():
         flag = key.replace("_", "-")
         if isinstance(value, bool):

@@ -112,7 +112,9 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
             continue
         if name == "weights in use":
             others = parts["gradients"] + parts["unreduced gradients"]
-            out.append(_added(name, value, "B", _without_tokens(q, plan, others)))
+            rows = memory.temp_parts(plan, 0, q.seq_len)  # of a step without tokens
+            summands = _summands(rows, "less the gradients, parts of their own", others)
+            out.append(_added(name, value, "B", summands))
             continue
         filled = f"{value:,} B"
         if name in _KEPT:
@@ -153,12 +155,6 @@ def _of_tokens(q: Question, plan: Resolved) -> list[Summand]:
         return _summands([(what, n, size - other[2]) for (what, n, size), other in pairs])
     fixed = sum(n * size for _, n, size in empty)
     return _summands(rows, "less what a step without tokens would hold", fixed)
-
-
-def _without_tokens(q: Question, plan: Resolved, elsewhere: float) -> list[Summand]:
-    """Return what a step without tokens would hold, but for the gradients."""
-    rows = memory.temp_parts(plan, 0, q.seq_len)
-    return _summands(rows, "less the gradients, parts of their own", elsewhere)
 
 
 def _sent(q: Question, plan: Resolved) -> list[Term]:

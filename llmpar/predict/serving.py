@@ -63,10 +63,9 @@ def device_flops(
     tokens, weights = local_size("data b s", rows, width), 0
     for path, weight in config.weights().items():
         if path.startswith("blocks.") and not weight.is_vector:
-            chosen = (1, 1)
-            if experts and " e " in weight.dims:
-                chosen = experts.top_k * plan.mesh.ep, experts.num_experts
-            weights += local_size(weight.dims, *weight.shape) * chosen[0] // chosen[1]
+            size = local_size(weight.dims, *weight.shape)
+            routed = experts if " e " in weight.dims else None
+            weights += size * routed.top_k * plan.mesh.ep // routed.num_experts if routed else size
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
     width_of = config.cache_width if config.shares_cache else config.head_width
     heads = config.num_layers * local_size("attention n h", config.num_heads, width_of)
@@ -201,9 +200,11 @@ def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len:
 def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
     """Return the parameters of one rank: tp does not cut the matrices down to what heads of latent attention
     share."""
-    shared = 0
-    for count, block in config.blocks:
-        shared += count * sum(math.prod(weight.shape) for weight in block.shared_matrices)
+    shared = sum(
+        count * math.prod(weight.shape)
+        for count, block in config.blocks
+        for weight in block.shared_matrices
+    )
     return shared + (params - shared) / tp
 
 
