@@ -345,10 +345,8 @@ def step_memory(
         verdict = (
             "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
         )
-        lines.append(
-            f"{name}: from {size_text(sum(moments[0].values()))} to {size_text(most[name])},"
-            f" {verdict} ({fullest})"
-        )
+        begins = f"{name}: from {size_text(sum(moments[0].values()))}"
+        lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
     across = (left, limit), (right, limit)
     usable = small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")
     items += [Line(across, "paper", 4), Line(across, dash=True), *labels, usable]
@@ -463,8 +461,9 @@ def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool)
         event.get("axes"),
         f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}",
     )
-    plain = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
-    fill, stroke = axis_colours(axes[0]) if axes else plain
+    fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
+    if axes:
+        fill, stroke = axis_colours(axes[0])
     hollow, hatch = bool(axes) and w_open < 0.99 * box.w, "" if axes else "/"
     width, waits = (
         0.75 if box.w > 3 else 0.25,

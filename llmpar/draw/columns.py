@@ -215,11 +215,9 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
             items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
             x += per * seconds
         lines.append(tip)
-    note = (
-        "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
-        if any(row.hidden_s + row.waits_s for row in rows)
-        else "What it takes on links is not predicted."
-    )
+    note = "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
+    if not any(row.hidden_s + row.waits_s for row in rows):
+        note = "What it takes on links is not predicted."
     number = size_text(sum(row.bytes for row in rows))
     return _column("Sent by a device in a step", number, items, lines, [note], RIGHT)
 

@@ -190,11 +190,9 @@ class Cells:
         ]
         if not 1 < len(team) <= 16 or own not in team:
             return items
-        exchange, hops = (
-            [(own, other) for other in team],
-            zip(team, team[1:] + team[:1], strict=True),
-        )
-        pairs = exchange if kind.endswith("all-to-all") else hops
+        pairs = zip(team, team[1:] + team[:1], strict=True)  # round the ring
+        if kind.endswith("all-to-all"):
+            pairs = zip([own] * len(team), team, strict=True)
         paths = [self.arrow(a, b) for a, b in pairs if a != b]
         for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
             items += [Line(path, paint, wide, head=True) for path in paths]
@@ -500,16 +498,7 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
     across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
     rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
+    note = "A device has a place for each block; a bar is as high as what it holds of the block."
     return compose(
-        title,
-        [stack(rows, 14)],
-        "\n".join(lines),
-        [
-            (
-                f"{title}. A device has a place for each block; a bar is as high as what it holds of the"
-                " block."
-            )
-        ],
-        GRID_MARGIN,
-        _BESIDE,
+        title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE
     )

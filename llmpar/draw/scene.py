@@ -455,11 +455,9 @@ class _Svg:
     def pattern(self, hatch: str, stroke: str) -> str:
         """Return the name of a hatch in a colour."""
         name = f"llmpar-{'dots' if hatch == '.' else 'lines'}-{stroke}"
-        mark = (
-            f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}'
-            if hatch == "."
-            else f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
-        )
+        mark = f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
+        if hatch == ".":
+            mark = f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}'
         size = 'width="6" height="6" patternUnits="userSpaceOnUse"'
         self.patterns[name] = f'<pattern id="{name}" {size}>{mark}/></pattern>'
         return name

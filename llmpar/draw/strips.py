@@ -110,17 +110,14 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     one below the other; as an ``icon`` small and without words."""
     if unknown := [kind for kind in kinds if kind not in PATTERNS]:
         raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
-    large = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
-    w, h, gap, between = (8.0, 6.0, 2.0, 14.0) if icon else large
-    left = (
-        0
-        if icon
-        else 12
-        + max(
-            max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind]))
-            for kind in kinds
-        )
+    w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
+    if icon:
+        w, h, gap, between = 8.0, 6.0, 2.0, 14.0
+    left = max(
+        max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind]))
+        for kind in kinds
     )
+    left = 0 if icon else left + 12
     side, drawn, lines = ranks * (w + gap) - gap, Items(), list[str]()
     for kind in kinds:
         both, items = pattern(kind, ranks), Items()
@@ -160,9 +157,9 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
     """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
     frames."""
     hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
-    small = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
-    large = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
-    w, h, gap, wide = large if moving else small
+    w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
+    if moving:
+        w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
     for k, (sends, rows) in enumerate(hops):
         items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
         for r, row in enumerate(rows):
@@ -234,11 +231,8 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
             Rect(left, i * h, 120, h, fill, "edge"),
             small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color),
         ]
-    title = (
-        f"Row {row} is on device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
-        if lit
-        else f"Who holds row {row}?"
-    )
+    names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
+    title = f"Row {row} is on {names}" if lit else f"Who holds row {row}?"
     where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]
     lines = [f"device {i}: {place}" for i, place in enumerate(where)]
     lines.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")

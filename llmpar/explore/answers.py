@@ -176,13 +176,8 @@ def headline(seen: View) -> dict:
         return out | {"rest": "", "line": line, "steps": []}
     most = sorted(values["terms"].items(), key=lambda term: -term[1])[:2]
     with estimated():
-        rest = banded(
-            (
-                f"{time_text(values['step_s'])} a step · {rounded(values['tokens_per_s']):,.0f}"
-                f" tokens/s · {100 * rounded(values['mfu']):.0f} % MFU, each"
-            ),
-            planner.UNSEEN_ERROR,
-        )
+        rates = f"{rounded(values['tokens_per_s']):,.0f} tokens/s · {100 * rounded(values['mfu']):.0f} % MFU"
+        rest = banded(f"{time_text(values['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
         names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_sum[0].upper()}{q.capacity_sum[1:]}."
     line += "".join(f" {note[0].upper()}{note[1:]}." for note in q.config.notes)
@@ -201,17 +196,9 @@ def steps(seen: View) -> list[dict]:
     faster = best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape
     if best and faster and seen.around.complete:
         mesh = str(best.plan.mesh)
+        words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
-        offers.append(
-            offer(
-                (
-                    f"Best of {len(seen.around.meshes)}: {mesh}: {size_text(best.total_bytes)},"
-                    f" {time_text(best.time.step_s)}"
-                ),
-                "open",
-                mesh=mesh,
-            )
-        )
+        offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
     return offers
 
 

@@ -116,11 +116,9 @@ def tensors(seen: View) -> list[Tensor]:
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width
     attending = sum(count for count, block in c.blocks if block.mixer == "attention")
     layers = -(-attending // plan.mesh.pp)
-    cache: tuple = (
-        ("what heads share", "data b s c", (b, s, c.cache_width), 2, layers)
-        if c.shares_cache
-        else ("keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
-    )
+    cache: tuple = "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers
+    if c.shares_cache:
+        cache = "what heads share", "data b s c", (b, s, c.cache_width), 2, layers
     table = [
         ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),
         ("activation", "queries", "attention b s n h", (micro, s, n, h), item, 1),
@@ -421,11 +419,9 @@ def _estimates(seen: View) -> dict[str, Scene | str]:
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
     """Return the answer as text."""
     q, state = seen.question, seen.state
+    what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
     lines = [
-        (
-            f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of"
-            f" {state['chip']}, {q.batch_size} sequences of {q.seq_len:,} tokens"
-        ),
+        f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens",
         " ".join(filter(None, (verdict["head"], verdict["rest"]))),
         verdict["line"],
         *(f"{step['do']}: {step['text']}" for step in verdict["steps"]),

@@ -344,15 +344,9 @@ class OverlapExplorer(Figure):
         picture = overlap([computes] * pieces, [sends] * pieces, names, longest)
         title = f"{model} on {state['devices']} {state['chip']}: the backward pass, {each} layers a piece"
         why = "sending falls behind" if computes < sends else "only the last piece's are waited for"
+        says = f"With {tokens:,} tokens a piece computes for {time_text(computes)}, its gradients travel for"
         more = f"From {math.ceil(tokens * sends / computes):,} tokens on a piece computes at least as long."
-        return captioned(
-            replace(picture, title=title),
-            (
-                f"With {tokens:,} tokens a piece computes for {time_text(computes)}, its gradients"
-                f" travel for {time_text(sends)}: {why}."
-            ),
-            more,
-        )
+        return captioned(replace(picture, title=title), f"{says} {time_text(sends)}: {why}.", more)
 
 
 class MemoryExplorer(Figure):

@@ -59,10 +59,8 @@ def signed_terms(row: dict[str, Any]) -> str:
     shown = dict(most[:_MOST_TERMS]) | {"the rest": sum(value for _, value in most[_MOST_TERMS:])}
     ms = lambda value: f"{1000 * value:+,.1f}".replace("-", "−")
     terms = (tagged("span", [f"{ms(s)} {escape(name)}"]) for name, s in shown.items() if s)
-    return (
-        f"<p>{escape(row['says'])}.</p><p class='sum'><b>You take {ms(row['difference_s'])} ms</b>"
-        f" = {' '.join(terms)}</p>"
-    )
+    total = f"<b>You take {ms(row['difference_s'])} ms</b>"
+    return f"<p>{escape(row['says'])}.</p><p class='sum'>{total} = {' '.join(terms)}</p>"
 
 
 @functools.cache

@@ -294,12 +294,8 @@ class Check:
         )
         far, bound = worst["difference"], worst["bound"]
         state = "equals" if self.equal else "is NOT"
-        words = [
-            (
-                f"{self.name} on {on} {state} the program of one device: {worst['name']} differs by"
-                f" {far:.1e}, rounding explains {bound:.1e}"
-            )
-        ]
+        numbers = f"{worst['name']} differs by {far:.1e}, rounding explains {bound:.1e}"
+        words = [f"{self.name} on {on} {state} the program of one device: {numbers}"]
         for row in self.findings:
             words.append(f"{row['line']}: {row['sentence']}")
             words += [f"    operands: {row['operands']}"] if row["operands"] else []

@@ -123,9 +123,7 @@ class _Reader:
                 gives = xs[:1]
             elif name in _INLINED and len(_jax.equations(inner)[0].invars) == len(xs):
                 gives = self.inline(inner, xs, steps, inside)
-            elif name == "scan" and params["length"] <= min(
-                _UNROLLED, _EQUATIONS // max(1, len(_jax.equations(inner)[0].eqns))
-            ):
+            elif name == "scan" and _is_short(params["length"], inner):
                 gives = self.unroll(eqn, inner, xs, steps, inside)
             else:
                 gives = self.number(eqn.outvars)
@@ -169,6 +167,11 @@ class _Reader:
         for column, gives in zip(zip(*rows, strict=True), stacked, strict=True):
             add("scan", [*column], [gives], lambda *parts: jnp.stack(parts))
         return [*carry, *stacked]
+
+
+def _is_short(length: int, inner: Any) -> bool:
+    """Return whether a loop is unrolled."""
+    return length <= _UNROLLED and length * len(_jax.equations(inner)[0].eqns) <= _EQUATIONS
 
 
 def _caller(eqn: Any) -> Callable[..., Any]:

@@ -232,11 +232,9 @@ def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _torchrun(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the file that each node runs, or srun on all nodes: torchrun's agents restart the processes."""
-    first = (
-        shlex.quote(job.hosts[0])
-        if job.site.hosts or job.nodes == 1
-        else '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-    )
+    first = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    if job.site.hosts or job.nodes == 1:
+        first = shlex.quote(job.hosts[0])
     return {"first": first, "nodes": f"{job.min_nodes}:{job.nodes}" if job.min_nodes else job.nodes}
 
 

@@ -516,13 +516,8 @@ def _beat(beat: str, beats: dict[str, str], silent: dict[str, int], silent_s: fl
         silent[key] = silent.get(key, 0) + 1 if now == beats.get(key) != _QUIET else 0
         beats[key] = now
         if 2 * silent[key] > silent_s:
-            state.client.key_value_set(
-                _KEY,
-                (
-                    f"{STUCK} process {key.rpartition('/')[2]} {SILENT} for {2 * silent[key]} s: it is"
-                    " stopped, or its host is gone"
-                ),
-            )
+            why = f"{SILENT} for {2 * silent[key]} s: it is stopped, or its host is gone"
+            state.client.key_value_set(_KEY, f"{STUCK} process {key.rpartition('/')[2]} {why}")
 
 
 def _count(left: threading.Event, silent_s: float) -> None:
@@ -533,13 +528,8 @@ def _count(left: threading.Event, silent_s: float) -> None:
         silent = 0 if _ANSWERED.is_set() else silent + 1
         _ANSWERED.clear()
         if silent > silent_s + 2:  # two seconds between two signs
-            signals.end(
-                (
-                    f"ends, because process 0 has not answered for {silent} s: it is stopped, or its"
-                    " host is gone or cannot be reached"
-                ),
-                STUCK,
-            )
+            gone = "it is stopped, or its host is gone or cannot be reached"
+            signals.end(f"ends, because process 0 has not answered for {silent} s: {gone}", STUCK)
 
 
 def is_joined() -> bool:

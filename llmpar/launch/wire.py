@@ -126,13 +126,8 @@ class Wire(contextlib.ExitStack):
             self._in(host + 1, "\n".join(lines))
             self._in(0, f"ip link set port{host} master switch up")
             if self.rate:
-                self._in(
-                    host + 1,
-                    (
-                        f"tc qdisc replace dev {CARD} root tbf rate {self.rate} burst {_BURST} latency"
-                        f" {_LATENCY}"
-                    ),
-                )
+                bucket = f"tbf rate {self.rate} burst {_BURST} latency {_LATENCY}"
+                self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
 
     def address(self, host: int) -> str:
         """Return a host's address, which the others reach."""

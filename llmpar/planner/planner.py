@@ -160,10 +160,8 @@ def memory_verdict(q: Question, one: Candidate) -> Verdict:
     elif total + error <= capacity:
         words, near = "fits", ""
     else:
-        words, near = (
-            "at the edge",
-            f"{(capacity - total) / GIB:.1f} GiB free, and the estimate is ± {error / GIB:.1f} GiB",
-        )
+        free = f"{(capacity - total) / GIB:.1f} GiB free"
+        words, near = "at the edge", f"{free}, and the estimate is ± {error / GIB:.1f} GiB"
     return Verdict(words, near, total - error, total, total + error, capacity)
 
 

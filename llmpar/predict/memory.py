@@ -52,11 +52,9 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
     arguments, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
     temporaries = temp_bytes(plan, batch_size, seq_len)
     fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
-    fresh = (
-        weights["blocks unreduced"] // plan.pipeline.visits  # one chunk at a time
-        if plan.pipeline
-        else weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
-    )
+    fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
+    if plan.pipeline:  # one chunk is differentiated at a time
+        fresh = weights["blocks unreduced"] // plan.pipeline.visits
     grads = min(fixed, weights["accumulated"])
     unreduced = min(
         fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads)
@@ -238,11 +236,9 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
-    converted = (
-        _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
-        if tpu
-        else weights["reordered"]
-    )
+    converted = weights["reordered"]
+    if tpu:
+        converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
@@ -358,11 +354,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     )
     if plan.attention_kernel == "xla":
         tile, squares = dense, rows * heads * dense * (2 * FLOAT32 + 1)
-    scores = (
-        3 * rows * dense * item * (plan.documents == "packed")
-        if plan.attention_kernel == "cudnn"  # a mask for all heads, as a bias, and its gradient
-        else rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
-    )
+    scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
+    if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
+        scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
     # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.

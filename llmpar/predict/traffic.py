@@ -294,11 +294,9 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         _activations(values, block, own if kind else replace(own, embed=1, attended=1))
         if block.experts:
             _experts(values, block, block.experts, own)
-    k, h = (
-        (plan.mesh.tp, config.cache_width)  # every rank of tp has the latents
-        if config.shares_cache
-        else (config.num_kv_heads, config.head_width)
-    )
+    k, h = config.num_kv_heads, config.head_width
+    if config.shares_cache:  # every rank of tp has the latents
+        k, h = plan.mesh.tp, config.cache_width
     scores = FLOAT32 * values.local_size(
         "attention b s k r", num_rows, width, k, config.num_heads // k
     )
