@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.cli import options
 from llmpar.cli.options import (
     File,
     OptionalText,
@@ -18,6 +17,7 @@ from llmpar.cli.options import (
     changed,
     check_picture,
     give,
+    inform,
     save_picture,
     start_jax,
 )
@@ -65,7 +65,7 @@ class Inspect(Output):
         plan = self.step.resolve()
         config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
         rows = types(config, plan.requested, *sizes) if self.types else []
-        options.inform(f"compiling a step of {config.name} on {plan.mesh} …")
+        inform(f"compiling a step of {config.name} on {plan.mesh} …")
         document = report.inspect(config, plan, *sizes)
         document |= {"types": rows} if self.types else {}
         document |= {"tolerance": report.spread(plan, *sizes)} if self.tolerance else {}

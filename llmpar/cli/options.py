@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
@@ -47,7 +46,7 @@ Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
 METAVARS: dict[Any, Any] = {str | None: OptionalText, int | None: Number, tuple[str, ...]: Files}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
     """The form of a command's answer.
 
@@ -143,7 +142,7 @@ def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
 PlanFlags = flags_of(Plan, "mesh")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StepOptions:
     """What one training step is: a model, a batch and a mesh.
 

@@ -1,15 +1,27 @@
 """``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rich.table import Column, Table
 
-from llmpar.cli import options
-from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
+from llmpar.cli.options import (
+    MAX_TOKENS,
+    OURS,
+    File,
+    Number,
+    OptionalText,
+    Output,
+    Real,
+    changed,
+    check_free,
+    check_range,
+    give,
+    inform,
+    still_at_work,
+)
 from llmpar.draw.scene import banded, rounded
 from llmpar.files import read_text
 from llmpar.plan import schedules
@@ -85,14 +97,14 @@ class PlanCommand(Output):
     def run(self) -> dict:
         """Plan a training step, or compare the model with measurements."""
         if self.against is not None:
-            names = {field.name for field in dataclasses.fields(self)} - {"against", "chip", "json"}
+            names = {field.name for field in fields(self)} - {"against", "chip", "json"}
             if idle := changed(self, sorted(names)):
                 raise ValueError(
                     f"--against compares the runs of a file; {', '.join(idle)} has no effect on that,"
                     " leave it out"
                 )
             return hold_against(self.against, self.chip, self.json)
-        options.check_range("keep", self.keep, 1, 100)
+        check_range("keep", self.keep, 1, 100)
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
         if self.price is not None and self.tokens is None:
@@ -100,15 +112,13 @@ class PlanCommand(Output):
         if self.html is not None:
             if not self.html.endswith(".html"):
                 raise ValueError(f"a page is saved as .html, and '{self.html}' is not; rename it")
-            options.check_free(self.html, options.OURS[".html"])
+            check_free(self.html, OURS[".html"])
         if self.export not in (None, *frameworks.EXPORTS):
             raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
         if self.versus is not None:
             return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
-        with options.still_at_work(
-            "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
-        ):
+        with still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer, unread = (
                 self.launched(self.from_flags)
                 if self.from_flags
@@ -126,9 +136,9 @@ class PlanCommand(Output):
         if self.html is not None:
             self.save_page(answer.plans[0].plan)
         if not self.json:
-            options.inform(f"{document['priced']:,} plans priced; {document['room_is']}")
+            inform(f"{document['priced']:,} plans priced; {document['room_is']}")
         for line in document["notes"]:
-            options.inform(line)
+            inform(line)
         return give(document, self.json, tables_of(document))
 
     def launched(self, text: str) -> tuple[Any, list[str]]:
@@ -150,9 +160,9 @@ class PlanCommand(Output):
             if "model" in known
             else " ".join(model),
         }
-        q = planner.Question(*dataclasses.replace(self, **sizes).question())
+        q = planner.Question(*replace(self, **sizes).question())
         fixed = frameworks.fixed_by(name, q.resolved(plan, None))
-        q = dataclasses.replace(q, fixed=fixed)
+        q = replace(q, fixed=fixed)
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
         if one.why_not:
             changes = [x for x in advice.advice(q, plan.mesh, one) if x]
@@ -170,7 +180,7 @@ class PlanCommand(Output):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
         q = planner.Question(*self.question())
         own = {name: value for name, value in q.fixed.items() if name not in AXES}
-        q = dataclasses.replace(q, fixed=own)
+        q = replace(q, fixed=own)
         at = lambda text: planner.on_mesh(q, parse_mesh(text, q.num_devices))
         one = at(self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
         document = planner.versus(q, one, at(self.versus or ""))
@@ -196,7 +206,7 @@ class PlanCommand(Output):
             self.html or "", small
         )
         part = ": without Python for the browser, it has the plans that are one change away"
-        options.inform(f"wrote {self.html}{part if small else ''}")
+        inform(f"wrote {self.html}{part if small else ''}")
 
     def question(self) -> tuple:
         """Return the arguments of `planner.Question`; refuse options that contradict each other."""
@@ -230,11 +240,11 @@ class PlanCommand(Output):
             devices = usual if self.devices is None else self.devices
             if devices > most:
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
-        options.check_range("devices", devices, 1, MAX_DEVICES)
+        check_range("devices", devices, 1, MAX_DEVICES)
         figures = {name: getattr(self, name) for name in hardware.MACHINE}
         for name, value in figures.items():
             if value is not None:
-                options.check_range(name.replace("_", "-"), value, 1e-3, 1e6)
+                check_range(name.replace("_", "-"), value, 1e-3, 1e6)
         return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:
@@ -255,7 +265,7 @@ class PlanCommand(Output):
     def fixed(self) -> dict[str, Any]:
         """Return the fields of the plan that are given, by name and value."""
         given: dict[str, Any] = {} if self.mesh is None else named_axes(self.mesh)
-        known = {f.name: f for f in dataclasses.fields(Plan) if f.name != "mesh"}
+        known = {f.name: f for f in fields(Plan) if f.name != "mesh"}
         for pair in (self.fix or "").replace(",", " ").split():
             name, _, text = pair.partition("=")
             name = name.replace("-", "_")
@@ -283,7 +293,7 @@ def notes(answer: Any) -> list[str]:
     not run here, where another of its model does."""
     q, first = answer.question, answer.plans[0].plan
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
-    plan = q.resolved(dataclasses.replace(first, **own), None)
+    plan = q.resolved(replace(first, **own), None)
     lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
     why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
     return lines + [f"the first plan is priced, and does not run here: {why}"] * bool(why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -12,13 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import tyro
 
 from llmpar import draw
-from llmpar.cli import options
 from llmpar.cli.options import (
     MAX_SEED,
     File,
@@ -27,10 +25,15 @@ from llmpar.cli.options import (
     Output,
     StepOptions,
     changed,
+    check_picture,
+    check_range,
+    fits_host,
     flags_of,
     give,
     inform,
+    save_picture,
     speaks,
+    start_jax,
 )
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
 from llmpar.launch import signals
@@ -104,17 +107,17 @@ class Train(Output):
             return command.run(begin)
         self.check_flags()
         optimizer = OptimizerConfig(**vars(self.optimizer))
-        options.check_picture(self.plot)
+        check_picture(self.plot)
         barrier({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import Callbacks, Evaluation, kept_in, train
 
-        options.start_jax()
+        start_jax()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         plan = self.step.resolve()
         config = plan.config
-        options.fits_host(plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
+        fits_host(plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or not kept_in(keep.folder):
@@ -162,7 +165,7 @@ class Train(Output):
 
     def check_flags(self) -> None:
         """Refuse flags that no run can have, before JAX starts."""
-        options.check_range("seed", self.seed, 0, MAX_SEED)
+        check_range("seed", self.seed, 0, MAX_SEED)
         if not 0 <= self.stuck_after < math.inf:
             raise ValueError(
                 f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait without limit"
@@ -192,7 +195,7 @@ class Train(Output):
         from llmpar.training.loop import MFU
 
         if losses := report.losses:
-            options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
+            save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             inform(
                 f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps"
             )
@@ -215,10 +218,8 @@ class Train(Output):
             tokenizer = self.text.tokenizer
         elif tokenizer == "bytes":
             inform(f"{name} has no tokenizer.json: using the tokenizer 'bytes'")
-        step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
-        return dataclasses.replace(
-            self, step=dataclasses.replace(step, model=model), text=text
-        ), load
+        step, text = self.step, replace(self.text, tokenizer=tokenizer)
+        return replace(self, step=replace(step, model=model), text=text), load
 
     def read_text(
         self, config: ModelConfig, plan: Plan

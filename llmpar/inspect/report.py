@@ -25,9 +25,9 @@ from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
-from llmpar.predict import memory, traffic
+from llmpar.predict import memory
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
-from llmpar.predict.traffic import Prediction
+from llmpar.predict.traffic import Prediction, step_traffic
 from llmpar.training.step import Step
 
 
@@ -77,9 +77,7 @@ def compare(
     sends most.
     """
     config = plan.config.must_run()
-    by_stage = [
-        traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
-    ]
+    by_stage = [step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
     census, compiled = census_hlo(partitioned, mesh, branches[stage]), defaultdict(list)

@@ -8,13 +8,12 @@ files then start it again, three times, but not after a refusal (1, 2), which wo
 signal and the end are 120 s: a step and a checkpoint must fit in.
 """
 
-import dataclasses
 import json
 import re
 import shlex
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,7 +79,7 @@ class Site:
 def read_site(path: str) -> Site:
     """Read a site file. Raises ValueError for unknown keys."""
     table = files.read_toml(path, "site file")
-    usual = {field.name: field.default for field in dataclasses.fields(Site)}
+    usual = {field.name: field.default for field in fields(Site)}
     has = f"the site file '{path}' has"
     for name, value in table.items():
         if name not in usual:
@@ -158,9 +157,7 @@ def job_file(engine: str, job: Job) -> str:
         "cpu": site.cpus_per_node,
         "shared": site.volume,
     }
-    values: dict[str, Any] = {
-        name: value or None for name, value in dataclasses.asdict(site).items()
-    }
+    values: dict[str, Any] = {name: value or None for name, value in asdict(site).items()}
     values |= {name: "" if so else None for name, so in when.items()}
     values |= {
         "nodes": job.nodes,

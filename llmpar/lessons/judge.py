@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import dis
 import inspect
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -88,7 +87,7 @@ class Exercise:
         also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
         wrong = {key: answers[key] for key in says if key in answers}
-        return dataclasses.replace(self, wrong=wrong, also=also, says=says)
+        return replace(self, wrong=wrong, also=also, says=says)
 
     def judge(self, answer: Any, read: int = 0) -> str:
         """Return the verdict on an answer as one sentence; a learner who has ``read`` some hints gets the

@@ -4,7 +4,6 @@ The file `answers.jsonl` has one JSON object per answer, in the folder in which 
 LLMPAR_ANSWERS names another one. It stays on this machine. The same answer twice in a row is noted once.
 """
 
-import dataclasses
 import datetime
 import inspect
 import json
@@ -12,7 +11,7 @@ import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmpar.files import read_json_lines
@@ -86,7 +85,7 @@ def note(exercise: str, answer: Any, verdict: str) -> str:
         last = next((a for a in reversed(answers()) if a.exercise == exercise), None)
         if last is None or (last.answer, last.correct) != (given.answer, given.correct):
             with file().open("a", encoding="utf-8") as out:
-                out.write(json.dumps(dataclasses.asdict(given)) + "\n")
+                out.write(json.dumps(asdict(given)) + "\n")
     except (OSError, ValueError) as error:
         return f"(This answer was not noted: {error})"
     return ""
@@ -113,7 +112,7 @@ def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, An
                     "level": level,
                     "tries": len(tries),
                     "first_correct": bool(tries) and tries[0].correct,
-                    "answers": [dataclasses.asdict(answer) for answer in tries],
+                    "answers": [asdict(answer) for answer in tries],
                 },
             }
         )

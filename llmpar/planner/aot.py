@@ -26,7 +26,6 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares, timetable
 from llmpar.planner import planner
-from llmpar.planner.planner import BAND
 from llmpar.planner.targets import Target, need_compiler
 from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
@@ -89,7 +88,7 @@ def compile_step(
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
     rate, band = target.chip.per_device().flops_per_s, dict[str, dict[str, float]]()
     if "attention" in walked.terms and not measured(target.chip):
-        for share in BAND:
+        for share in planner.BAND:
             step_s = _busiest(text, mesh, plan, target, seq_len, branches, share).step_s
             band[f"{share:.0%}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
     fits = program["peak_bytes"] <= need["capacity"]

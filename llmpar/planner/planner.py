@@ -14,7 +14,6 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmpar.plan.checks import why_not_run, widths_cut_by_tp
@@ -24,7 +23,6 @@ from llmpar.plan.plan import Plan, Resolved
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock, Time, beside_flops, step_time
-from llmpar.predict.workload import Run
 
 FREE_SHARE = 0.08
 """Of the memory that JAX takes, what a plan must leave free: the formula of temporaries is an estimate, by
@@ -55,7 +53,7 @@ PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Question:
     """What is to be decided."""
 
@@ -64,7 +62,9 @@ class Question:
     num_devices: int
     batch_size: int
     seq_len: int
-    fixed: dict[str, Any] = field(default_factory=dict, hash=False)  # fields of the plan and axes
+    fixed: dict[str, Any] = dataclasses.field(
+        default_factory=dict, hash=False
+    )  # fields of the plan and axes
     model: str = ""  # how the user named it, for the lines that train and compile
     share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
 
@@ -98,7 +98,7 @@ class Question:
         maker = hardware.MAKERS.get(self.chip.family, "")
         return "tpu" if self.chip.link == "torus" else f"gpu {maker}".strip()
 
-    def run(self, plan: Plan) -> Run:
+    def run(self, plan: Plan) -> workload.Run:
         """Return what a plan computes and moves."""
         plan = self.resolved(plan, None)
         return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
@@ -114,13 +114,14 @@ def _resolved(plan: Plan, config: ModelConfig, devices: str | None) -> Resolved:
     return plan.resolve(config, devices)
 
 
-@dataclass
+@dataclasses.dataclass
 class Candidate:
     """One plan for the step, priced."""
 
     plan: Plan
     time: Time
-    memory_bytes: Mapping[str, float] = field(default_factory=dict)  # by part: `memory.parts_bytes`
+    # by part: `memory.parts_bytes`
+    memory_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     why_not: str = ""
 
     @property
@@ -377,7 +378,7 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
 # ----------------------------------------------------------------------------------------------- the answer
 
 
-@dataclass
+@dataclasses.dataclass
 class Answer:
     """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
 

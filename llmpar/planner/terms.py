@@ -4,11 +4,10 @@ filled in, the arrow of the model's text that sends it, the lesson and the paper
 """
 
 import contextlib
-import dataclasses
 import math
 import operator
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmpar.plan.layout import parse_layout
@@ -93,7 +92,7 @@ def _added(
     """Return a term that is a sum, ``times`` something."""
     filled = " + ".join(part.filled for part in parts).replace("+ -", "-") or f"0 {unit}"
     term = _term(name, value, unit, f"({filled}) × {times}" if times else filled, key)
-    return dataclasses.replace(term, summands=tuple(parts), times=times)
+    return replace(term, summands=tuple(parts), times=times)
 
 
 def terms(q: Question, one: Candidate) -> list[Term]:
@@ -233,12 +232,12 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
                 name, value, "s", _links(clock, stage, name), "links", f"{share:.6g}"
             )
             formula = f"{explained.formula}; {_shown(clock, share)}"
-            out.append(dataclasses.replace(explained, formula=formula))
+            out.append(replace(explained, formula=formula))
             continue
         explained = _term(name, value, "s", filled, key)
         if name == "recomputation":
             formula = f"{explained.formula}: {recomputed(one.plan)}"
-            explained = dataclasses.replace(explained, formula=formula)
+            explained = replace(explained, formula=formula)
         out.append(explained)
     used = f"{run.flops():.6g} FLOP / ({run.mesh.size:,} × {peak:.6g} FLOP/s × {step_s:.6g} s)"
     out.append(_term("a step", step_s, "s", " + ".join(f"{x.value:.6g} s" for x in out)))
