@@ -122,7 +122,7 @@ class PlanCommand(Output):
             answer, unread = (
                 self.launched(self.from_flags)
                 if self.from_flags
-                else (planner.decide(planner.Question(*self.question()), self.keep), [])
+                else (planner.decide(self.question(), self.keep), [])
             )
         document = planner.document(answer, budget, self.price)
         document["notes"] = [*answer.question.config.notes, *notes(answer), *unread]
@@ -160,7 +160,7 @@ class PlanCommand(Output):
             if "model" in known
             else " ".join(model),
         }
-        q = planner.Question(*replace(self, **sizes).question())
+        q = replace(self, **sizes).question()
         fixed = frameworks.fixed_by(name, q.resolved(plan, None))
         q = replace(q, fixed=fixed)
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
@@ -178,7 +178,7 @@ class PlanCommand(Output):
         """Compare --mesh, or the best mesh, with that of --versus."""
         if idle := changed(self, ("tokens", "price", "html")):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
-        q = planner.Question(*self.question())
+        q = self.question()
         own = {name: value for name, value in q.fixed.items() if name not in AXES}
         q = replace(q, fixed=own)
         at = lambda text: planner.on_mesh(q, parse_mesh(text, q.num_devices))
@@ -191,25 +191,24 @@ class PlanCommand(Output):
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
 
-        _, chip, _, batch_size, seq_len, fixed, _ = self.question()
+        q = self.question()
         chosen = {
             "model": self.model,
-            "chip": chip.name if self.cluster else self.chip or "h100",
+            "chip": q.chip.name if self.cluster else self.chip or "h100",
             "mesh": str(best.mesh),
-            "fields": {name: value for name, value in fixed.items() if name not in AXES},
+            "fields": {name: value for name, value in q.fixed.items() if name not in AXES},
         }
         figures = {name: getattr(self, name) or 0 for name in hardware.MACHINE}
         if self.cluster:
-            figures |= {name: planner.machine(chip)[name] for name in ("network", "node_size")}
+            figures |= {name: planner.machine(q.chip)[name] for name in ("network", "node_size")}
         small = not page.runtime()
-        MeshExplorer(**chosen, **figures, batch_size=batch_size, seq_len=seq_len).save(
-            self.html or "", small
-        )
+        explorer = MeshExplorer(**chosen, **figures, batch_size=q.batch_size, seq_len=q.seq_len)
+        explorer.save(self.html or "", small)
         part = ": without Python for the browser, it has the plans that are one change away"
         inform(f"wrote {self.html}{part if small else ''}")
 
-    def question(self) -> tuple:
-        """Return the arguments of `planner.Question`; refuse options that contradict each other."""
+    def question(self) -> planner.Question:
+        """Return what is asked; refuse options that contradict each other."""
         config, (chip, devices) = preset(self.model), self.machine()
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
@@ -218,7 +217,9 @@ class PlanCommand(Output):
             raise ValueError(
                 f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens"
             )
-        return config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
+        return planner.Question(
+            config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
+        )
 
     def machine(self) -> tuple[hardware.Chip, int]:
         """Return the chip as it is in the machine, and the number of devices."""

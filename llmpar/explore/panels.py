@@ -397,20 +397,17 @@ def _point(one: Candidate) -> columns.MeshPoint:
 
 def panels(seen: View) -> dict[str, Scene | str]:
     """Return every panel of a state. Only where meshes are compared, times have more than two digits."""
+    drawn: dict[str, Scene | str] = {}
     with estimated():
-        drawn = _estimates(seen)
+        drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
+        if seen.timed:
+            count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+            drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
+        drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
+        drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
     if seen.timed:
         drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
-
-
-def _estimates(seen: View) -> dict[str, Scene | str]:
-    drawn: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
-    if seen.timed:
-        count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-    drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
-    return drawn | {"code": code(seen), "famous": published_runs(seen)}
 
 
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:

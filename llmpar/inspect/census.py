@@ -265,10 +265,8 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
         dims[0] if len(dims) == 1 else dims,
         operand_arrow(module, comp, name, axes, mesh),
     )
-    result = Collective(
-        kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope)
-    )
-    return replace(result, moves=moves)
+    seen = kind, axes, group_size, 1, sent, dtypes, shape, source
+    return Collective(*seen, moves=moves, **arrow_of(op.scope))
 
 
 def is_product(op: Instruction) -> bool:

@@ -22,13 +22,13 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.hlo import COLLECTIVES, innermost
 
-_OF_PRIMITIVE = {kind.replace("-", "_"): kind for kind in COLLECTIVES}
-_OF_PRIMITIVE |= {
+_OF_PRIMITIVE = {
+    **{kind.replace("-", "_"): kind for kind in COLLECTIVES},
+    **dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
     "psend": "send",
     "pbroadcast": "collective-broadcast",
 }
-_OF_PRIMITIVE |= dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
 _DTYPES = {
     "bfloat": "bf",
     "float": "f",

@@ -49,9 +49,12 @@ _MEASURED: dict[str, str] = PUBLICATIONS["measured"]
 """What was measured, and which of our answers it is compared with. The rest of ``expected`` is derived."""
 SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
 MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
-_MODELS = {**PRESETS} | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
-_MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
-_MODELS |= {name: described_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()}
+_MODELS = {
+    **PRESETS,
+    **{name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()},
+    **{name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()},
+    **{name: described_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()},
+}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of matmuls, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(
