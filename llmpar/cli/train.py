@@ -35,7 +35,7 @@ from llmpar.cli.options import (
     speaks,
     start_jax,
 )
-from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
+from llmpar.cli.weights import Load, beside, from_folder
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
 from llmpar.launch.joined import Watchdog, asked_to_stop, barrier, initialize, tell_others
@@ -212,14 +212,12 @@ class Train(Output):
 
     def taken_from(self, name: str) -> tuple[Train, Load]:
         """Return this command with the model and tokenizer of a folder, and the loader of its weights."""
-        refuse_beside_from(changed(self.step, ["model"]))
-        model, tokenizer, load = from_folder(name)
-        if self.text.tokenizer != "bytes":
-            tokenizer = self.text.tokenizer
-        elif tokenizer == "bytes":
-            inform(f"{name} has no tokenizer.json: using the tokenizer 'bytes'")
-        step, text = self.step, replace(self.text, tokenizer=tokenizer)
-        return replace(self, step=replace(step, model=model), text=text), load
+        own = None if self.text.tokenizer == "bytes" else self.text.tokenizer
+        model, tokenizer, load, notes = from_folder(name, changed(self.step, ["model"]), own)
+        for line in notes:
+            inform(line)
+        text = replace(self.text, tokenizer=tokenizer)
+        return replace(self, step=replace(self.step, model=model), text=text), load
 
     def read_text(
         self, config: ModelConfig, plan: Plan
