@@ -110,7 +110,6 @@ _SUMS = "psum.*|reduce_scatter.*|unreduced.*"
 _OTHERS = "(?!psum|ppermute|reduce_scatter|all_to_all|unreduced|enter|return).*"
 _WHOLES = "argmax|argmin|sort|top_k|gather|cumsum|cummax|cumlogsumexp|reduce_prod"
 _NO_PIECES = Pieces({})
-_PARTS = "sum", "mean", "max", "min", "share"
 _beside = lambda step, cuts: [a for a in cuts[0].over("sum") if a not in step.axes]
 MISTAKES = {
     "wrong axis": Mistake(
@@ -179,7 +178,7 @@ MISTAKES = {
         "a {lack} over {axes}: {name} takes {state} {axes}",
         "lax.{reduce}(…, {names}) before the {name}",
         _OTHERS,
-        _PARTS,
+        tuple(_REDUCE),
         _whole,
     ),
     "unfinished": Mistake(
@@ -187,7 +186,7 @@ MISTAKES = {
         "a {lack} over {axes}: {what} is still {state} {axes}{tail}",
         "lax.{reduce}(…, {names}) before it is returned",
         RETURN,
-        _PARTS,
+        tuple(_REDUCE),
         _whole,
     ),
     "over a shard": Mistake(

@@ -12,13 +12,12 @@ import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from llmpar.files import read_json_lines
 from llmpar.lessons.judge import CORRECT
 
 FILE = "answers.jsonl"
-_KINDS = {"exercise": str, "answer": str, "verdict": str, "correct": bool, "at": str}
 MAX_ANSWER = 2_000  # characters of an answer that are kept
 
 
@@ -64,10 +63,8 @@ def answers(folder: str = ".") -> list[_Answer]:
         rows = read_json_lines(path, "file of answers")
         for number, row in enumerate(rows, 1):
             kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
-            if kinds != _KINDS:
-                wanted = ", ".join(
-                    f"{name} ({expected.__name__})" for name, expected in _KINDS.items()
-                )
+            if kinds != (fields := get_type_hints(_Answer)):
+                wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
         raise ValueError(
