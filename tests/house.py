@@ -35,18 +35,18 @@ BUDGETS = {
     "predict": 2_103,
     "planner": 1_564,
     "draw": 2_573,
-    "inspect": 2_915,
+    "inspect": 2_914,
     "explore": 1_437,
     "serve": 728,
     "launch": 1_191,
-    "lessons": 1_364,
+    "lessons": 1_363,
     "cli": 2_001,
     "top": 140,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_262,
-    "statements": 23_335,
+    "statements": 23_333,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
