@@ -29,7 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import llmpar
 from llmpar import draw, lessons
-from llmpar.cli.lessons import read_lessons
+from llmpar.cli.lab import read_lessons
 from llmpar.draw.scene import to_svg
 from llmpar.explore import explorer, page, small
 

@@ -116,4 +116,4 @@ def test_what_a_program_may_take_says_why(row, share, capacity, words):
     q = dataclasses.replace(question(row=row), share=share)
     taken = capacity * q.chip.usable_hbm_gib * GIB
     assert q.capacity_bytes == pytest.approx(taken * (1 - planner.FREE_SHARE))
-    assert q.capacity_words == f"a program may take {words}, since temporaries are an estimate"
+    assert q.capacity_sum == f"a program may take {words}"

@@ -9,11 +9,13 @@ cover the file exactly.
 import inspect
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from shared import NUMBERS as ROWS
 
-from llmpar.predict import formulas
+from llmpar.plan.presets import preset
+from llmpar.predict import formulas, serving
 from llmpar.predict.hardware import GIB, chip
 
 TESTED_ELSEWHERE = {
@@ -198,7 +200,8 @@ def book_gpu_dp(C):
 
 
 def book_kv_70b(layers=80, kv_heads=8, head_dim=128):
-    return {"bytes": formulas.kv_cache_bytes(1, layers, kv_heads, head_dim, bytes_each=1)}
+    sizes = dict(num_layers=layers, num_kv_heads=kv_heads, head_width=head_dim)
+    return {"bytes": serving.cache_bytes(replace(preset("llama3-70b"), **sizes), bits=8)}
 
 
 # ---------------------------------------------------------------- hardware

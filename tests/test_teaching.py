@@ -12,7 +12,7 @@ import pytest
 import yaml
 from shared import load, violations
 
-from llmpar.cli import lessons
+from llmpar.cli import lab as lessons
 from llmpar.cli.commands import command_class
 from llmpar.lessons import find, quiz
 from llmpar.lessons.judge import CORRECT

@@ -31,7 +31,7 @@ from parity import (
     weights,
 )
 
-from llmpar.inspect.spread import SPREAD_NAMES, rounded_products, spread, spread_table
+from llmpar.inspect.report import SPREAD_NAMES, rounded_products, spread, spread_table
 from llmpar.model import llama as model
 from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh

@@ -6,8 +6,19 @@ from typing import Annotated, Any
 
 import tyro
 
-from llmpar.cli import options
-from llmpar.cli.options import File, Number, Output, StepOptions, inform
+from llmpar.cli.options import (
+    File,
+    Number,
+    Output,
+    StepOptions,
+    check_picture,
+    flags_of,
+    give,
+    inform,
+    save_picture,
+    start_jax,
+    still_at_work,
+)
 from llmpar.plan.plan import Plan
 
 USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
@@ -15,7 +26,7 @@ USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
 BIG = {"dtype": "bfloat16", "remat": "selective", "loss_chunks": 8}
 """What large models are trained with: defaults here, where `train` has those of a model that fits
 anywhere."""
-BigFlags = options.flags_of(Plan, "mesh", **BIG)
+BigFlags = flags_of(Plan, "mesh", **BIG)
 
 
 @dataclass(frozen=True)
@@ -55,22 +66,22 @@ class Compile(Output):
         """Compile, print tables unless JSON was asked for, and refuse what does not fit."""
         from llmpar.planner.targets import COMPILER_ENVIRONMENT, parse_target
 
-        options.check_picture(self.svg)
+        check_picture(self.svg)
         target = parse_target(self.step.target)
         os.environ.update(COMPILER_ENVIRONMENT)  # before JAX starts
         from llmpar.parallel.mesh import device_platform
         from llmpar.planner import aot
 
-        options.start_jax()
+        start_jax()
         plan = self.step.settle(len(target.devices), device_platform(target.devices[0]))
         batch_size = target.num_devices if self.step.batch_size is None else self.step.batch_size
         inform(f"compiling a step of {plan.config.name} on {plan.mesh} for {target.text} …")
         usual = f"{USUAL[target.platform]} of processor time are usual"
-        with options.still_at_work("compiling", usual, every_s=20):
+        with still_at_work("compiling", usual, every_s=20):
             document = aot.compile_step(plan.config, plan, target, batch_size, self.step.seq_len)
         if "turns" in document:
-            options.save_picture(self.svg, "the schedule", lambda: aot.overlap_picture(document))
-        options.give(document, self.json, aot.compile_tables(document))
+            save_picture(self.svg, "the schedule", lambda: aot.overlap_picture(document))
+        give(document, self.json, aot.compile_tables(document))
         if not document["fits"]:
             raise ValueError(document["why"])
         return document

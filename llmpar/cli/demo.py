@@ -1,8 +1,7 @@
 """``llmpar demo``: train on 8 devices under three kinds of parallelism, read the program, draw, check."""
 
-import dataclasses
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.options import Output, StepOptions, check_picture, give, inform, installed, speaks
@@ -55,7 +54,7 @@ class Demo(Output):
         with jax.default_matmul_precision("highest"):
             many = Train(step=options, steps=self.steps, log=str(folder / "log.jsonl")).run()
             read = Inspect(step=options, svg=bytes_path).run()
-            one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=self.steps).run()
+            one = Train(step=replace(options, mesh="dp=1"), steps=self.steps).run()
         if speaks():
             draw.mesh(parse_mesh(mesh)).save(pictures[0])
             draw.loss_curve(many["losses"], reference=one["losses"]).save(pictures[1])

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 from llmpar.cli.options import Output, give, installed, speaks
+from llmpar.launch.agreed import PACKAGES
 from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
-REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
     "tokenizers": "hf",
     "safetensors": "hf",
@@ -139,7 +139,7 @@ def examine() -> dict:
     first = devices[0]
     fake = first.platform == "cpu"
     chip = hardware.guess(first.device_kind)
-    versions = {name: importlib.metadata.version(name) for name in REQUIRED}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))

@@ -1,10 +1,9 @@
 """``llmpar export``: hand a trained model on."""
 
-import dataclasses
 import os
 import pathlib
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -60,7 +59,7 @@ class Export(Output):
             where = dict.fromkeys((path, *adapters_of(path, config)), on_host)
             return flatten_dict(merged(load(unflatten_dict(where, sep=".")), config), sep=".")[path]
 
-        base = dataclasses.replace(config, lora=None)
+        base = replace(config, lora=None)
         with signals.signals_to(self.interrupted, [signal.SIGINT]):
             hf.save(self.folder, weight, base, self.dtype, tokenizer)
         files = sorted(os.listdir(self.folder))

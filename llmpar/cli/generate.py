@@ -6,8 +6,15 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, Output, give, start_jax
+from llmpar.cli.options import (
+    MAX_SEED,
+    MAX_SEQ_LEN,
+    Output,
+    check_range,
+    give,
+    start_jax,
+    still_at_work,
+)
 from llmpar.cli.weights import ModelOptions
 from llmpar.launch.agreed import flat
 from llmpar.plan.presets import folder_of
@@ -43,8 +50,8 @@ class Generate(Output, ModelOptions):
         initialize()
         kept = self.checkpoints and kept_in(pathlib.Path(self.checkpoints))
         barrier({"command": "generate"} | flat(self) | {"kept": kept})
-        options.check_range("tokens", self.tokens, 1, options.MAX_SEQ_LEN)
-        options.check_range("seed", self.seed, 0, MAX_SEED)
+        check_range("tokens", self.tokens, 1, MAX_SEQ_LEN)
+        check_range("seed", self.seed, 0, MAX_SEED)
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError(
                 "the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8"
@@ -78,7 +85,7 @@ class Generate(Output, ModelOptions):
             )
         engine = self.engine(plan, config, load, notes, 1, length)
         usual = f"once it is compiled, each of {length:,} tokens looks at those before it"
-        with options.still_at_work("generating", usual, every_s=20):
+        with still_at_work("generating", usual, every_s=20):
             (made,) = generate(engine, [request])
         text = tokenizer.decode(made)
         document = {"prompt": self.prompt, "text": text, "tokens": made, "mesh": plan.mesh.sizes}

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.cli import options
 from llmpar.cli.options import (
     File,
     OptionalText,
@@ -18,6 +17,7 @@ from llmpar.cli.options import (
     changed,
     check_picture,
     give,
+    inform,
     save_picture,
     start_jax,
 )
@@ -59,17 +59,16 @@ class Inspect(Output):
         if self.program or self.hlo or self.target or self.pin:
             return self.look()
         from llmpar.inspect import report
-        from llmpar.inspect.spread import spread
         from llmpar.inspect.types import types
 
         start_jax()
         plan = self.step.resolve()
         config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
         rows = types(config, plan.requested, *sizes) if self.types else []
-        options.inform(f"compiling a step of {config.name} on {plan.mesh} …")
+        inform(f"compiling a step of {config.name} on {plan.mesh} …")
         document = report.inspect(config, plan, *sizes)
         document |= {"types": rows} if self.types else {}
-        document |= {"tolerance": spread(plan, *sizes)} if self.tolerance else {}
+        document |= {"tolerance": report.spread(plan, *sizes)} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.step_picture(document))
         return give(document, self.json, report.step_tables(document))
 

@@ -6,18 +6,73 @@ import os
 import pathlib
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from llmpar.cli.lessons import Lesson, notebook, read_lessons
 from llmpar.cli.options import inform, installed
+from llmpar.files import read_json, refuse
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 _START = "start.ipynb"
 _WORDS = pathlib.Path("docs", "words.md")
 """What lessons link to: JupyterLab serves nothing above the copies, and looks there for what lies above."""
 _OURS = "<!-- llmpar lab renews this page; remove this line to keep your own -->"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One notebook, as its header describes it: the minutes along the core path, those of its exercises, and
+    the numbers of the lessons that come before."""
+
+    file: str
+    title: str
+    question: str
+    teaching: int
+    exercises: int
+    needs: tuple[str, ...] = ()
+    objectives: tuple[str, ...] = ()
+    keypoints: tuple[str, ...] = ()
+    number = property(lambda self: self.file.partition("_")[0])
+    minutes = property(lambda self: self.teaching + self.exercises)
+
+
+def notebook(path: pathlib.Path) -> dict[str, Any]:
+    """Read a notebook; refuse any other file."""
+    document = read_json(path, "lesson")
+    cells, about = document.get("cells"), document.get("metadata")
+    good = isinstance(cells, list) and all(
+        isinstance(cell, dict) and {"cell_type", "source"} <= cell.keys() for cell in cells
+    )
+    if not good or not isinstance(about, dict) or not isinstance(about.get("llmpar", {}), dict):
+        refuse(
+            path, "lesson", "it is no notebook with cells and metadata; build it: make notebooks"
+        )
+    return document
+
+
+def read_lessons(folder: pathlib.Path) -> list[Lesson]:
+    """Read the lessons of a folder in order; refuse one that lacks what a course needs."""
+    lessons = []
+    for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
+        document = notebook(path)
+        about = document["metadata"].get("llmpar", {})
+        texts = (
+            "".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "markdown"
+        )
+        title = next(
+            (text[2:].partition("\n")[0] for text in texts if text.startswith("# ")), path.stem
+        )
+        if missing := [
+            name for name in ("question", "teaching", "exercises") if not about.get(name)
+        ]:
+            raise ValueError(
+                f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks"
+            )
+        lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
+        facts = (about[name] for name in ("question", "teaching", "exercises"))
+        lessons.append(Lesson(path.name, title, *facts, *lists))
+    return lessons
 
 
 @dataclass(frozen=True)
@@ -96,8 +151,10 @@ def copy_lessons(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False
             encoding="utf-8", errors="replace"
         )
         if copies.is_dir() and any(copies.iterdir()) and not begun:
-            what = f"'{copies}' has files, and no {_START} of ours"
-            raise ValueError(f"{what}; give --copies a new or empty folder")
+            raise ValueError(
+                f"'{copies}' has files, and no {_START} of ours; give --copies a new or empty"
+                " folder"
+            )
         copies.mkdir(parents=True, exist_ok=True)
         if fresh:
             put_aside(copies)

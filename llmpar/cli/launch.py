@@ -1,10 +1,9 @@
 """``llmpar launch``: run a command in several processes here, or write the job file that an engine takes."""
 
-import dataclasses
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,7 +93,7 @@ class Launch:
             raise SystemExit(self.run_here())
         site = jobs.read_site(self.site) if self.site else jobs.Site()
         if self.gpus_per_node is not None:
-            site = dataclasses.replace(site, gpus_per_node=self.gpus_per_node)
+            site = replace(site, gpus_per_node=self.gpus_per_node)
         engine: str = self.engine
         if self.serve:
             engine, job = f"{engine} {self.serve}", self.server(site)
@@ -187,18 +186,18 @@ class Launch:
         token_ms = 1e3 * sum(
             serving.decode_seconds(config, chip, 1, seen, tp, weight_bits, bits).values()
         )
-        size = f"{config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}"
         inform(
-            f"'{config.name}', {size}, on {tp * pp} {chip.name}"
-            f" of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp}) leaves room for keys and values"
-            f" of {most:,} tokens, {tokens:,} are asked for; a token after {seen:,} takes {token_ms:.2g} ms"
+            f"'{config.name}', {config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}, on"
+            f" {tp * pp} {chip.name} of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp})"
+            f" leaves room for keys and values of {most:,} tokens, {tokens:,} are asked for; a"
+            f" token after {seen:,} takes {token_ms:.2g} ms"
         )
         sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp}".split()
         sizes += [] if quantized else ["--dtype", dtype]
         sizes += ["--max-model-len", str(seen)] if config.context_length else []
         sizes += ["--distributed-executor-backend", "ray"] if pp > 1 or self.engine == "ray" else []
         words = ("serve", weights, "--served-model-name", config.name, *sizes)
-        return jobs.Job(words, pp, dataclasses.replace(site, gpus_per_node=tp))
+        return jobs.Job(words, pp, replace(site, gpus_per_node=tp))
 
     def run_here(self) -> int:
         """Run the command in processes of this machine, and return the exit status."""
@@ -218,7 +217,7 @@ class Launch:
         """Refuse a command that cannot run on fewer nodes, if torchrun may go on with fewer."""
         for nodes in range(max(1, self.min_nodes or self.nodes), self.nodes):
             try:
-                self.check_command(dataclasses.replace(job, nodes=nodes).num_devices)
+                self.check_command(replace(job, nodes=nodes).num_devices)
             except ValueError as error:
                 raise ValueError(f"with {nodes} of {self.nodes} nodes: {error}") from error
 

@@ -1,7 +1,6 @@
 """``llmpar models``: the presets by their makers, with exact numbers of parameters."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import tyro
@@ -38,7 +37,7 @@ class Models(Output):
 def document(config: ModelConfig) -> dict[str, Any]:
     """Return a model's fields and counts as JSON has them; of a planned one what was read, kind by kind of
     its layers."""
-    fields = dataclasses.asdict(config)
+    fields = asdict(config)
     for name in ("kinds", "lead", "period", "described"):
         del fields[name]
     if config.described:

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
@@ -48,7 +47,7 @@ Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
 METAVARS: dict[Any, Any] = {str | None: OptionalText, int | None: Number, tuple[str, ...]: Files}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
     """The form of a command's answer.
 
@@ -144,7 +143,7 @@ def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
 PlanFlags = flags_of(Plan, "mesh")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StepOptions:
     """What one training step is: a model, a batch and a mesh.
 
@@ -295,10 +294,10 @@ def fits_host(
     parts += ("cache",) if cache else ()
     need = num_devices * sum(sizes[part] for part in parts)
     if need > available:
-        what = f"{' and '.join(parts)} of '{plan.config.name}' take {need / 2**30:,.1f} GiB"
         raise ValueError(
-            f"{what} on {num_devices} simulated devices, and this machine has {available / 2**30:,.1f}"
-            " GiB; use a smaller model, or cut it more"
+            f"{' and '.join(parts)} of '{plan.config.name}' take {need / 2**30:,.1f} GiB on"
+            f" {num_devices} simulated devices, and this machine has {available / 2**30:,.1f} GiB;"
+            " use a smaller model, or cut it more"
         )
 
 

@@ -1,13 +1,27 @@
 """``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from llmpar.cli import options
-from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
+from rich.table import Column, Table
+
+from llmpar.cli.options import (
+    MAX_TOKENS,
+    OURS,
+    File,
+    Number,
+    OptionalText,
+    Output,
+    Real,
+    changed,
+    check_free,
+    check_range,
+    give,
+    inform,
+    still_at_work,
+)
 from llmpar.draw.scene import banded, rounded
 from llmpar.files import read_text
 from llmpar.plan import schedules
@@ -15,7 +29,10 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import DIMS, preset
+from llmpar.planner import advice, frameworks, planner
+from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
+from llmpar.predict.time import beside_flops
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
@@ -80,35 +97,32 @@ class PlanCommand(Output):
     def run(self) -> dict:
         """Plan a training step, or compare the model with measurements."""
         if self.against is not None:
-            names = {field.name for field in dataclasses.fields(self)} - {"against", "chip", "json"}
+            names = {field.name for field in fields(self)} - {"against", "chip", "json"}
             if idle := changed(self, sorted(names)):
                 raise ValueError(
                     f"--against compares the runs of a file; {', '.join(idle)} has no effect on that,"
                     " leave it out"
                 )
             return hold_against(self.against, self.chip, self.json)
-        options.check_range("keep", self.keep, 1, 100)
+        check_range("keep", self.keep, 1, 100)
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
         if self.price is not None and self.tokens is None:
             raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
-            self.check_page(self.html)
-        from llmpar.planner import frameworks, planner
-        from llmpar.planner.targets import GPUS, TPUS
-
+            if not self.html.endswith(".html"):
+                raise ValueError(f"a page is saved as .html, and '{self.html}' is not; rename it")
+            check_free(self.html, OURS[".html"])
         if self.export not in (None, *frameworks.EXPORTS):
             raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
         if self.versus is not None:
             return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
-        with options.still_at_work(
-            "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
-        ):
+        with still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer, unread = (
                 self.launched(self.from_flags)
                 if self.from_flags
-                else (planner.decide(planner.Question(*self.question()), self.keep), [])
+                else (planner.decide(self.question(), self.keep), [])
             )
         document = planner.document(answer, budget, self.price)
         document["notes"] = [*answer.question.config.notes, *notes(answer), *unread]
@@ -122,16 +136,14 @@ class PlanCommand(Output):
         if self.html is not None:
             self.save_page(answer.plans[0].plan)
         if not self.json:
-            options.inform(f"{document['priced']:,} plans priced; {document['room_is']}")
+            inform(f"{document['priced']:,} plans priced; {document['room_is']}")
         for line in document["notes"]:
-            options.inform(line)
+            inform(line)
         return give(document, self.json, tables_of(document))
 
     def launched(self, text: str) -> tuple[Any, list[str]]:
         """Return the answer with the plan of another framework's launch line or configuration alone: why it
         does not fit, and the best change that cures it; and what of the text is not priced."""
-        from llmpar.planner import advice, frameworks, planner
-
         text = text if " " in text.strip() else read_text(text, "configuration")
         name, known, unread = frameworks.facts_in(text)
         devices, batch_size, plan = frameworks.planned_by(known, self.devices)
@@ -148,9 +160,9 @@ class PlanCommand(Output):
             if "model" in known
             else " ".join(model),
         }
-        q = planner.Question(*dataclasses.replace(self, **sizes).question())
+        q = replace(self, **sizes).question()
         fixed = frameworks.fixed_by(name, q.resolved(plan, None))
-        q = dataclasses.replace(q, fixed=fixed)
+        q = replace(q, fixed=fixed)
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
         if one.why_not:
             changes = [x for x in advice.advice(q, plan.mesh, one) if x]
@@ -164,49 +176,39 @@ class PlanCommand(Output):
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
-        from llmpar.planner import planner
-
         if idle := changed(self, ("tokens", "price", "html")):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
-        q = planner.Question(*self.question())
+        q = self.question()
         own = {name: value for name, value in q.fixed.items() if name not in AXES}
-        q = dataclasses.replace(q, fixed=own)
+        q = replace(q, fixed=own)
         at = lambda text: planner.on_mesh(q, parse_mesh(text, q.num_devices))
         one = at(self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
         document = planner.versus(q, one, at(self.versus or ""))
         return give(document, self.json, tables_versus(document))
 
-    def check_page(self, path: str) -> None:
-        """Refuse a page that cannot be written or drawn, before the work."""
-        if not path.endswith(".html"):
-            raise ValueError(f"a page is saved as .html, and '{path}' is not; rename it")
-        options.check_free(path, options.OURS[".html"])
-
     def save_page(self, best: Plan) -> None:
         """Write the mesh explorer, opened on a plan; without live Python if its runtime is missing."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
-        from llmpar.planner import planner
 
-        _, chip, _, batch_size, seq_len, fixed, _ = self.question()
+        q = self.question()
         chosen = {
             "model": self.model,
-            "chip": chip.name if self.cluster else self.chip or "h100",
+            "chip": q.chip.name if self.cluster else self.chip or "h100",
             "mesh": str(best.mesh),
-            "fields": {name: value for name, value in fixed.items() if name not in AXES},
+            "fields": {name: value for name, value in q.fixed.items() if name not in AXES},
         }
         figures = {name: getattr(self, name) or 0 for name in hardware.MACHINE}
         if self.cluster:
-            figures |= {name: planner.machine(chip)[name] for name in ("network", "node_size")}
+            figures |= {name: planner.machine(q.chip)[name] for name in ("network", "node_size")}
         small = not page.runtime()
-        MeshExplorer(**chosen, **figures, batch_size=batch_size, seq_len=seq_len).save(
-            self.html or "", small
-        )
+        explorer = MeshExplorer(**chosen, **figures, batch_size=q.batch_size, seq_len=q.seq_len)
+        explorer.save(self.html or "", small)
         part = ": without Python for the browser, it has the plans that are one change away"
-        options.inform(f"wrote {self.html}{part if small else ''}")
+        inform(f"wrote {self.html}{part if small else ''}")
 
-    def question(self) -> tuple:
-        """Return the arguments of `planner.Question`; refuse options that contradict each other."""
+    def question(self) -> planner.Question:
+        """Return what is asked; refuse options that contradict each other."""
         config, (chip, devices) = preset(self.model), self.machine()
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
@@ -215,7 +217,9 @@ class PlanCommand(Output):
             raise ValueError(
                 f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens"
             )
-        return config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
+        return planner.Question(
+            config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
+        )
 
     def machine(self) -> tuple[hardware.Chip, int]:
         """Return the chip as it is in the machine, and the number of devices."""
@@ -237,11 +241,11 @@ class PlanCommand(Output):
             devices = usual if self.devices is None else self.devices
             if devices > most:
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
-        options.check_range("devices", devices, 1, MAX_DEVICES)
+        check_range("devices", devices, 1, MAX_DEVICES)
         figures = {name: getattr(self, name) for name in hardware.MACHINE}
         for name, value in figures.items():
             if value is not None:
-                options.check_range(name.replace("_", "-"), value, 1e-3, 1e6)
+                check_range(name.replace("_", "-"), value, 1e-3, 1e6)
         return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:
@@ -262,7 +266,7 @@ class PlanCommand(Output):
     def fixed(self) -> dict[str, Any]:
         """Return the fields of the plan that are given, by name and value."""
         given: dict[str, Any] = {} if self.mesh is None else named_axes(self.mesh)
-        known = {f.name: f for f in dataclasses.fields(Plan) if f.name != "mesh"}
+        known = {f.name: f for f in fields(Plan) if f.name != "mesh"}
         for pair in (self.fix or "").replace(",", " ").split():
             name, _, text = pair.partition("=")
             name = name.replace("-", "_")
@@ -292,7 +296,7 @@ def notes(answer: Any) -> list[str]:
     not run here, where another of its model does."""
     q, first = answer.question, answer.plans[0].plan
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
-    plan = q.resolved(dataclasses.replace(first, **own), None)
+    plan = q.resolved(replace(first, **own), None)
     lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
     why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
     return lines + [f"the first plan is priced, and does not run here: {why}"] * bool(why)
@@ -331,8 +335,6 @@ def _table(
     caption: str | None = None,
 ) -> Any:
     """Make a table of rows of text."""
-    from rich.table import Table
-
     table = Table(*columns, title=title, caption=caption)
     for row in rows:
         table.add_row(*row)
@@ -343,8 +345,10 @@ def tables_of(document: dict) -> Iterator[Any]:
     """Yield the answer as tables, then the command lines of the first plan."""
     error, best = document["time_error"], document["plans"][0]
     few = lambda value: rounded(value, error)
-    what = f"{document['model']} on {document['devices']:,} {document['chip']}"
-    title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
+    title = (
+        f"{document['model']} on {document['devices']:,} {document['chip']},"
+        f" {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
+    )
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB; "
     caption += "{node_link:g} GB/s{each} in nodes of {node_size}, {network:g} beyond".format(
         **document["machine"]
@@ -426,10 +430,7 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
 
 def tables_against(document: dict) -> Iterator[Any]:
     """Yield the document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
-    from rich.table import Column
-
     from llmpar.planner.measured import tell_tale
-    from llmpar.predict.time import beside_flops
 
     numbers = "predicted", "measured", "error", "fits"
     columns = [Column(name, justify="right", no_wrap=True) for name in numbers]

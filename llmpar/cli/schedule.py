@@ -16,8 +16,7 @@ from llmpar.cli.options import (
     read_order,
     save_picture,
 )
-from llmpar.plan import schedules
-from llmpar.plan.schedules import Costs, make
+from llmpar.plan.schedules import Costs, Schedule, from_text, make
 from llmpar.plan.timetable import Timetable, timetable
 
 _MAX_CELLS = 40_000
@@ -74,13 +73,13 @@ class ScheduleCommand(Output):
             [text_timeline(table), *lines, f"{'peak_live':<20}{document['peak_live']}"],
         )
 
-    def made(self) -> schedules.Schedule:
+    def made(self) -> Schedule:
         """Return the schedule of that name, or the written order; refuse sizes that the order does not
         have."""
         order = read_order(self.name)
         if "\n" not in order.strip():
             return make(order, self.stages, self.microbatches, self.virtual_stages)
-        order_of_file = schedules.from_text(order)
+        order_of_file = from_text(order)
         has = {
             "stages": order_of_file.num_stages,
             "microbatches": order_of_file.num_microbatches,
@@ -93,9 +92,7 @@ class ScheduleCommand(Output):
         return order_of_file
 
 
-def schedule_document(
-    schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0
-) -> dict:
+def schedule_document(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
     """Return what `llmpar schedule --json` prints: times in the costs' unit, `peak_live` in microbatches per
     stage."""
     t = timetable(schedule, costs, hop)

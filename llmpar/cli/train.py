@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -12,13 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import tyro
 
 from llmpar import draw
-from llmpar.cli import options
 from llmpar.cli.options import (
     MAX_SEED,
     File,
@@ -27,14 +25,20 @@ from llmpar.cli.options import (
     Output,
     StepOptions,
     changed,
+    check_picture,
+    check_range,
+    fits_host,
     flags_of,
     give,
     inform,
+    save_picture,
     speaks,
+    start_jax,
 )
-from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
+from llmpar.cli.weights import Load, beside, from_folder
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
+from llmpar.launch.joined import Watchdog, asked_to_stop, barrier, initialize, tell_others
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import folder_of, preset
@@ -96,8 +100,6 @@ class Train(Output):
     def run(self, begin: Load | None = None) -> dict:
         """Train with progress, and return the ``--json`` document. ``begin`` loads the weights of
         ``from_``."""
-        from llmpar.launch.joined import Watchdog, barrier, initialize
-
         if begin is None:
             initialize()
             barrier({"command": "train"} | flat(self))
@@ -106,17 +108,17 @@ class Train(Output):
             return command.run(begin)
         self.check_flags()
         optimizer = OptimizerConfig(**vars(self.optimizer))
-        options.check_picture(self.plot)
+        check_picture(self.plot)
         barrier({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import Callbacks, Evaluation, kept_in, train
 
-        options.start_jax()
+        start_jax()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         plan = self.step.resolve()
         config = plan.config
-        options.fits_host(plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
+        fits_host(plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or not kept_in(keep.folder):
@@ -164,7 +166,7 @@ class Train(Output):
 
     def check_flags(self) -> None:
         """Refuse flags that no run can have, before JAX starts."""
-        options.check_range("seed", self.seed, 0, MAX_SEED)
+        check_range("seed", self.seed, 0, MAX_SEED)
         if not 0 <= self.stuck_after < math.inf:
             raise ValueError(
                 f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait without limit"
@@ -194,7 +196,7 @@ class Train(Output):
         from llmpar.training.loop import MFU
 
         if losses := report.losses:
-            options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
+            save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             inform(
                 f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps"
             )
@@ -211,16 +213,12 @@ class Train(Output):
 
     def taken_from(self, name: str) -> tuple[Train, Load]:
         """Return this command with the model and tokenizer of a folder, and the loader of its weights."""
-        refuse_beside_from(changed(self.step, ["model"]))
-        model, tokenizer, load = from_folder(name)
-        if self.text.tokenizer != "bytes":
-            tokenizer = self.text.tokenizer
-        elif tokenizer == "bytes":
-            inform(f"{name} has no tokenizer.json: using the tokenizer 'bytes'")
-        step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
-        return dataclasses.replace(
-            self, step=dataclasses.replace(step, model=model), text=text
-        ), load
+        own = None if self.text.tokenizer == "bytes" else self.text.tokenizer
+        model, tokenizer, load, notes = from_folder(name, changed(self.step, ["model"]), own)
+        for line in notes:
+            inform(line)
+        text = replace(self.text, tokenizer=tokenizer)
+        return replace(self, step=replace(self.step, model=model), text=text), load
 
     def read_text(
         self, config: ModelConfig, plan: Plan
@@ -242,9 +240,11 @@ class Train(Output):
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
     """Print which model is trained on which devices and text."""
-    devices = f"{plan.mesh} ({plan.mesh.size} devices)"
     of = f" ({config.trained_params:,} of them trained)" if config.lora else ""
-    inform(f"{config.name}: {config.num_params:,} parameters{of} on {devices}; {source}")
+    inform(
+        f"{config.name}: {config.num_params:,} parameters{of} on {plan.mesh} ({plan.mesh.size}"
+        f" devices); {source}"
+    )
     if order := plan.pipeline:
         idle = timetable(order).bubble_fraction
         inform(
@@ -281,8 +281,6 @@ class Stopper(contextlib.ExitStack):
         """Return whether to stop after this step."""
         self.worked = True
         if self.of_many:
-            from llmpar.launch.joined import asked_to_stop
-
             self._steps += 1
             self.number = signal.SIGTERM if asked_to_stop(self._steps) else 0
         return self.number > 0
@@ -298,8 +296,6 @@ class Stopper(contextlib.ExitStack):
         if self.worked or number != signal.SIGINT:
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        from llmpar.launch.joined import tell_others
-
         tell_others("one process was interrupted", 128 + number)
         signals.end(_AT_ONCE, 128 + number)
 

@@ -3,7 +3,7 @@
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,12 +42,9 @@ def open_weights(
         raise ValueError("--best needs --checkpoints; give it, or leave --best out")
     if from_ is not None:
         others = {"--model": model, "--checkpoints": checkpoints}
-        refuse_beside_from([flag for flag, value in others.items() if value is not None])
-        model, name, load = from_folder(from_)
-        config, notes = preset(model), []
-        if tokenizer is None and name == "bytes":
-            notes = [f"{from_} has no tokenizer.json: using the tokenizer 'bytes'"]
-        reader = data.open_tokenizer(tokenizer or name)
+        given = [flag for flag, value in others.items() if value is not None]
+        model, name, load, notes = from_folder(from_, given, tokenizer or None)
+        config, reader = preset(model), data.open_tokenizer(name)
     elif checkpoints is not None:
         from llmpar.training.checkpoint import Checkpoints
 
@@ -148,12 +145,16 @@ def _cast(params: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def from_folder(name: str) -> tuple[str, str, Load]:
-    """Return the names of the model and the tokenizer in a Hugging Face folder (or of a downloaded model),
-    and the loader of its weights. No weight is read yet, but tensors that the model does not have are
-    refused."""
+def from_folder(
+    name: str, given: Sequence[str] = (), tokenizer: str | None = None
+) -> tuple[str, str, Load, list[str]]:
+    """Return the names of the model and the tokenizer (its own, if none is named) of a Hugging Face folder or
+    of a downloaded model, the loader of its weights, and notes for people. No weight is read yet, but tensors
+    that the model does not have are refused, and flags that are ``given`` for another model."""
     from llmpar.training import hugging_face as hf
 
+    if given:
+        raise ValueError(f"--from brings a model and its weights; leave {' and '.join(given)} out")
     folder = folder_of(name)
     if not os.path.isdir(folder):
         raise ValueError(
@@ -169,15 +170,11 @@ def from_folder(name: str) -> tuple[str, str, Load]:
     model = os.path.join(".", name) if folder == name else name
     config, tensors = preset(model).must_run(), hf.open_folder(folder)
     hf.check_tensors(tensors, config)
-    tokenizer = os.path.join(folder, "tokenizer.json")
     load = functools.partial(hf.from_state_dict, tensors, config)
-    return model, tokenizer if os.path.isfile(tokenizer) else "bytes", load
-
-
-def refuse_beside_from(given: list[str]) -> None:
-    """Refuse flags that name another model than --from."""
-    if given:
-        raise ValueError(f"--from brings a model and its weights; leave {' and '.join(given)} out")
+    own = os.path.join(folder, "tokenizer.json")
+    if tokenizer is not None or os.path.isfile(own):
+        return model, own if tokenizer is None else tokenizer, load, []
+    return model, "bytes", load, [f"{name} has no tokenizer.json: using the tokenizer 'bytes'"]
 
 
 def beside(model: str) -> str | None:

@@ -200,8 +200,10 @@ def role_of(part: str, words: dict[str, str]) -> str:
     """Return the role of a part of a bar, by its name."""
     role = words.get(part, part)
     if role.rstrip("/") not in LIGHT:
-        remedy = f"say whose it has: roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
-        raise ValueError(f"part '{part}' has no colour of its own in draw/colours.toml; {remedy}")
+        raise ValueError(
+            f"part '{part}' has no colour of its own in draw/colours.toml; say whose it has:"
+            f" roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
+        )
     return role
 
 
@@ -358,8 +360,10 @@ def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
     ``span_s`` at least."""
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
     if not len(compute_s) == len(comm_s) == len(labels):
-        counts = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"
-        raise ValueError(f"overlap got {counts}; give as many of each")
+        raise ValueError(
+            f"overlap got {len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)}"
+            " labels; give as many of each"
+        )
     schedules = []
     for name in ("in turn", "side by side"):
         free, computing, sending = [0.0, 0.0], [], []

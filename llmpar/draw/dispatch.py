@@ -155,8 +155,10 @@ def expert_loads(rows, slots: int | None = None) -> Scene:
     away = sum(
         n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r
     )
-    note = f"{away} of {total} copies change their rank; the busiest expert has"
-    note += f" {max(load) * experts / max(total, 1):.2f} × the mean."
+    note = (
+        f"{away} of {total} copies change their rank; the busiest expert has"
+        f" {max(load) * experts / max(total, 1):.2f} × the mean."
+    )
     sent = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
     lines = [f"rank {r}: {words}" for r, words in enumerate(sent)]
     lines.append("load: " + " ".join(map(str, load)))

@@ -3,6 +3,7 @@
 Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
 
+import functools
 import itertools
 import math
 
@@ -27,24 +28,18 @@ def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
 def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     """Return the devices that talk over ``axes`` (outermost first), group by group; groups by their first
     device."""
-    apart, teams = strides(sizes, order), dict[int, list[tuple[int, int]]]()
+    apart, teams = strides(sizes, order), dict[tuple[int, ...], list[tuple[int, ...]]]()
     for device in range(math.prod(sizes.values())):
-        first, rank = device, 0
-        for a in axes:
-            at = device // apart[a] % sizes[a]
-            first, rank = first - at * apart[a], rank * sizes[a] + at
-        teams.setdefault(first, []).append((rank, device))
-    return [[device for _, device in sorted(teams[first])] for first in sorted(teams)]
+        at = {a: device // apart[a] % sizes[a] for a in apart}
+        others = tuple(at[a] for a in at if a not in axes)
+        teams.setdefault(others, []).append((*(at[a] for a in axes), device))
+    return [[device for *_, device in sorted(team)] for team in teams.values()]
 
 
 def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:
     """Return which block of every dim the device at ``at`` holds, counted from 0."""
-    index = []
-    for dim in layout.dims:
-        index.append(0)
-        for axis in dim.axes:
-            index[-1] = index[-1] * sizes[axis] + at[axis]
-    return tuple(index)
+    step = lambda index, axis: index * sizes[axis] + at[axis]
+    return tuple(functools.reduce(step, dim.axes, 0) for dim in layout.dims)
 
 
 def slices(

@@ -222,8 +222,10 @@ def mesh(
             f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}"
         )
     if shape.size > MOST_CELLS:
-        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST_CELLS} at most"
-        raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
+        raise ValueError(
+            f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST_CELLS} at most;"
+            " use llmpar.MeshExplorer, which draws blocks of them"
+        )
     live = shape.named or {"dp": 1}
     apart, host = strides(live, live), devices_per_host or shape.size
     teams = groups(shape.user_sizes, AXES, [highlight_axis]) if highlight_axis else []
@@ -254,8 +256,10 @@ def mesh(
         where = ", dashed." if cells.per else f": device i is on host i // {host}."
         notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
     if teams:
-        first = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
-        notes.append(f"Filled: {first}, devices {number_ranges(teams[0])}.")
+        notes.append(
+            f"Filled: the first of {count_noun(len(teams), 'group')} over {highlight_axis}, devices"
+            f" {number_ranges(teams[0])}."
+        )
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
     return compose(title, [items, legend(facts, 400)], text, notes)

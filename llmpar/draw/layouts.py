@@ -62,8 +62,10 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
             ),
             small_text(right, y + 14, words, "start", "ink"),
         ]
-        near = f"neighbours {count_noun(apart[axis], 'device')} apart"
-        lines.append(f"{axis} {sizes[axis]}: {near}, groups reach {reach}; {words}")
+        lines.append(
+            f"{axis} {sizes[axis]}: neighbours {count_noun(apart[axis], 'device')} apart, groups"
+            f" reach {reach}; {words}"
+        )
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
     items += [
         small_text(right, bottom + 14, "devices apart", "start"),

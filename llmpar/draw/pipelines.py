@@ -238,8 +238,10 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
                 Text(right, middle - 0.7 * pixels(SMALL), through, SMALL, bold=True),
                 Text(right, middle + 0.7 * pixels(SMALL), f"holds {each}", SMALL),
             ]
-            idle_share = f"{table.bubble_fraction:.1%} of it idle"
-            lines.append(f"{label}: {through}, {idle_share}; microbatches held by stage: {each}")
+            lines.append(
+                f"{label}: {through}, {table.bubble_fraction:.1%} of it idle; microbatches held by"
+                f" stage: {each}"
+            )
         y = bottom + 12
     work = {table.ideal for table in tables.values()}
     if len(work) == 1 and not until:

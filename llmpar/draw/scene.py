@@ -520,8 +520,10 @@ def to_png(scene: Scene, software: str = "") -> bytes:
         from matplotlib.patches import FancyBboxPatch, Polygon
         from PIL import Image, PngImagePlugin
     except ModuleNotFoundError as error:
-        lacks = f"a PNG is drawn by {error.name}, which is not installed"
-        raise ValueError(f"{lacks}; save an SVG, or pip install 'llmpar[lab]'") from error
+        raise ValueError(
+            f"a PNG is drawn by {error.name}, which is not installed; save an SVG, or pip install"
+            " 'llmpar[lab]'"
+        ) from error
 
     dpi = min(192, max(96, 96 * 1900 / scene.width))
     point, color = 0.75, {"": "none"} | LIGHT  # a CSS pixel is 3/4 of a typographic point

@@ -126,8 +126,11 @@ def matters(plan: Plan, name: str) -> bool:
         "sequence_order": "sp",
         "schedule": "pp",
         "virtual_stages": "pp",
+        "stage_saves": "pp",
+        "tp_sequence": "tp",
+        "tp_comm_overlap": "tp",
+        "dispatch": "ep",
     }
-    axis |= {"stage_saves": "pp", "tp_sequence": "tp", "tp_comm_overlap": "tp", "dispatch": "ep"}
     return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
 
 

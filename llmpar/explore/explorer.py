@@ -34,8 +34,9 @@ class _State(dict):
     """What a reader chose. It is changed with `Explorer.set`, which tells every front end."""
 
     def __setitem__(self, name, value):
-        remedy = f"a state is changed with set({name}={value!r})"
-        raise TypeError(f"{remedy}, so that what is on the screen follows")
+        raise TypeError(
+            f"a state is changed with set({name}={value!r}), so that what is on the screen follows"
+        )
 
 
 class Explorer:
@@ -58,8 +59,9 @@ class Explorer:
     def set(self, **state) -> None:
         """Change the state, here and in every front end that is open."""
         if unknown := sorted(set(state) - set(self.start)):
-            own = f"{type(self).__name__} has no {', '.join(unknown)}"
-            raise ValueError(f"{own}; it has {', '.join(self.start)}")
+            raise ValueError(
+                f"{type(self).__name__} has no {', '.join(unknown)}; it has {', '.join(self.start)}"
+            )
         self.take(self.state | state)
         if self._rich:
             self._rich.state = dict(self.state)

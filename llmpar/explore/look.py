@@ -25,7 +25,6 @@ from llmpar.planner import planner
 from llmpar.planner.advice import Change, advice
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import hardware, memory
-from llmpar.predict.hardware import CHIPS
 from llmpar.predict.layer import Segment, layer_segments
 
 _CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
@@ -64,7 +63,7 @@ SENTENCE = (
 CONTROLS: list[dict[str, Any]] = [
     {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": ["config"]},
     {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST_DEVICES},
-    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]}
+    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in hardware.CHIPS]}
     | {"clears": [*_MACHINE]},
     {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
@@ -198,8 +197,12 @@ def _offered() -> dict[str, dict[str, Any]]:
             options = what.choices or (SCHEDULES if name == "schedule" else (False, True))
             control |= {"kind": "choice", "options": list(options)}
         controls[name] = control
-    share: dict[str, Any] = {"name": "memory_share", "label": "JAX's share of a GPU's memory"}
-    share |= {"kind": "choice", "options": [planner.GPU_SHARE, 0.75]}
+    share: dict[str, Any] = {
+        "name": "memory_share",
+        "label": "JAX's share of a GPU's memory",
+        "kind": "choice",
+        "options": [planner.GPU_SHARE, 0.75],
+    }
     return controls | {"memory_share": share}
 
 

@@ -67,9 +67,11 @@ def html(explorer: Any, small: bool = False) -> str:
     if small:
         (doc["answer"], *stored), doc["stored"] = nearby(explorer, doc), []
     elif not python:
-        what = "a page that answers by itself needs Python for the browser, which is not installed here"
-        where = "in the project's sources 'make runtime' brings it, before a wheel is built"
-        raise ValueError(f"{what} ({where}); save(…, small=True) needs none")
+        raise ValueError(
+            "a page that answers by itself needs Python for the browser, which is not installed"
+            " here (in the project's sources 'make runtime' brings it, before a wheel is built);"
+            " save(…, small=True) needs none"
+        )
     parts = {
         "title": markup.escape(explorer.title),
         "text": markup.escape(explorer.scene.text),

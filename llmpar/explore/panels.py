@@ -25,8 +25,7 @@ from llmpar.explore.words import (
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
-from llmpar.planner import planner
-from llmpar.planner.planner import Candidate, memory_verdict
+from llmpar.planner.planner import Candidate, band, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
@@ -187,16 +186,14 @@ def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
 def code(seen: View) -> str:
     """Return the plan as Python and as the commands that train and compile it."""
     q, plan = seen.question, seen.one.plan
-    words = ", ".join(
-        [f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())]
-    )
+    words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in fields_of(plan).items())])
     lines = [f"Plan({words})"]
     if not q.config.runs:
         lines.append(f"# {q.config.name} is planned, and does not run here")
     elif why := why_not_run(q.resolved(plan, None)):
         lines.append(f"# it is priced, and does not run here: {why}")
     elif seen.timed:
-        made = planner.commands(q, plan)
+        made = commands(q, plan)
         lines += [line for line in (made["train"], made["compile"]) if line]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
@@ -279,7 +276,7 @@ def step_times(seen: View) -> Scene:
     terms = time.terms.items()
     notes = {"recomputation": recomputed(seen.one.plan)}
     parts = [columns.Part(n, s, notes.get(n, ""), act(explain=n), own.get(n, "")) for n, s in terms]
-    return columns.time_bar(parts, planner.band(time.step_s), time.step_s)
+    return columns.time_bar(parts, band(time.step_s), time.step_s)
 
 
 def sent(seen: View) -> Scene:
@@ -336,7 +333,7 @@ def compared(seen: View) -> dict[str, dict]:
     """Return how the plan compares with each of the others, as ``llmpar plan --versus`` does."""
     pairs = ((name, one) for name, one in others(seen).items() if isinstance(one, Candidate))
     return {
-        name: planner.versus(seen.question, seen.one, one)
+        name: versus(seen.question, seen.one, one)
         for name, one in pairs
         if one.plan.mesh != seen.shape
     }
@@ -400,20 +397,17 @@ def _point(one: Candidate) -> columns.MeshPoint:
 
 def panels(seen: View) -> dict[str, Scene | str]:
     """Return every panel of a state. Only where meshes are compared, times have more than two digits."""
+    drawn: dict[str, Scene | str] = {}
     with estimated():
-        drawn = _estimates(seen)
+        drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
+        if seen.timed:
+            count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+            drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
+        drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
+        drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
     if seen.timed:
         drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
-
-
-def _estimates(seen: View) -> dict[str, Scene | str]:
-    drawn: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
-    if seen.timed:
-        count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-    drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
-    return drawn | {"code": code(seen), "famous": published_runs(seen)}
 
 
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:

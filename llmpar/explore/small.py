@@ -227,9 +227,10 @@ def _moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
     """Return an order whose stage runs operation ``old`` of its row at place ``new``. Operations that were
     joined are separate."""
     if order.placement not in ("linear", "looped"):
-        why = f"a written order cannot say where {order.name} places its chunks"
-        do = "so nothing can be moved in it; start from 1f1b, interleaved, zb-h1 or zb-h2"
-        raise ValueError(f"{why}, {do}")
+        raise ValueError(
+            f"a written order cannot say where {order.name} places its chunks, so nothing can be"
+            " moved in it; start from 1f1b, interleaved, zb-h1 or zb-h2"
+        )
     count = len(order.rows[stage]) if 0 <= stage < order.num_stages else 0
     if not (0 <= old < count and 0 <= new < count):
         raise ValueError(
@@ -490,9 +491,9 @@ class RingExplorer(Figure):
             items.append(small_text(258 + 64 * n, y + 28, words, "start", "ink"))
             lines.append(f"rank {r}: {' '.join(f'{x:.2g}' for x in work[r])}; {words}")
         items.append(small_text(60, -12, f"its positions, of {own * n}", "start"))
-        ideal = f"with even work {sum(map(sum, work)) / n:.3g}"
         says = (
-            f"{self.why[name]} The ring takes as long as {sum(busiest):.3g} full squares, {ideal}."
+            f"{self.why[name]} The ring takes as long as {sum(busiest):.3g} full squares, with even"
+            f" work {sum(map(sum, work)) / n:.3g}."
         )
         drawn = compose(f"{name}: which keys of a piece the queries see", [items], "\n".join(lines))
         return captioned(drawn, says)

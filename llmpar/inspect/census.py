@@ -79,8 +79,12 @@ def arrow_of(scope: str) -> dict[str, Any]:
     A pipeline's F is not differentiated, so its scope counts as forward.
     """
     match = re.match(r".*arrow\[(.*?)\]", scope)
-    marks = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
-    marks |= {"when-F/": "forward"}
+    marks = {
+        "rematted_computation": "recomputed",
+        "transpose(": "backward",
+        "jvp(": "forward",
+        "when-F/": "forward",
+    }
     direction = next((name for mark, name in marks.items() if mark in scope), "")
     return {"arrow": match[1] if match else "", "direction": direction}
 
@@ -205,9 +209,10 @@ def known(trips: int | Fraction | None, what: str, source: str) -> int | Fractio
     """Return the trip count of a loop that runs ``what``; raise ValueError if it is unknown."""
     if trips is None and what:
         loop = "the loop" + (source and f" at {source}")
-        remedy = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
-        why = f"it runs {what}, but its trip count is unknown"
-        raise ValueError(f"cannot count {loop}: {why}; {remedy}")
+        raise ValueError(
+            f"cannot count {loop}: it runs {what}, but its trip count is unknown; use lax.scan, or"
+            " lax.fori_loop with bounds that are Python integers"
+        )
     return trips or 0
 
 
@@ -260,10 +265,8 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
         dims[0] if len(dims) == 1 else dims,
         operand_arrow(module, comp, name, axes, mesh),
     )
-    result = Collective(
-        kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope)
-    )
-    return replace(result, moves=moves)
+    seen = kind, axes, group_size, 1, sent, dtypes, shape, source
+    return Collective(*seen, moves=moves, **arrow_of(op.scope))
 
 
 def is_product(op: Instruction) -> bool:

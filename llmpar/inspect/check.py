@@ -49,9 +49,14 @@ _ASK = "give the function for one device as reference"
 # ------------------------------------------------------------------------------------------ kinds of mistakes
 
 _REDUCE = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin, "share": lax.psum}
-_STATES = {"sum": "a term of a sum over", "mean": "each shard's own mean over"}
-_STATES |= {"max": "each shard's own max over", "min": "each shard's own min over"}
-_STATES |= {"share": "divided by the size of", "shard": "in another order over"}
+_STATES = {
+    "sum": "a term of a sum over",
+    "mean": "each shard's own mean over",
+    "max": "each shard's own max over",
+    "min": "each shard's own min over",
+    "share": "divided by the size of",
+    "shard": "in another order over",
+}
 
 
 def _whole(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
@@ -105,7 +110,6 @@ _SUMS = "psum.*|reduce_scatter.*|unreduced.*"
 _OTHERS = "(?!psum|ppermute|reduce_scatter|all_to_all|unreduced|enter|return).*"
 _WHOLES = "argmax|argmin|sort|top_k|gather|cumsum|cummax|cumlogsumexp|reduce_prod"
 _NO_PIECES = Pieces({})
-_PARTS = "sum", "mean", "max", "min", "share"
 _beside = lambda step, cuts: [a for a in cuts[0].over("sum") if a not in step.axes]
 MISTAKES = {
     "wrong axis": Mistake(
@@ -174,7 +178,7 @@ MISTAKES = {
         "a {lack} over {axes}: {name} takes {state} {axes}",
         "lax.{reduce}(…, {names}) before the {name}",
         _OTHERS,
-        _PARTS,
+        tuple(_REDUCE),
         _whole,
     ),
     "unfinished": Mistake(
@@ -182,7 +186,7 @@ MISTAKES = {
         "a {lack} over {axes}: {what} is still {state} {axes}{tail}",
         "lax.{reduce}(…, {names}) before it is returned",
         RETURN,
-        _PARTS,
+        tuple(_REDUCE),
         _whole,
     ),
     "over a shard": Mistake(
@@ -460,8 +464,10 @@ class _Case:
         for axis, n in self.mesh.items():
             most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
             if 1 <= most == n - 2:
-                seen = f"{n - 1} of {n} blocks of {axis} are seen"
-                self.notes.append(f"if it is a ring, it is one hop short: {seen}")
+                self.notes.append(
+                    f"if it is a ring, it is one hop short: {n - 1} of {n} blocks of {axis} are"
+                    " seen"
+                )
         return []
 
     def refuse_own_rows(self) -> None:

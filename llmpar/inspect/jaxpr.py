@@ -22,13 +22,13 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.hlo import COLLECTIVES, innermost
 
-_OF_PRIMITIVE = {kind.replace("-", "_"): kind for kind in COLLECTIVES}
-_OF_PRIMITIVE |= {
+_OF_PRIMITIVE = {
+    **{kind.replace("-", "_"): kind for kind in COLLECTIVES},
+    **dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
     "psend": "send",
     "pbroadcast": "collective-broadcast",
 }
-_OF_PRIMITIVE |= dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
 _DTYPES = {
     "bfloat": "bf",
     "float": "f",
@@ -154,8 +154,10 @@ def unchecked(jaxpr: Any) -> list[str]:
                 for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)
             ]
             for i, axes in ((i, ",".join(sorted(axes))) for i, axes in enumerate(rest) if axes):
-                equal = f"is equal on all devices along {axes}, as out_specs say; check_vma=True checks it"
-                notes.append(f"nothing ensures that result {i} of the shard_map at {at} {equal}")
+                notes.append(
+                    f"nothing ensures that result {i} of the shard_map at {at} is equal on all"
+                    f" devices along {axes}, as out_specs say; check_vma=True checks it"
+                )
     return notes
 
 

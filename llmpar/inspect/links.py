@@ -15,8 +15,7 @@ from rich.table import Table
 
 from llmpar.inspect.tables import rich_table
 from llmpar.parallel.placement import domains_per_group, link_domain
-from llmpar.predict import hardware
-from llmpar.predict.hardware import Chip
+from llmpar.predict.hardware import Chip, guess
 
 _SWITCHES = {"mi300x": "Infinity Fabric"}
 """Chip -> the name of a switch's links, where it is not NVLink."""
@@ -42,7 +41,7 @@ def axis_links(mesh: Any) -> dict[str, dict]:
         closed: whether a group is a whole dim of a torus, closed into a ring.
     """
     grid = np.asarray(mesh.devices)
-    chip, host = hardware.guess(grid.flat[0].device_kind), _hosts(grid)
+    chip, host = guess(grid.flat[0].device_kind), _hosts(grid)
     spans = zip(domains_per_group(grid, host), domains_per_group(grid), strict=True)
     rows = {}
     for i, (axis, (hosts, domains)) in enumerate(zip(mesh.axis_names, spans, strict=True)):

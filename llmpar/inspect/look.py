@@ -153,8 +153,10 @@ class Look:
         __tracebackhide__ = True
         rows = pins.matching(self.mesh, self.rows, what, over)
         if at_most < math.inf and any(row["per_turn"] for row in rows):
-            why = "is in a loop of unknown trip count, and its bytes are of one iteration"
-            raise ValueError(f"{what} {why}; leave at_most out, or give the loop a known length")
+            raise ValueError(
+                f"{what} is in a loop of unknown trip count, and its bytes are of one iteration;"
+                " leave at_most out, or give the loop a known length"
+            )
         holds = lambda look: 1 <= look.bytes_of(what, over) <= at_most
         return self._assert(f"sends('{what}')", what, over, holds, fails_on)
 
@@ -171,8 +173,10 @@ class Look:
         """Raise AssertionError unless something holds of this look, and does not of ``fails_on``."""
         __tracebackhide__ = True
         if not holds(self):
-            by = f"{self.bytes_of(what, over):,} B by {what}{f' over {over}' * bool(over)}"
-            raise AssertionError(f"{name} fails: {self.name} sends {by}\n{self}")
+            raise AssertionError(
+                f"{name} fails: {self.name} sends {self.bytes_of(what, over):,} B by"
+                f" {what}{f' over {over}' * bool(over)}\n{self}"
+            )
         if fails_on and holds(fails_on):
             raise AssertionError(f"{name} holds of fails_on too, so it shows nothing")
         return self
@@ -273,9 +277,9 @@ def _returned(leaves: list) -> list[str]:
         if len(same) != 1 or (at := same[0][2]).device_set != where.device_set:
             continue
         if not where.is_equivalent_to(at, len(x.shape)):
-            layouts = f"{name} is returned as {_layout(where, x)}, but in {same[0][0]} is {_layout(at, x)}"
             notes.append(
-                f"{layouts}: passed in again, it is moved, or the program is compiled again"
+                f"{name} is returned as {_layout(where, x)}, but in {same[0][0]} is"
+                f" {_layout(at, x)}: passed in again, it is moved, or the program is compiled again"
             )
     if (more := len(notes) - _MOST) > 0:
         notes[_MOST:] = [f"{more} more results are returned in another layout"]
@@ -304,8 +308,10 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
             )
         return f
     if not callable(f):
-        kinds = "a function with its arguments, a traced, lowered or compiled program, a jaxpr, or HLO text"
-        raise ValueError(f"look takes {kinds}; this is of type {type(f).__name__}")
+        raise ValueError(
+            "look takes a function with its arguments, a traced, lowered or compiled program, a"
+            f" jaxpr, or HLO text; this is of type {type(f).__name__}"
+        )
     # a jitted method: its function has the attributes
     if hasattr(getattr(f, "__func__", None), "lower"):
         f, args = f.__func__, (f.__self__, *args)
@@ -332,9 +338,9 @@ def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
             program = program.jaxpr
     if isinstance(mesh, AbstractMesh):
         if mesh.size > (present := jax.device_count()):
-            why = f"mesh {dict(mesh.shape)} needs {mesh.size} devices, but JAX has {present}"
             raise ValueError(
-                f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process"
+                f"mesh {dict(mesh.shape)} needs {mesh.size} devices, but JAX has {present};"
+                f" llmpar.use_devices({mesh.size}) simulates them, in a fresh process"
             )
         grid = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
         mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
@@ -398,11 +404,11 @@ def _of_text(text: str, mesh: Any = None) -> Look:
     )
     result = _read(text, places, [], {})
     for row in (row for row in result.rows if row["axes"] == ("other",)):
-        why = (
-            f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
+        raise ValueError(
+            f"mesh {sizes} is not the program's: groups of the {row['collective']} at"
+            f" {row['source'] or 'no line'} fill no whole axes; give its own, or an axis of which"
+            " they fill a part as two: X=4 as A=2 B=2"
         )
-        remedy = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
-        raise ValueError(f"mesh {sizes} is not the program's: {why}; {remedy}")
     return result
 
 
@@ -430,8 +436,15 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
             groups = f"groups of the {c.kind} at {source or 'no line'} fill no whole axes"
             notes.append(groups + (c.moves and f": they are {c.moves}"))
         link = "; ".join(dict.fromkeys(between[a] for a in c.axes if a in between))
-        key: dict[str, Any] = {"source": source, "arrow": c.arrow or c.moves, "collective": c.kind}
-        key |= {"axes": c.axes, "per_turn": c.per_turn, "conditional": c.conditional, "link": link}
+        key: dict[str, Any] = {
+            "source": source,
+            "arrow": c.arrow or c.moves,
+            "collective": c.kind,
+            "axes": c.axes,
+            "per_turn": c.per_turn,
+            "conditional": c.conditional,
+            "link": link,
+        }
         keyed.append((key | {"dtype": c.dtype, "shape": c.shape, "direction": c.direction}, c))
     flops, uncounted = _matmul_flops(module)
     ops = (f"{op.opcode} {op.attrs}" for ops in module.computations.values() for op in ops.values())

@@ -111,8 +111,10 @@ def check_pin(
         )
     if update or not path.exists():
         if not update and is_ci:
-            where = "run the test elsewhere, and commit the file"
-            raise AssertionError(f"'{path}' is missing, and CI writes no pins: {where}")
+            raise AssertionError(
+                f"'{path}' is missing, and CI writes no pins: run the test elsewhere, and commit"
+                " the file"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         text = f"{text_columns(after)}\n" if after else ""
         path.write_text(f"# {name} on {on} sends, per device and run\n{text}")
@@ -126,8 +128,10 @@ def check_pin(
             f"'{path}' says '{first[2:]}', and this is on {on}; use a file for each mesh"
         )
     if changes := difference(before, after):
-        meant = f"if that is meant: {UPDATE_PINS}=1, once more, and commit the file"
-        raise AssertionError(f"{name} sends otherwise than '{path}' says:\n{changes}\n{meant}")
+        raise AssertionError(
+            f"{name} sends otherwise than '{path}' says:\n{changes}\nif that is meant:"
+            f" {UPDATE_PINS}=1, once more, and commit the file"
+        )
 
 
 def _is_arrow(what: str) -> bool:
@@ -151,8 +155,9 @@ def matching(
     moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
     known = *COLLECTIVES, *(row["arrow"] for row in rows)
     if what not in known and not (moves or _is_arrow(what)):
-        kinds = f"{', '.join(COLLECTIVES)}, or types as look prints them"
-        raise ValueError(f"'{what}' is no collective; use {kinds}")
+        raise ValueError(
+            f"'{what}' is no collective; use {', '.join(COLLECTIVES)}, or types as look prints them"
+        )
     if over is not None and over not in mesh:
         raise ValueError(f"the mesh has no axis '{over}'; it has {', '.join(mesh)}")
     along = [

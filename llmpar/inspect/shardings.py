@@ -114,9 +114,9 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
         slices = where.devices_indices_map(shape)
     except (ValueError, IndexError) as error:
         why = str(error).partition("implies that ")[2] or error
-        remedy = "an array, or jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
         raise ValueError(
-            f"JAX has no map from devices to blocks of {name} as {layout}: {why}; give {remedy}"
+            f"JAX has no map from devices to blocks of {name} as {layout}: {why}; give an array, or"
+            " jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
         ) from None
     ends = lambda cut: tuple(c.indices(n)[:2] for c, n in zip(cut, shape, strict=True))
     per_device = [(ends(slices[d]), term.get(d)) if d in slices else None for d in devices]

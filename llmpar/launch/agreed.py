@@ -65,9 +65,9 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
     for file in sorted(file for suffix in ("*.py", "*.toml") for file in root.rglob(suffix)):
         code.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     runs: dict[str, Any] = {
-        "llmpar": f"{sys.modules['llmpar'].__version__} [{code.hexdigest()[:8]}]"
+        "llmpar": f"{sys.modules['llmpar'].__version__} [{code.hexdigest()[:8]}]",
+        "Python": platform.python_version().rpartition(".")[0],
     }
-    runs |= {"Python": platform.python_version().rpartition(".")[0]}
     runs |= {name: importlib.metadata.version(name) for name in PACKAGES}
     runs |= {name: value for name, value in jax.config.values.items() if name not in OWN}
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
@@ -110,5 +110,7 @@ def refusal(given: Sequence[Mapping[str, Any]]) -> str:
     """Write the sentence for processes that differ."""
     rows = differences(given)
     more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-    what = f"the {len(given)} processes of this job do not agree: {'; '.join(rows[:SHOWN])}{more}"
-    return f"{what}; start all with the same command, data and versions"
+    return (
+        f"the {len(given)} processes of this job do not agree: {'; '.join(rows[:SHOWN])}{more};"
+        " start all with the same command, data and versions"
+    )

@@ -77,14 +77,14 @@ def detect(environ: Mapping[str, str]) -> Place:
             coordinator = f"127.0.0.1:{parts_of(coordinator)[1]}"
         place = replace(place, coordinator=coordinator)
         if not coordinator and not place.joined_by:
-            works = "set JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
             raise ValueError(
-                f"{place.engine} on several hosts does not set the host of process 0; {works}"
+                f"{place.engine} on several hosts does not set the host of process 0; set"
+                " JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
             )
     if not 0 <= place.process_id < place.num_processes:
-        why = f"{place.engine} numbers this process {place.process_id} of {place.num_processes}"
         raise ValueError(
-            f"{why}; numbers count from 0, so use 0 to {max(0, place.num_processes - 1)}"
+            f"{place.engine} numbers this process {place.process_id} of {place.num_processes};"
+            f" numbers count from 0, so use 0 to {max(0, place.num_processes - 1)}"
         )
     return place
 
@@ -149,8 +149,10 @@ def _explicit(env: Mapping[str, str]) -> Place | None:
         )
     num, number = _number(env, "JAX_NUM_PROCESSES"), _number(env, "JAX_PROCESS_ID")
     if num > 1 and "JAX_COORDINATOR_ADDRESS" not in env:
-        works = "set it to the host and port of process 0, such as n1:20000"
-        raise ValueError(f"JAX_NUM_PROCESSES is {num} without JAX_COORDINATOR_ADDRESS; {works}")
+        raise ValueError(
+            f"JAX_NUM_PROCESSES is {num} without JAX_COORDINATOR_ADDRESS; set it to the host and"
+            " port of process 0, such as n1:20000"
+        )
     alone = num > 1 and is_loopback(env["JAX_COORDINATOR_ADDRESS"])
     engine = "Kubernetes" if "KUBERNETES_SERVICE_HOST" in env else "JAX_* variables"
     return Place(engine, num, number, None, number if alone else 0, num if alone else 0)
@@ -217,6 +219,8 @@ def _tpu(env: Mapping[str, str]) -> Place | None:
 
 def _unread(env: Mapping[str, str]) -> Place | None:
     """Note an engine that is unknown, or does not set the number of processes."""
-    note = "is set, but not how many processes there are, so this one runs alone; set"
-    note += " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
+    note = (
+        "is set, but not how many processes there are, so this one runs alone; set"
+        " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
+    )
     return next((Place(note=f"{name} {note}") for name in _OTHERS if name in env), None)

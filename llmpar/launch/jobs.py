@@ -8,13 +8,12 @@ files then start it again, three times, but not after a refusal (1, 2), which wo
 signal and the end are 120 s: a step and a checkpoint must fit in.
 """
 
-import dataclasses
 import json
 import re
 import shlex
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -71,14 +70,16 @@ class Site:
         files.check_fields(self)
         num, gpus = self.processes_per_node, self.gpus_per_node
         if gpus % num:
-            what = f"{num} processes per node cannot share {gpus} GPUs equally"
-            raise ValueError(f"{what}; use 1, or a divisor of {gpus}")
+            raise ValueError(
+                f"{num} processes per node cannot share {gpus} GPUs equally; use 1, or a divisor of"
+                f" {gpus}"
+            )
 
 
 def read_site(path: str) -> Site:
     """Read a site file. Raises ValueError for unknown keys."""
     table = files.read_toml(path, "site file")
-    usual = {field.name: field.default for field in dataclasses.fields(Site)}
+    usual = {field.name: field.default for field in fields(Site)}
     has = f"the site file '{path}' has"
     for name, value in table.items():
         if name not in usual:
@@ -138,11 +139,9 @@ class Job:
         if self.nodes == 1 and not self.site.hosts:
             return ("localhost",)
         if len(self.site.hosts) < self.nodes:
-            why = (
-                f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)}"
-            )
             raise ValueError(
-                f"{why}; add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
+                f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)};"
+                " add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
             )
         return self.site.hosts[: self.nodes]
 
@@ -155,11 +154,10 @@ def job_file(engine: str, job: Job) -> str:
         "again": job.goes_on,
         "once": not job.goes_on,
         "gpu": site.gpus_per_node,
+        "cpu": site.cpus_per_node,
+        "shared": site.volume,
     }
-    when |= {"cpu": site.cpus_per_node, "shared": site.volume}
-    values: dict[str, Any] = {
-        name: value or None for name, value in dataclasses.asdict(site).items()
-    }
+    values: dict[str, Any] = {name: value or None for name, value in asdict(site).items()}
     values |= {name: "" if so else None for name, so in when.items()}
     values |= {
         "nodes": job.nodes,

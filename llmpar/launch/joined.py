@@ -64,13 +64,16 @@ def initialize(
         return place
     import jax
 
+    from llmpar.parallel import _jax
+
     _clear_stdout()
     _CAME.set()
     own, bind = check_coordinator(place, wait_s)
     if place.coordinator and place.process_id == 0:
         _gather(place, bind, wait_s)
     without_proxy(place, environ)
-    _listen_on(own)
+    if own:  # Gloo, by which CPU processes exchange data, listens there for the coordinator
+        _jax.let_gloo_listen(own)
     # JAX's native code would end the process without a sentence
     timer = threading.Timer(wait_s, signals.end, (_late(place, wait_s), FAILED))
     timer.daemon = True
@@ -89,9 +92,9 @@ def initialize(
         )
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        many = f"{place.num_processes} processes ({place.engine})"
         raise ValueError(
-            f"{many} cannot be joined: {why}; initialize() comes before JAX's work"
+            f"{place.num_processes} processes ({place.engine}) cannot be joined: {why};"
+            " initialize() comes before JAX's work"
         ) from error
     finally:
         timer.cancel()
@@ -163,9 +166,10 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
                     answer = _greet(place, line, wait_s)  # of another process 0
             if answer:
                 _refuse(answer)
-            taken = f"port {port} of {place.coordinator} is taken by another program"
-            free = f"JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
-            raise ValueError(f"{taken}; set {free}") from error
+            raise ValueError(
+                f"port {port} of {place.coordinator} is taken by another program; set"
+                f" JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
+            ) from error
         if "MPI" in place.engine:
             on = socket.gethostname()
             why = f"{place.engine} names '{host}', where mpirun runs, but process 0 is on {on}"
@@ -276,12 +280,16 @@ def _contradiction(
     """Say why a process that connects is not one of this job; '' if it is. After a restart it may connect
     again."""
     if num != place.num_processes:
-        counts = f"process 0 is one of {place.num_processes} ({places[0]})"
-        counts += f", process {number} one of {num} ({location})"
-        return f"the processes of this job do not agree: {counts}; start all with the same number"
+        return (
+            f"the processes of this job do not agree: process 0 is one of {place.num_processes}"
+            f" ({places[0]}), process {number} one of {num} ({location}); start all with the same"
+            " number"
+        )
     if number == 0 or not all(_is_gone(line) for other, line in lines if other == number):
-        twice = f"process {number} has come twice, {places[number]} and {location}"
-        return f"{twice}; give each its own number, and each job its own address"
+        return (
+            f"process {number} has come twice, {places[number]} and {location}; give each its own"
+            " number, and each job its own address"
+        )
     return ""
 
 
@@ -305,9 +313,11 @@ def _location() -> str:
 
 
 def _late(place: Place, wait_s: float) -> str:
-    many = f"{place.num_processes} processes ({place.engine})"
-    look = "look at the other processes' output, and for two jobs with one address"
-    return f"not all of {many} came to {place.coordinator} within {wait_s:g} s; {look}"
+    return (
+        f"not all of {place.num_processes} processes ({place.engine}) came to {place.coordinator}"
+        f" within {wait_s:g} s; look at the other processes' output, and for two jobs with one"
+        " address"
+    )
 
 
 def _greet(place: Place, line: socket.socket, wait_s: float, *failed: str) -> str:
@@ -327,9 +337,11 @@ def _greet(place: Place, line: socket.socket, wait_s: float, *failed: str) -> st
                 return answer.decode().strip()
     if greeting in (b"", GREETING):
         raise ConnectionError("it closed the connection")
-    other = f"at {place.coordinator} listens no process 0 that waits for process {place.process_id}"
-    why = "but another program, or a job that is complete; give this job another port"
-    raise ValueError(f"{other}, {why} (JAX_COORDINATOR_ADDRESS), and each process its own number")
+    raise ValueError(
+        f"at {place.coordinator} listens no process 0 that waits for process {place.process_id},"
+        " but another program, or a job that is complete; give this job another port"
+        " (JAX_COORDINATOR_ADDRESS), and each process its own number"
+    )
 
 
 def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
@@ -396,18 +408,12 @@ def local_devices(
     if not seen or num <= 1 or chosen or renumbered:
         return None
     if seen % num:
-        why = f"{num} processes on {socket.gethostname()} cannot share {seen} GPUs equally"
-        raise ValueError(f"{why}; use 1 process for all of them, or one for each")
+        raise ValueError(
+            f"{num} processes on {socket.gethostname()} cannot share {seen} GPUs equally; use 1"
+            " process for all of them, or one for each"
+        )
     each = seen // num
     return list(range(place.local_id * each, (place.local_id + 1) * each))
-
-
-def _listen_on(address: str | None) -> None:
-    """Let Gloo, by which CPU processes exchange data, listen on this host's address for the coordinator."""
-    if address:
-        from llmpar.parallel import _jax
-
-        _jax.let_gloo_listen(address)
 
 
 def _clear_stdout() -> None:
@@ -621,8 +627,10 @@ class Watchdog:
         while not self._over.wait(min(1.0, self.limit_s / 4)):
             if time.monotonic() > self._until:
                 faulthandler.dump_traceback(all_threads=True)
-                words = f"no step ended within {self.limit_s:g} s after {self.done}"
-                words += ": a process is stuck, or left out a collective"
+                words = (
+                    f"no step ended within {self.limit_s:g} s after {self.done}"
+                    ": a process is stuck, or left out a collective"
+                )
                 with contextlib.suppress(Exception):
                     _client().key_value_set(_KEY, f"{STUCK} in a process {words}")
                 signals.end(f"{words}; the stacks above show where", STUCK)

@@ -58,8 +58,9 @@ class Team(contextlib.ExitStack):
         try:
             import cloudpickle
         except ImportError:
-            missing = "a team needs cloudpickle, which is missing"
-            raise ValueError(f"{missing}; pip install 'llmpar[lab]'") from None
+            raise ValueError(
+                "a team needs cloudpickle, which is missing; pip install 'llmpar[lab]'"
+            ) from None
         self.num, self._dumps = num, cloudpickle.dumps
         atexit.register(self.close)
         self.callback(atexit.unregister, self.close)

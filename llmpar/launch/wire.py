@@ -82,9 +82,9 @@ class Wire(contextlib.ExitStack):
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
             words = " ".join((getattr(error, "stderr", "") or str(error)).split())
-            works = "be root of a machine or of a container with the capabilities NET_ADMIN and SYS_ADMIN"
             raise ValueError(
-                f"hosts cannot be simulated on this machine: {words}; {works}"
+                f"hosts cannot be simulated on this machine: {words}; be root of a machine or of a"
+                " container with the capabilities NET_ADMIN and SYS_ADMIN"
             ) from error
         except BaseException:
             self.close()

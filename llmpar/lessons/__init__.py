@@ -142,7 +142,7 @@ def solution(name: str) -> None:
 def solved(name: str, **given: Any) -> str:
     """Return the solution of an exercise, and why it is right."""
     exercise = find(name, **given)
-    return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.because}"
+    return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.says['because']}"
 
 
 def met(name: str, result: Any, what: str = "compiled") -> None:

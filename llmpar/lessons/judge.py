@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import dis
 import inspect
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -88,7 +87,7 @@ class Exercise:
         also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
         wrong = {key: answers[key] for key in says if key in answers}
-        return dataclasses.replace(self, wrong=wrong, also=also, says=says)
+        return replace(self, wrong=wrong, also=also, says=says)
 
     def judge(self, answer: Any, read: int = 0) -> str:
         """Return the verdict on an answer as one sentence; a learner who has ``read`` some hints gets the
@@ -104,7 +103,7 @@ class Exercise:
             if is_blank(seen):
                 return NOT_ATTEMPTED
             if self.same(seen, right):
-                return f"{CORRECT}. {self.because}"
+                return f"{CORRECT}. {self.says['because']}"
             for key, other in self.also.items():
                 if self.same(seen, self.observe(other)):
                     return f"{CORRECT}. {self.says[key]}"
@@ -122,11 +121,6 @@ class Exercise:
         """Return the hint after those that were ``read``; never the last one, which may be the formula."""
         nudges = self.says.get("nudge", self.says.get("hint", "")).splitlines() or [""]
         return nudges[min(read, len(nudges) - 1)]
-
-    @property
-    def because(self) -> str:
-        """Return why the solution is right."""
-        return self.says["because"]
 
     def same(self, one: Any, other: Any) -> bool:
         """Compare within the exercise's tolerance."""

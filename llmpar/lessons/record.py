@@ -4,7 +4,6 @@ The file `answers.jsonl` has one JSON object per answer, in the folder in which 
 LLMPAR_ANSWERS names another one. It stays on this machine. The same answer twice in a row is noted once.
 """
 
-import dataclasses
 import datetime
 import inspect
 import json
@@ -12,14 +11,13 @@ import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_type_hints
 
 from llmpar.files import read_json_lines
 from llmpar.lessons.judge import CORRECT
 
 FILE = "answers.jsonl"
-_KINDS = {"exercise": str, "answer": str, "verdict": str, "correct": bool, "at": str}
 MAX_ANSWER = 2_000  # characters of an answer that are kept
 
 
@@ -65,10 +63,8 @@ def answers(folder: str = ".") -> list[_Answer]:
         rows = read_json_lines(path, "file of answers")
         for number, row in enumerate(rows, 1):
             kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
-            if kinds != _KINDS:
-                wanted = ", ".join(
-                    f"{name} ({expected.__name__})" for name, expected in _KINDS.items()
-                )
+            if kinds != (fields := get_type_hints(_Answer)):
+                wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
         raise ValueError(
@@ -86,7 +82,7 @@ def note(exercise: str, answer: Any, verdict: str) -> str:
         last = next((a for a in reversed(answers()) if a.exercise == exercise), None)
         if last is None or (last.answer, last.correct) != (given.answer, given.correct):
             with file().open("a", encoding="utf-8") as out:
-                out.write(json.dumps(dataclasses.asdict(given)) + "\n")
+                out.write(json.dumps(asdict(given)) + "\n")
     except (OSError, ValueError) as error:
         return f"(This answer was not noted: {error})"
     return ""
@@ -113,7 +109,7 @@ def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, An
                     "level": level,
                     "tries": len(tries),
                     "first_correct": bool(tries) and tries[0].correct,
-                    "answers": [dataclasses.asdict(answer) for answer in tries],
+                    "answers": [asdict(answer) for answer in tries],
                 },
             }
         )

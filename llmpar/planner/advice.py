@@ -1,16 +1,14 @@
 """What a reader could do next: single changes to a plan, priced by the planner."""
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors
-from llmpar.planner import planner
-from llmpar.planner.planner import SAME, Candidate, Question
+from llmpar.planner.planner import SAME, Candidate, Question, on_mesh, unsuited
 from llmpar.predict.hardware import GIB
 
 
@@ -40,7 +38,7 @@ def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Chan
     for patch, other, moved_mesh in _changes(q, mesh, one):
         reached = None
         with contextlib.suppress(ValueError):
-            reached = planner.on_mesh(other, moved_mesh)
+            reached = on_mesh(other, moved_mesh)
         if reached is None or reached.why_not or reached.time.step_s / other.batch_size >= had:
             yield None
             continue
@@ -56,7 +54,7 @@ def _changes(
 ) -> Iterator[tuple[dict[str, Any], Question, MeshShape]]:
     """Each change, the question with it, and its mesh."""
     given = {name: value for name, value in q.fixed.items() if name not in AXES}
-    ask = lambda fields: dataclasses.replace(q, fixed=fields)
+    ask = lambda fields: replace(q, fixed=fields)
     for names in [[name] for name in given] + [list(given)] * (len(given) > 1):
         left = {name: value for name, value in given.items() if name not in names}
         yield {"fields": dict.fromkeys(names)}, ask(left), mesh
@@ -64,18 +62,14 @@ def _changes(
     if one is None or one.why_not:
         near = {q.batch_size // ranks * ranks, -(-q.batch_size // ranks) * ranks, q.batch_size // 2}
         for batch_size in sorted(near - {0, q.batch_size}):
-            yield (
-                {"batch_size": batch_size},
-                dataclasses.replace(q, fixed=given, batch_size=batch_size),
-                mesh,
-            )
+            yield ({"batch_size": batch_size}, replace(q, fixed=given, batch_size=batch_size), mesh)
     sizes, axes = mesh.user_sizes, [axis for axis in AXES if axis != "ep" or q.config.experts]
     for giver in axes:
         for n, taker in itertools.product(divisors(sizes[giver])[1:], axes):
             all_cut = (giver, taker, n) == ("dp", "fsdp", sizes[giver])  # the state of replicas
             if taker == giver or not all_cut and len(divisors(n)) > 2:
                 continue
-            if not planner.unsuited(q, taker, sizes[taker] * n):
+            if not unsuited(q, taker, sizes[taker] * n):
                 moved = sizes | {giver: sizes[giver] // n, taker: sizes[taker] * n}
-                new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
+                new = replace(mesh, **moved)  # type: ignore[arg-type]
                 yield {"mesh": str(new)}, ask(given), new

@@ -26,7 +26,6 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares, timetable
 from llmpar.planner import planner
-from llmpar.planner.planner import BAND
 from llmpar.planner.targets import Target, need_compiler
 from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
@@ -89,7 +88,7 @@ def compile_step(
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
     rate, band = target.chip.per_device().flops_per_s, dict[str, dict[str, float]]()
     if "attention" in walked.terms and not measured(target.chip):
-        for share in BAND:
+        for share in planner.BAND:
             step_s = _busiest(text, mesh, plan, target, seq_len, branches, share).step_s
             band[f"{share:.0%}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
     fits = program["peak_bytes"] <= need["capacity"]
@@ -132,8 +131,10 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
     whole = chip.usable_hbm_gib * GIB
     part = chip.usable_bytes < whole
     rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
-    offer = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
-    sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {offer}"
+    sentence = (
+        f"{q.config.name} on mesh '{shape}' needs {needs}, and a device of {target.text} offers JAX"
+        f" {chip.usable_bytes / GIB:.1f} GiB{rest}"
+    )
     cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
     changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
     q = dataclasses.replace(q, share=chip.usable_bytes / whole)  # what JAX takes here

@@ -7,13 +7,12 @@ any input may be a list as long as what was measured. `INPUTS` and `_MEASURED` a
 with a key, an axis, a model or another word that is unknown is left out by name.
 """
 
-import dataclasses
 import math
 import os
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ExpertConfig, ModelConfig, from_dict
 from llmpar.plan.presets import PRESETS, described_model
 from llmpar.predict import hardware
-from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.time import step_time
 from llmpar.predict.workload import POLICIES, PUBLICATIONS, SOFTWARE, Run
 
@@ -52,9 +50,12 @@ _MEASURED: dict[str, str] = PUBLICATIONS["measured"]
 """What was measured, and which of our answers it is compared with. The rest of ``expected`` is derived."""
 SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
 MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
-_MODELS = {**PRESETS} | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
-_MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
-_MODELS |= {name: described_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()}
+_MODELS = {
+    **PRESETS,
+    **{name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()},
+    **{name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()},
+    **{name: described_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()},
+}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of matmuls, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(
@@ -95,8 +96,10 @@ def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
         except ValueError as why:
             failed[""] = str(why)
         except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-            what = f"{type(error).__name__}: {error}"
-            failed[""] = f"an input has a value that it cannot have, or one is missing ({what})"
+            failed[""] = (
+                "an input has a value that it cannot have, or one is missing"
+                f" ({type(error).__name__}: {error})"
+            )
         cases += readable
         left |= failed if readable else {str(group["id"]): why for why in reversed(failed.values())}
     return cases, left
@@ -159,9 +162,7 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     config, ffn_products = _model(known, source, group)
     mesh, slices = _mesh(known, chip)
     if slices > 1 and chip.link == "torus":
-        links = dataclasses.replace(
-            links, node_size=max(1, mesh.size // slices // chip.devices_per_chip)
-        )
+        links = replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
     rows, microbatches = _batch(known, mesh, software)
     if IN_FLOAT32.search(options) and f"{software}-bf16" in SOFTWARE:
         software = f"{software}-bf16"
@@ -185,14 +186,14 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
         balanced=source.balanced,
         ends_as_layers="embedding" in options and mesh.pp > 1,
     )  # fmt: skip
-    run = dataclasses.replace(run, recompute=_recompute(known, source, run))
+    run = replace(run, recompute=_recompute(known, source, run))
     may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
     if software == "maxtext" and may_offload and not fits_memory(run):
-        run = dataclasses.replace(run, offload=True)
+        run = replace(run, offload=True)
     return Case(name, group["id"], run, _measured(results, run), group.get("source", ""))
 
 
-def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
+def _chip(known: dict, source: Source, group: dict) -> tuple[hardware.Chip, hardware.Chip]:
     """Return the chip that is named, or else the one of the source's words; and the same with the network's
     rate."""
     given = str(known.get("chip", ""))
@@ -207,10 +208,8 @@ def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
     rates = (rate for text, rate in PUBLICATIONS["networks"].items() if text in words)
     network = next(rates, source.network_bytes_per_s)
     if "H100-96" in given:
-        row = dataclasses.replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
-    return row, dataclasses.replace(
-        row, dcn_bytes_per_s=network
-    ) if network and row.link == "switch" else row
+        row = replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
+    return row, replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
 
 
 def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
@@ -235,7 +234,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
             changes["lead"] = config.lead[:1] * int(dense[1])
         if kv:
             changes["num_kv_heads"] = int(kv[1])
-        return dataclasses.replace(config, **changes), matrices or MATRICES.get(name, 3)
+        return replace(config, **changes), matrices or MATRICES.get(name, 3)
     if re.fullmatch(r"\d+b", str(known.get("params", ""))):
         return _scaled(int(str(known["params"])[:-1])), matrices or 3
     width = known.get("h", known.get("d"))
@@ -249,7 +248,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
     if known.get("experts", 0) > 1:
         top = known.get("top_k", known.get("topk", 1))
         many = ExpertConfig(known["experts"], top, num_shared=known.get("shared_experts", 0))
-        config = dataclasses.replace(config, experts=many)
+        config = replace(config, experts=many)
     return config, matrices or source.ffn_products
 
 
@@ -261,11 +260,10 @@ def _scaled(billions: int) -> ModelConfig:
     return ModelConfig(f"maxtext-{billions}b", *sizes)
 
 
-def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
+def _mesh(known: dict, chip: hardware.Chip) -> tuple[MeshShape, int]:
     """Return the mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
-    slices = known.get("slices", 1)
-    if match := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
-        slices = int(match[1])
+    many = re.match(r"(\d+)x ", str(known.get("hardware", "")))
+    slices = int(many[1]) if many else known.get("slices", 1)
     devices = known.get("gpus", known.get("devices", known.get("chips", 0) * chip.devices_per_chip))
     if "nodes" in known:
         return MeshShape(dp=known["nodes"], fsdp=8), 1
@@ -344,9 +342,7 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
         )
     if policy != "auto":
         return policy
-    return next(
-        (p for p in POLICIES if fits_memory(dataclasses.replace(run, recompute=p))), "block"
-    )
+    return next((p for p in POLICIES if fits_memory(replace(run, recompute=p))), "block")
 
 
 def _measured(results: dict, run: Run) -> dict[str, Any]:
@@ -490,7 +486,7 @@ def activation_bytes(run: Run) -> tuple[float, float]:
 # ----------------------------------------------------------------------------------- predicted and measured
 
 
-def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, Any]:
+def against(path: str | Path, own: dict[str, hardware.Rates] | None = None) -> dict[str, Any]:
     """Return the document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
     correlation, and what its first choice costs over the best; what was left out, with the reason."""
     cases, left = read_runs(path)
@@ -514,7 +510,7 @@ def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, 
     }
 
 
-def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
+def _row(case: Case, own: dict[str, hardware.Rates] | None) -> dict[str, Any]:
     run, measured = case.run, case.measured
     time = step_time(run, (own or {}).get(run.chip.name))
     parts = textbook_bytes(run, _source(case.source).allocated)
@@ -545,7 +541,7 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     """Return the sweeps of a group, and runs of several groups that differ in how they are cut alone: three
     or more."""
     alike, listed = dict[Any, list[int]](), dict[str, list[int]]()
-    model = lambda i: dataclasses.replace(cases[i].run.config, name="")
+    model = lambda i: replace(cases[i].run.config, name="")
     for i, case in enumerate(cases):
         if case.measured["step_s"]:
             run = case.run

@@ -14,7 +14,6 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmpar.plan.checks import why_not_run, widths_cut_by_tp
@@ -25,7 +24,6 @@ from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock, Time, beside_flops, step_time
-from llmpar.predict.workload import Run
 
 FREE_SHARE = 0.08
 """Of the memory that JAX takes, what a plan must leave free: the formula of temporaries is an estimate, by
@@ -56,7 +54,7 @@ PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Question:
     """What is to be decided."""
 
@@ -65,7 +63,9 @@ class Question:
     num_devices: int
     batch_size: int
     seq_len: int
-    fixed: dict[str, Any] = field(default_factory=dict, hash=False)  # fields of the plan and axes
+    fixed: dict[str, Any] = dataclasses.field(
+        default_factory=dict, hash=False
+    )  # fields of the plan and axes
     model: str = ""  # how the user named it, for the lines that train and compile
     share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
 
@@ -78,11 +78,6 @@ class Question:
     def capacity_bytes(self) -> float:
         """Bytes that a program may take on a device, by prediction: what JAX takes, less `FREE_SHARE`."""
         return self.chip.usable_hbm_gib * GIB * self.taken * (1 - FREE_SHARE)
-
-    @property
-    def capacity_words(self) -> str:
-        """The capacity, and why it is that much."""
-        return f"{self.capacity_sum}, since temporaries are an estimate"
 
     @property
     def capacity_sum(self) -> str:
@@ -104,7 +99,7 @@ class Question:
         maker = hardware.MAKERS.get(self.chip.family, "")
         return "tpu" if self.chip.link == "torus" else f"gpu {maker}".strip()
 
-    def run(self, plan: Plan) -> Run:
+    def run(self, plan: Plan) -> workload.Run:
         """Return what a plan computes and moves."""
         plan = self.resolved(plan, None)
         return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
@@ -120,13 +115,14 @@ def _resolved(plan: Plan, config: ModelConfig, devices: str | None) -> Resolved:
     return plan.resolve(config, devices)
 
 
-@dataclass
+@dataclasses.dataclass
 class Candidate:
     """One plan for the step, priced."""
 
     plan: Plan
     time: Time
-    memory_bytes: Mapping[str, float] = field(default_factory=dict)  # by part: `memory.parts_bytes`
+    # by part: `memory.parts_bytes`
+    memory_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     why_not: str = ""
 
     @property
@@ -386,7 +382,7 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
 # ----------------------------------------------------------------------------------------------- the answer
 
 
-@dataclass
+@dataclasses.dataclass
 class Answer:
     """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
 
@@ -539,8 +535,9 @@ def _refuse(q: Question) -> None:
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
         counts = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
         why = f"microbatches={m} divides the sequences of a data rank on no mesh"
-        most = f"of a batch of {q.batch_size} it gets at most {max(rows)}"
-        raise ValueError(f"{why}: {most}; use one of {counts}")
+        raise ValueError(
+            f"{why}: of a batch of {q.batch_size} it gets at most {max(rows)}; use one of {counts}"
+        )
 
 
 def rescue(q: Question, one: Candidate) -> str:
@@ -649,7 +646,7 @@ def document(
         "tokens_per_step": q.batch_size * q.seq_len,
         "room_bytes": q.capacity_bytes,
         "margin": FREE_SHARE,
-        "room_is": q.capacity_words,
+        "room_is": f"{q.capacity_sum}, since temporaries are an estimate",
         "time_error": UNSEEN_ERROR,
         "mfu_is": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
@@ -790,15 +787,17 @@ def command(q: Question, plan: Plan, name: str) -> str:
         shlex.quote(q.model or q.config.name),
         "--mesh",
         f'"{plan.mesh}"',
+        "--batch-size",
+        str(q.batch_size),
+        "--seq-len",
+        str(q.seq_len),
     ]
-    words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
     fields = fields_of(plan)
     if name == "compile":
         words[2:2] = ["--target", target(q)]
-        for key, usual in (("dtype", "bfloat16"), ("remat", "selective"), ("loss_chunks", 8)):
-            fields.setdefault(key, getattr(plan, key))
-            if fields[key] == usual:
-                fields.pop(key)
+        usual: Fields = {"dtype": "bfloat16", "remat": "selective", "loss_chunks": 8}
+        fields |= {key: getattr(plan, key) for key in usual}
+        fields = {key: value for key, value in fields.items() if usual.get(key) != value}
     for key, value in fields.items():
         flag = key.replace("_", "-")
         if isinstance(value, bool):

@@ -103,8 +103,9 @@ def parse_target(text: str) -> Target:
     row, shape, slices = chip(match[2]), tuple(map(int, match[3].split("x"))), int(match[1] or 1)
     is_gpu = row.name in GPUS
     if not is_gpu and row.name not in TPUS:
-        lacks = f"there is no compiler here for chip '{row.name}' without the device"
-        raise ValueError(f"{lacks}; known are {known}")
+        raise ValueError(
+            f"there is no compiler here for chip '{row.name}' without the device; known are {known}"
+        )
     dims = 2 if is_gpu else row.num_axes
     if len(shape) != dims or 0 in shape or not slices:
         what = "hosts x GPUs per host" if is_gpu else f"a slice of {dims} extents"
@@ -112,8 +113,10 @@ def parse_target(text: str) -> Target:
             f"target '{text}' has shape {match[3]}, but {row.name} wants {what}, all 1 or more"
         )
     if is_gpu and slices > 1:
-        instead = f"{row.name}:{slices * shape[0]}x{shape[1]}"
-        raise ValueError(f"target '{text}' has several slices of GPUs; use {instead}")
+        raise ValueError(
+            f"target '{text}' has several slices of GPUs; use"
+            f" {row.name}:{slices * shape[0]}x{shape[1]}"
+        )
     return Target(text, row, shape, slices)
 
 

@@ -4,11 +4,10 @@ filled in, the arrow of the model's text that sends it, the lesson and the paper
 """
 
 import contextlib
-import dataclasses
 import math
 import operator
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmpar.plan.layout import parse_layout
@@ -93,7 +92,7 @@ def _added(
     """Return a term that is a sum, ``times`` something."""
     filled = " + ".join(part.filled for part in parts).replace("+ -", "-") or f"0 {unit}"
     term = _term(name, value, unit, f"({filled}) × {times}" if times else filled, key)
-    return dataclasses.replace(term, summands=tuple(parts), times=times)
+    return replace(term, summands=tuple(parts), times=times)
 
 
 def terms(q: Question, one: Candidate) -> list[Term]:
@@ -112,7 +111,9 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
             continue
         if name == "weights in use":
             others = parts["gradients"] + parts["unreduced gradients"]
-            out.append(_added(name, value, "B", _without_tokens(q, plan, others)))
+            rows = memory.temp_parts(plan, 0, q.seq_len)  # of a step without tokens
+            summands = _summands(rows, "less the gradients, parts of their own", others)
+            out.append(_added(name, value, "B", summands))
             continue
         filled = f"{value:,} B"
         if name in _KEPT:
@@ -155,18 +156,21 @@ def _of_tokens(q: Question, plan: Resolved) -> list[Summand]:
     return _summands(rows, "less what a step without tokens would hold", fixed)
 
 
-def _without_tokens(q: Question, plan: Resolved, elsewhere: float) -> list[Summand]:
-    """Return what a step without tokens would hold, but for the gradients."""
-    rows = memory.temp_parts(plan, 0, q.seq_len)
-    return _summands(rows, "less the gradients, parts of their own", elsewhere)
-
-
 def _sent(q: Question, plan: Resolved) -> list[Term]:
     """Explain the rows of traffic, each with its three largest messages written out."""
     c, out = q.config, list[Term]()
-    sizes = {"b": q.batch_size // plan.microbatches, "s": q.seq_len, "d": c.width, "m": c.ffn_width}
-    sizes |= {"v": c.vocab_size, "n": c.num_heads, "k": c.num_kv_heads, "h": c.head_width}
-    sizes |= {"r": c.num_heads // c.num_kv_heads, "e": c.experts.num_experts if c.experts else 1}
+    sizes = {
+        "b": q.batch_size // plan.microbatches,
+        "s": q.seq_len,
+        "d": c.width,
+        "m": c.ffn_width,
+        "v": c.vocab_size,
+        "n": c.num_heads,
+        "k": c.num_kv_heads,
+        "h": c.head_width,
+        "r": c.num_heads // c.num_kv_heads,
+        "e": c.experts.num_experts if c.experts else 1,
+    }
     for (axes, kind), row in most_traffic(plan, q.batch_size, q.seq_len).items():
         n, part, by_size = row.group_size, "", dict[int, Counter[str]]()
         if row.short_kind != "permute":
@@ -228,12 +232,12 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
                 name, value, "s", _links(clock, stage, name), "links", f"{share:.6g}"
             )
             formula = f"{explained.formula}; {_shown(clock, share)}"
-            out.append(dataclasses.replace(explained, formula=formula))
+            out.append(replace(explained, formula=formula))
             continue
         explained = _term(name, value, "s", filled, key)
         if name == "recomputation":
             formula = f"{explained.formula}: {recomputed(one.plan)}"
-            explained = dataclasses.replace(explained, formula=formula)
+            explained = replace(explained, formula=formula)
         out.append(explained)
     used = f"{run.flops():.6g} FLOP / ({run.mesh.size:,} × {peak:.6g} FLOP/s × {step_s:.6g} s)"
     out.append(_term("a step", step_s, "s", " + ".join(f"{x.value:.6g} s" for x in out)))

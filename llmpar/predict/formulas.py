@@ -54,14 +54,6 @@ def gpt_activation_bytes(
     return s * b * h * (whole + (cut + scores) / tp)
 
 
-def kv_cache_bytes(
-    tokens: float, layers: float, kv_heads: float, head_dim: float, bytes_each: float = 2
-) -> float:
-    """Return the bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book,
-    inference)."""
-    return 2 * tokens * layers * kv_heads * head_dim * bytes_each
-
-
 def train_seconds(
     params: float,
     tokens: float,

@@ -181,8 +181,10 @@ def memory_left_out(chip: Chip) -> str:
     if chip.memory_share == 1 or asked_memory_share() is not None:
         return ""
     whole = chip.usable_hbm_gib
-    taken = f"{chip.memory_share:.0%} of a GPU's memory, {whole * chip.memory_share:.1f} of {whole:.1f} GiB"
-    return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
+    return (
+        f"JAX takes {chip.memory_share:.0%} of a GPU's memory, {whole * chip.memory_share:.1f} of"
+        f" {whole:.1f} GiB; alone on it, set {MEMORY_SHARES[0]}=.95"
+    )
 
 
 def package_table(name: str) -> dict[str, Any]:
@@ -272,22 +274,27 @@ def in_machine(
 ) -> Chip:
     """Return a chip as it is in another machine: GB/s that one device sends inside a node and beyond it, one
     way; devices of a node; GiB of a device that programs may use."""
-    n, row = chip.devices_per_chip, dict[str, Any]()
+    n = chip.devices_per_chip
     if (node_size or 0) % n:
         raise ValueError(f"a chip of {chip.name} is {n} devices, so no node has {node_size}")
-    row |= {"link_bytes_per_s": node_link * 1e9 * n} if node_link else {}
-    row |= {"dcn_bytes_per_s": network * 1e9 * n} if network else {}
-    row |= {"node_size": node_size // n} if node_size else {}
-    row |= {"usable_hbm_gib": hbm, "hbm_bytes": hbm * GIB * n} if hbm else {}
-    return replace(chip, **row)
+    row: dict[str, Any] = {
+        "link_bytes_per_s": (node_link or 0) * 1e9 * n,
+        "dcn_bytes_per_s": (network or 0) * 1e9 * n,
+        "node_size": (node_size or 0) // n,
+        "usable_hbm_gib": hbm,
+        "hbm_bytes": (hbm or 0) * GIB * n,
+    }
+    return replace(chip, **{name: value for name, value in row.items() if value})
 
 
 def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key not in CHIP_BY_NAME:
         known = ", ".join(c.name for c in CHIPS)
-        other = "or give the path of a .toml file (base = 'h100' and the fields that differ)"
-        raise ValueError(f"chip {name!r} is not known; known are {known}; {other}")
+        raise ValueError(
+            f"chip {name!r} is not known; known are {known}; or give the path of a .toml file (base"
+            " = 'h100' and the fields that differ)"
+        )
     return CHIP_BY_NAME[key]
 
 
@@ -322,7 +329,6 @@ def guess(device_kind: str) -> Chip | None:
 
     PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes.
     """
-    for name, pattern in _KINDS.items():  # words are matched whole: "GB200" is not a B200
-        if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
-            return CHIP_BY_NAME[name]
-    return None
+    # words are matched whole: "GB200" is not a B200
+    fits = lambda pattern: re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE)
+    return next((CHIP_BY_NAME[name] for name, pattern in _KINDS.items() if fits(pattern)), None)

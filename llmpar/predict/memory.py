@@ -82,9 +82,8 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
         "remat": "none",
         "context_parallel": "ring",
         "loss_chunks": 1,
+        "microbatches": plan.microbatches if plan.pipeline else min(plan.microbatches, 2),
     }
-    if not plan.pipeline:
-        alike["microbatches"] = min(plan.microbatches, 2)
     # the same for all that these fields decide
     return _weights_bytes(dataclasses.replace(plan, **alike))
 
@@ -272,11 +271,15 @@ def _staged_parts(
         max, (alive.num_saved, alive.num_residual, alive.num_messages)
     )
     left = num_left * one * crossing
-    parts = [(CONVERTED, 1, converted), ("all weights, gathered once", 1, whole)]
-    parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, weights["accumulated"])]
-    parts += [("what a stage keeps of a microbatch on its way", num_saved, saved)]
-    parts += [("a message between stages, and the one in work", num_messages + 1, stream)]
-    parts += [("what weights' gradients wait for", 1, left)]
+    parts = [
+        (CONVERTED, 1, converted),
+        ("all weights, gathered once", 1, whole),
+        ("weights and gradients of the other way", 1, lent),
+        (SUM, 1, weights["accumulated"]),
+        ("what a stage keeps of a microbatch on its way", num_saved, saved),
+        ("a message between stages, and the one in work", num_messages + 1, stream),
+        ("what weights' gradients wait for", 1, left),
+    ]
     busy = one * sum(kept.values()) * repeats + max(loss, running)
     if left > busy and plan.platform != "cpu":  # a branch that updates many slots copies them
         return [*parts, ("a copy of that", 1, left)]
@@ -402,12 +405,10 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         "feed-forward": inner * keeps,
         "norms in float32": norms,
         "stream": 2 * stream + (attends + enters) * whole,
-    }
-    kept |= {
         "queries and attention's result": (2 + leaves) * queries,
         "keys and values": 2 * (keys + gathered),
+        "attention's softmax": squares,
     }
-    kept |= {"attention's softmax": squares}
     # Of matmuls and of attention.
     results = {
         "stream": 2 * stream,

@@ -63,10 +63,9 @@ def device_flops(
     tokens, weights = local_size("data b s", rows, width), 0
     for path, weight in config.weights().items():
         if path.startswith("blocks.") and not weight.is_vector:
-            chosen = (1, 1)
-            if experts and " e " in weight.dims:
-                chosen = experts.top_k * plan.mesh.ep, experts.num_experts
-            weights += local_size(weight.dims, *weight.shape) * chosen[0] // chosen[1]
+            size = local_size(weight.dims, *weight.shape)
+            routed = experts if " e " in weight.dims else None
+            weights += size * routed.top_k * plan.mesh.ep // routed.num_experts if routed else size
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
     width_of = config.cache_width if config.shares_cache else config.head_width
     heads = config.num_layers * local_size("attention n h", config.num_heads, width_of)
@@ -182,14 +181,16 @@ def cut(
         return first
     tp, pp, most = max((one for one in cuts if one[1] <= nodes), key=lambda one: one[2])
     need = (cache_bytes(config, tokens, cache_bits or bits) + config.num_params * bits / 8) / 1e9
-    have = f"{tp * pp} {chip.name} have room for {tp * pp * free / 1e9:,.0f} GB"
     use = f"{first[1]} nodes" if first else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
     what = (
         f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take"
         f" {need:,.0f} GB"
     )
-    raise ValueError(f"{what}, and {have}; use {use}{fewer}")
+    raise ValueError(
+        f"{what}, and {tp * pp} {chip.name} have room for {tp * pp * free / 1e9:,.0f} GB; use"
+        f" {use}{fewer}"
+    )
 
 
 def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:
@@ -199,9 +200,11 @@ def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len:
 def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
     """Return the parameters of one rank: tp does not cut the matrices down to what heads of latent attention
     share."""
-    shared = 0
-    for count, block in config.blocks:
-        shared += count * sum(math.prod(weight.shape) for weight in block.shared_matrices)
+    shared = sum(
+        count * math.prod(weight.shape)
+        for count, block in config.blocks
+        for weight in block.shared_matrices
+    )
     return shared + (params - shared) / tp
 
 

@@ -67,13 +67,13 @@ class Tolerance:
 
     def document(self) -> dict:
         """Return the same as a JSON document: bounds, expected differences, terms."""
-        names = "loss", "grad_norm", "gradient"
-        result = asdict(self) | {
+        each = lambda measure: {name: measure(name) for name in ("loss", "grad_norm", "gradient")}
+        return asdict(self) | {
             "factor": FACTOR,
-            "bound": {name: self.bound(name) for name in names},
+            "bound": each(self.bound),
+            "expected": each(self.expected),
+            "terms": [asdict(term) for term in self.terms],
         }
-        result["expected"] = {name: self.expected(name) for name in names}
-        return result | {"terms": [asdict(term) for term in self.terms]}
 
 
 def tree(num_terms: float) -> float:

@@ -4,6 +4,7 @@ A `Run` states a model's dims and how it is cut, whichever framework runs it: so
 serves a plan of ours and the published runs of `planner.measured`.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,8 +110,10 @@ class Run:
 
     def __post_init__(self):
         if self.config.lora:
-            what = f"'{self.config.name}' has adapters, and only steps that train all weights are timed"
-            raise ValueError(f"{what}; use the model without LoRA, whose step takes longer")
+            raise ValueError(
+                f"'{self.config.name}' has adapters, and only steps that train all weights are"
+                " timed; use the model without LoRA, whose step takes longer"
+            )
 
     @property
     def data_ranks(self) -> int:
@@ -154,11 +157,8 @@ class Run:
     @cached_property
     def chunk_kinds(self) -> list[tuple[int, ...]]:
         """Layers of each kind (`ModelConfig.blocks`) in each chunk."""
-        start, counts = 0, list[tuple[int, ...]]()
-        for length in self.chunk_layers:
-            counts.append(tuple(self.config.count_kinds(start, start + length)))
-            start += length
-        return counts
+        ends = itertools.accumulate(self.chunk_layers, initial=0)
+        return [tuple(self.config.count_kinds(*pair)) for pair in itertools.pairwise(ends)]
 
     @property
     def blocks(self) -> list[ModelConfig]:
