@@ -84,7 +84,7 @@ def handed() -> dict:
     for text in ("ep=2 fsdp=2 tp=2", "pp=2 ep=2 tp=2"):
         plan = Plan(text, microbatches=2) if "pp" in text else Plan(text)
         step = Step(parity.MOE, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
-        where = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
+        where = jax.tree.map(lambda x: x.sharding, step.abstract_in_model_order.params)
         params = parity.put(parity.weights(parity.MOE), where)
         folder = os.path.join(os.environ["HANDED"], text)
         hf.save(folder, params, parity.MOE)

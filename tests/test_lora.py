@@ -123,9 +123,9 @@ def test_a_checkpoint_keeps_frozen_weights_in_their_dtype_and_gives_them_in_any(
     state = step.init(3)
     with keep.writing():
         keep.save(1, state, ADAPTED)
-    other = keep.restore(make(wide).abstract_model_order, ADAPTED)
+    other = keep.restore(make(wide).abstract_in_model_order, ADAPTED)
     assert {x.dtype for x in jax.tree.leaves(other.params)} == {np.dtype("float32")}
-    again = keep.restore(step.abstract_model_order, ADAPTED)
+    again = keep.restore(step.abstract_in_model_order, ADAPTED)
     alone = Checkpoints(str(tmp_path)).params(step.shardings.params, ADAPTED)
     for found in (other.params, again.params, alone):
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, state.params)))

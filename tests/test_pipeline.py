@@ -311,7 +311,7 @@ def test_a_state_begins_with_given_weights_in_the_models_order():
     equal(natural.params, given)
     equal(natural.optimizer.z, given)
     equal(one, given)
-    taken = jax.device_put(given, jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params))
+    taken = jax.device_put(given, jax.tree.map(lambda x: x.sharding, step.abstract_in_model_order.params))
     equal(step.to_model_order(step.init(0, taken)).params, given)
     assert all(x.is_deleted() for x in jax.tree.leaves(taken)), "there were two"
     part, fresh = {"blocks": {"ffn": given["blocks"]["ffn"]}}, step.to_model_order(step.init(0)).params

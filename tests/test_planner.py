@@ -191,6 +191,10 @@ def test_where_nothing_fits_the_one_that_holds_least_is_priced():
         assert total >= one.total_bytes > q.capacity_bytes
 
 
+def test_a_batch_of_too_few_rows_for_a_pipeline_fits_nowhere():
+    assert not planner.smallest_fits(question("llama3.1-405b", 16, 1))
+
+
 def test_a_mesh_that_cannot_be_is_refused_in_the_words_of_the_plan():
     for mesh, fixed, sentence in (
         ("fsdp=8 tp=3", {}, "heads 32 is not a multiple of tp = 3"),

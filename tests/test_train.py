@@ -419,7 +419,7 @@ def test_a_reader_beside_a_training_takes_the_newest_and_keeps_it_there(tmp_path
 
 def test_another_optimizers_state_is_refused(whole):
     """The advice never is to delete what is good."""
-    sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_model_order
+    sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_in_model_order
     with pytest.raises(ValueError, match="holds another optimizer's state .*; give") as caught:
         Checkpoints(str(whole[0])).restore(sgd, SMALL)
     assert "\n" not in str(caught.value)
@@ -652,7 +652,7 @@ def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan, config):
     """Others are evaluated where they train."""
     step, batch = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3)), stream().batch(3)
     params = jax.device_put(
-        weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
+        weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_in_model_order.params)
     )
     loss, tokens = step.evaluate(params, jax.device_put(batch, step.batch_sharding))
     want, counted = independent_loss(config, weights(config), batch)

@@ -65,7 +65,7 @@ def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kin
     config, tokenizer, load, said = open_weights(None, str(source), None, None)
     assert not said and tokenizer.vocab_size == 7
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
-    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_in_model_order.params)
     state = step.to_model_order(step.init(params=load(shardings)))
     assert same(state_dict(state.params, config), tensors), "from the mesh itself"
     Checkpoints(str(kept)).save(1, state, config, {"tokenizer": tokenizer.identity})

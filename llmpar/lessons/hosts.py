@@ -87,12 +87,12 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
     draw = lambda like: (
         0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
     )
-    params = jax.tree.map(draw, step.abstract_model_order.params)
-    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_model_order)._replace(
+    params = jax.tree.map(draw, step.abstract_in_model_order.params)
+    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_in_model_order)._replace(
         params=params
     )
     on_devices = lambda like, x: put_everywhere(x.astype(like.dtype), like.sharding)
-    state = step.from_model_order(jax.tree.map(on_devices, step.abstract_model_order, whole))
+    state = step.from_model_order(jax.tree.map(on_devices, step.abstract_in_model_order, whole))
     batch = {
         name: put_everywhere(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()
     }

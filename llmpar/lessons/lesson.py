@@ -73,7 +73,7 @@ def train_on(
     batch = {name: array[:, order] for name, array in batch.items()}
     step = Step(config, plan, mesh, optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
-    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_model_order)
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_in_model_order)
     state = step.from_model_order(
         jax.device_put(fresh_state(step.config, step.optimizer), shardings)
     )

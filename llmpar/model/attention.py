@@ -10,9 +10,9 @@ Blockwise attention merges the tiles of one device, a ring also merges over the 
 from other ranks, and decoding merges over ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and
 recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
 
-Data decides which keys a query may see: positions and segment (document) numbers travel with queries and
-keys. So the order of a sequence on the ranks (`llmpar.plan.sequence_order`) is a permutation of positions,
-and the code below does not depend on it.
+Data decides which keys a query may see: every rank knows the ids (position and segment, the number of the
+document) of all keys. So the result does not depend on the order of a sequence on the ranks
+(`llmpar.plan.sequence_order`), a permutation of positions; only how much work is left out does.
 
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
@@ -92,8 +92,8 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
             axis=axes[0] if axes else None,  # one at most: of usp's two axes, ul cuts no keys
             block=plan.attention_block,
             contiguous=plan.in_order and not axes,
-            platform=par.platform if kernel == "flash" else None,  # whose kernel runs
-            branch=par.platform != "gpu",
+            platform=par.platform if kernel == "flash" else None,  # None: no kernel, the code below
+            branch=par.platform != "gpu",  # there pairs are computed and masked
             hop=plan.hop,
             order=plan.sequence_order,
         )
@@ -115,11 +115,11 @@ def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"
 def as_promised(
     par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
 ) -> Bool[Array, " b"]:
-    """Return which rows keep the promises by which attention leaves keys out unseen.
+    """Return which rows keep the promises that let attention leave keys out without comparing their ids.
 
     Where it leaves out later positions (`Resolved.order_matters`), positions must rise, or segments must rise
-    and positions rise in each. Where the plan says that documents are whole, a row must have one segment and,
-    with a window, no gap between positions. What compares the ids of all keys relies on no order: a cache, a
+    and positions rise in each. Where the plan says that documents are whole, and a kernel relies on it, a row
+    must have one segment and, with a window, no gap between positions. What compares the ids of all keys relies on no order: a cache, a
     ring whose keys reach all ranks, and the kernel of `flash`."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
@@ -166,7 +166,9 @@ def ids_of(
         for positions, segments in ((q_positions_bs, q_segments_bs), keys)
     )
     if mask.in_chunks and (length := mask.window):
-        many = 2 + n * t // length  # more than a document has, so that numbers of chunks rise
+        many = (
+            2 + n * t // length
+        )  # more chunks than a document has: later documents' numbers are larger
         chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
         q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
     return q_ids, jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], n, t), 2, 0)
@@ -174,7 +176,7 @@ def ids_of(
 
 def sees(mask: Mask, q_ids: Int[Array, "_ 2 s"], k_ids: Int[Array, "_ 2 t"]) -> Seen:
     """Return which keys each query sees: those of its document that the mask admits."""
-    gap = q_ids[:, 0, :, None] - k_ids[:, 0, None]
+    gap = q_ids[:, 0, :, None] - k_ids[:, 0, None]  # an interval of one gap
     return mask.admits(gap, gap) & (q_ids[:, 1, :, None] == k_ids[:, 1, None])
 
 
@@ -222,8 +224,8 @@ def attend_tile_grad(
     scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
     slope: Any = scale
     if cap is not None:
-        shares = jnp.tanh(scores / cap)
-        scores, slope = cap * shares, scale * (1 - shares * shares)
+        tanh = jnp.tanh(scores / cap)
+        scores, slope = cap * tanh, scale * (1 - tanh * tanh)
     weights = jnp.exp(scores - lse[..., None])
     weights = jnp.where(seen[:, None, None], weights, 0)
     weights_grad = einsum("bkrsh,bkth->bkrst", out_grad, v)
@@ -282,7 +284,9 @@ def attend_block(
 
         return (lax.cond(may_see[i, j], merged, lambda: partial_i) if branch else merged()), ()
 
-    return _loop_over_pairs(pairs, may_see.shape, merge_pair, partials or _no_keys_yet(q, v), ())[0]
+    start = partials or _no_keys_yet(q, v)
+    of_queries, _ = _over_pairs(pairs, may_see.shape, merge_pair, start, ())  # (): nothing of keys
+    return of_queries
 
 
 def attend_block_grad(
@@ -320,7 +324,7 @@ def attend_block_grad(
         return lax.cond(may_see[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
 
     sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
-    dq, dkv = _loop_over_pairs(pairs, may_see.shape, add_pair, *sums)
+    dq, dkv = _over_pairs(pairs, may_see.shape, add_pair, *sums)
     return dq, *dkv
 
 
@@ -337,9 +341,9 @@ def _few_pairs(
     return pairs if num_queries <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
 
 
-def _loop_over_pairs(pairs, shape, add_pair, of_queries, of_keys):
+def _over_pairs(pairs, shape, add_pair, of_queries, of_keys):
     """Return the results after ``of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])`` for
-    each of the pairs, written out; if None, for all of this shape in a loop."""
+    each pair: written out for ``pairs``; where that is None, a loop over all of this shape."""
 
     def add_in_loop(pair, sums):
         (i, j), (of_queries, of_keys) = divmod(pair, shape[1]), sums
@@ -378,9 +382,9 @@ class _Ring:
     hops: int  # that keys make (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether, in `ring_backward`, K and V wait for dK and dV of their block before they hop on. Flash has two
-    # backward kernels, and each hides one message: while the first computes dK and dV, the sums of the block
-    # before travel; while the second computes dQ, K and V do.
+    # Whether, in `ring_backward`, K and V wait for dK and dV of their block before they hop on. The backward
+    # pass of flash is two kernels. While the first computes dK and dV, the sums of the block before travel;
+    # K and V wait, and travel while the second computes dQ.
     kv_hop_waits: bool = False
 
 
@@ -420,10 +424,10 @@ def ring_attention(
     In contiguous order (`order`) a window may end after m < n-1 hops (`ring_hops`). Then keys make m hops in
     each pass. Their gradients make m, too: m-1 behind the keys, and one straight back to the keys' rank.
 
-    Tiles have `block` positions. Before a pair of tiles is multiplied, the extremes of their positions and
+    Tiles have `block` positions, not the positions of a rank's whole block of keys. Before a pair of tiles is multiplied, the extremes of their positions and
     segments are compared: if no query of the one can see a key of the other, a `lax.cond` skips the pair, or
-    without `branch` the pair is computed and masked. `contiguous` promises that queries and keys are the same
-    positions, in order (`as_promised`): then up to 8 tiles are written out, and pairs outside the mask are
+    without `branch` the pair is computed and masked. `contiguous` promises of one rank that its queries and keys
+    are the same positions, in order (`as_promised`), whatever `order` the ranks of a ring have: then up to 8 tiles are written out, and pairs outside the mask are
     not in the program. With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted if it is
     ``cpu``). `hop` is that of a `Plan`.
     """
@@ -475,7 +479,7 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
         return (_hop(ring, kv), partials), None
 
     carry: Any = (k, v), None
-    if ring.hops:
+    if ring.hops:  # K and V in one array hop as one message
         start = jnp.stack((k, v)), _no_keys_yet(q, v)
         carry, _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
     kv, partials = carry

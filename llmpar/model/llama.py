@@ -51,9 +51,9 @@ Tree = Any
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1). A row in which attention cannot tell who sees whom gives NaN (`nan_in_broken_rows`)."""
-# Positions and segments of the queries, then those of the keys. Their regions may cut them otherwise than x.
+# Positions and segments of the queries, then those of the keys: cut as their regions `queries` and `ids` say.
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
-# The auxiliary outputs of a router (`moe.route`), and the experts that it chose; None without experts.
+# The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tallies ``l (e+2)``: tokens of each expert, dropped choices,
 # the entropy (`moe.route`); None without experts.
@@ -61,7 +61,7 @@ Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
 def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
-    """Start one of the described weights; the parameter has its region and dims."""
+    """Make a weight with its initial values; the parameter has its region and dims."""
     weight = weights[path]
     value = jnp.full(weight.shape, weight.fill)
     if weight.std:
@@ -79,7 +79,7 @@ NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
 
 
-def times(x: Array, factor: float) -> Array:
+def scaled_by(x: Array, factor: float) -> Array:
     """Return ``x`` times a factor, in its dtype; itself, where that is 1."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
@@ -131,9 +131,8 @@ class Norm(nnx.Module):
 def take(
     part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
 ) -> None:
-    """Give a part of the model its own weights: those of `ModelConfig.block_weights`, whose paths are
-    ``rows``, that lie directly under ``path``. Each becomes an attribute of the weight's name; the weight
-    ``x.scale`` becomes a `Norm` named x."""
+    """Make the weights whose paths in ``rows`` (`ModelConfig.block_weights`) lie directly under ``path``, and
+    set them as attributes of a part of the model by their names; ``x.scale`` becomes a `Norm` named x."""
     for row in rows:
         owner, _, name = row.removesuffix(".scale").rpartition(".")
         if owner == path:
@@ -160,20 +159,21 @@ class Attention(nnx.Module):
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
         weights = used_weights(self, par, "q", "k", "v")
-        biases = [getattr(self, f"{x}_bias") for x in "qkv" if hasattr(self, f"{x}_bias")]
+        names = [f"{name}_bias" for name in "qkv"]
+        biases = [getattr(self, name) for name in names if hasattr(self, name)]
         arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
         if hasattr(self, "q_norm"):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # In layers that do not rotate, the table's angles are 0, and it multiplies the queries alone.
+        # A layer that does not rotate has angles of 0: `rotate` applies the table's factor of the queries.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
             q_bsnh, k_bskh = (unit(y, config.norm_eps) for y in (q_bsnh, k_bskh))
         b, s, k, h = k_bskh.shape
-        if variant.score_scale:
+        if variant.score_scale:  # `attend` divides scores by the root of h
             q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = par.weight(self.sinks).reshape(k, -1) if hasattr(self, "sinks") else None
@@ -206,20 +206,20 @@ class LatentAttention(nnx.Module):
         config, r = self.config, 2 * rope[0].shape[-1]
         x = par.move(x, "stream b s d -> attention b s d")
         if hasattr(self, "q_down"):
-            down_bsc = self.q_norm(self.projected("q_down", x, par), par)
-            q_bsnh = self.projected("q_up", down_bsc, par)
+            q_latent = self.q_norm(self.projected("q_down", x, par), par)
+            q_bsnh = self.projected("q_up", q_latent, par)
         else:
             q_bsnh = self.projected("q", x, par)
         rotated = lambda y: rotate(y, rope, config.variant.rope)
         if scale := config.variant.score_scale:
             q_bsnh = q_bsnh * jnp.asarray(scale * config.head_width**0.5, q_bsnh.dtype)
         q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
-        down_bsc = self.projected("kv_down", x, par)
-        latent_bsc = self.kv_norm(down_bsc[..., : self.latent], par)
-        shared_bsr = rotated(down_bsc[..., None, self.latent :])[..., 0, :]
-        latent_bsc = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)
+        down = self.projected("kv_down", x, par)  # b s (c + r)
+        latent_bsc = self.kv_norm(down[..., : self.latent], par)
+        shared_bsr = rotated(down[..., None, self.latent :])[..., 0, :]
+        latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
         attended = self.absorbed if par.cache else self.expanded
-        y_bsnh = attended(q_bsnh, latent_bsc, ids, par)
+        y_bsnh = attended(q_bsnh, latent, ids, par)
         (o_nhd,) = used_weights(self, par, "o")
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
         return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
@@ -294,8 +294,8 @@ def attend_moved(
 ) -> Float[Array, "b s k r w"]:
     """Attend, as `attend` does, to keys that are in their region."""
     q = par.move(q, "attention b s k r h -> queries b s k r h")
-    queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
-    layouts, values = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], (q, k, v, *ids)
+    queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
+    layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
         layouts.append("queries k r")
         values += (par.move(sinks, "attention k r -> queries k r"),)
@@ -361,20 +361,20 @@ class Experts(nnx.Module):
         if hasattr(self, "router_bias"):
             plus = lambda logits, bias: logits + bias.astype(logits.dtype)
             logits_bse = par.beside(plus, logits_bse, self.router_bias)
-        bias = []
+        bias = []  # none or one, which `Step._balance_experts` changes and no gradient
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
+        # The last dim of weights and chosen experts is a token's k choices. Layouts call it e: their k is KV
+        # heads.
         route = par.local(
             functools.partial(moe.route, self.config, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
             ("stream b s e", "stream b s e", {"loss": "stream b s", "tally": "stream e +b +s"}),
         )
         weights_bsk, chosen_bsk, aux = route(logits_bse, *bias)
-        aux = aux | {"chosen": chosen_bsk}
         x = par.move(x, "stream b s d -> ffn b s d")
-        # Their last dim is the k choices of a token. Layouts call it e: their k is KV heads.
         choices = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
-        names = (f"{x}{bias}" for bias in ("", "_bias") for x in MATRICES)
+        names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
         weights = [getattr(self, name) for name in names if hasattr(self, name)]
         visit = par.local(
             functools.partial(moe.visit_experts, self.config, par.island, variant=self.variant),
@@ -412,12 +412,12 @@ class Block(nnx.Module):
         scale = self.config.variant.residual_scale
         if self.norms == ("attention_norm",):  # side by side
             y, aux = self.fed_forward(y, par)
-            return x + times(attended, scale) + times(y, scale), aux
-        x = x + times(self.post_normed("attention_post_norm", attended, par), scale)
+            return x + scaled_by(attended, scale) + scaled_by(y, scale), aux
+        x = x + scaled_by(self.post_normed("attention_post_norm", attended, par), scale)
         if "attention_post_norm" not in self.norms:
             x = checkpoint_name(x, STREAM)
         y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
-        return x + times(self.post_normed("ffn_post_norm", y, par), scale), aux
+        return x + scaled_by(self.post_normed("ffn_post_norm", y, par), scale), aux
 
     def normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, or ``x`` where the block does not have this norm."""
@@ -503,7 +503,7 @@ class Llama(nnx.Module):
 
     def normed(self, x: Stream, par: Solo) -> Stream:
         """Return the last norm, times the scale that logits have."""
-        return times(self.norm(x, par), self.config.variant.logit_scale)
+        return scaled_by(self.norm(x, par), self.config.variant.logit_scale)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
@@ -515,7 +515,7 @@ class Llama(nnx.Module):
             return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
-        return times(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
+        return scaled_by(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
 
     def run_blocks(
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
@@ -527,7 +527,8 @@ class Llama(nnx.Module):
         two in each iteration, and the next 4 of kind 1."""
         names = "positions", "segments"
         k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
-        q_ids = [par.move(x, "ids b s -> queries b s") for x in k_ids]
+        # all ids were gathered; those of the queries are a slice of them
+        q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
         ids = (*q_ids, *k_ids)
         num_kinds = len(self.config.kinds)
         stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
@@ -540,15 +541,15 @@ class Llama(nnx.Module):
             ropes.append(nan_in_broken_rows(table, is_right_b))
 
         def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind. An iteration gets ``w``, by kind the weights of its layers: those of
-            one layer, where ``place`` is None, or stacked ones, of which this block takes one."""
+            """Return a block of a kind. ``w[kind]`` are the weights of an iteration's layers of that kind: of
+            one layer, where ``place`` is None; else stacked, and this block takes number ``place``."""
             own = lambda w: w[kind] if place is None else at(w[kind], place)
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 
-        outputs, begin = list[Any](), Counter[int]()
+        outputs, done = list[Any](), Counter[int]()  # of each kind, layers that have run
         for (kinds, num_times, _), layers in loops:
-            length = Counter({k: num_times * kinds.count(k) for k in kinds})
-            stack = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
+            counts = Counter({k: num_times * kinds.count(k) for k in kinds})
+            stack = {k: some_layers(weights[k], done[k], n) for k, n in counts.items()}
             places: list[int | None] = [None]
             if len(kinds) > 1:
                 places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
@@ -556,7 +557,7 @@ class Llama(nnx.Module):
             x, aux = layers([*map(block, kinds, places)], x, stack)
             if aux is not None:
                 outputs.append(aux)
-            begin += length
+            done += counts
         joined = lambda *parts: jnp.concatenate(parts)
         return x, jax.tree.map(joined, *outputs) if outputs else None
 

@@ -9,15 +9,16 @@ The model calls these methods and never names a mesh axis:
     par.matmul_move(x, w, arrow)      a matmul, and the move right behind it
     par.max(x, arrow)         as move, for a maximum, through which no gradient flows
     par.beside(f, x, p)       f(x, weight) element by element: adds a bias, multiplies by a norm's scale
+    par.ragged(x, …, arrow)   an all-to-all of which each block is sent in part
     par.summed(f, …, arrow)   f gives each device's term of a sum, which the arrow finishes
     par.total(x, layout)      the sum over all dims; in `Manual` this device's term of it
     par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
     par.layers(fs, x, ws)     a scan over layers; where kinds of layers alternate (window, full), an iteration
                               runs one period of them, for which par.periods(ws, times) reshapes the stack
     par.chunked(f, xs, n)     pieces of a sequence, one after the other
-    par.local(f, …)           an island: code that works on one device's blocks and communicates by itself,
-                              with the arrows of par.island, over the axes that par.axes(layout) names; in
-                              `Manual` that is f itself, in `Auto` and `Explicit` a shard_map of its own
+    par.local(f, …)           f as an island: code that works on a device's own blocks. It moves values by
+                              `par.island`, the mode inside, and may name the axes par.axes(layout). In
+                              `Manual` this gives f itself, in `Auto` and `Explicit` f in a shard_map
 
 In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
 (`llmpar.inspect.census`) tells what moves for which line of the model. Autodiff writes the backward
@@ -45,8 +46,9 @@ from llmpar.plan.plan import Plan, Resolved
 
 PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
 """Names by which remat policies know values of a block: queries, keys and values before RoPE; the residual
-stream between attention and feed-forward (with norms behind these, their results before the norms); the
-feed-forward's first matmuls. Attention names its own result and log-sums. In 16 bits:
+stream between attention and feed-forward (in a model with post-norms, what attention and feed-forward give
+before these norms); the feed-forward's first matmuls. Attention names its own result and log-sums. Of numbers
+in 16 bits:
 
     value                          numbers a token   FLOPs to compute it again          saved by
     queries, keys, values          n h + 2 k h       2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
@@ -100,7 +102,8 @@ class Solo:
                 self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
             ]
         name = OF_REGION[parse_arrow(arrow).after.region]
-        if name == HIDDEN and self.plan.ffn_chunks > 1:  # all chunks together are what chunks avoid
+        # named, they would be saved for all chunks at once, which chunks are there to avoid
+        if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results
         return [checkpoint_name(y, name) for y in results]
 
@@ -124,9 +127,8 @@ class Solo:
         return lax.stop_gradient(x)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function that calls ``f(par, …)`` on values with these ``layouts`` (which `Auto` and
-        `Explicit` read) and moves the result: on each device it is one term of a sum, which the arrow
-        finishes."""
+        """Return a function that calls ``f(par, …)`` on values with these ``layouts`` (which `Explicit`
+        reads) and moves the result: on each device it is one term of a sum, which the arrow finishes."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -155,16 +157,16 @@ class Solo:
         return self
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
-        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``. In an
-        iteration the blocks follow one another; each takes its own layer from the iteration's weights. The
-        layers' auxiliary results are stacked."""
+        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``. An
+        iteration runs all ``blocks``, one after the other, each for one layer. The auxiliary results are
+        stacked in the order of the layers."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
         blocks = [self.saving(block, no_loop) for block in blocks]
-        x, outputs = lax.scan(in_order(blocks), x, stack, unroll=self.plan.unroll or length)
-        flat = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
+        x, outputs = lax.scan(chain(blocks), x, stack, unroll=self.plan.unroll or length)
+        interleave = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
         if len(outputs) > 1:
-            return x, jax.tree.map(flat, *outputs)
+            return x, jax.tree.map(interleave, *outputs)
         return x, outputs[0] if outputs else None
 
     def periods(self, stack: Any, times: int) -> Any:
@@ -179,7 +181,8 @@ class Solo:
         # XLA would merge what is computed again with the forward pass; a loop forbids that, and where there
         # is no loop `prevent_cse` does.
         if plan.remat != "none":
-            policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
+            names = SAVED[plan.remat] + ((WEIGHT,) if keep else ())
+            policy = functools.partial(_save_named, names)
             return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
         if plan.gathers == "block" and not keep:
             return jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)
@@ -189,9 +192,9 @@ class Solo:
         """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join the results, all
         along dim 1. It bounds the memory of what ``f`` computes of a piece, such as logits.
 
-        The backward pass computes a piece again (with ``recompute`` also where there is only one), but
-        repeats no communication. A piece has every ``num_chunks``-th position, so it is cut over devices as
-        the whole is.
+        A piece is every ``num_chunks``-th position, not a stretch: so each device has an equal part of every
+        piece. The backward pass computes a piece again (with ``recompute`` also where there is only one), but
+        repeats no communication.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -204,7 +207,7 @@ class Solo:
         return jax.tree.map(join, out)
 
 
-def in_order(blocks: Sequence[Callable]) -> Callable:
+def chain(blocks: Sequence[Callable]) -> Callable:
     """Return a function that runs blocks one after the other, and lists their auxiliary results."""
 
     def run(x: Any, weights: Any) -> tuple[Any, list[Any]]:
@@ -217,7 +220,7 @@ def in_order(blocks: Sequence[Callable]) -> Callable:
     return run
 
 
-def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
+def _save_named(names: tuple[str, ...], prim, *_, **params) -> bool:
     """Save what has one of the names. JAX names nothing inside cuDNN's attention: in place of
     ``attention_out`` its own results are saved."""
     if prim.name == ATTENTION_KERNEL:
@@ -282,7 +285,9 @@ class Manual(Solo):
         ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
-        axis = physical.moves[0].axes[0]  # it has one move, along one axis
+        axis = physical.moves[0].axes[
+            0
+        ]  # it has one move, along one axis; of b and e, one is 1 long
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
             y = ragged(rows, send, receive, axis)
@@ -302,9 +307,9 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f``. On simulated devices its arguments pass a `barrier`, which keeps XLA from moving its
-        collectives out of a loop. Other devices have none: ``f`` would wait for weights that are still being
-        gathered."""
+        """Return ``f``. On simulated devices the arguments of ``f`` pass a `barrier`, which keeps XLA from
+        moving the collectives of ``f`` out of a loop. Other devices have no barrier: there ``f`` would wait
+        for weights that are still being gathered."""
         return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
@@ -315,7 +320,8 @@ class Manual(Solo):
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow. ``invariant``: gathered results are typed as equal on all
         devices, which they are."""
-        position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
+        dims = arrow.before.dims or arrow.after.dims  # the layout of a whole value names none
+        position = {d.name: i for i, d in enumerate(dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
                 raise ValueError(

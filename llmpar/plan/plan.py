@@ -16,8 +16,8 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 `Plan.resolve` may split an axis in two, an outer and an inner one: sp in ``sp,ul``, or tp in ``tp,kv``. A
-user still writes sp=4, and `MeshShape.sp` is 4; but layouts name both axes, such as sp of 2 and ul of 2
-(`MeshShape.sizes`).
+user still writes sp=4, and `MeshShape.sp` is 4; but layouts name both axes, and ``sp`` in a layout is the
+outer one, of ``MeshShape.sizes["sp"]`` ranks, such as 2 beside ul of 2.
 
     sp,ul   with ``usp``: the ranks of ul exchange positions for heads, as Ulysses does, and those of sp form
             a ring. Queries and keys are ``s/sp k/tp,ul``; in the other rows read ``sp,ul`` for sp.
@@ -35,7 +35,7 @@ something where the two differ; the optimizer updates the weight's ``reduced`` s
     gradient   unreduced -accumulate-> accumulated -finish-> reduced
     weight     reduced -restore-> stored
 
-The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. It cuts the dim
+The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. ZeRO cuts the dim
 ``d``, else ``h``, else ``e``; a weight with none of them stays whole. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
@@ -46,10 +46,11 @@ The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are c
 
 Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). After the backward pass each
 device has its own term of the sums +dp +fsdp, and nothing is sent yet. Stage 3 is FSDP: its weights are
-gathered for use, and autodiff makes a reduce-scatter of that gather in the backward pass.
+gathered for use, and autodiff makes a reduce-scatter of that gather in the backward pass. (With
+``reshard_after_forward=False`` in a pipeline its gradients are added up whole, as at stage 1.)
 
-Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
-these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
+Like the devices along fsdp, those along sp, and along ep except for experts, use the same weights on
+different tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
 collective over both axes takes the place of one over fsdp (Llama 3 2024, section 3.3.2, does so). A dim
 other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
 """
@@ -85,9 +86,9 @@ class WeightLayouts:
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
         reduced: the finished gradient, and the optimizer's state.
-        replica_axes: the axes along which devices hold the same block in the backward pass and use it on
-            different tokens: over them the gradient is a sum. With ``reduce="layer"`` the backward pass
-            itself finishes it.
+        replica_axes: the axes along which devices hold the same block in the backward pass and compute
+            different terms of its gradient, of other tokens, heads or stages: over them it is a sum. With
+            ``reduce="layer"`` the backward pass itself finishes it.
     """
 
     stored: Layout
@@ -124,14 +125,14 @@ class Plan:
             between their hops, in place of all-gather before them and reduce-scatter behind (collective
             matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs.
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
-            once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
-            end in flat ``bucket``s.
+            once however many microbatches there are (over those of ZeRO 2 after each microbatch); ``layer``
+            by layer inside the backward pass; or at the end in flat ``bucket``s.
         bucket_bytes: a bucket is closed when it has reached this size.
         microbatches: per step and device; their gradients are summed. In a pipeline they fill it.
-        remat: what the backward pass recomputes: ``none``; ``selective``, all but the results of matmuls and
-            of attention (Korthikanti et al. 2022, section 5: FLOPs per byte); ``ffn``, the feed-forward's
-            matmuls too, whose results are most of the bytes; or the whole ``block``. On CPUs
-            every choice but ``none`` recomputes the matmuls of experts.
+        remat: what the backward pass recomputes: ``none``; ``selective``, everything but matmuls and
+            attention (Korthikanti et al. 2022, section 5); ``ffn``, also the feed-forward's matmuls, whose
+            results are most of the bytes; or the whole ``block``. On CPUs every choice but ``none``
+            recomputes the matmuls of experts.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
             forward pass and gather them again in the backward pass. False keeps them in between; in a
             pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
@@ -152,15 +153,15 @@ class Plan:
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
-            recomputes, or the ``residuals``, so that nothing is computed twice. On CPUs the first is no
-            slower, since copying residuals costs as much as a fifth more matmuls, and takes half the memory.
+            recomputes, or the ``residuals``, so that nothing is computed twice. On CPUs ``input`` takes half
+            the memory and no more time: to copy residuals takes as long as to compute them again.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
-            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
-            ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on
+            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys, and neither
+            runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on
             TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for blocks.
-        attention_block: queries and keys per block of blockwise attention; None: halves of a device's, down
-            to 256.
+        attention_block: positions per tile of blockwise attention; None: a device's positions, halved
+            until they are at most 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
@@ -245,10 +246,10 @@ class Plan:
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
         mesh = self.mesh
-        copies, rest = divmod(mesh.tp, config.num_kv_heads)
+        copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
         _, heads = config.exchanged_heads(mesh.tp)
         ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else mesh.ul
-        return dataclasses.replace(mesh, kv=1 if rest else copies, ul=ul)
+        return dataclasses.replace(mesh, kv=copies, ul=ul)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
         """Put the indices of items, each a key and its bytes, into buckets in order: a bucket has items of
@@ -304,7 +305,8 @@ class Resolved(Plan):
         return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence on each unused field among the ``given`` ones that was set to its default."""
+        """Return a sentence on each ``given`` field that decides nothing and has its default's value, over
+        which `unused` passes."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
@@ -329,9 +331,10 @@ class Resolved(Plan):
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), devices) for name in SUITS
         }
-        portable = self.model is not None and checks.kernels_refused(self.model).get("flash")
-        if (self.attention_block or portable) and self.attention_kernel == "auto":
-            decided["attention_kernel"] = "portable"  # the one whose tiles can be chosen
+        no_flash = self.model is not None and checks.kernels_refused(self.model).get("flash")
+        # portable has tiles that can be chosen, and computes what flash refuses
+        if (self.attention_block or no_flash) and self.attention_kernel == "auto":
+            decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
         if self.hop == "auto":
@@ -350,9 +353,9 @@ class Resolved(Plan):
                 " all of them, so it deadlocks inside a pipeline; use hop='exchange'"
             )
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        # Weights are gathered over all of zero_cuts, experts over those but ep: two groups, where ep is not
-        # the only one.
-        two_groups = {"ep"} < set(self.zero_cuts())
+        # Experts are gathered over the axes of the other weights without ep: another group of devices.
+        cuts = self.zero_cuts()
+        two_groups = "ep" in cuts and len(cuts) > 1
         decided: dict[str, Any] = {"hop": "exchange"} if self.hop == "auto" else {}
         if keeps := split and two_groups and self.gathers == "block":
             decided["reshard_after_forward"] = False
@@ -422,8 +425,8 @@ class Resolved(Plan):
     @property
     def in_order(self) -> bool:
         """Whether a device's queries and keys are at the same positions, in rising order. Then the program
-        leaves out the blocks that causality masks. (It is not so where keys are gathered: they are those of
-        the whole row, and the queries are a part of it.)"""
+        leaves out the tiles that causality masks, unless keys travel in a ring. (It is not so where keys are
+        gathered: they are those of the whole row, and the queries are a part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -493,23 +496,25 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # Behind the collectives, JAX types the value as varying over the axes of the region that it comes
-            # from, less those of finished sums. Over the others it is equal: to be used with values that
-            # differ along these, it must be given that type (`lax.pcast`).
+            # Behind its collectives the value varies over the axes of the region that it comes from, but
+            # those whose sums an all-reduce finished. Along the rest of the new region's axes it is the same
+            # on all devices, and `lax.pcast` makes its type vary there.
             varies = set(self.varying(logical.before.region)) - summed
             begin = tuple(a for a in after if a not in varies)
             self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
         return self._arrows[arrow]
 
     def layouts_of(self, dims: str) -> WeightLayouts:
-        """Return the layouts of a weight, its gradients and its optimizer state in one step.
+        """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its
+        region and dims, such as ``ffn d m``.
 
         The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts by the axes
         alone over which the region's values differ: there devices compute different terms of the gradient."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
-        own = "dh" if dims.startswith("experts") else "dhe"  # there ep cuts e
-        target = next((x for x in own if x in used.letters), "")  # d
+        # ZeRO cuts the first of these that a weight has; ep cuts the e of experts
+        may_cut = "dh" if dims.startswith("experts") else "dhe"
+        target = next((x for x in may_cut if x in used.letters), "")  # d
         zero_axes = self.zero_cuts(target) if target else ()
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
         more = lambda d: zero_axes if d.name == target else ()
@@ -568,11 +573,12 @@ class Resolved(Plan):
     def places(self) -> list[int]:
         """The number of layers of each kind that the stack of a stage has places for, some of which may stay
         empty (`llmpar.plan.places`); without a pipeline, the number that the model has."""
-        config, order = self.config, self.pipeline
-        if order is None:
+        config, schedule = self.config, self.pipeline
+        if schedule is None:
             return [count for count, _ in config.blocks]
-        kinds = [place.kind for place in places.places(config.layer_kinds, order.cells)]
-        return [order.visits * kinds.count(kind) for kind in range(len(config.blocks))]
+        # A cell is a stage and a chunk; each stage is visited once a chunk.
+        kinds = [place.kind for place in places.places(config.layer_kinds, schedule.cells)]
+        return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""

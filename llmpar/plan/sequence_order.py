@@ -1,7 +1,7 @@
 """Decide which keys a query sees, which rank has which positions, and in which tiles attention cuts them.
 
-No JAX. Attention itself does not depend on the order: positions travel with queries and keys. Rows of several
-documents are dealt in `llmpar.training.balance`.
+No JAX. The result of attention does not depend on the order: every rank knows the positions of all keys. Rows
+of several documents are dealt in `llmpar.training.balance`.
 """
 
 from dataclasses import dataclass

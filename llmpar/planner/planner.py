@@ -618,8 +618,9 @@ def smallest_fits(q: Question) -> bool:
     for mesh in meshes(q):
         rows, rest = divmod(q.batch_size, mesh.fsdp * mesh.ep)
         if mesh.dp == 1 and not rest:
-            fields = next(variants(q, mesh)) | {"microbatches": rows, "remat": "block"}
-            if not least_recompute(q, Plan(**fields)).why_not:
+            fields = next(variants(q, mesh), None)  # none: too few rows to fill a pipeline
+            more = {"microbatches": rows, "remat": "block"}
+            if fields and not least_recompute(q, Plan(**fields | more)).why_not:
                 return True
     return False
 

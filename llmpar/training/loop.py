@@ -321,7 +321,7 @@ def _first_state(
     tell: Callable[[str], None],
 ) -> State:
     """Restore the newest checkpoint, or make a state."""
-    abstract = step.abstract_model_order
+    abstract = step.abstract_in_model_order
     if checkpoints and (state := checkpoints.restore(abstract, step.config, made, anyway, tell)):
         return step.from_model_order(state, donate=True)
     shardings = jax.tree.map(lambda x: x.sharding, abstract.params)

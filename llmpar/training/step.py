@@ -35,7 +35,7 @@ from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.parallel.partitioned import Auto, Explicit
-from llmpar.pipeline import executor as pipeline
+from llmpar.pipeline import executor
 from llmpar.plan import checks, places
 from llmpar.plan.layout import Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig, kind_of
@@ -86,7 +86,8 @@ def compiler_options(plan: Resolved) -> dict[str, bool | int]:
 
 
 def cut_in_microbatches(batch: Batch, count: int) -> Batch:
-    """Give the batch a leading dim of microbatches, each of every ``count``-th row: cut as the batch is."""
+    """Give the batch a leading dim of microbatches. Microbatch i has the rows i, i + count, …: so each is cut
+    over devices as the batch is."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
 
 
@@ -99,9 +100,9 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: the stack of a kind holds layer ``layer_orders[kind][i]`` in slot i; where that is the
-            number of layers, the slot is empty (`places.layer_orders`).
-        abstract_state, abstract_model_order: shapes and shardings of the state as stages hold it, and with
+        layer_orders: slot i of a kind's stack holds the layer ``layer_orders[kind][i]``, counted among the
+            layers of that kind; the number of these layers marks an empty slot (`places.layer_orders`).
+        abstract_state, abstract_in_model_order: shapes and shardings of the state as stages hold it, and with
             its layers in the model's order.
         run: `train_step`, compiled; it checks what it is given, and takes over the state's memory.
     """
@@ -153,16 +154,16 @@ class Step:
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
         """Run one step: the list at the head of this file. `run` is this, compiled."""
-        learned = trained(state.params, self.config)
+        trainable = trained(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # gather, forward, backward, reduce
             grads, metrics = self.gradients(state.params, batch)
             grads = self._clip(grads, metrics["grad_norm"])
-            learned, optimizer = self._on_arrays(self._update)(
-                learned, grads, state.optimizer, metrics
+            trainable, optimizer = self._on_arrays(self._update)(
+                trainable, grads, state.optimizer, metrics
             )
-            learned = self._restore(learned)
-        return State(joined(state.params, learned), optimizer, state.step + 1), metrics
+            trainable = self._restore(trainable)
+        return State(joined(state.params, trainable), optimizer, state.step + 1), metrics
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity
@@ -172,7 +173,7 @@ class Step:
             return self._on_devices(self._gradients, layouts, results)(params, batch)
 
     def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
-        """Run ``f`` on the blocks of each device in the mode Manual; on whole arrays in the others."""
+        """Return ``f`` as a function of arrays: in the mode Manual it runs on the blocks of each device."""
         if isinstance(self.par, Auto):
             return f
         layouts, results = jax.tree.map(spec, (layouts, results))
@@ -183,7 +184,7 @@ class Step:
         the weights; else of whole arrays."""
         params = self._with_open_sums(params)
         if self.plan.pipeline and isinstance(self.par, Manual):
-            loss, grads = pipeline.gradients(self.config, self.par, params, batch, self._zeros())
+            loss, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
             loss, grads = self._backward(params, batch)
         else:
@@ -268,6 +269,7 @@ class Step:
         if isinstance(self.par, Manual):
             loss = vary(loss, plan.varying("data"))
         if config.experts:
+            # one entry for each layer with experts
             shape = len(config.routed_kinds), config.experts.num_experts + 2
             counts = self._zero(shape, Layout(_ROUTED, plan.varying("stream")))
         zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
@@ -275,7 +277,8 @@ class Step:
         return (loss, counts), jax.tree.map(zero, weights, self.weight_layouts)
 
     def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
-        if isinstance(self.par, Auto):
+        """Return zeros with this layout, of this shape in all."""
+        if isinstance(self.par, Auto):  # these modes read the layout behind the arrow alone
             return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
         zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
         return vary(zeros, layout.axes + layout.sums)
@@ -286,10 +289,10 @@ class Step:
         can leave while the backward pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
-        sizes = [
+        items = [
             ((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)
         ]
-        for (sums, _), members in self.plan.buckets(sizes):
+        for (sums, _), members in self.plan.buckets(items):
             flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
             finish = Arrow(Layout((), sums), WHOLE)
             flat = self.par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
@@ -308,9 +311,8 @@ class Step:
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = optax.tree.norm(grads)
             summed = Arrow(Layout(_ROUTED, self.plan.varying("stream")), Layout(_ROUTED))
-            counts = jax.tree.map(
-                lambda x: self.par.carry_out(x, summed, "loss, tokens and norm"), counts
-            )
+            if counts is not None:
+                counts = self.par.carry_out(counts, summed, "loss, tokens and norm")
         else:
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, counts
@@ -335,15 +337,15 @@ class Step:
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
     def _sum_over_devices(self, values: Tree) -> Tree:
-        """Sum small values in one all-reduce that depends on every one of them. If each had its own, no data
-        would order it against the collectives of the model, and devices may enter unordered ones in different
-        orders."""
+        """Sum small values in one all-reduce that depends on all of them, and so comes last. All-reduces of
+        single values could run in any order beside the collectives of the model, and devices could disagree
+        about that order."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
         arrow = Arrow(Layout((), self._live), WHOLE)
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
-        """Run `_update` on whole arrays without explicit types: optimizers are written for those."""
+        """Return `_update` as a function of arrays without explicit types: optimizers are written for those."""
         if not isinstance(self.par, Explicit):
             return update
         reduced = jax.tree.map(functools.partial(sharding, self.mesh), self.reduced)
@@ -369,9 +371,10 @@ class Step:
         flat, rise = flatten_dict(after, sep="."), experts.bias_rate
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
-                own_le = direction_le[kinds == max(kind_of(path), 0)]
+                kind = max(kind_of(path), 0)  # -1: all layers are of one kind
+                own_le = direction_le[kinds == kind]
                 if not self._is_model_order:
-                    own_le = in_order(own_le, self.layer_orders[max(kind_of(path), 0)], 0)
+                    own_le = in_order(own_le, self.layer_orders[kind], 0)
                 flat[path] = bias_le + rise * own_le
         return unflatten_dict(flat, sep=".")
 
@@ -394,7 +397,7 @@ class Step:
             x.shape, x.dtype, sharding=sharding(self.mesh, layout)
         )
         self.abstract_state = jax.tree.map(place, in_stages, layouts)
-        self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
+        self.abstract_in_model_order = jax.tree.map(place, in_model, model_layouts)
 
     def _shapes(self, counts: Sequence[int]) -> State:
         return state_shapes(self.config, self.plan, self.optimizer, counts)
@@ -404,12 +407,12 @@ class Step:
 
         Args:
             params: weights to begin with, in the model's order; what this tree lacks is fresh. An array that
-                has the dtype and sharding of ``abstract_model_order`` is donated: its memory becomes the
+                has the dtype and sharding of ``abstract_in_model_order`` is donated: its memory becomes the
                 state's and the caller's array is deleted, so that no weight exists twice. Others are copied.
         """
         if not 0 <= seed <= _MAX_SEED:
             raise ValueError(f"seed is {seed}; use 0 to {_MAX_SEED:,}")
-        like = self.abstract_model_order.params
+        like = self.abstract_in_model_order.params
         given = placed_weights(params or {}, like, self.config.name)
 
         def make(key, given):
@@ -420,7 +423,7 @@ class Step:
             params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)
             return initial_state(params, self.config, self.optimizer)
 
-        in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
+        in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_in_model_order)
         compiled = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)
         return self.from_model_order(compiled(jax.random.key(seed), given), donate=True)
 
@@ -436,7 +439,7 @@ class Step:
         pairs = zip(self.layer_orders, self._counts, strict=True)
         # the inverse permutations: empty slots are sorted to the end, and left out
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
-        return self._reorder(state, orders, self.abstract_model_order, donate)
+        return self._reorder(state, orders, self.abstract_in_model_order, donate)
 
     def _reorder(
         self, state: State, orders: Sequence[np.ndarray], like: State, donate: bool
@@ -446,7 +449,9 @@ class Step:
             return state
         # the dim that grows with one more layer is the one that counts layers
         one_more = self._shapes([count + 1 for count in self._counts])
-        return reorder(state, orders, layer_dims(self.abstract_model_order, one_more), like, donate)
+        return reorder(
+            state, orders, layer_dims(self.abstract_in_model_order, one_more), like, donate
+        )
 
     # ---------------------------------------------------------------------------------------- beside the step
 

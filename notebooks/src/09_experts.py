@@ -462,7 +462,7 @@ attempt("09.nodes", {"free": free, "limited": limited})
 
 # %%
 auto = Step(CONFIG, dataclasses.replace(PLAN, mode="auto"), run.step.mesh, ADAM)
-places = jax.tree.map(lambda x: x.sharding, auto.abstract_model_order.params)
+places = jax.tree.map(lambda x: x.sharding, auto.abstract_in_model_order.params)
 start = jax.device_put(fresh_state(CONFIG, ADAM).params, places)
 text = jax.device_put(TEXT, auto.batch_sharding)
 forward, program = read_program(auto.evaluate.lower(start, text))
