@@ -150,6 +150,8 @@ FAULTS = {
     "11": ("a gather is turned round",),
     "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
     "13": ("a device sends its own part as well",),
+    "14": ("rows go to other experts", "a device sends its own part as well"),
+    "15": ("a device sends its own part as well",),
     "16": (
         "a batch is fixed once it runs",
         "what ranks of sp have found is joined twice",

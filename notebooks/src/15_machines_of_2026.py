@@ -88,17 +88,16 @@ attempt("15.thresholds", tokens)
 limit = {n: formulas.dp_min_tokens(c.flops_per_s, rate(c)) for n, c in CHIPS.items()}
 met("15.thresholds", limit, "computed")
 assert [round(x) for x in limit.values()] == [2199, 4681, 2664, 765]
-TICKS = (512, 1024, 2048, 4096, 8192, 16384)
+TICKS = (1024, 2048, 4096, 8192, 16384)
 looks = dict(
     zip(CHIPS, (("dp-line", "o"), ("measured", "s"), ("fsdp-line", "^")), strict=False)
 )
 looks["TPU v5p"] = ("sp-line", "o")
 lines = [
-    (name, [min(4, limit[name] / t) for t in TICKS], *looks[name], False)
-    for name in CHIPS
+    (name, [limit[name] / t for t in TICKS], *looks[name], False) for name in CHIPS
 ]
 lines += [("hides below", [1] * len(TICKS), "soft", None, True)]
-axes = dict(x="tokens on a device", y="gather / matmuls", high=4)
+axes = dict(x="tokens on a device", y="gather / matmuls", high=5)
 if opened("15.thresholds"):
     show(
         draw.curves(
@@ -278,8 +277,8 @@ now = {
     for m, g in ((8, 16), (8, 8), (4, 8))
 }
 met("15.bits", now, "computed")
-asked = planner.Question(WIDE, GB200, 64, 64, 4096, share=GB200.memory_share)
-plan = estimated(WIDE, GB200, 64, 64, 4096, "fsdp=64").plan
+asked = planner.Question(WIDE, GB200, 64, 64, 2048, share=GB200.memory_share)
+plan = estimated(WIDE, GB200, 64, 64, 2048, "fsdp=64").plan
 run = asked.run(plan)
 times = {
     f"matmuls in {b} bits": step_time(dataclasses.replace(run, bits=b))
@@ -292,16 +291,17 @@ for name, time in times.items():
     rows.append((name, named | {"the rest": time.step_s - sum(named.values())}))
 if opened("15.bits"):
     roles = {"fsdp's links": "fsdp"}
-    title = "Llama 3 70B, fsdp=64, 4,096 tokens on each GB200"
+    title = "Llama 3 70B, fsdp=64, 2,048 tokens on each GB200"
     show(draw.time_bars(rows, title, roles))
 waits = [row["fsdp's links"] for _, row in rows]
 took = [time.step_s for time in times.values()]
-assert waits[0] < waits[1] < waits[2] and took[0] / took[2] < 2
-assert run.tokens == 4096 and limit["GB200"] < 4096 < now["matmuls 8, gathers 16"]
+assert waits[1] / waits[0] > 1.9 and waits[2] > waits[1] and took[2] > 0.85 * took[0]
+assert rows[2][1]["matmuls"] < rows[0][1]["matmuls"] / 2
+assert run.tokens == 2048 and GB200.rates.eight_bit == 1.7
 
 # %% [markdown]
-# Gathers of 16 bits that hid before wait now: 4,096 tokens are more than 2,664, but less than 5,329. What must be sent has to shrink with what is computed.
-# (The planner takes 1.7 for each halving of the bits, as reached, not 2.)
+# Gathers keep their 16 bits in this estimate. With matmuls of 8 bits a GPU waits for links twice as long. In 4 bits matmuls take less than half of the time, and
+# a step still 86 %. What is sent has to shrink with what is computed. (The planner takes 1.7 for each halving of the bits, as reached, not 2.)
 #
 # ## Keep: the inequalities stay, the numbers change
 #
@@ -338,7 +338,7 @@ for num in (1, 2, 3):
     own = 2 * num * v5p.link_bytes_per_s
     most = formulas.tp_max_degree(WIDE.ffn_width, peak(v5p), own)
     print(
-        f"{num} axes: C/β {peak(v5p) / own:>5,.0f} tokens, 70B hides up to tp={most:.0f}"
+        f"{num} axes: C/β {peak(v5p) / own:>5,.0f} tokens, 70B hides to tp={most:.0f}"
     )
 assert round(peak(v5p) / (2 * v5p.link_bytes_per_s)) == 2295
 

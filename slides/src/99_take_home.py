@@ -95,7 +95,7 @@ show(table_of_axes)
 # %% [markdown] tags=["slide"] minutes=3
 # ## Quiz, 1
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/05_tensor_parallelism</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/06_long_sequences</code></footer>
 
 # %%
 from llmpar.lessons import quiz
@@ -116,7 +116,7 @@ def table(lessons, answers=False):
 
 
 LESSONS = list(quiz.QUESTIONS)
-FIRST, SECOND, THIRD = LESSONS[:6], LESSONS[6:11], LESSONS[11:]
+FIRST, SECOND, THIRD = LESSONS[:7], LESSONS[7:13], LESSONS[13:]
 table(FIRST)
 
 # %% [markdown] tags=["notes"]
@@ -130,7 +130,7 @@ table(FIRST)
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 2
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/06_long_sequences</code> to <code>notebooks/10_hybrids</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/07_pipelines</code> to <code>notebooks/12_readings</code></footer>
 
 # %%
 table(SECOND)
@@ -138,14 +138,14 @@ table(SECOND)
 # %% [markdown] tags=["notes"]
 # **Ask:** which question would you have got right this morning?
 #
-# **Misunderstanding** to look for: in 07, a quarter: that is idle over ideal.
+# **Misunderstanding** to look for: in 07, a quarter: that is idle over ideal; in 11, dividing the activations as well.
 #
 # **Source:** `llmpar.lessons.quiz`.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 3
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/11_choose</code> to <code>notebooks/19_mysteries</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/13_your_own_code</code> to <code>notebooks/19_mysteries</code></footer>
 
 # %%
 table(THIRD)
@@ -153,7 +153,7 @@ table(THIRD)
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these can you answer without paper?
 #
-# **Misunderstanding** to look for: in 11, dividing the activations as well.
+# **Misunderstanding** to look for: in 15, 5,000 tokens: links are faster, too.
 #
 # **Source:** `llmpar.lessons.quiz`.
 
