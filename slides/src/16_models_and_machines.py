@@ -108,13 +108,15 @@ curves(lines, LENGTHS, "positions on eight ranks", "KiB that a rank sends")
 # %% [markdown] tags=["slide"] minutes=2
 # ## The same GPU, in nodes of 8 or in a rack of 72
 #
-# Llama 3.1 405B on 256 GB200, `tp=16` in place of `tp=8`. A step takes, in nodes of 8: **A** as long · **B** twice · **C** four times as long?
+# Llama 3.1 405B on 256 GB200, `tp=16` in place of `tp=8`. In nodes of 8 a step takes: **A** as long · **B** twice · **C** four times as long? And in racks of 72?
 #
 # <footer>Estimates · <code>llmpar plan --model llama3.1-405b --chip gb200 --devices 256</code> · lesson <code>notebooks/15_machines_of_2026</code></footer>
 
 # %%
 GB200, BIG = chip("gb200"), preset("llama3.1-405b")
-MACHINES = {"nodes of 8": dataclasses.replace(GB200, node_size=8), "rack": GB200}
+MACHINES = {8: dataclasses.replace(GB200, node_size=8), 72: GB200}  # chips on fast links
+WORDS = {"tensor-parallel links": "tp's links", "weights and gradients on links": "fsdp's links"}
+ROLES_OF = {"tp's links": "tp", "fsdp's links": "fsdp"}
 
 
 def estimated(config, c, devices, rows, seq, mesh=None, **fields):
@@ -128,9 +130,9 @@ def bars(plans, shown, title):
     """Where the time of each step goes."""
     rows = []
     for name, plan in plans.items():
-        named = {t: plan.time.terms[t] for t in shown if plan.time.terms.get(t, 0) > 0}
+        named = {WORDS.get(t, t): plan.time.terms[t] for t in shown if plan.time.terms.get(t, 0) > 0}
         rows.append((name, named | {"the rest": plan.time.step_s - sum(named.values())}))
-    show(draw.time_bars(rows, title))
+    show(draw.time_bars(rows, title, ROLES_OF))
 
 
 # %% tags=["fragment"]
@@ -163,10 +165,10 @@ bars(found, ("matmuls", "tensor-parallel links", "weights and gradients on links
 
 # %% tags=["fragment"]
 best = {where: estimated(BIG, c, 256, 64, 8192) for where, c in MACHINES.items()}
-without = estimated(BIG, MACHINES["nodes of 8"], 256, 64, 8192, pp=1)
-assert best["nodes of 8"].plan.mesh.pp > 1 == best["rack"].plan.mesh.pp
+without = estimated(BIG, MACHINES[8], 256, 64, 8192, pp=1)
+assert best[8].plan.mesh.pp > 1 == best[72].plan.mesh.pp
 rows = {f"{where}: {plan.plan.mesh}": plan for where, plan in best.items()}
-rows |= {f"nodes of 8: {without.plan.mesh}": without}
+rows |= {f"8: {without.plan.mesh}": without}
 bars(rows, ("matmuls", "recomputation", "bubble", "weights and gradients on links"), "A step")
 
 # %% [markdown] tags=["notes"]
@@ -189,11 +191,11 @@ run = asked.run(estimated(asked.config, GB200, 64, 64, 2048, "fsdp=64").plan)
 rows = []
 for b in (16, 8, 4):
     time = step_time(dataclasses.replace(run, bits=b))
-    named = {t: time.terms[t] for t in ("matmuls", "weights and gradients on links")}
+    named = {WORDS.get(t, t): time.terms[t] for t in ("matmuls", "weights and gradients on links")}
     rows.append((f"{b} bits", named | {"the rest": time.step_s - sum(named.values())}))
-waits = [row["weights and gradients on links"] for _, row in rows]
+waits = [row["fsdp's links"] for _, row in rows]
 assert waits[0] < waits[1] < waits[2]
-show(draw.time_bars(rows, "A step"))
+show(draw.time_bars(rows, "A step", ROLES_OF))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** from how many tokens on do gathers hide? C/β is 2,664 in 16 bits; 5,329 with 8-bit matmuls and 16-bit gathers; 2,664 again if both
