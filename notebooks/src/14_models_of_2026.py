@@ -130,8 +130,8 @@ assert MODELS["gemma-3-27b"].period == (0, 0, 0, 0, 0, 1)
 assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 
 # %% [markdown]
-# - **Full attention** keeps the key and the value of each token, for each KV head.
-# - A **window** looks at the last tokens only: 1,024 in five of six layers of Gemma 3, 128 in every second one of gpt-oss. Older keys are
+# - **Full attention** keeps the key and the value of each token: 2·k·h numbers, with k KV heads of width h.
+# - A **window** looks at the last w tokens only: 1,024 in five of six layers of Gemma 3, 128 in every second one of gpt-oss. Older keys are
 #   forgotten.
 # - **Latent attention** (DeepSeek's MLA) keeps one short vector for all heads: the *latent*, from which their keys and values are
 #   computed, and one *rotary key*, which says where the token stands.
@@ -346,6 +346,8 @@ assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 # positions × 24 numbers × 4 bytes, half of it from each of two ranks: 18,432 bytes, as compiled.
 #
 # ## Each kind of layer, and what travels for it
+#
+# (The *stream* is what a layer hands on to the next: d numbers for each token. `tp` adds up parts of it, twice in a layer: lesson 05.)
 
 # %% tags=["plumbing"]
 assert small_v3.num_heads * (16 + 8) == 192
@@ -389,7 +391,7 @@ show(
 # %% [markdown]
 # ## Predict: which model fits my mesh?
 #
-# A rack of 64 GPUs (GB200). A program may plan with 127 GiB of each. Training in float32 with Adam holds 16 bytes for each parameter: weight,
+# 64 GPUs of one rack (GB200): a program may plan with 127 GiB of each. Training in float32 with Adam holds 16 bytes for each parameter: weight,
 # gradient and two moments, all cut over 64 devices. gpt-oss has 116.8e9 parameters, Qwen3.5 396.3e9, DeepSeek-V3 671.0e9. **How many GiB does each
 # GPU hold of them?** (Which fit, with activations on top?)
 
@@ -420,13 +422,14 @@ room = asked.capacity_bytes / GIB
 assert round(room) == 127
 sizes = {name: 16 * MODELS[name].num_params / 64 / GIB for name in state_gib}
 met("14.fits", sizes, "GiB:")
+is_open = opened("14.fits")
 for name, one in answers.items():
     fits = not isinstance(one, ValueError)
     assert fits == (sizes[name] < room), name
-    if fits and opened("14.fits"):
+    if fits and is_open:
         took = f"{one.time.step_s:.1f} s a step, {one.total_bytes / GIB:.0f} GiB"
         print(f"{name:<14} {str(one.plan.mesh):<14} {took}")
-    elif opened("14.fits"):
+    elif is_open:
         print(f"{name:<14} fits on no mesh of 64: {sizes[name]:.0f} GiB of state alone")
 
 # %% [markdown]

@@ -112,7 +112,7 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# And beyond the fast links? A gather brings the weights once into a domain, for all of its chips. Each chip has a port of 50 GB/s: 8 of them bring
+# And beyond the fast links? A gather brings the weights once into a *domain* (the chips that fast links join), for all of them. Each chip has a port of 50 GB/s: 8 of them bring
 # 400 GB/s into a node of H100s, 72 bring 3,600 GB/s into a rack, more than the 900 GB/s that one GPU passes on. So for gathers the network of a rack is no
 # limit.
 
@@ -222,7 +222,8 @@ seconds = [plan.time.step_s for plan in found.values()]
 assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
 
 # %% [markdown]
-# So the rule "experts inside a node" changes: in nodes of 8 `ep=8` is faster, in the rack `ep=64`. Tokens do not matter here: both sides grow with them.
+# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes half as long again as `ep=8`. In the rack both are as fast, by what is known
+# (± 7 %). The number of tokens does not matter here: both sides grow with it.
 #
 # ## Bet: does 405B still need a pipeline?
 #
@@ -261,7 +262,8 @@ assert 1.2 < without.time.step_s / eight < 1.35 and 1.5 < eight / rack < 1.65
 # ## Predict: what do eight bits change?
 #
 # In 8 bits a matmul is up to twice as fast, in 4 bits four times. Links are as fast as before. The threshold of a GB200 was 2,664 tokens, with matmuls and
-# gathered weights of 16 bits. **What is it now?**
+# gathered weights of 16 bits. **What is it now?** (`matmuls 8, gathers 16`: matmuls of 8 bits, gathered
+# weights of 16.)
 
 # %%
 bits = {
@@ -307,9 +309,9 @@ assert run.tokens == 2048 and GB200.rates.eight_bit == 1.7
 #
 # 1. C/β: compute it again for each machine, and for each kind of its links. Newer chips need more tokens.
 # 2. `tp` ends at m/(C/β), even where 72 GPUs share a switch.
-# 3. Experts hide if they are wide: m > ⅔ · C/β of the links that `ep` crosses. A rack lets `ep` grow to 64.
+# 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. A rack lets `ep` grow to 64.
 # 4. A pipeline is for slow links. In racks the planner leaves it out.
-# 5. Eight bits double C. Send eight bits too, or messages that hid are in view.
+# 5. Eight bits double C. Send eight bits too, or messages that were hidden cost time.
 
 # %% [markdown]
 # ## Further

@@ -176,7 +176,8 @@ bars(rows, ("matmuls", "recomputation", "bubble", "weights and gradients on link
 #
 # **Misunderstanding:** that large models need pipelines. Slow networks do.
 #
-# **Source:** the planner's estimates, ± 16 %. For experts it is alike: `ep=8` in nodes of 8, `ep=64` in a rack (lesson 15).
+# **Source:** the planner's estimates, ± 16 %. For experts it is alike: `ep=64` in place of
+# `ep=8` takes half as long again in nodes of 8, and no longer in a rack (lesson 15).
 
 # %% [markdown] tags=["slide"] minutes=1
 # ## Eight bits move both sides
