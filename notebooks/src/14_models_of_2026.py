@@ -39,14 +39,22 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import draw, look
 from llmpar.draw.scene import Line, Rect, Text, compose, legend, show, small_text
-from llmpar.inspect.census import arrow_rows, census_table
+from llmpar.inspect.census import arrow_rows, census_hlo, census_table, read_program
 from llmpar.lessons import attempt, hint, met, opened, say, solution
-from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
+from llmpar.lessons.lesson import (
+    as_predicted,
+    as_table,
+    counting_text,
+    train_on,
+    verdicts,
+)
+from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import described_model, preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner
 from llmpar.predict import serving, traffic
 from llmpar.predict.hardware import GIB, chip
+from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -217,11 +225,9 @@ sent = verdicts({"sp=8": cut}, alone)
 
 
 # %% tags=["plumbing"]
-def of_arrow(run, start, direction):
-    """What the compiled program sends for an arrow, in a direction."""
-    found = [
-        row for row in arrow_rows(as_predicted(run)) if row["arrow"].startswith(start)
-    ]
+def of_arrow(census, start, direction):
+    """How often the compiled program sends for an arrow, in a direction."""
+    found = [row for row in arrow_rows(census) if row["arrow"].startswith(start)]
     return sum(row["count"] for row in found if row["direction"] == direction)
 
 
@@ -232,7 +238,7 @@ met(
     {"full": by_kind["full attention"], "window": by_kind["window"]},
     "needed",
 )
-forward = of_arrow(cut, "keys b t", "forward")
+forward = of_arrow(as_predicted(cut), "keys b t", "forward")
 assert forward == sum(by_kind.values()) == 8 and by_kind["window"] == 1
 if opened("14.hops"):
     print(f"compiled: {forward} hops of keys in the forward pass of the two layers")
@@ -327,18 +333,21 @@ latent |= dict(n_shared_experts=1, num_experts_per_tok=2, model_type="deepseek_v
 small_v3 = described_model("small", small | latent)
 both = Plan(f"sp={N // 4} ep=4", zero=0, remat="none", context_parallel="gather")
 
-cut = train_on(small_v3, both, text, sgd, 1)
+step = Step(small_v3, both, make_mesh(both.mesh), sgd)
+_, program_text = read_program(step.lower(8, 64))  # compiled, not run
 
 # %% tags=["plumbing"]
-table = census_table(as_predicted(cut))  # predicted = compiled, or it fails
+census = census_hlo(program_text, step.mesh)
+predicted = traffic.step_traffic(step.plan, 8, 64)
+table = census_table(census)
+assert table == as_table(predicted)
 found = sum(row["count"] for (_, kind), row in table.items() if kind == "all-to-all")
 assert found == 4 * 2 == sum(b.experts is not None for _, b in small_v3.blocks) * 4 * 2
 met("14.exchanges", {"in all": found, "shared": 0}, "compiled")
-latents = of_arrow(cut, "attention b s c", "forward")
+latents = of_arrow(census, "attention b s c", "forward")
 assert latents == 3 and small_v3.cache_width == 24  # each layer gathers 16 + 8 numbers
 rows_of_rank, share = 8 // 4, 1 / 2
-both_ways = traffic.step_traffic(cut.step.plan, 8, 64)["sp", "all-gather"].arrows
-_, gathered = both_ways["attention b s c -> keys b s c"]
+_, gathered = predicted["sp", "all-gather"].arrows["attention b s c -> keys b s c"]
 assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 
 # %% [markdown]
