@@ -39,7 +39,8 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import draw, look
 from llmpar.draw.scene import Line, Rect, Text, compose, legend, show, small_text
-from llmpar.inspect.census import arrow_rows, census_hlo, census_table, read_program
+from llmpar.inspect.census import arrow_rows, census_table
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import (
     as_predicted,
@@ -334,17 +335,18 @@ small_v3 = described_model("small", small | latent)
 both = Plan(f"sp={N // 4} ep=4", zero=0, remat="none", context_parallel="gather")
 
 step = Step(small_v3, both, make_mesh(both.mesh), sgd)
-_, program_text = read_program(step.lower(8, 64))  # compiled, not run
+batch = step.abstract_batch(8, 64)
+traced = step.run.trace(step.abstract_state, batch).jaxpr  # read, not run
 
 # %% tags=["plumbing"]
-census = census_hlo(program_text, step.mesh)
+census = census_jaxpr(traced, step.mesh.shape)
 predicted = traffic.step_traffic(step.plan, 8, 64)
 table = census_table(census)
 assert table == as_table(predicted)
 found = sum(row["count"] for (_, kind), row in table.items() if kind == "all-to-all")
 assert found == 4 * 2 == sum(b.experts is not None for _, b in small_v3.blocks) * 4 * 2
-met("14.exchanges", {"in all": found, "shared": 0}, "compiled")
-latents = of_arrow(census, "attention b s c", "forward")
+met("14.exchanges", {"in all": found, "shared": 0}, "traced")
+latents = predicted["sp", "all-gather"].arrows["attention b s c -> keys b s c"][0]
 assert latents == 3 and small_v3.cache_width == 24  # each layer gathers 16 + 8 numbers
 rows_of_rank, share = 8 // 4, 1 / 2
 _, gathered = predicted["sp", "all-gather"].arrows["attention b s c -> keys b s c"]
@@ -352,7 +354,8 @@ assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 
 # %% [markdown]
 # And over `sp` this model gathers latents, not keys: 24 numbers for each token and layer, where its eight heads would have 192. 3 layers × 2 rows × 64
-# positions × 24 numbers × 4 bytes, half of it from each of two ranks: 18,432 bytes, as compiled.
+# positions × 24 numbers × 4 bytes, half of it from each of two ranks: 18,432 bytes, as in
+# the traced program.
 #
 # ## Each kind of layer, and what travels for it
 #
