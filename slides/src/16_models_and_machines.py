@@ -80,7 +80,7 @@ show(draw.table(table, ("tp", "sp", "ep", "kept"), "What a layer sends, and keep
 #
 # **Misunderstanding:** that tp cuts each cache. It cuts heads, and a latent has none.
 #
-# **Source:** lesson 14 compiles small models of these families and compares what they send with the prediction.
+# **Source:** lesson 14 reads the programs of small models of these families: what they send is what was predicted.
 
 # %% [markdown] tags=["slide"] minutes=1
 # ## A ring sends more for a longer sequence, a state does not
