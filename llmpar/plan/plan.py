@@ -50,9 +50,10 @@ gathered for use, and autodiff makes a reduce-scatter of that gather in the back
 ``reshard_after_forward=False`` in a pipeline its gradients are added up whole, as at stage 1.)
 
 Like the devices along fsdp, those along sp, and along ep except for experts, use the same weights on
-different tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
-collective over both axes takes the place of one over fsdp (Llama 3 2024, section 3.3.2, does so). A dim
-other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
+different tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp``
+becomes ``d/fsdp,sp``, and one collective over both axes takes the place of one over fsdp (Llama 3 2024,
+section 3.3.2, does so). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep
+d/fsdp,sp m``.
 """
 
 from __future__ import annotations
@@ -158,8 +159,9 @@ class Plan:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys, and neither
-            runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on
-            TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for blocks.
+            runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else
+            flash on TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for
+            blocks.
         attention_block: positions per tile of blockwise attention; None: a device's positions, halved
             until they are at most 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that

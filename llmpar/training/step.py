@@ -345,7 +345,8 @@ class Step:
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
-        """Return `_update` as a function of arrays without explicit types: optimizers are written for those."""
+        """Return `_update` as a function of arrays without explicit types, for which optimizers are
+        written."""
         if not isinstance(self.par, Explicit):
             return update
         reduced = jax.tree.map(functools.partial(sharding, self.mesh), self.reduced)

@@ -92,10 +92,10 @@ show(table_of_axes)
 #
 # **Source:** the books and papers themselves.
 
-# %% [markdown] tags=["slide"] minutes=3
+# %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 1
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/05_tensor_parallelism</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/04_zero</code></footer>
 
 # %%
 from llmpar.lessons import quiz
@@ -116,7 +116,7 @@ def table(lessons, answers=False):
 
 
 LESSONS = list(quiz.QUESTIONS)
-FIRST, SECOND, THIRD = LESSONS[:6], LESSONS[6:11], LESSONS[11:]
+FIRST, SECOND, THIRD, FOURTH = LESSONS[:5], LESSONS[5:10], LESSONS[10:15], LESSONS[15:]
 table(FIRST)
 
 # %% [markdown] tags=["notes"]
@@ -130,7 +130,7 @@ table(FIRST)
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 2
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/06_long_sequences</code> to <code>notebooks/10_hybrids</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/05_tensor_parallelism</code> to <code>notebooks/09_experts</code></footer>
 
 # %%
 table(SECOND)
@@ -145,7 +145,7 @@ table(SECOND)
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 3
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/11_choose</code> to <code>notebooks/19_mysteries</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/10_hybrids</code> to <code>notebooks/14_models_of_2026</code></footer>
 
 # %%
 table(THIRD)
@@ -157,7 +157,22 @@ table(THIRD)
 #
 # **Source:** `llmpar.lessons.quiz`.
 
-# %% [markdown] tags=["subslide"] minutes=1
+# %% [markdown] tags=["slide"] minutes=1
+# ## Quiz, 4
+#
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/15_machines_of_2026</code> to <code>notebooks/19_mysteries</code></footer>
+
+# %%
+table(FOURTH)
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which of these would you ask a colleague?
+#
+# **Misunderstanding** to look for: in 15, 5,000 tokens: links are faster, too.
+#
+# **Source:** `llmpar.lessons.quiz`.
+
+# %% [markdown] tags=["subslide"] minutes=0.5
 # ## Answers, 1
 #
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
@@ -197,6 +212,21 @@ table(THIRD, answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which lesson do you take next?
+#
+# **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
+#
+# **Source:** `llmpar.lessons.quiz`.
+
+# %% [markdown] tags=["subslide"] minutes=0.5
+# ## Answers, 4
+#
+# <footer>After the quiz: <code>llmpar quiz --after</code></footer>
+
+# %%
+table(FOURTH, answers=True)
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which lesson do you give to somebody else?
 #
 # **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
 #

@@ -1,0 +1,368 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 15
+#     needs: ["05", "09", "11"]
+#     question: Which rules change where 72 GPUs are on fast links, on a torus, or in
+#       eight bits?
+#     objectives:
+#     - Compute for a new machine from how many tokens, how many ranks and how wide experts
+#       messages hide.
+#     - Say which decision changes between nodes of 8 and a rack of 72, and which does not.
+#     - Say what eight bits do to both sides of an inequality.
+# ---
+
+# %% [markdown]
+# # 15 · Machines of 2026: is "tp inside a node of 8" still right?
+#
+# Tensor parallelism inside a node, experts too, a pipeline between nodes: rules from machines in which eight GPUs share fast links. In a
+# rack of GB200, 72 do; in a pod of TPUs, thousands. Which rule changes, and why?
+
+# %% tags=["plumbing"]
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # simulated devices; real ones: On your cluster
+
+from llmpar.parallel.mesh import use_devices
+
+devices = use_devices()
+
+import dataclasses
+
+from llmpar import draw
+from llmpar.draw.scene import Rect, Text, compose, show, small_text
+from llmpar.lessons import attempt, hint, met, opened, say, solution
+from llmpar.plan.mesh_shape import parse_mesh
+from llmpar.plan.presets import preset
+from llmpar.planner import planner
+from llmpar.predict import formulas
+from llmpar.predict.hardware import chip
+from llmpar.predict.time import step_time
+
+NAMES = {"H100": "h100", "MI355X": "mi355x", "GB200": "gb200", "TPU v5p": "v5p"}
+CHIPS = {name: chip(key) for name, key in NAMES.items()}
+
+
+def rate(c):
+    """Bytes per second that leave a chip on its fast links."""
+    return c.link_bytes_per_s * (2 * c.num_axes if c.link == "torus" else 1)
+
+
+def reach(chips):
+    """A square for each chip that fast links reach, as many as have room."""
+    items, lines, most = [], [], 72
+    for i, (name, c) in enumerate(chips.items()):
+        y, role = 44 * i, "other3" if c.link == "torus" else "matmuls"
+        items.append(Text(-12, y + 8, name, anchor="end"))
+        drawn = min(most, c.node_size)
+        items += [Rect(9 * k, y, 8, 16, role, "edge", 0.5) for k in range(drawn)]
+        more = "" if drawn == c.node_size else "… "
+        links = "links to neighbours" if c.link == "torus" else "one switch"
+        words = (
+            f"{more}{c.node_size:,} chips, {links}; {c.flops_per_s / 1e12:,.0f} TFLOP/s"
+        )
+        words += f" and {rate(c) / 1e9:,.0f} GB/s each"
+        items.append(small_text(0, y + 27, words, "start"))
+        lines.append(f"{name}: {words}")
+    title = "How many chips do fast links reach?"
+    return compose(title, [items], "\n".join(lines))
+
+
+# %% tags=["plumbing"]
+show(reach(CHIPS))
+
+# %% [markdown]
+# A *torus* has no switch: each chip has links to its neighbours, two along each of its axes (three on a TPU v5p), and each axis closes to a ring.
+#
+# ## Predict: from how many tokens on do gathers hide?
+#
+# A gather of weights hides behind matmuls if a device computes with more than **C/β** tokens (lesson 03): C are its FLOPs per second, β the
+# bytes per second that leave it. **Compute C/β for the four chips of the picture.**
+
+# %%
+tokens = {"H100": ..., "MI355X": ..., "GB200": ..., "TPU v5p": ...}
+attempt("15.thresholds", tokens)
+
+# %% tags=["plumbing"]
+limit = {n: formulas.dp_min_tokens(c.flops_per_s, rate(c)) for n, c in CHIPS.items()}
+met("15.thresholds", limit, "computed")
+assert [round(x) for x in limit.values()] == [2199, 4681, 2664, 765]
+TICKS = (1024, 2048, 4096, 8192, 16384)
+looks = dict(
+    zip(CHIPS, (("dp-line", "o"), ("measured", "s"), ("fsdp-line", "^")), strict=False)
+)
+looks["TPU v5p"] = ("sp-line", "o")
+lines = [
+    (name, [limit[name] / t for t in TICKS], *looks[name], False) for name in CHIPS
+]
+lines += [("hides below", [1] * len(TICKS), "soft", None, True)]
+axes = dict(x="tokens on a device", y="gather / matmuls", high=5)
+if opened("15.thresholds"):
+    show(
+        draw.curves(
+            lines, TICKS, **axes, title="Time of a gather over time of the matmuls"
+        )
+    )
+more = lambda name, what: what(CHIPS[name]) / what(CHIPS["H100"])
+peak = lambda c: c.flops_per_s
+assert round(more("GB200", peak), 1) == 2.4 and more("GB200", rate) == 2
+assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) == 1.2
+
+# %% [markdown]
+# Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
+#
+# And beyond the fast links? A gather brings the weights once into a *domain* (the chips that fast links join), for all of them. Each chip has a port of 50 GB/s: 8 of them bring
+# 400 GB/s into a node of H100s, 72 bring 3,600 GB/s into a rack, more than the 900 GB/s that one GPU passes on. So for gathers the network of a rack is no
+# limit.
+
+# %% tags=["plumbing"]
+into = {name: c.node_size * c.dcn_bytes_per_s for name, c in CHIPS.items()}
+assert (
+    into["H100"] == 400e9 < rate(CHIPS["H100"])
+    and CHIPS["H100"].dcn_bytes_per_s == 50e9
+)
+assert into["GB200"] == 3600e9 > rate(CHIPS["GB200"]) == 900e9
+GB200 = CHIPS["GB200"]
+MACHINES = {"nodes of 8": dataclasses.replace(GB200, node_size=8), "rack of 72": GB200}
+BIG, WIDE = preset("llama3.1-405b"), preset("llama3-70b")
+assert (WIDE.ffn_width, BIG.ffn_width) == (28_672, 53_248)
+
+
+def estimated(config, c, devices, rows, seq, mesh=None, **fields):
+    """The planner's best settings for a mesh, or its best mesh."""
+    fixed = parse_mesh(mesh).sizes if mesh else fields
+    asked = planner.Question(config, c, devices, rows, seq, fixed, share=c.memory_share)
+    return planner.decide(asked, keep=1).plans[0]
+
+
+WORDS = {"weights and gradients on links": "fsdp's links"}
+
+
+def bars(plans, shown, title):
+    """Where the time of each step goes: the largest terms, and the rest."""
+    rows = []
+    for name, plan in plans.items():
+        terms = plan.time.terms
+        named = {WORDS.get(t, t): terms[t] for t in shown if terms.get(t, 0) > 0}
+        rows.append(
+            (name, named | {"the rest": plan.time.step_s - sum(named.values())})
+        )
+    return draw.time_bars(rows, title, {"fsdp's links": "fsdp"})
+
+
+# %% [markdown]
+# ## Predict: how far may tp go?
+#
+# Tensor parallelism hides on up to **m/(C/β)** devices (lesson 05), and it must stay on fast links. `m`, the width of the feed-forward, is 28,672 in Llama 3
+# 70B and 53,248 in Llama 3.1 405B. **Which is the largest power of two that both allow?**
+
+# %%
+tp = {"70B, H100": ..., "405B, H100": ..., "70B, GB200": ..., "405B, GB200": ...}
+attempt("15.tp", tp)
+
+# %% tags=["plumbing"]
+allowed = {}
+for card in ("H100", "GB200"):
+    for name, config in (("70B", WIDE), ("405B", BIG)):
+        hides = formulas.tp_max_degree(
+            config.ffn_width, peak(CHIPS[card]), rate(CHIPS[card])
+        )
+        most = min(hides, CHIPS[card].node_size)
+        allowed[f"{name}, {card}"] = 2 ** (int(most).bit_length() - 1)
+met("15.tp", allowed, "computed")
+assert allowed == {"70B, H100": 8, "405B, H100": 8, "70B, GB200": 8, "405B, GB200": 16}
+found = {}
+for where, c in MACHINES.items():
+    for mesh in ("fsdp=32 tp=8", "fsdp=16 tp=16"):
+        found[f"{where}: {mesh}"] = estimated(BIG, c, 256, 64, 8192, mesh)
+shown = (
+    "matmuls",
+    "attention",
+    "tensor-parallel links",
+    "weights and gradients on links",
+)
+title = "A step of Llama 3.1 405B on 256 GB200"
+if opened("15.tp"):
+    show(bars(found, shown, title))
+seconds = [plan.time.step_s for plan in found.values()]
+assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
+
+# %% [markdown]
+# One experiment, by the planner's estimate: the same GPU with the same links, but a switch joins 8 of them, or 72. In nodes of 8 `tp=16` leaves the node, and a step takes
+# four times as long. In the rack it takes 9 % longer than `tp=8`: allowed, and still no gain. A rack of 72 does not mean `tp=72`: **matmuls that are cut too thin
+# are the limit, not the switch.**
+#
+# ## Predict: how wide must an expert be?
+#
+# A token goes to an expert and comes back: 4·d bytes in 16 bits. There, three matrices of d × m do 6·d·m FLOPs. The messages hide if 6·d·m/C > 4·d/β.
+# Solve that for m. **How wide must experts be in a rack of GB200 (C/β = 2,664)? And over the network of H100s (C = 989e12, 50 GB/s for each GPU)? Where do the
+# experts of DeepSeek-V3 (m = 2,048) hide: `"rack"`, `"network"`, `"both"` or `"neither"`?**
+
+# %%
+width = {"rack": ..., "network": ..., "hides": ...}
+attempt("15.experts", width)
+
+# %% tags=["plumbing"]
+wide = {"rack": limit["GB200"] * 2 / 3}
+wide["network"] = peak(CHIPS["H100"]) / CHIPS["H100"].dcn_bytes_per_s * 2 / 3
+experts = next(b for _, b in preset("deepseek-v3").blocks if b.experts)
+assert experts.ffn_width == 2048 and wide["rack"] < 2048 < wide["network"]
+met("15.experts", wide | {"hides": "rack"}, "computed")
+OSS = preset("gpt-oss-120b")
+found = {
+    f"{where}: {mesh}": estimated(OSS, c, 64, 128, 8192, mesh)
+    for where, c in MACHINES.items()
+    for mesh in ("fsdp=8 ep=8", "ep=64")
+}
+shown = "matmuls", "attention", "expert links", "weights and gradients on links"
+if opened("15.experts"):
+    show(bars(found, shown, "A step of gpt-oss-120b on 64 GB200"))
+seconds = [plan.time.step_s for plan in found.values()]
+assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
+
+# %% [markdown]
+# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes half as long again as `ep=8`. In the rack both are as fast, by what is known
+# (± 7 %). The number of tokens does not matter here: both sides grow with it.
+#
+# ## Bet: does 405B still need a pipeline?
+#
+# 256 GB200, 64 rows of 8,192 tokens. **Does the fastest mesh have stages (`pp`), in nodes of 8, and in racks?** Write `"pp"` or `"no pp"`.
+
+# %%
+stages = {"nodes of 8": ..., "rack of 72": ...}
+attempt("15.pipeline", stages)
+
+# %%
+best = {name: estimated(BIG, c, 256, 64, 8192) for name, c in MACHINES.items()}
+without = estimated(BIG, MACHINES["nodes of 8"], 256, 64, 8192, pp=1)
+
+# %% tags=["plumbing"]
+has = {name: "pp" if plan.plan.mesh.pp > 1 else "no pp" for name, plan in best.items()}
+met("15.pipeline", has, "the planner's")
+assert has == {"nodes of 8": "pp", "rack of 72": "no pp"}
+rows = {f"{name}: {plan.plan.mesh}": plan for name, plan in best.items()}
+rows |= {f"nodes of 8: {without.plan.mesh}": without}
+shown = (
+    "matmuls",
+    "attention",
+    "recomputation",
+    "bubble",
+    "weights and gradients on links",
+)
+if opened("15.pipeline"):
+    show(bars(rows, shown, title))
+eight, rack = (plan.time.step_s for plan in best.values())
+assert 1.2 < without.time.step_s / eight < 1.35 and 1.5 < eight / rack < 1.65
+
+# %% [markdown]
+# A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks they do not, and the bubble and the recomputation of the
+# stages are not worth it. With the same GPUs a step takes a third less time.
+#
+# ## Predict: what do eight bits change?
+#
+# In 8 bits a matmul is up to twice as fast, in 4 bits four times. Links are as fast as before. The threshold of a GB200 was 2,664 tokens, with matmuls and
+# gathered weights of 16 bits. **What is it now?** (`matmuls 8, gathers 16`: matmuls of 8 bits, gathered
+# weights of 16.)
+
+# %%
+bits = {
+    "matmuls 8, gathers 16": ...,
+    "matmuls 8, gathers 8": ...,
+    "matmuls 4, gathers 8": ...,
+}
+attempt("15.bits", bits)
+
+# %% tags=["plumbing"]
+now = {
+    f"matmuls {m}, gathers {g}": limit["GB200"] * (16 / m) * (g / 16)
+    for m, g in ((8, 16), (8, 8), (4, 8))
+}
+met("15.bits", now, "computed")
+asked = planner.Question(WIDE, GB200, 64, 64, 2048, share=GB200.memory_share)
+plan = estimated(WIDE, GB200, 64, 64, 2048, "fsdp=64").plan
+run = asked.run(plan)
+times = {
+    f"matmuls in {b} bits": step_time(dataclasses.replace(run, bits=b))
+    for b in (16, 8, 4)
+}
+rows = []
+for name, time in times.items():
+    links = time.terms["weights and gradients on links"]
+    named = {"matmuls": time.terms["matmuls"], "fsdp's links": links}
+    rows.append((name, named | {"the rest": time.step_s - sum(named.values())}))
+if opened("15.bits"):
+    roles = {"fsdp's links": "fsdp"}
+    title = "Llama 3 70B, fsdp=64, 2,048 tokens on each GB200"
+    show(draw.time_bars(rows, title, roles))
+waits = [row["fsdp's links"] for _, row in rows]
+took = [time.step_s for time in times.values()]
+assert waits[1] / waits[0] > 1.9 and waits[2] > waits[1] and took[2] > 0.85 * took[0]
+assert rows[2][1]["matmuls"] < rows[0][1]["matmuls"] / 2
+assert run.tokens == 2048 and GB200.rates.eight_bit == 1.7
+
+# %% [markdown]
+# Gathers keep their 16 bits in this estimate. With matmuls of 8 bits a GPU waits for links twice as long. In 4 bits matmuls take less than half of the time, and
+# a step still 86 %. What is sent has to shrink with what is computed. (The planner takes 1.7 for each halving of the bits, as reached, not 2.)
+#
+# ## Keep: the inequalities stay, the numbers change
+#
+# 1. C/β: compute it again for each machine, and for each kind of its links. Newer chips need more tokens.
+# 2. `tp` ends at m/(C/β), even where 72 GPUs share a switch.
+# 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. A rack lets `ep` grow to 64.
+# 4. A pipeline is for slow links. In racks the planner leaves it out.
+# 5. Eight bits double C. Send eight bits too, or messages that were hidden cost time.
+
+# %% [markdown]
+# ## Further
+#
+# ### All chips of the table
+#
+# *Inside*: C/β on fast links. *Beyond*: where a gather enters a domain through all ports of its chips, and the ports are slower than the links.
+
+# %% tags=["plumbing", "nbval-check-output"]
+print("chip      chips on fast links   inside   beyond")
+for key in "h100 b200 b300 gb200 gb300 mi355x v5p 7x trn2".split():
+    c = chip(key)
+    inner = peak(c) / rate(c)
+    outer = peak(c) / min(rate(c), c.node_size * c.dcn_bytes_per_s)
+    print(f"{key:<9} {c.node_size:>19,} {inner:>8,.0f} {outer:>8,.0f}")
+    assert outer >= inner
+
+# %% [markdown]
+# ### On a torus an axis of the mesh has its own links
+#
+# Give a mesh axis one, two or three axes of the torus: it gets two links of 100 GB/s for each. Other mesh axes do not share them.
+
+# %%
+v5p = CHIPS["TPU v5p"]
+for num in (1, 2, 3):
+    own = 2 * num * v5p.link_bytes_per_s
+    most = formulas.tp_max_degree(WIDE.ffn_width, peak(v5p), own)
+    print(
+        f"{num} axes: C/β {peak(v5p) / own:>5,.0f} tokens, 70B hides to tp={most:.0f}"
+    )
+assert round(peak(v5p) / (2 * v5p.link_bytes_per_s)) == 2295
+
+# %% [markdown]
+# But an all-to-all on a ring goes through all chips between: with as many bytes on each chip, its time grows with the length of the ring. Below a switch it does not. So experts
+# want short axes of a torus, and a switch can be large.
+
+# %%
+ring = [formulas.torus_seconds("all-to-all", 1e9, [n], 100e9) for n in (4, 8, 16)]
+switch = [formulas.switch_seconds("all-to-all", 1e9, n, 900e9) for n in (4, 8, 16)]
+for n, slow, fast in zip((4, 8, 16), ring, switch, strict=True):
+    print(f"1 GB, {n:>2} chips: ring {slow * 1e3:5.1f} ms, switch {fast * 1e3:4.2f} ms")
+assert ring[2] == 4 * ring[0] and switch[2] < 1.3 * switch[0]
+
+# %% [markdown]
+# ### Where XLA's partitioner differs
+#
+# These estimates price what this package sends. Under `--mode auto` the partitioner decides; the inequalities hold for both.
+#
+# ### On your cluster
+#
+# ```
+# llmpar plan --model llama3.1-405b --chip gb200 --devices 256 --batch-size 64 --seq-len 8192
+# llmpar plan --model gpt-oss-120b --chip mi355x --devices 64 --batch-size 128 --seq-len 8192
+# ```
