@@ -58,7 +58,7 @@ def reach(chips):
         drawn = min(most, c.node_size)
         items += [Rect(9 * k, y, 8, 16, role, "edge", 0.5) for k in range(drawn)]
         more = "" if drawn == c.node_size else "… "
-        links = "links to neighbours" if c.link == "torus" else "one switch"
+        links = "links to neighbours" if c.link == "torus" else "each joined to each"
         words = (
             f"{more}{c.node_size:,} chips, {links}; {c.flops_per_s / 1e12:,.0f} TFLOP/s"
         )
@@ -73,7 +73,7 @@ def reach(chips):
 show(reach(CHIPS))
 
 # %% [markdown]
-# A *torus* has no switch: each chip has links to its neighbours, two along each of its axes (three on a TPU v5p), and each axis closes to a ring.
+# On a *torus* a chip has links to its neighbours alone, two along each of its axes (three on a TPU v5p), and each axis closes to a ring.
 #
 # ## Predict: from how many tokens on do gathers hide?
 #
