@@ -166,9 +166,8 @@ def ids_of(
         for positions, segments in ((q_positions_bs, q_segments_bs), keys)
     )
     if mask.in_chunks and (length := mask.window):
-        many = (
-            2 + n * t // length
-        )  # more chunks than a document has: later documents' numbers are larger
+        # more chunks than a document has: so their numbers are unique, and rise from document to document
+        many = 2 + n * t // length
         chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
         q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
     return q_ids, jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], n, t), 2, 0)
@@ -188,7 +187,7 @@ def capped(x: Array, cap: float | None) -> Array:
 def attend_tile(
     q: QTile, k: KVTile, v: VTile, seen: Seen, scale: float, cap: float | None = None
 ) -> tuple[OutTile, LseTile]:
-    """Attend to one tile of keys: float32 (out, lse). A row that sees no key gives 0 and -inf."""
+    """Attend to one tile of keys: float32 (out, lse). A query that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
     scores = capped(scores, cap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
@@ -215,10 +214,11 @@ def attend_tile_grad(
     scale: float,
     cap: float | None = None,
 ) -> tuple[QTile, KVTile, VTile]:
-    """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse of the whole row.
+    """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse over all keys.
 
     dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is
-    the row sum of dO O less the gradient of lse.
+    each query's sum of dO O less the gradient of lse. (In dS a factor, the scale and the cap's slope, is left
+    out here.)
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
@@ -304,7 +304,7 @@ def attend_block_grad(
     branch: bool,
 ) -> tuple[QTiles, KVTiles, VTiles]:
     """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
-    The terms of each query are dO, the lse of its whole row, and delta (`attend_tile_grad`); the other
+    The terms of each query are dO, its lse over all keys, and delta (`attend_tile_grad`); the other
     arguments are those of `attend_block`."""
     may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
@@ -424,8 +424,8 @@ def ring_attention(
     In contiguous order (`order`) a window may end after m < n-1 hops (`ring_hops`). Then keys make m hops in
     each pass. Their gradients make m, too: m-1 behind the keys, and one straight back to the keys' rank.
 
-    Tiles have `block` positions, not the positions of a rank's whole block of keys. Before a pair of tiles is
-    multiplied, the extremes of their positions and segments are compared: if no query of the one can see a
+    `block` is the length of a tile (elsewhere here a *block* is all keys of a rank). Before a pair of tiles
+    is multiplied, the extremes of their positions and segments are compared: if no query of the one can see a
     key of the other, a `lax.cond` skips the pair, or without `branch` the pair is computed and masked.
     `contiguous` promises of one rank that its queries and keys are the same positions, in order
     (`as_promised`), whatever `order` the ranks of a ring have: then up to 8 tiles are written out, and pairs

@@ -167,7 +167,7 @@ class Attention(nnx.Module):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # A layer that does not rotate has angles of 0: `rotate` applies the table's factor of the queries.
+        # With rope "none" all angles are 0: `rotate` only multiplies queries by their factor, if any.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
@@ -294,6 +294,7 @@ def attend_moved(
 ) -> Float[Array, "b s k r w"]:
     """Attend, as `attend` does, to keys that are in their region."""
     q = par.move(q, "attention b s k r h -> queries b s k r h")
+    # layouts, which call key positions s, too
     queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
     layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
@@ -364,8 +365,8 @@ class Experts(nnx.Module):
         bias = []  # none or one, which `Step._balance_experts` changes and no gradient
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
-        # The last dim of weights and chosen experts is a token's k choices. Layouts call it e: their k is KV
-        # heads.
+        # The weights and the chosen experts end in a token's k choices. Layouts write e for that dim: their k
+        # is KV heads.
         route = par.local(
             functools.partial(moe.route, self.config, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
@@ -424,7 +425,7 @@ class Block(nnx.Module):
         return getattr(self, name)(x, par) if name in self.norms else x
 
     def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
-        """Return the normed value, and name what is normed STREAM for remat; or ``x``, without this norm."""
+        """Give ``x`` the remat name `STREAM`, then norm it; without this norm return ``x``, unnamed."""
         return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
 
     def fed_forward(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:

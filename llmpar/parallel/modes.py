@@ -20,11 +20,12 @@ The model calls these methods and never names a mesh axis:
                               `par.island`, the mode inside, and may name the axes par.axes(layout). In
                               `Manual` this gives f itself, in `Auto` and `Explicit` f in a shard_map
 
-In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
-(`llmpar.inspect.census`) tells what moves for which line of the model. Autodiff writes the backward
-collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on,
-devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce of Megatron's operator f (Shoeybi
-et al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
+In `Manual` every move of an arrow becomes a collective or a slice, in a scope of the arrow's text, by which a
+census of the compiled program (`llmpar.inspect.census`) tells what moves for which line of the model.
+Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
+transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce of
+Megatron's operator f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
+transposes right; it stays on.
 """
 
 import functools
@@ -47,8 +48,8 @@ from llmpar.plan.plan import Plan, Resolved
 PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
 """Names by which remat policies know values of a block: queries, keys and values before RoPE; the residual
 stream between attention and feed-forward (in a model with post-norms, what attention and feed-forward give
-before these norms); the feed-forward's first matmuls. Attention names its own result and log-sums. Of numbers
-in 16 bits:
+before these norms); the feed-forward's first matmuls. Attention names its own result and log-sums. The table
+counts 2 bytes a number:
 
     value                          numbers a token   FLOPs to compute it again          saved by
     queries, keys, values          n h + 2 k h       2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
@@ -193,8 +194,8 @@ class Solo:
         along dim 1. It bounds the memory of what ``f`` computes of a piece, such as logits.
 
         A piece is every ``num_chunks``-th position, not a stretch: so each device has an equal part of every
-        piece. The backward pass computes a piece again (with ``recompute`` also where there is only one), but
-        repeats no communication.
+        piece. The backward pass computes a piece again, but repeats no communication. With ``recompute``
+        that holds of one piece too, unless XLA merges it with the forward pass.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -255,6 +256,7 @@ class Manual(Solo):
         region's values differ; else `Step` sums over these axes later.
         """
         region = parse_layout(param.dims).region
+        # No all-reduce follows for axes that `Step` has marked as those of open sums.
         x = self._vary(param[...], self.plan.varying(region), param.dims)
         whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
         return checkpoint_name(whole, WEIGHT)
@@ -285,9 +287,9 @@ class Manual(Solo):
         ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
-        axis = physical.moves[0].axes[
-            0
-        ]  # it has one move, along one axis; of b and e, one is 1 long
+        # One move, over one axis of n ranks. Of a device's lengths of b and e one is 1 before and the other
+        # after: so a reshape exchanges them and moves no data.
+        axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
             y = ragged(rows, send, receive, axis)

@@ -44,10 +44,10 @@ The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are c
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). After the backward pass each
-device has its own term of the sums +dp +fsdp, and nothing is sent yet. Stage 3 is FSDP: its weights are
-gathered for use, and autodiff makes a reduce-scatter of that gather in the backward pass. (With
-``reshard_after_forward=False`` in a pipeline its gradients are added up whole, as at stage 1.)
+Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). At the stages 0 to 2 the
+backward pass leaves each device its own term of the sums +dp +fsdp, and has sent nothing of it. Stage 3 is
+FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that gather in the backward
+pass. (With ``reshard_after_forward=False`` in a pipeline its gradients are added up whole, as at stage 1.)
 
 Like the devices along fsdp, those along sp, and along ep except for experts, use the same weights on
 different tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp``
@@ -125,9 +125,10 @@ class Plan:
         tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the matmuls
             between their hops, in place of all-gather before them and reduce-scatter behind (collective
             matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs.
-        reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
-            once however many microbatches there are (over those of ZeRO 2 after each microbatch); ``layer``
-            by layer inside the backward pass; or at the end in flat ``bucket``s.
+        reduce: when gradients are summed over the axes along which devices have equal weights: once, at the
+            ``end`` of the step, however many microbatches there are (at ZeRO 2 over the axes by which it cuts
+            after each microbatch); ``layer`` by layer inside the backward pass; or at the end in flat
+            ``bucket``s.
         bucket_bytes: a bucket is closed when it has reached this size.
         microbatches: per step and device; their gradients are summed. In a pipeline they fill it.
         remat: what the backward pass recomputes: ``none``; ``selective``, everything but matmuls and
@@ -162,8 +163,8 @@ class Plan:
             runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else
             flash on TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for
             blocks.
-        attention_block: positions per tile of blockwise attention; None: a device's positions, halved
-            until they are at most 256.
+        attention_block: positions per tile of blockwise attention; None: half of a device's positions,
+            halved on to at most 256 (`sequence_order.tile_length`).
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
@@ -271,8 +272,8 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.f
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Plan):
-    """A plan for one model on one platform, with nothing left open: what runs, what is predicted and what is
-    drawn read this one. Its fields are a plan's, decided.
+    """A plan for one model on one platform: what runs, what is predicted and what is drawn read this one. Its
+    fields are a plan's, decided; without devices each ``auto`` stays.
 
     Attributes:
         mesh: with the inner parts of its axes.
@@ -307,8 +308,8 @@ class Resolved(Plan):
         return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence on each ``given`` field that decides nothing and has its default's value, over
-        which `unused` passes."""
+        """Return a sentence on each ``given`` field that decides nothing and is at its default. `unused` has
+        only fields that were changed."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
@@ -355,7 +356,8 @@ class Resolved(Plan):
                 " all of them, so it deadlocks inside a pipeline; use hop='exchange'"
             )
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        # Experts are gathered over the axes of the other weights without ep: another group of devices.
+        # Experts are gathered over the axes that gather other weights, less ep: over another group of
+        # devices.
         cuts = self.zero_cuts()
         two_groups = "ep" in cuts and len(cuts) > 1
         decided: dict[str, Any] = {"hop": "exchange"} if self.hop == "auto" else {}
@@ -498,9 +500,9 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # Behind its collectives the value varies over the axes of the region that it comes from, but
-            # those whose sums an all-reduce finished. Along the rest of the new region's axes it is the same
-            # on all devices, and `lax.pcast` makes its type vary there.
+            # After the collectives the value is typed as varying over the axes of the region that it comes
+            # from, except those over which an all-reduce finished a sum. `begin` are the other axes of the
+            # new region: along them the value is equal until `lax.pcast` types it as varying.
             varies = set(self.varying(logical.before.region)) - summed
             begin = tuple(a for a in after if a not in varies)
             self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
@@ -510,8 +512,9 @@ class Resolved(Plan):
         """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its
         region and dims, such as ``ffn d m``.
 
-        The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts by the axes
-        alone over which the region's values differ: there devices compute different terms of the gradient."""
+        The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only
+        by axes over which the region's values differ: there devices compute different terms of the
+        gradient."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
         # ZeRO cuts the first of these that a weight has; ep cuts the e of experts
@@ -578,7 +581,7 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A cell is a stage and a chunk; each stage is visited once a chunk.
+        # Each cell, a chunk of a stage, has these places, and a stage has `visits` cells.
         kinds = [place.kind for place in places.places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 

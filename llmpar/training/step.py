@@ -101,7 +101,8 @@ class Step:
 
     Attributes:
         layer_orders: slot i of a kind's stack holds the layer ``layer_orders[kind][i]``, counted among the
-            layers of that kind; the number of these layers marks an empty slot (`places.layer_orders`).
+            layers of that kind; an empty slot has the count of these layers, one more than the last index
+            (`places.layer_orders`).
         abstract_state, abstract_in_model_order: shapes and shardings of the state as stages hold it, and with
             its layers in the model's order.
         run: `train_step`, compiled; it checks what it is given, and takes over the state's memory.
@@ -173,7 +174,7 @@ class Step:
             return self._on_devices(self._gradients, layouts, results)(params, batch)
 
     def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
-        """Return ``f`` as a function of arrays: in the mode Manual it runs on the blocks of each device."""
+        """Return ``f`` in a shard_map in the mode Manual; in Auto and Explicit ``f`` itself."""
         if isinstance(self.par, Auto):
             return f
         layouts, results = jax.tree.map(spec, (layouts, results))
@@ -278,7 +279,7 @@ class Step:
 
     def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
         """Return zeros with this layout, of this shape in all."""
-        if isinstance(self.par, Auto):  # these modes read the layout behind the arrow alone
+        if isinstance(self.par, Auto):  # Auto and Explicit read `arrow.after` alone
             return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
         zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
         return vary(zeros, layout.axes + layout.sums)
@@ -314,6 +315,7 @@ class Step:
             if counts is not None:
                 counts = self.par.carry_out(counts, summed, "loss, tokens and norm")
         else:
+            # leaves are replicated over different axes, so each is counted once before they are added
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, counts
             loss, tokens, square, counts = self._sum_over_devices(values)
@@ -345,8 +347,8 @@ class Step:
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
-        """Return `_update` as a function of arrays without explicit types, for which optimizers are
-        written."""
+        """Return `_update`; in Explicit under `auto_axes`, since optimizers are not written for explicit
+        types."""
         if not isinstance(self.par, Explicit):
             return update
         reduced = jax.tree.map(functools.partial(sharding, self.mesh), self.reduced)
@@ -470,7 +472,7 @@ class Step:
         """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of targets):
         forward only, without the routers' own losses. Weights have their stored layouts, and layers in the
         model's order (`to_model_order`). In a pipeline XLA's partitioner runs it, as in the mode Auto: every
-        stage is sent the others' layers, which may need memory for all of them."""
+        stage is sent the others' layers, which may need memory for all of them. Else `Manual` runs it."""
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
