@@ -36,8 +36,8 @@ def selection(what: str) -> list[str]:
     wanted = plans.parse(" ".join(["any", *words])) | ({"model": model} if model else {})
     wanted = {name: value for name, value in wanted.items() if (name, value) != ("model", "any")}
     fits = lambda asked: all((first | asked).get(name) == value for name, value in wanted.items())
-    gate = sorted(set(plans.lines()) - plans.AT_NIGHT, key=len)
-    line = next(line for line in gate if fits(plans.parse(line)))
+    shortest = sorted(plans.lines(), key=lambda line: (line in plans.AT_NIGHT, len(line)))  # the gate's first
+    line = next(line for line in shortest if fits(plans.parse(line)))
     return [f"{TESTS / PLANS}[{line}]"]
 
 
