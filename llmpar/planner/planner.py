@@ -359,18 +359,22 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
     """Return the plan with the least recomputation, from its own on, with which its program fits."""
     policies = workload.POLICIES
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
+
+    def holding(remat: str) -> Candidate:
+        own: Fields = {"remat": remat}
+        parts = memory.parts_bytes(
+            dataclasses.replace(runs, **own), q.batch_size, q.seq_len
+        )
+        return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
+
     try:
         q.resolved(plan, None).check(q.batch_size, q.seq_len)
         runs = q.resolved(dataclasses.replace(plan, remat=later[-1]), q.platform)
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
-        for remat in later:
-            parts = memory.parts_bytes(
-                dataclasses.replace(runs, remat=remat), q.batch_size, q.seq_len
-            )
-            one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, parts)
-            if one.total_bytes <= q.capacity_bytes:
-                return one
+        one = holding(later[-1])  # the least that it can hold
+        if one.total_bytes <= q.capacity_bytes:
+            return next(x for x in map(holding, later) if x.total_bytes <= q.capacity_bytes)
     except ValueError as refusal:
         return Candidate(plan, UNPRICED, why_not=str(refusal))
     largest, size = max(one.parts.items(), key=lambda part: part[1])

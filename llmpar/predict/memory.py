@@ -84,6 +84,7 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
         "requested": None,
         "remat": "none",
         "context_parallel": "ring",
+        "sequence_order": "zigzag",
         "loss_chunks": 1,
         "microbatches": few,
     }
