@@ -362,9 +362,7 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
 
     def holding(remat: str) -> Candidate:
         own: Fields = {"remat": remat}
-        parts = memory.parts_bytes(
-            dataclasses.replace(runs, **own), q.batch_size, q.seq_len
-        )
+        parts = memory.parts_bytes(dataclasses.replace(runs, **own), q.batch_size, q.seq_len)
         return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
 
     try:
