@@ -29,7 +29,7 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import DIMS, preset
-from llmpar.planner import advice, frameworks, planner
+from llmpar.planner import advice, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
 from llmpar.predict.time import beside_flops
@@ -65,6 +65,8 @@ class PlanCommand(Output):
         from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
             torchtitan, Megatron-LM, MaxText, DeepSpeed or vLLM, and say what would make it fit.
         export: write the first plan in the words of torchtitan, megatron, maxtext or deepspeed.
+        serve: plan for serving in place of training: tokens of a prompt and of an answer, as 2048+256.
+        bits: of a weight that is served: 16, 8 or 4 (16).
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
@@ -88,6 +90,8 @@ class PlanCommand(Output):
     fix: OptionalText = None
     from_flags: OptionalText = None
     export: OptionalText = None
+    serve: OptionalText = None
+    bits: Number = None
     tokens: OptionalText = None
     price: Real = None
     keep: int = 8
@@ -105,6 +109,10 @@ class PlanCommand(Output):
                 )
             return hold_against(self.against, self.chip, self.json)
         check_range("keep", self.keep, 1, 100)
+        if self.serve is not None:
+            return self.served(self.serve)
+        if self.bits is not None:
+            raise ValueError("--bits is of weights that are served; add --serve, as 2048+256")
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
         if self.price is not None and self.tokens is None:
@@ -173,6 +181,24 @@ class PlanCommand(Output):
             *(f"{name} says {entry}, which is not priced" for entry in unread),
             *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
         ]
+
+    def served(self, text: str) -> dict:
+        """Plan for requests of so many tokens."""
+        used = {"serve", "bits", "model", "chip", "cluster", "devices", "keep", "json"}
+        names = {field.name for field in fields(self)} - used - set(hardware.MACHINE)
+        if idle := changed(self, sorted(names)):
+            raise ValueError(f"--serve plans for requests; leave out {', '.join(idle)}")
+        if not (sizes := re.fullmatch(r"(\d+)\+(\d+)", text.strip())):
+            raise ValueError(
+                f"--serve '{text}' is no prompt and answer; write their tokens as 2048+256"
+            )
+        prompt, answer = map(int, sizes.groups())
+        check_range("serve", prompt + answer, 2, _MAX_SEQ_LEN)
+        chip, devices = self.machine()
+        bits = 16 if self.bits is None else self.bits
+        request = service.Service(preset(self.model), chip, devices, prompt, answer, bits)
+        document = service.serve(request, self.keep)
+        return give(document, self.json, tables_serve(document))
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
@@ -386,6 +412,40 @@ def tables_of(document: dict) -> Iterator[Any]:
         sums = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
         yield _table((f"{budget['tokens']:.3g} tokens", ""), sums)
     yield from filter(None, map((best | document).get, ("train", "compile", "launch", "export")))
+
+
+def tables_serve(document: dict) -> Iterator[Any]:
+    """Yield the meshes that serve as a table, from the fastest for a user to the one with most tokens."""
+    title = (
+        f"{document['model']} in {document['bits']} bits on {document['devices']:,} {document['chip']},"
+        f" {document['prompt']:,} tokens in and {document['answer']:,} out;"
+        f" {banded('rates', document['error'])}"
+    )
+    columns = "a copy", "copies", "requests", "first, s", "user", "apart", "device", "prefill"
+    few = lambda value: f"{rounded(value, document['error']):,g}"
+
+    def cells(row: dict) -> tuple[str, ...]:
+        return (
+            " ".join(f"{axis}={row[axis]}" for axis in ("tp", "ep") if row[axis] > 1) or "tp=1",
+            str(row["copies"]),
+            str(row["batch"]),
+            few(row["first_token_s"]),
+            few(row["tokens_per_s_user"]),
+            few(row["tokens_per_s_user_apart"]),
+            few(row["tokens_per_s_device"]),
+            f"{row['prefill_share']:.0%}",
+        )
+
+    yield _table(columns, map(cells, document["plans"]), title)
+    sent = document["plans"][0]["cache_sent_bytes"]
+    yield (
+        "requests: at once, on each data rank of a copy. first: seconds of a prompt, without a queue. user,"
+        " apart, device: tokens/s of one request beside others' prefill, of one with prefill elsewhere, and"
+        " of a device. prefill: its share of the devices, or of their time.\n"
+        "No other mesh and number of requests is better both for a user and for a device. Where prefill runs"
+        f" apart, each prompt's cache, {sent / 1e9:.2g} GB, is sent once, which is not timed. Of published"
+        f" runs of engines half are within {document['error']:.0%} of these formulas."
+    )
 
 
 def tables_versus(document: dict) -> Iterator[Any]:

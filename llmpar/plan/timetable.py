@@ -398,7 +398,7 @@ def slots(table: Timetable) -> Slots:
     return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
 
 
-STEADY = 4
+STEADY_ROUNDS = 4
 """Microbatches for each stage after which an order of `schedules.STEADY` repeats itself: its buffers are all
 in use by then (test_timetable)."""
 
@@ -408,8 +408,8 @@ def most_slots(schedule: Schedule) -> tuple[int, int, int]:
     """Return the most slots of any stage for microbatches, for what W reads and for messages (`Slots`). Of
     orders that repeat themselves, from as few microbatches as show it."""
     p, m, chunks = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    if schedule.name in schedules.STEADY and m > STEADY * p and m % p == 0:
-        schedule = schedules.make(schedule.name, p, STEADY * p, chunks)
+    if schedule.name in schedules.STEADY and m > STEADY_ROUNDS * p and m % p == 0:
+        schedule = schedules.make(schedule.name, p, STEADY_ROUNDS * p, chunks)
     table = slots(timetable(schedule))
     return max(table.num_saved), max(table.num_residual), max(table.num_messages)
 

@@ -314,7 +314,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
 
 
 @dataclasses.dataclass
-class Group:
+class VariantGroup:
     """The variants of a mesh with one number of microbatches.
 
     Attributes:
@@ -329,12 +329,12 @@ class Group:
     cannot: dict[int, bool]
 
 
-def grouped(q: Question, mesh: MeshShape) -> Iterator[Group]:
+def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
     """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
     cannot = dict[int, bool]()
     for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
         group = list(alike)
-        yield Group(mesh, group, least_seconds(q, group[0]), cannot)
+        yield VariantGroup(mesh, group, least_seconds(q, group[0]), cannot)
 
 
 def least_seconds(q: Question, fields: Fields) -> float:
@@ -357,9 +357,9 @@ def least_seconds(q: Question, fields: Fields) -> float:
     return layers * run.microbatches / p + bubble
 
 
-def priced(q: Question, group: Group) -> list[Candidate]:
+def priced(q: Question, group: VariantGroup) -> list[Candidate]:
     """Price the variants of a group, by the closed form of their time and without recomputation. Of those
-    that cannot be (`Group.cannot`) one is kept: it will say why. Gathered keys take more memory than a
+    that cannot be (`VariantGroup.cannot`) one is kept: it will say why. Gathered keys take more memory than a
     ring's, so they are kept only where they are faster than the ring before them; where no pass of a layer
     is faster, no step is."""
     candidates, cannot, ring_s = list[Candidate](), group.cannot, math.inf
@@ -443,7 +443,7 @@ def decide(q: Question, keep: int = 8) -> Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
     everything, impossible, failed = (
-        list[Group](),
+        list[VariantGroup](),
         list[dict[str, str]](),
         dict[MeshShape, Candidate](),
     )
@@ -514,13 +514,13 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
 
 
 def _best(
-    q: Question, everything: Iterable[Group], failed: dict[MeshShape, Candidate], enough: int
+    q: Question, everything: Iterable[VariantGroup], failed: dict[MeshShape, Candidate], enough: int
 ) -> tuple[dict[MeshShape, Candidate], int]:
     """Return the fastest plan of each mesh that is among the fastest, and how many plans were priced: those
     of groups whose least time is among the fastest. ``failed`` gets the meshes of which no plan fits, each
     with the one that takes the least memory."""
     best, checked, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
-    queue: list[tuple[float, int, Group | Candidate]] = []
+    queue: list[tuple[float, int, VariantGroup | Candidate]] = []
     queue += [(group.least_s, next(number), group) for group in everything]
     heapq.heapify(queue)
     limit, num_priced = math.inf, 0
@@ -530,7 +530,7 @@ def _best(
             for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
                 failed.pop(other.mesh, None)
             break
-        if isinstance(one, Group):
+        if isinstance(one, VariantGroup):
             for candidate in priced(q, one):
                 heapq.heappush(queue, (candidate.time.step_s, next(number), candidate))
                 num_priced += 1

@@ -5,7 +5,8 @@ weights and all of its sequences' keys and values once, for little computing (Po
 2025, inference chapter). One copy of the model lies on ``tp`` devices of a node; its rates are training's.
 
 Not modelled: queues, experts that are hotter than others, prompts that share a beginning, tokens guessed
-ahead. No published run of serving is among the measured ones: only the formulas are tested.
+ahead. No constant is fitted to serving: `tests/test_serving.py` holds the formulas against what engines
+published.
 """
 
 import math
@@ -16,12 +17,14 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.serving import CACHE, Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
-from llmpar.predict.time import Clock
+from llmpar.predict.time import LATER, Clock
 from llmpar.predict.traffic import ATTENTION, ITEMSIZE, MATMULS
 from llmpar.predict.workload import Run
 
 _KERNELS = 10
 """Kernels of a layer that a compiled forward pass starts one after the other."""
+EIGHT_BITS_AT_LEAST = "h100", "h200", "gh200"
+"""GPUs whose tensor cores multiply 8 bits and not 4."""
 ENGINE_SHARE = 0.85
 """Of a GPU's memory, what weights and cache may have: vLLM takes 0.92 (``gpu_memory_utilization`` of its
 CacheConfig), and the arrays of a forward pass and its recorded graphs are part of that."""
@@ -40,7 +43,7 @@ def cache_cuts(config: ModelConfig, tp: int) -> int:
     return 1 if config.shares_cache else min(tp, config.num_kv_heads)
 
 
-def _cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) -> float:
+def cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) -> float:
     """Return the numbers in a rank's cache of a token; of ``context`` tokens, those that windows leave."""
     seen = lambda block: min(block.window or context, context) if context else 1
     each = lambda block: block.cache_width * seen(block) / cache_cuts(block, tp)
@@ -84,10 +87,19 @@ def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
     return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
 
 
-def prefill_seconds(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
-    """Return the seconds to take a prompt in, by term."""
-    clock = _clock(config, chip, tp, 1, prompt)
-    matmuls = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
+def prefill_seconds(
+    config: ModelConfig,
+    chip: Chip,
+    prompt: int,
+    tp: int = 1,
+    weight_bits: float = 16,
+    ep: int = 1,
+    batch: int = 1,
+) -> dict[str, float]:
+    """Return the seconds to take ``batch`` prompts in at once, by term: as many on each of ``ep`` data ranks,
+    which cut the experts among them."""
+    clock = _clock(config, chip, tp, batch, prompt, ep)
+    matmuls = _matmul_seconds(clock, batch * prompt, weight_bits)
     scores = sum(count * clock.run.attention_flops(block) for count, block in config.blocks)
     attention = scores / (clock.device.flops_per_s * clock.rates.attention)
     return {MATMULS: matmuls, ATTENTION: attention} | _besides(clock)
@@ -101,26 +113,19 @@ def decode_seconds(
     tp: int = 1,
     weight_bits: float = 16,
     cache_bits: int = 16,
+    ep: int = 1,
 ) -> dict[str, float]:
     """Return the seconds of the next token of ``batch`` sequences, each with ``context`` tokens behind it, by
-    term.
+    term. Each of ``ep`` data ranks has as many, and they cut the experts among them.
 
     Ranks of tp that are more than the KV heads hold copies of keys and values (`cache_cuts`). Of experts
     those are read that some token chose, if all are equally likely. What heads of latent attention share is
     read once, as it is kept; "attention" is what computing with all of them takes longer.
     """
-    clock = _clock(config, chip, tp, batch)
-    read = float(config.num_params)
-    if experts := config.experts:
-        many = 1 - (1 - experts.top_k / experts.num_experts) ** batch
-        each = (config.num_params - config.active_params) / (
-            1 - experts.top_k / experts.num_experts
-        )
-        read -= each * (1 - many)
-    computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
-    matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
+    clock = _clock(config, chip, tp, batch, 1, ep)
+    matmuls = _matmul_seconds(clock, batch, weight_bits)
     states = sum(count * block.state_size for count, block in config.blocks)
-    kept = _cache_of_a_rank(config, tp, context) * cache_bits / 8
+    kept = cache_of_a_rank(config, tp, context) * cache_bits / 8
     keys = batch * (kept + 8.0 * states / tp) / clock.bytes_per_s
     terms = {MATMULS: matmuls, "keys and values read": keys}
     if latent := [(count, block) for count, block in config.blocks if block.shares_cache]:
@@ -135,6 +140,40 @@ def decode_seconds(
         rate = clock.device.flops_per_s * clock.rates.attention
         terms[ATTENTION] = max(0.0, 2.0 * batch * widths / rate - keys)
     return terms | _besides(clock)
+
+
+def _matmul_seconds(clock: Clock, tokens: int, bits: float) -> float:
+    """Return the seconds of a forward pass's matmuls: as long as they compute, or read their weights. GPUs
+    multiply 8 bits from H100 on and 4 from B200 on; other weights they convert as they read them."""
+    config, tp, family = clock.run.config, clock.run.mesh.tp, clock.run.chip.family
+    least = 16 if family not in LATER else 8 if family in EIGHT_BITS_AT_LEAST else 4
+    multiplied = bits if bits >= least else 16
+    computing = 2.0 * tokens * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
+    computing /= clock.rates.eight_bit ** math.log2(16 / multiplied)
+    read = weights_of_a_rank(config, tp, clock.run.mesh.ep, tokens)
+    return max(computing, read * bits / 8 / clock.bytes_per_s)
+
+
+def weights_of_a_rank(config: ModelConfig, tp: int, ep: int, tokens: int | None = None) -> float:
+    """Return the parameters that a rank holds; with ``tokens`` on each of ``ep`` data ranks, those that it
+    reads: of experts the ones that some token chose, if all are equally likely."""
+    if not (experts := config.experts):
+        return _on_a_rank(config, config.num_params, tp)
+    share = experts.top_k / experts.num_experts
+    routed = (config.num_params - config.active_params) / (1 - share)
+    chosen = 1.0 if tokens is None else 1 - (1 - share) ** (tokens * ep)
+    return _on_a_rank(config, config.num_params - routed, tp) + routed * chosen / (ep * tp)
+
+
+def cuts_evenly(config: ModelConfig, tp: int) -> bool:
+    """Tell whether tp divides heads and the width of feed-forwards, and KV heads or is divided by them."""
+    return all(
+        c.num_heads % tp
+        == c.ffn_width % tp
+        == max(tp, c.num_kv_heads) % min(tp, c.num_kv_heads)
+        == 0
+        for _, c in config.blocks
+    )
 
 
 def cut(
@@ -164,17 +203,10 @@ def cut(
     def left(tp: int, pp: int) -> tuple[int, int, int]:
         share = math.ceil(layers / pp) / layers  # of the layers, in the longest stage
         params = (config.num_params - ends) * share + (ends if pp == 1 else edge)
-        kept = _cache_of_a_rank(config, tp) * (cache_bits or bits) / 8 * share
+        kept = cache_of_a_rank(config, tp) * (cache_bits or bits) / 8 * share
         return tp, pp, int((free - params * bits / 8 / tp) // kept)
 
-    fits = lambda tp: all(
-        c.num_heads % tp
-        == c.ffn_width % tp
-        == max(tp, c.num_kv_heads) % min(tp, c.num_kv_heads)
-        == 0
-        for _, c in config.blocks
-    )
-    legal = [tp for tp in range(1, gpus + 1) if fits(tp)]
+    legal = [tp for tp in range(1, gpus + 1) if cuts_evenly(config, tp)]
     cuts = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
     first = next((one for one in cuts if one[2] >= tokens), None)
     if first and first[1] <= nodes:
@@ -193,8 +225,10 @@ def cut(
     )
 
 
-def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:
-    return Clock(Run(config, chip, MeshShape(tp=tp), seq_len, rows, zero=0))
+def _clock(
+    config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1, ep: int = 1
+) -> Clock:
+    return Clock(Run(config, chip, MeshShape(tp=tp, ep=ep), seq_len, rows, zero=0))
 
 
 def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:

@@ -1,0 +1,131 @@
+"""Which mesh serves a model, and how many requests at once: what each user sees against what a device yields.
+
+A copy of the model lies on tp devices, or with experts on tp·ep, each of whose ep data ranks answers its own
+requests (data-parallel attention). More requests at once share the reading of weights, and each waits longer.
+Prefill runs on the same devices, between tokens, or apart from them: then the cache of a prompt travels.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from llmpar.plan.mesh_shape import divisors
+from llmpar.plan.model_config import ModelConfig
+from llmpar.predict import serving
+from llmpar.predict.hardware import GIB, Chip
+
+HALF_WITHIN = 0.16
+"""By how much half of the published runs of engines are off (`tests/test_serving.py`); no constant was fitted
+to them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """What is to be served.
+
+    Attributes:
+        prompt, answer: tokens of a request.
+        bits: of a weight, and of what is kept in the cache.
+    """
+
+    config: ModelConfig
+    chip: Chip
+    num_devices: int
+    prompt: int
+    answer: int
+    bits: int = 16
+
+    def __post_init__(self) -> None:
+        if min(self.prompt, self.answer) < 1:
+            given = f"{self.prompt} and {self.answer} tokens"
+            raise ValueError(f"a request has {given}; give a prompt and an answer of 1 or more")
+        if self.bits not in (4, 8, 16):
+            raise ValueError(f"weights of {self.bits} bits are not priced; use 4, 8 or 16")
+
+    @property
+    def cache_bits(self) -> int:
+        """Keys and values are not kept in less than 8 bits."""
+        return max(self.bits, 8)
+
+
+def cuts(s: Service) -> Iterator[tuple[int, int, float]]:
+    """Yield tp, ep and the requests that have room on each data rank: tp within a node, ep over any."""
+    experts, free = s.config.experts, serving.ENGINE_SHARE * s.chip.usable_hbm_gib * GIB
+    for tp in divisors(s.num_devices):
+        if tp > s.chip.per_device().node_size or not serving.cuts_evenly(s.config, tp):
+            continue
+        for ep in divisors(s.num_devices // tp) if experts else (1,):
+            if experts and experts.num_experts % ep:
+                continue
+            weights = serving.weights_of_a_rank(s.config, tp, ep) * s.bits / 8
+            kept = serving.cache_of_a_rank(s.config, tp, s.prompt + s.answer) * s.cache_bits / 8
+            yield tp, ep, (free - weights) / kept
+
+
+def price(s: Service, tp: int, ep: int, batch: int) -> dict[str, Any]:
+    """Price one mesh with so many requests on each data rank at once. As many prompts arrive as answers
+    end, so that a token takes its own step and its share of their prefill."""
+    sizes = {"tp": tp, "ep": ep}
+    prompt = serving.prefill_seconds(s.config, s.chip, s.prompt, weight_bits=s.bits, **sizes)
+    prompts = serving.prefill_seconds(
+        s.config, s.chip, s.prompt, weight_bits=s.bits, batch=batch, **sizes
+    )
+    mean = s.prompt + s.answer // 2
+    token = serving.decode_seconds(
+        s.config, s.chip, batch, mean, weight_bits=s.bits, cache_bits=s.cache_bits, **sizes
+    )
+    prefill_s, token_s = sum(prompts.values()) / s.answer, sum(token.values())
+    cache = serving.cache_bytes(s.config, s.prompt, s.cache_bits)
+    return {
+        **sizes,
+        "copies": s.num_devices // (tp * ep),
+        "batch": batch,
+        "first_token_s": sum(prompt.values()),
+        "tokens_per_s_user": 1 / (token_s + prefill_s),
+        "tokens_per_s_user_apart": 1 / token_s,
+        "tokens_per_s_device": batch / (token_s + prefill_s) / tp,
+        "prefill_share": prefill_s / (token_s + prefill_s),
+        "cache_sent_bytes": cache,
+        "terms": token,
+    }
+
+
+def serve(s: Service, keep: int = 8) -> dict[str, Any]:
+    """Return the document of ``llmpar plan --serve``: the meshes and batches that no other beats both for a
+    user and for a device; of more than ``keep``, as many from end to end. Raises ValueError where no copy of
+    the model fits, with what is missing."""
+    rows, most = list[dict[str, Any]](), dict[tuple[int, int], float]()
+    for tp, ep, requests in cuts(s):
+        most[tp, ep] = requests
+        batches = [2**i for i in range(24) if 2**i <= requests]
+        rows += [price(s, tp, ep, batch) for batch in batches]
+    if not rows:
+        tp, ep = max(most, key=lambda one: (most[one], one))
+        weights_gib = serving.weights_of_a_rank(s.config, tp, ep) * s.bits / 8 / GIB
+        whole = serving.ENGINE_SHARE * s.chip.usable_hbm_gib
+        raise ValueError(
+            f"'{s.config.name}' in {s.bits} bits does not fit with one request of"
+            f" {s.prompt + s.answer:,} tokens: with tp={tp} ep={ep} its weights take {weights_gib:.1f} GiB"
+            f" a device of the {whole:.1f} GiB that engines give to weights and cache; use more devices or"
+            " fewer bits"
+        )
+    rates = "tokens_per_s_user", "tokens_per_s_device"
+    rows.sort(key=lambda row: tuple(-row[rate] for rate in rates))
+    best, shown = 0.0, list[dict[str, Any]]()
+    for row in rows:
+        if row[rates[1]] > best:
+            best = row[rates[1]]
+            shown.append(row)
+    if len(shown) > keep:
+        step = (len(shown) - 1) / max(1, keep - 1)
+        shown = [shown[round(i * step)] for i in range(keep)]
+    return {
+        "model": s.config.name,
+        "chip": s.chip.name,
+        "devices": s.num_devices,
+        "prompt": s.prompt,
+        "answer": s.answer,
+        "bits": s.bits,
+        "error": HALF_WITHIN,
+        "plans": shown,
+    }
