@@ -7,15 +7,7 @@ import math
 import pytest
 
 from llmpar.cli import main
-from llmpar.predict.goodput import (
-    FailingRun,
-    best_interval,
-    daly_interval,
-    goodput,
-    simulate,
-    waiting_share,
-    young_interval,
-)
+from llmpar.predict.goodput import FailingRun, best_interval, goodput, simulate, waiting_share, young_interval
 
 RUNS = {
     "waits for its writes": FailingRun(10_000, 30, 600),
@@ -43,7 +35,9 @@ def test_no_interval_is_better_than_the_best_and_daly_is_nearer_than_young(name)
     best = best_interval(run)
     top = goodput(run, best)
     assert all(goodput(run, best * factor) < top for factor in (0.7, 0.98, 1.02, 1.4))
-    assert abs(daly_interval(run) - best) < 1e-3 * best < abs(young_interval(run) - best)
+    ratio = run.stall_s / (2 * run.mtbf_s)
+    daly = young_interval(run) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - run.stall_s  # Daly 2006, eq. 37
+    assert abs(daly - best) < 1e-3 * best < abs(young_interval(run) - best)
 
 
 def test_the_shares_are_those_of_simple_cases():

@@ -6,9 +6,14 @@ from llmpar.cli.options import File, Output, Real, check_picture, check_range, g
 from llmpar.draw.goodput import failures
 from llmpar.predict import goodput
 
+# Of a GPU in the pre-training of Llama 3 405B: 466 interruptions in 54 days on 16,384 (Llama 3 2024, section
+# 3.3.4).
 DEVICE_MTBF_H = 54 * 24 * 16_384 / 466
-"""Of a GPU in the pre-training of Llama 3 405B: 466 interruptions in 54 days on 16,384 (Llama 3 2024,
-section 3.3.4)."""
+_HEAD = "  devices  fails after s  Young's interval s     best s   chosen s  waiting  goodput"
+_ROW = (
+    "{devices:9,}  {mtbf_s:13,.0f}  {young_interval_s:18,.0f}  {best_interval_s:9,.0f}"
+    "  {interval_s:9,.0f}  {waiting_share:7.1%}  {goodput:7.1%}"
+)
 
 
 @dataclass(frozen=True)
@@ -43,43 +48,27 @@ class GoodputCommand(Output):
         check_range("--devices", self.devices, 1, 1 << 24)
         check_range("--spares", self.spares, 0, 1 << 20)
         check_picture(self.svg)
+        given = self.stall_s, self.restart_s, self.write_s, 3600 * self.repair_hours, self.spares
         sizes = sorted({max(1, int(self.devices * share)) for share in (1 / 8, 1 / 2, 1, 2, 8)})
-        jobs = {f"{n:,} devices": self.job(n) for n in sizes}
-        save_picture(self.svg, "goodput over the interval", lambda: failures(jobs))
-        rows = [self.document(n) for n in sizes]
-        document = next(row for row in rows if row["devices"] == self.devices)
-        share, error = goodput.simulate(self.job(self.devices), document["interval_s"])
-        simulated = {"goodput": share, "standard_error": error}
-        seconds = ("mtbf_s", "young_interval_s", "best_interval_s", "interval_s")
-        shown = [
-            f"{'devices':>9} {' '.join(f'{name:>17}' for name in seconds)}   waiting   goodput"
-        ]
-        for row in rows:
-            times = " ".join(f"{row[name]:17,.0f}" for name in seconds)
-            shown.append(
-                f"{row['devices']:9,} {times} {row['waiting_share']:9.1%} {row['goodput']:9.1%}"
-            )
-        shown.append(f"{self.devices:9,} devices, simulated: {share:.2%} ± {error:.2%}")
-        give(document | {"sizes": rows, "simulated": simulated}, self.json, shown)
+        runs = {n: goodput.FailingRun(3600 * self.device_mtbf_hours / n, *given) for n in sizes}
+        picture = lambda: failures({f"{n:,} devices": run for n, run in runs.items()})
+        save_picture(self.svg, "goodput over the interval", picture)
+        rows = [{"devices": n} | self.document(run) for n, run in runs.items()]
+        document = dict(rows[sizes.index(self.devices)])
+        share, error = goodput.simulate(runs[self.devices], document["interval_s"])
+        document |= {"sizes": rows, "simulated": {"goodput": share, "standard_error": error}}
+        end = f"{self.devices:9,} devices, simulated: {share:.2%} ± {error:.2%}"
+        give(document, self.json, [_HEAD, *(_ROW.format(**row) for row in rows), end])
 
-    def job(self, devices: int) -> goodput.FailingRun:
-        """Return the job on so many devices."""
-        mtbf_s, repair_s = 3600 * self.device_mtbf_hours / devices, 3600 * self.repair_hours
-        given = self.stall_s, self.restart_s, self.write_s, repair_s, self.spares
-        return goodput.FailingRun(mtbf_s, *given)
-
-    def document(self, devices: int) -> dict:
-        """Return what is known of the job on so many devices."""
-        job = self.job(devices)
-        best = goodput.best_interval(job)
+    def document(self, run: goodput.FailingRun) -> dict:
+        """Return what is known of a run."""
+        best = goodput.best_interval(run)
         interval_s = best if self.interval_s is None else self.interval_s
         return {
-            "devices": devices,
-            **asdict(job),
+            **asdict(run),
             "interval_s": interval_s,
-            "young_interval_s": goodput.young_interval(job),
-            "daly_interval_s": goodput.daly_interval(job),
+            "young_interval_s": goodput.young_interval(run),
             "best_interval_s": best,
-            "waiting_share": goodput.waiting_share(job),
-            "goodput": goodput.goodput(job, interval_s),
+            "waiting_share": goodput.waiting_share(run),
+            "goodput": goodput.goodput(run, interval_s),
         }

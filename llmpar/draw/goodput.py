@@ -13,8 +13,7 @@ def failures(jobs: Mapping[str, FailingRun], title: str = "What failures leave o
     the dashed curve connects the best intervals."""
     lines, best = [], {}
     for (name, job), color in zip(jobs.items(), [*OTHERS] * len(jobs), strict=False):
-        least = math.log2(max(60.0, job.write_s) / 60)
-        places = [n / 4 for n in range(4 * 9 + 1) if n / 4 >= least]
+        places = [n / 4 for n in range(4 * 9 + 1) if 60 * 2 ** (n / 4) >= job.write_s]
         shares = {place: goodput(job, 60 * 2**place) for place in places}
         lines.append((name, shares, color, None, False))
         best[max(0.0, math.log2(best_interval(job) / 60))] = goodput(job, best_interval(job))

@@ -53,20 +53,14 @@ class FailingRun:
 
 
 def young_interval(job: FailingRun) -> float:
-    """Return Young's interval, sqrt(2 s M) (Young 1974): good while it is short beside M."""
+    """Return Young's interval, sqrt(2 s M) (Young 1974; also called Young/Daly), for s far below M."""
     return math.sqrt(2 * job.stall_s * job.mtbf_s)
-
-
-def daly_interval(job: FailingRun) -> float:
-    """Return Daly's interval, with two more terms of the series (Daly 2006, eq. 37); M for s >= 2 M."""
-    ratio = job.stall_s / (2 * job.mtbf_s)
-    series = young_interval(job) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
-    return series - job.stall_s if ratio < 1 else job.mtbf_s
 
 
 def best_interval(job: FailingRun) -> float:
     """Return the interval of the highest `goodput` among those that leave time for a write: with x = t/M the
-    root of (1 - x) exp(x) = exp(-s/M), by Newton's method, which falls to it from x = 1."""
+    root of (1 - x) exp(x) = exp(-s/M), by Newton's method, which falls to it from x = 1. Daly
+    (2006, eq. 37) has a series: sqrt(2 s M) - 2/3 s + …"""
     x = 1.0
     for _ in range(60):
         x += ((1 - x) * math.exp(x) - math.exp(-job.stall_s / job.mtbf_s)) / (x * math.exp(x))
@@ -105,8 +99,8 @@ def simulate(
         for _ in range(failures):
             life_s = dice.expovariate(1 / job.mtbf_s)
             now += life_s
-            written_s = life_s - job.restart_s - job.write_s
-            kept += interval_s * max(0, math.floor(written_s / (interval_s + job.stall_s)))
+            finished = (life_s - job.restart_s - job.write_s) // (interval_s + job.stall_s)
+            kept += interval_s * max(0.0, finished)
             repaired_at = [time for time in repaired_at if time > now]
             if job.repair_s:
                 repaired_at.append(now + dice.expovariate(1 / job.repair_s))
