@@ -31,7 +31,7 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, names of models,
 plans for serving."""
 BUDGETS = {
-    "plan": 2_387,
+    "plan": 2_386,
     "parallel": 945,
     "kernels": 520,
     "model": 948,
@@ -50,7 +50,7 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_973,
+    "statements of the compact package": 5_974,
     "statements": 23_540,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,

@@ -173,8 +173,14 @@ def test_arrows_with_a_dtype_are_read_and_written_and_others_refused():
         str(parse_arrow(text)) == text
         and parse_arrow(text).moves == parse_arrow(text.replace(":bf16", "")).moves
     )
-    for wrong in ("d/fsdp:fp4 -> d", "d/fsdp:bf16 +dp:e4m3 -> d"):
-        with pytest.raises(NotationError, match="a dtype on an arrow is one of bf16 and e4m3"):
+    for wrong, why in {
+        "d/fsdp:fp4 -> d": "the dtypes on arrows are bf16 and e4m3",
+        "d +dp:e4m3 +fsdp:bf16 -> d/fsdp": "a dtype is on all axes that move",
+        "d/fsdp m/tp:bf16 -> d m/tp": "a dtype is on all axes that move: 'd/fsdp:bf16 m/tp -> d m/tp'",
+        "d:bf16 m/tp -> d m": "neither a dim",
+        "d/fsdp:bf16 -> d:bf16": "neither a dim",
+    }.items():
+        with pytest.raises(NotationError, match=why):
             parse_arrow(wrong)
 
 

@@ -51,8 +51,11 @@ class GoodputCommand(Output):
         given = self.stall_s, self.restart_s, self.write_s, 3600 * self.repair_hours, self.spares
         sizes = sorted({max(1, int(self.devices * share)) for share in (1 / 8, 1 / 2, 1, 2, 8)})
         runs = {n: goodput.FailingRun(3600 * self.device_mtbf_hours / n, *given) for n in sizes}
-        picture = lambda: failures({f"{n:,} devices": run for n, run in runs.items()})
-        save_picture(self.svg, "goodput over the interval", picture)
+        save_picture(
+            self.svg,
+            "goodput over the interval",
+            lambda: failures({f"{n:,} devices": run for n, run in runs.items()}),
+        )
         rows = [{"devices": n} | self.document(run) for n, run in runs.items()]
         document = dict(rows[sizes.index(self.devices)])
         share, error = goodput.simulate(runs[self.devices], document["interval_s"])

@@ -382,15 +382,19 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
             " use reduce='end'",
         ),
     ]
-    table = plan.weight_layouts if plan.gather_dtype == "float8" else {}
-    for path, (weight, layouts) in table.items():
+    for path, (weight, layouts) in (
+        plan.weight_layouts if plan.gather_dtype == "float8" else {}
+    ).items():
         sizes = layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
         size = math.prod(sizes[1:] if path.startswith("blocks.") else sizes)
-        why = (
-            f"gather_dtype='float8' has a scale for each {SCALED} numbers, and {size} of {path} on a device"
-            f" are no multiple; use gather_dtype='bfloat16', or fewer of {', '.join(plan.zero_cuts())}"
+        rows.append(
+            (
+                layouts.gather_wire and layouts.gather.moves and size % SCALED,
+                f"gather_dtype='float8' has a scale for each {SCALED} numbers, and {size} of {path} on a"
+                " device are no multiple; use gather_dtype='bfloat16', or fewer of"
+                f" {', '.join(plan.zero_cuts())}",
+            )
         )
-        rows.append((layouts.gather_wire and layouts.gather.moves and size % SCALED, why))
     return rows
 
 

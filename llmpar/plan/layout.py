@@ -300,17 +300,13 @@ def parse_arrow(text: str) -> Arrow:
         raise NotationError(
             text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts"
         )
-    wires = {match[1]: match for match in re.finditer(r"(?<=\w):(\S*)", left)}
+    wires = {match[2]: match for match in re.finditer(r"[/+]\S*?(:(\S*))", left)}
     for name, match in wires.items():
-        if name not in filter(None, WIRES.values()) or len(wires) > 1:
-            raise NotationError(
-                text,
-                *match.span(),
-                "a dtype on an arrow is one of bf16 and e4m3, the same on all axes that move",
-            )
-        left = left.replace(match[0], " " * len(match[0]))
-    before = _layout(left, 0, len(left))
-    after = _layout(text, len(left) + 2, len(text))
+        if name not in filter(None, WIRES.values()):
+            raise NotationError(text, *match.span(1), "the dtypes on arrows are bf16 and e4m3")
+        left = left.replace(match[1], " " * len(match[1]))
+    plain = left + text[len(left) :]
+    before, after = _layout(plain, 0, len(left)), _layout(plain, len(left) + 2, len(plain))
     if before.dims and after.dims and before.letters != after.letters:
         raise NotationError(
             text,
@@ -318,4 +314,7 @@ def parse_arrow(text: str) -> Arrow:
             len(text),
             f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
         )
-    return Arrow(before, after, wire=next(iter(wires), ""))
+    result = Arrow(before, after, wire=next(iter(wires), ""))
+    if wires and str(result).split() != text.split():
+        raise NotationError(text, 0, len(left), f"a dtype is on all axes that move: '{result}'")
+    return result
