@@ -78,8 +78,11 @@ NOT_HERE = {
     "hop": {"permute"},
     "dispatch": {"padded", "ragged"},
     "documents": {"whole"},
+    "gather_dtype": {"bfloat16", "float8"},
+    "reduce_dtype": {"bfloat16"},
 }
-"""What `auto` stands for on CPUs, or only other devices have."""
+"""What `auto` stands for on CPUs, or only other devices have; dtypes of what travels, which round: they have
+plans of their own in test_wire.py."""
 
 
 def parse(line: str) -> dict:

@@ -50,6 +50,7 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.predict import layer, workload
 from llmpar.predict.formulas import whole_ring_bytes
+from llmpar.predict.goodput import FailingRun
 from llmpar.predict.hardware import chip
 
 GIB = 2**30
@@ -188,6 +189,9 @@ CASES: dict = {
         [("a", {"computing": 20.0})], error=0.07, measured={"a": 22.0}
     ),
     "overlap": lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]),
+    "failures": lambda: draw.failures(
+        {"small": FailingRun(8e4, 30, 600), "large": FailingRun(1e3, 5, 600, 99)}
+    ),
     "loss": lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], [2.0] * 60),
     "loss lost": lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]),
     "curves": lambda: draw.curves(

@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "schedule": "schedule:ScheduleCommand",
         "models": "models:Models",
     },
-    "decide": {"plan": "plan:PlanCommand"},
+    "decide": {"plan": "plan:PlanCommand", "goodput": "goodput:GoodputCommand"},
     "many hosts": {"launch": "launch:Launch"},
 }
 """The class of each command, by its module: only the one that is asked for is imported."""

@@ -15,6 +15,7 @@ dispatch     dispatch  expert_loads             a token's path to its experts an
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
+goodput      failures                           what failures leave of a run, by the interval of checkpoints
 pipelines    timeline  timelines  bubbles       pipeline orders in time; what is called the bubble
 programs     program  traced                    what lines of code send; a function, rank by rank
 serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
@@ -38,6 +39,7 @@ from llmpar.draw.charts import (
 from llmpar.draw.curves import curves, loss_curve
 from llmpar.draw.dispatch import dispatch, expert_loads
 from llmpar.draw.geometry import groups, holders
+from llmpar.draw.goodput import failures
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved

@@ -249,7 +249,7 @@ _LIKE = r"all-|ragged-|reduce-scatter|collective-|send|recv"
 _PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
 """Name of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
-_PARALLEL = "modes auto explicit collectives collective_matmul _jax"
+_PARALLEL = "modes auto explicit collectives collective_matmul wire _jax"
 _MOVERS = (
     *(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split()),
     "/llmpar/inspect/look.py",

@@ -6,6 +6,7 @@ tests/test_jax_private.py fails for each of them on the day that JAX changes it.
     function                             what it is                       why it is needed
     install_channels                     how JAX lowers a program         one channel for all collectives
     ATTENTION_KERNEL, OF_SHARDS          names of primitives              a remat policy is given them alone
+    is_own_gather                        what is in a custom gradient     the same
     program_shardings                    a program's executable           the public trees err with Refs
     unreduced_kind                       a type's kind, from JAX 0.12     a maximum is no sum
     equations, part_of                   a traced function's equations    ClosedJaxpr becomes Jaxpr
@@ -125,6 +126,14 @@ ATTENTION_KERNEL = "dot_product_attention_fwd_wrapper"
 OF_SHARDS = ("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast")
 """How the primitives begin that make a whole weight of its shards: the gather, by `Manual` or by `Explicit`;
 the barriers around that and before an island; a change of its type inside one."""
+
+
+def is_own_gather(name: str, params: Any) -> bool:
+    """Tell whether a primitive with these parameters is a function with a gradient of its own that gathers
+    (`llmpar.parallel.wire`). JAX names no such function for a remat policy."""
+    inner = equations(params["call_jaxpr"])[0].eqns if name == "custom_vjp_call" else []
+    return any(equation.primitive.name == "all_gather" for equation in inner)
+
 
 # ------------------------------------------------------------------------------------------ layouts and types
 

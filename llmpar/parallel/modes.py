@@ -39,7 +39,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
-from llmpar.parallel._jax import ATTENTION_KERNEL, OF_SHARDS
+from llmpar.parallel import wire
+from llmpar.parallel._jax import ATTENTION_KERNEL, OF_SHARDS, is_own_gather
 from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
 from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, send, vary, varying
 from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
@@ -238,7 +239,7 @@ def _all_but_gathered_weights(prim, *_, **params) -> bool:
     such a primitive, too, but have a name of their own (`MOVED`)."""
     if prim.name == "name":
         return params["name"] != WEIGHT
-    return not prim.name.startswith(OF_SHARDS)
+    return not prim.name.startswith(OF_SHARDS) and not is_own_gather(prim.name, params)
 
 
 # ----------------------------------------------------------------------------------------------------- Manual
@@ -330,9 +331,14 @@ class Manual(Solo):
                     f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
                     f" all over {axis}; it was reduced already, or never cut"
                 )
-        with scope(text or str(arrow)):
+        to = "invarying" if invariant else "varying"
+        with scope(arrow.named(text)):
             for move in arrow.moves:
-                x = send(x, move, position, "invarying" if invariant else "varying")
+                dim = position.get(move.gathers or move.cuts, 0)
+                if (arrow.wire or arrow.gradient_wire) and move.kind != "slice":
+                    x = wire.send_narrow(x, move, dim, arrow, arrow.named(text, backward=True))
+                else:
+                    x = send(x, move, position, to)
         return x
 
     def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:

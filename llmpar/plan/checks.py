@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from llmpar.plan.backend import fits_cudnn
+from llmpar.plan.layout import SCALED
 from llmpar.plan.mesh_shape import divisors
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.plan.timetable import timetable
@@ -59,7 +60,17 @@ Row = Cut | tuple[Any, str]
 
 def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that refuses."""
-    tables = _shapes, _kv_heads, _sequences, _kernels, _zero, _reductions, _pipelines, _adapters
+    tables = (
+        _shapes,
+        _kv_heads,
+        _sequences,
+        _kernels,
+        _zero,
+        _reductions,
+        _pipelines,
+        _adapters,
+        _wires,
+    )
     for table in tables:
         for row in table(plan, batch_size, seq_len):
             if isinstance(row, Cut):
@@ -360,6 +371,36 @@ def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:
     return rows if plan.config.lora else []
 
 
+def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
+    """Dtypes in which weights and gradients travel, and blocks that share a scale."""
+    rows: list[Row] = [
+        (
+            plan.mode != "manual" and (plan.gather_dtype, plan.reduce_dtype) != ("same", "same"),
+            f"gather_dtype='{plan.gather_dtype}' reduce_dtype='{plan.reduce_dtype}' does not go with"
+            f" mode='{plan.mode}', in which XLA sends what it computes; use mode='manual'",
+        ),
+        (
+            plan.reduce_dtype != "same" and plan.reduce != "end",
+            f"reduce_dtype='bfloat16' does not go with reduce='{plan.reduce}', which adds up in float32;"
+            " use reduce='end'",
+        ),
+    ]
+    for path, (weight, layouts) in (
+        plan.weight_layouts if plan.gather_dtype == "float8" else {}
+    ).items():
+        sizes = layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
+        size = math.prod(sizes[1:] if path.startswith("blocks.") else sizes)
+        rows.append(
+            (
+                layouts.gather_wire and layouts.gather.moves and size % SCALED,
+                f"gather_dtype='float8' has a scale for each {SCALED} numbers, and {size} of {path} on a"
+                " device are no multiple; use gather_dtype='bfloat16', or fewer of"
+                f" {', '.join(plan.zero_cuts())}",
+            )
+        )
+    return rows
+
+
 def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
     not their defaults, and those ``given``, whatever they have."""
@@ -406,7 +447,13 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ),
         ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
-        ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
+        (
+            "reshard_after_forward gather_dtype",
+            not plan.gathers,
+            "only ZeRO 3 gathers weights for use",
+        ),
+        ("gather_dtype", plan.gather_dtype == plan.dtype, f"dtype is '{plan.dtype}' already"),
+        ("reduce_dtype", mesh.size == 1, "one device sends nothing"),
         ("documents", not cudnn, "only cudnn reads it, on whole sequences in order, in bfloat16"),
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),

@@ -9,6 +9,8 @@ was summed over:
 
     attention b s d +n -> stream b s d
 
+An axis may carry a dtype, ``d/fsdp:bf16 -> d``: what moves over it travels in that one (`WIRES`).
+
 A :class:`~llmpar.plan.plan.Resolved` plan knows which axes cut each dim in each region: it makes that
 *logical* arrow a physical one.
 """
@@ -27,6 +29,11 @@ DIMS = {
     "u": "microbatches", "z": "inner width of an adapter",
 }  # fmt: skip
 """The tensor dims."""
+# The dtypes on arrows, by the fields of a plan: as it is computed; bfloat16; 8 bits, 4 of them the exponent
+# and 3 the mantissa, with a float32 scale for each block.
+WIRES = {"same": "", "bfloat16": "bf16", "float8": "e4m3"}
+# Numbers that share a scale, one after the other on their device.
+SCALED = 32
 
 
 @dataclass(frozen=True)
@@ -193,15 +200,30 @@ class Arrow:
             where it ends.
         begin: those of them over which values did not differ before. Nothing moves, but the backward pass
             sums the gradient over them.
+        wire: the dtype in which it travels, of `WIRES`; empty: that in which it is computed.
+        gradient_wire: the same of its gradient, in the backward pass.
     """
 
     before: Layout
     after: Layout
     varying: tuple[str, ...] = field(default=(), compare=False)
     begin: tuple[str, ...] = field(default=(), compare=False)
+    wire: str = ""
+    gradient_wire: str = ""
 
     def __str__(self) -> str:
-        return f"{self.before} -> {self.after}"
+        words = str(self.before).split()
+        if self.wire:
+            moving = {axis for move in self.moves for axis in move.axes}
+            carries = lambda word: moving & {*re.split("[/,+]", word)[1:]}
+            words = [f"{word}:{self.wire}" if carries(word) else word for word in words]
+        return f"{' '.join(words)} -> {self.after}"
+
+    def named(self, text: str = "", backward: bool = False) -> str:
+        """Name the arrow, or its gradient's, as a census finds it: ``text`` and the dtype in which it
+        travels; the arrow itself without a text."""
+        dtype = self.gradient_wire if backward else self.wire
+        return f"{text} in {dtype}" if text and dtype else text or str(self)
 
     @property
     @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
@@ -278,7 +300,13 @@ def parse_arrow(text: str) -> Arrow:
         raise NotationError(
             text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts"
         )
-    before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
+    wires = {match[2]: match for match in re.finditer(r"[/+]\S*?(:(\S*))", left)}
+    for name, match in wires.items():
+        if name not in filter(None, WIRES.values()):
+            raise NotationError(text, *match.span(1), "the dtypes on arrows are bf16 and e4m3")
+        left = left.replace(match[1], " " * len(match[1]))
+    plain = left + text[len(left) :]
+    before, after = _layout(plain, 0, len(left)), _layout(plain, len(left) + 2, len(plain))
     if before.dims and after.dims and before.letters != after.letters:
         raise NotationError(
             text,
@@ -286,4 +314,7 @@ def parse_arrow(text: str) -> Arrow:
             len(text),
             f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
         )
-    return Arrow(before, after)
+    result = Arrow(before, after, wire=next(iter(wires), ""))
+    if wires and str(result).split() != text.split():
+        raise NotationError(text, 0, len(left), f"a dtype is on all axes that move: '{result}'")
+    return result

@@ -68,7 +68,7 @@ from typing import Annotated, Any, Literal
 from llmpar.files import Allowed, check_fields
 from llmpar.plan import checks, places, schedules
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
-from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
+from llmpar.plan.layout import WIRES, Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight
 from llmpar.plan.sequence_order import Mask, ring_hops
@@ -90,6 +90,7 @@ class WeightLayouts:
         replica_axes: the axes along which devices hold the same block in the backward pass and compute
             different terms of its gradient, of other tokens, heads or stages: over them it is a sum. With
             ``reduce="layer"`` the backward pass itself finishes it.
+        gather_wire, reduce_wire: the dtypes in which it is gathered for use, and its gradient summed.
     """
 
     stored: Layout
@@ -98,13 +99,21 @@ class WeightLayouts:
     accumulated: Layout
     reduced: Layout
     replica_axes: tuple[str, ...]
+    gather_wire: str = ""
+    reduce_wire: str = ""
 
     # at ZeRO 3 an all-gather
-    gather = property(lambda self: Arrow(self.stored, self.used))
+    gather = property(
+        lambda self: Arrow(
+            self.stored, self.used, wire=self.gather_wire, gradient_wire=self.reduce_wire
+        )
+    )
     # at ZeRO 2 a reduce-scatter
-    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))
+    accumulate = property(
+        lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire)
+    )
     # all sums that are still open
-    finish = property(lambda self: Arrow(self.accumulated, self.reduced))
+    finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
     # at ZeRO 1 and 2 an all-gather
     restore = property(lambda self: Arrow(self.reduced, self.stored))
 
@@ -140,6 +149,10 @@ class Plan:
             pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
             float32 and reduce-scattered at its end.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
+        gather_dtype: what ZeRO 3 gathers weights in: the ``same`` as dtype, ``bfloat16``, or ``float8``, e4m3
+            with a float32 scale for each 32 numbers. Norms and other vectors are gathered as they are.
+        reduce_dtype: what gradients' sums travel in: the ``same`` as they are computed in, or ``bfloat16``,
+            added up in float32 where they arrive.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
             2023), each moving by itself; with more than one the backward pass computes its hidden values
@@ -187,6 +200,8 @@ class Plan:
     remat: Literal["none", "selective", "ffn", "block"] = "none"
     reshard_after_forward: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
+    gather_dtype: Literal["same", "bfloat16", "float8"] = "same"
+    reduce_dtype: Literal["same", "bfloat16"] = "same"
     loss_chunks: int = 1
     ffn_chunks: int = 1
     context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
@@ -535,7 +550,10 @@ class Resolved(Plan):
         if self.zero == 2:
             later = tuple(a for a in unreduced.sums if a not in zero_axes)
             accumulated = Layout(cut.dims, later)  # d/fsdp m/tp +dp
-        return WeightLayouts(stored, used, unreduced, accumulated, reduced, replica_axes)
+        is_matrix = len(used.letters.replace("l", "")) > 1
+        names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
+        wires = (WIRES[name] for name in names)
+        return WeightLayouts(stored, used, unreduced, accumulated, reduced, replica_axes, *wires)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
         """The live axes by which ZeRO cuts the dim ``target``; fsdp alone where that is not d."""

@@ -16,6 +16,8 @@ from llmpar.plan.plan import Resolved
 Unit = Literal["float32", "tf32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: half of the distance from 1 to the next number. TF32 has 11 bits, with the hidden one."""
+# The same of e4m3, in which weights may travel.
+EIGHT_BITS = 2.0**-4
 ROUNDING = 0.42 * math.sqrt(2)
 """Of the unit roundoff: the difference of two independent roundings, in root mean square."""
 FACTOR = 8.0
@@ -34,7 +36,7 @@ class _Term:
 
     name: str  # which sum
     by: str  # the axes, or fields of the plan, that cut it; "": compilers may order it anew for other shapes
-    unit: Unit  # what is rounded to
+    unit: Unit | Literal["float8"]  # what is rounded to
     length: float  # roundings that add up at random, on the longest way through the model
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -43,7 +45,7 @@ class _Term:
     @property
     def spread(self) -> float:
         """What the roundings of `length` add up to."""
-        return ROUNDING * UNIT[self.unit] * math.sqrt(self.length)
+        return ROUNDING * UNIT.get(self.unit, EIGHT_BITS) * math.sqrt(self.length)
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,23 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
         )
     if products != "float32" and plan.dtype == "float32":
         terms.append(_Term("operands of products", "", products, depth * _PRODUCTS + 1))
+    # one of the two programs rounds them, and each product has one of them
+    if plan.gathers and plan.gather_dtype != "same":
+        terms.append(
+            _Term(
+                "weights as they travel",
+                "gather_dtype",
+                plan.gather_dtype,
+                (depth * _PRODUCTS + 1) / 2,
+            )
+        )
     return terms
 
 
 def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]:
     """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
     roundings that come with the cut, which one of them has."""
-    added = [x for x in values if x.by and x.unit == plan.dtype]
+    added = [x for x in values if x.by and x.unit in (plan.dtype, plan.gather_dtype)]
     bend, by = scale * sum(x.spread**2 for x in added) / 4, ",".join(x.by for x in added)
     length = sum(x.length for x in added)
     return [_Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
@@ -171,6 +183,8 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
     if plan.dtype != "float32":
         once = copies if plan.gathers == "block" else 1
         terms.append((_Term("gradients", by, plan.dtype, once), 1.0))
+    if plan.reduce_dtype != "same":
+        terms.append((_Term("gradients as they travel", "reduce_dtype", plan.reduce_dtype, 1), 1.0))
     return [
         replace(x, grad_norm=x.spread * math.sqrt(share / tokens), gradient=min(1.0, x.spread))
         for x, share in terms

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmpar.plan import places
-from llmpar.plan.layout import TRANSPOSES, Arrow
+from llmpar.plan.layout import SCALED, TRANSPOSES, Arrow
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import Resolved
@@ -128,14 +128,24 @@ class Traffic(dict[tuple[str, str], Prediction]):
             )
 
     def carry(
-        self, arrow: Arrow, local_bytes: int, of: Transfer, forward: int, backward: int = 0
+        self,
+        arrow: Arrow,
+        local_bytes: int,
+        of: Transfer,
+        forward: int,
+        backward: int = 0,
+        itemsize: int = FLOAT32,
     ) -> int:
         """Add an arrow on a value of ``local_bytes`` on each device, carried out ``forward`` times; its
         gradient comes back ``backward`` times. Return the bytes that each device has of it in the end.
 
         Forward the collectives are those of `Arrow.moves`. Backward they are their transposes
-        (`layout.TRANSPOSES`), on the same messages.
+        (`layout.TRANSPOSES`), on the same messages. ``itemsize`` is read for arrows with a dtype.
         """
+        if arrow.wire or arrow.gradient_wire:
+            return self._carry_narrow(
+                arrow, local_bytes // itemsize, itemsize, of, forward, backward
+            )
         for move in arrow.moves:
             parts = self.mesh.along(move.axes)
             message = local_bytes * parts if move.kind == "all-gather" else local_bytes
@@ -147,6 +157,30 @@ class Traffic(dict[tuple[str, str], Prediction]):
                 if kind not in (None, "slice"):  # a slice sends nothing
                     self.add(of.ragged * "ragged-" + kind, move.axes, of, message, count, value)
         return local_bytes
+
+    def _carry_narrow(
+        self, arrow: Arrow, size: int, itemsize: int, of: Transfer, forward: int, backward: int
+    ) -> int:
+        """Add an arrow with a dtype (`llmpar.parallel.wire`) on ``size`` numbers of each device, and return
+        the bytes in the end. A sum in a dtype is an all-to-all; an all-reduce is an all-gather, too."""
+        text, gradient = arrow.named(of.arrow, backward=True), of.gradient or of.value
+        back = of._replace(arrow=text, value=gradient)
+        of = of._replace(arrow=arrow.named(of.arrow))
+        bytes_of = {"": itemsize, "bf16": 2, "e4m3": 1 + FLOAT32 / SCALED}
+        for move in arrow.moves:
+            n, is_gather = self.mesh.along(move.axes), move.kind == "all-gather"
+            whole = size * n if is_gather else size + -size % n
+            message = int(whole * bytes_of[arrow.wire])
+            self.add(move.kind if is_gather else "all-to-all", move.axes, of, message, forward)
+            if is_gather:
+                kind = "all-to-all" if arrow.gradient_wire else "reduce-scatter"
+                self.add(
+                    kind, move.axes, back, int(whole * bytes_of[arrow.gradient_wire]), backward
+                )
+            elif move.kind == "all-reduce":
+                self.add("all-gather", move.axes, of, message, forward)
+            size = {"all-gather": whole, "reduce-scatter": whole // n}.get(move.kind, size)
+        return itemsize * size
 
     @property
     def total_bytes(self) -> int:
@@ -342,7 +376,8 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
         if plan.gathers == "step":
             of, stored = Transfer("weights", dims, LATE), copies * layers * stored
             gathers, gradients = 1, 0
-        traffic.carry(layouts.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
+        item = ITEMSIZE[plan.dtype]
+        traffic.carry(layouts.gather, item * stored, of, gathers, gradients, item)
         if copies > 1:
             item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
             lent = Transfer("weights of the other direction", OPPOSITE_STAGE, LATE)

@@ -1,0 +1,75 @@
+"""Goodput: the exact expectation against simulated runs, its best interval against the published ones."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from llmpar.cli import main
+from llmpar.predict.goodput import FailingRun, best_interval, goodput, simulate, waiting_share, young_interval
+
+RUNS = {
+    "waits for its writes": FailingRun(10_000, 30, 600),
+    "writes beside training": FailingRun(10_000, 5, 600, write_s=120),
+    "few spares": FailingRun(10_000, 30, 600, 60, repair_s=170_000, spares=20),
+    "fails while it restarts": FailingRun(1_500, 60, 900, 30, repair_s=20_000, spares=12),
+    "no spare": FailingRun(3_600, 60, 300, repair_s=7_200),
+}
+LLAMA_3 = 54 * 86_400 / 466  # seconds between interruptions (arXiv 2407.21783, section 3.3.4)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("share", [0.5, 1, 2])
+def test_a_simulation_agrees_within_its_standard_error(name, share):
+    """Of 15 seeded simulations none is off by three standard errors."""
+    run = RUNS[name]
+    interval_s = share * best_interval(run)
+    mean, error = simulate(run, interval_s, failures=1500)
+    assert abs(mean - goodput(run, interval_s)) < 3 * error < 0.03
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_interval_is_better_than_the_best_and_daly_is_nearer_than_young(name):
+    run = RUNS[name]
+    best = best_interval(run)
+    top = goodput(run, best)
+    assert all(goodput(run, best * factor) < top for factor in (0.7, 0.98, 1.02, 1.4))
+    ratio = run.stall_s / (2 * run.mtbf_s)
+    daly = young_interval(run) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - run.stall_s  # Daly 2006, eq. 37
+    assert abs(daly - best) < 1e-3 * best < abs(young_interval(run) - best)
+
+
+def test_the_shares_are_those_of_simple_cases():
+    # one node, no spare: it works for M and is repaired for D
+    assert waiting_share(FailingRun(100, 1, 0, repair_s=300)) == pytest.approx(300 / 400)
+    # Erlang's tables: 4 erlangs on 6 lines
+    assert waiting_share(FailingRun(1, 1, 0, repair_s=4, spares=5)) == pytest.approx(0.1172, abs=5e-5)
+    # nothing fails: what is left is the stall
+    assert goodput(FailingRun(1e12, 1, 600), 99) == pytest.approx(0.99)
+    # an asynchronous write costs what as long a restart does
+    pair = FailingRun(9e3, 5, 600, write_s=60), FailingRun(9e3, 5, 660)
+    assert math.isclose(*(goodput(run, 500) for run in pair))
+
+
+def test_llama_3_is_between_what_its_report_leaves_open():
+    """It says more than 90 %, and neither what a checkpoint nor what a restart took: at most 4 GB a GPU at 2
+    TB/s are 33 s, all of which training may have waited or nearly none."""
+    stalls, restarts = (33, 5), (120, 600)
+    rows = [FailingRun(LLAMA_3, *pair) for pair in itertools.product(stalls, restarts)]
+    shares = [goodput(run, best_interval(run)) for run in rows]
+    assert [round(share, 3) for share in shares] == [0.910, 0.867, 0.957, 0.912]
+    assert min(shares) < 0.9 < max(shares)
+
+
+def test_the_command_prints_the_same_numbers_and_refuses_in_a_sentence(capsys):
+    assert main(["goodput", "--devices", "1024", "--stall-s", "10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = FailingRun(found["mtbf_s"], 10, 600)
+    assert found["mtbf_s"] == pytest.approx(LLAMA_3 * 16)
+    assert found["goodput"] == goodput(run, found["best_interval_s"]) == found["sizes"][2]["goodput"]
+    assert abs(found["simulated"]["goodput"] - found["goodput"]) < 3 * found["simulated"]["standard_error"]
+    assert main(["goodput", "--write-s", "1e4", "--interval-s", "10"]) == 1
+    assert "use an interval above 9970 s" in capsys.readouterr().err
+    assert main(["goodput", "--stall-s", "0"]) == 1
+    assert "stall_s is 0.0; use a positive number" in capsys.readouterr().err

@@ -1,0 +1,206 @@
+"""The dtype on an arrow: a NumPy oracle rounds the same, and the compiled program sends what is predicted."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec as P
+from parity import (
+    BATCH,
+    LLAMA,
+    MOE,
+    SEQ,
+    batch,
+    by_arrow,
+    name,
+    natural,
+    predicted_by_arrow,
+    put,
+    state_of,
+    weights,
+)
+
+from llmpar.inspect.census import census_hlo, read_program
+from llmpar.model.weights import model_graph
+from llmpar.parallel.collectives import vary
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.modes import Manual, Solo
+from llmpar.plan.layout import SCALED, WIRES, parse_arrow
+from llmpar.plan.mesh_shape import NotationError
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import branch_shares
+from llmpar.predict.tolerance import tolerance
+from llmpar.predict.traffic import step_traffic
+from llmpar.training.step import Step
+
+NARROW = {"gather_dtype": "float8", "reduce_dtype": "bfloat16"}
+HALF = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+FEW = [
+    (LLAMA, Plan("fsdp=8", gather_dtype="float8")),
+    (LLAMA, Plan("dp=2 fsdp=2 tp=2", **NARROW)),
+    (LLAMA, Plan("dp=2 fsdp=4", zero=2, microbatches=2, reduce_dtype="bfloat16")),
+]
+MORE = [
+    (LLAMA, Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, **HALF)),
+    (LLAMA, Plan("fsdp=4 tp=2", zero=1, reduce_dtype="bfloat16")),
+    (LLAMA, Plan("dp=8", zero=0, reduce_dtype="bfloat16")),
+    (MOE, Plan("fsdp=2 ep=2 tp=2", **NARROW)),
+    (LLAMA, Plan("pp=2 fsdp=4", microbatches=2, **HALF)),
+    (LLAMA, Plan("pp=2 dp=2 fsdp=2", microbatches=2, schedule="zb-h1", **NARROW)),
+    (LLAMA, Plan("fsdp=4 tp=2", remat="block", dtype="bfloat16", **NARROW)),
+]
+PLANS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)]
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """One device's numbers after a trip in this dtype."""
+    if dtype == "same":
+        return x
+    if dtype == "bfloat16":
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    blocks = x.reshape(-1, SCALED)
+    scales = np.abs(blocks).max(1, keepdims=True) / np.float32(448)
+    scales[scales == 0] = 1
+    return ((blocks / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales).reshape(x.shape)
+
+
+def cut(x: np.ndarray, counts) -> list[tuple]:
+    """The slices of an array that has so many parts along each dim."""
+    sizes = [n // parts for n, parts in zip(x.shape, counts, strict=True)]
+    places = np.ndindex(*counts)
+    return [tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, sizes, strict=True)) for place in places]
+
+
+def as_gathered(config, plan):
+    """The weights as the ranks of a plan multiply by them: each shard of a layer rounded by itself."""
+    plan, flat = plan.resolve(config), flatten_dict(weights(config), sep=".")
+    for path, (weight, layouts) in plan.weight_layouts.items():
+        if layouts.gather.moves and not weight.is_vector:
+            counts = [plan.mesh.along(dim.axes) for dim in layouts.stored.dims]
+            if path.startswith("blocks."):
+                counts[0] = weight.shape[0]
+            flat[path] = flat[path].copy()
+            for block in cut(flat[path], counts):
+                flat[path][block] = rounded(flat[path][block], plan.gather_dtype)
+    return unflatten_dict(flat, sep=".")
+
+
+@functools.cache
+def alone(config):
+    """Loss and gradients of (weights, batch) on one device."""
+
+    def loss(params, batch):
+        total = (batch["targets"] >= 0).sum().astype(jnp.float32)
+        return nnx.merge(model_graph(config), params).loss(batch, Solo())[0] / total
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def error(got, want) -> float:
+    """The largest difference of a leaf, by its largest element."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in pairs)
+
+
+@pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config, plan):
+    mesh = make_mesh(str(plan.mesh))
+    step = Step(config, plan.resolve(config, "cpu", BATCH, SEQ), mesh, optax.trace(0.0), clip=None)
+    compiled, text = read_program(step.lower(BATCH, SEQ))
+    for stage in range(plan.mesh.pp):
+        shares = branch_shares(step.plan.pipeline, config.layer_kinds)[stage]
+        want = predicted_by_arrow(step_traffic(step.plan, BATCH, SEQ, stage))
+        assert by_arrow(census_hlo(text, step.mesh, shares)) == want
+    named = {arrow.rpartition(" in ")[2] for *_, arrow in want}
+    assert {WIRES[plan.gather_dtype], WIRES[plan.reduce_dtype]} - {""} <= named
+    state, metrics = compiled(state_of(step), put(batch(), step.batch_sharding))
+    grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
+    loss, exact = alone(config)(as_gathered(config, plan), batch())
+    if plan.dtype == "float32":
+        assert abs(float(metrics["loss"]) - loss) < 1e-5 * loss
+    spread = tolerance(step.plan, BATCH, SEQ, logits=0.5, loss=math.log(256))
+    strict = plan.reduce_dtype == "same"
+    assert error(grads, exact) < (1e-5 if strict else spread.bound("gradient"))
+    whole_loss, whole = alone(config)(weights(config), batch())
+    assert abs(float(metrics["loss"]) - whole_loss) < spread.bound("loss") * whole_loss
+    assert error(grads, whole) < spread.bound("gradient")
+
+
+TERMS = np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)
+ARROWS = [
+    "d/fsdp:e4m3 m -> d m",
+    "d/fsdp:bf16 m -> d m",
+    "d m +fsdp:bf16 -> d/fsdp m",
+    "d m +fsdp:bf16 -> d m",
+]
+
+
+def test_arrows_in_a_dtype_do_what_their_text_says():
+    """Four arrows in one program: two gathers, sums of rounded terms, and sums that are rounded, too."""
+    par, mesh = Manual(Plan("fsdp=8").resolve(LLAMA)), make_mesh("fsdp=8")
+
+    def run(x):
+        term = vary(x[0], ["fsdp"])
+        inputs = [term[:, :16], term, term, term[:13]]  # 13 · 24 numbers: no multiple of 8 · 32
+        out = [par.carry_out(y, parse_arrow(text)) for y, text in zip(inputs, ARROWS, strict=True)]
+        return [y[None] for y in out[:3]] + out[3:]
+
+    specs = [P("fsdp")] * 3 + [P()]
+    got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("fsdp"), out_specs=specs))(TERMS)
+    gathered = [rounded(x[:, :16].copy(), "float8") for x in TERMS]
+    for device in got[0]:
+        np.testing.assert_allclose(device, np.concatenate(gathered), rtol=1e-6)
+    np.testing.assert_array_equal(got[1][5], np.concatenate([rounded(x, "bfloat16") for x in TERMS]))
+    sums = np.stack([rounded(x, "bfloat16") for x in TERMS]).astype(np.float64).sum(0)
+    np.testing.assert_allclose(np.concatenate(got[2]), sums, atol=1e-5)
+    np.testing.assert_allclose(got[3], sums[:13], rtol=2**-8)
+    assert np.abs(got[3] - sums[:13]).max() > 1e-4, "the sums are rounded before they are sent on"
+
+
+def test_arrows_with_a_dtype_are_read_and_written_and_others_refused():
+    for text in ARROWS:
+        assert str(parse_arrow(text)) == text
+    text = "d/fsdp,sp:bf16 m/tp +dp:bf16 -> d m/tp"
+    assert (
+        str(parse_arrow(text)) == text
+        and parse_arrow(text).moves == parse_arrow(text.replace(":bf16", "")).moves
+    )
+    for wrong, why in {
+        "d/fsdp:fp4 -> d": "the dtypes on arrows are bf16 and e4m3",
+        "d +dp:e4m3 +fsdp:bf16 -> d/fsdp": "a dtype is on all axes that move",
+        "d/fsdp m/tp:bf16 -> d m/tp": "a dtype is on all axes that move: 'd/fsdp:bf16 m/tp -> d m/tp'",
+        "d:bf16 m/tp -> d m": "neither a dim",
+        "d/fsdp:bf16 -> d:bf16": "neither a dim",
+    }.items():
+        with pytest.raises(NotationError, match=why):
+            parse_arrow(wrong)
+
+
+REFUSED = {
+    "mode='auto', in which XLA sends what it computes": dict(mesh="fsdp=8", mode="auto", **HALF),
+    "reduce='layer', which adds up in float32": dict(mesh="dp=8", reduce="layer", zero=0, **HALF),
+    "for each 32 numbers, and 16 of blocks.ffn": dict(mesh="fsdp=8", gather_dtype="float8"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_does_not_go_is_refused_with_the_arithmetic(why):
+    config = dataclasses.replace(LLAMA, ffn_width=2) if "blocks" in why else LLAMA
+    with pytest.raises(ValueError, match=why):
+        Plan(**REFUSED[why]).resolve(config, "cpu", BATCH, SEQ)
+
+
+def test_a_narrower_gather_sends_fewer_bytes_and_spreads_more():
+    plans = [Plan("fsdp=8", gather_dtype=dtype).resolve(LLAMA) for dtype in ("same", "bfloat16", "float8")]
+    gathers = [step_traffic(plan, BATCH, SEQ)["fsdp", "all-gather"].bytes_sent for plan in plans]
+    assert gathers[0] > 1.9 * gathers[1] > 1.9 * 1.7 * gathers[2]
+    bounds = [tolerance(plan, BATCH, SEQ).bound("gradient") for plan in plans]
+    assert bounds[0] < 1e-4 < bounds[1] < bounds[2] / 8
