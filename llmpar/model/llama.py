@@ -456,8 +456,11 @@ class Llama(nnx.Module):
         return nnx.split_rngs(splits=count)(make)(rngs)
 
     def loss(self, batch: Batch, par: Solo) -> Loss:
-        """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
+        """Return what training minimises: the sum of the cross-entropies, or of a batch with ``advantages``
+        that of the `clipped_surrogate`, and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
+        if "advantages" in batch:
+            losses = clipped_surrogate(losses, batch)
         loss = par.total(losses, "data b s")
         if aux is None:
             return loss, None
@@ -571,6 +574,14 @@ class Llama(nnx.Module):
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
+
+
+def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array, "b s"]:
+    """Return -min(r A, clip(r, 0.8, 1.2) A) of each token: A is its advantage, and r its probability over the
+    one with which it was drawn, whose logarithm is in ``logprobs`` (Schulman et al. 2017, eq. 7). Where
+    nothing was drawn both are 0."""
+    ratio, advantage = jnp.exp(-losses - batch["logprobs"]), batch["advantages"]
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:
