@@ -580,8 +580,10 @@ def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array,
     """Return -min(r A, clip(r, 0.8, 1.2) A) of each token: A is its advantage, and r its probability over the
     one with which it was drawn, whose logarithm is in ``logprobs`` (Schulman et al. 2017, eq. 7). Where
     nothing was drawn both are 0."""
-    ratio, advantage = jnp.exp(-losses - batch["logprobs"]), batch["advantages"]
-    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    ratio = jnp.exp(-losses - batch["logprobs"])
+    return -jnp.minimum(
+        ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]
+    )
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:

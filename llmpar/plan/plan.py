@@ -479,7 +479,9 @@ class Resolved(Plan):
         """
         layout = parse_layout(layout) if isinstance(layout, str) else layout
         if layout.mesh:
-            raise ValueError(f"layout '{layout}' names a mesh, and a plan has one; leave out '@{layout.mesh}'")
+            raise ValueError(
+                f"layout '{layout}' names a mesh, and a plan has one; leave out '@{layout.mesh}'"
+            )
         if not layout.region:
             return layout
         cuts = self.regions.get(layout.region)

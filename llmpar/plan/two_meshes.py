@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from llmpar.plan.layout import Arrow, Layout, parse_arrow
 from llmpar.plan.mesh_shape import parse_mesh
 
-Box = tuple[tuple[int, int], ...]  # for every dim the first index, and the one after the last
-Boxes = dict[int, Box]  # what each device has of a value
+Ranges = tuple[tuple[int, int], ...]  # for every dim the first index, and the one after the last
+Boxes = dict[int, Ranges]  # what each device has of a value
 Pair = tuple[int, int]  # the numbers of a sender and of a receiver
 
 
@@ -49,31 +49,27 @@ class TwoMeshes:
     sides: tuple[Side, Side]
     before: list[Boxes]
     after: list[Boxes]
-    messages: dict[Pair, list[tuple[int, Box]]]
+    messages: dict[Pair, list[tuple[int, Ranges]]]
 
     def __str__(self) -> str:
-        more = len(self.arrows) - 1
-        return f"{self.arrows[0]}" + f" and {more} more" * (more > 0)
-
-    def _repr_svg_(self) -> str:
-        from llmpar import draw
-
-        return draw.traffic(self)._repr_svg_()
+        more = f" and {len(self.arrows) - 1} more"
+        return f"{self.arrows[0]}" + more * (len(self.arrows) > 1)
 
     @functools.cached_property
     def matrix(self) -> dict[Pair, int]:
         """The bytes that device i sends to device j, by pair (i, j); pairs that send nothing are left out."""
-        sent = lambda parts: sum(volume(box) for _, box in parts) * self.itemsize
-        return {pair: sent(parts) for pair, parts in self.messages.items()}
+        return {
+            pair: sum(volume(box) for _, box in parts) * self.itemsize
+            for pair, parts in self.messages.items()
+        }
 
     @functools.cached_property
     def bound(self) -> int:
         """The bytes that devices of the second mesh lack, in all: no plan sends fewer."""
-        lacking = 0
-        for had, wanted in zip(self.before, self.after, strict=True):
-            lacking += sum(map(volume, wanted.values()))
-            lacking -= sum(volume(common(wanted[n], had[n])) for n in wanted.keys() & had)
-        return lacking * self.itemsize
+        lacks = lambda had, box: volume(box) - (volume(common(box, had)) if had else 0)
+        values = zip(self.before, self.after, strict=True)
+        each = (lacks(had.get(n), box) for had, wanted in values for n, box in wanted.items())
+        return sum(each) * self.itemsize
 
     def is_far(self, pair: Pair) -> bool:
         """Return whether sender and receiver are on different nodes."""
@@ -83,8 +79,8 @@ class TwoMeshes:
     def rounds(self) -> list[dict[Pair, int]]:
         """The bytes of each pair, round by round: messages between nodes first, then large ones."""
         order = lambda pair: (not self.is_far(pair), -self.matrix[pair], pair)
-        rounds = in_rounds(sorted(self.matrix, key=order))
-        return [{pair: self.matrix[pair] for pair in pairs} for pairs in rounds]
+        pairs = sorted(self.matrix, key=order)
+        return [{pair: self.matrix[pair] for pair in one} for one in in_rounds(pairs)]
 
 
 def two_meshes(
@@ -115,16 +111,13 @@ def two_meshes(
     single = isinstance(arrow, str)
     arrows = tuple(map(parse_arrow, [arrow] if single else arrow))
     shapes = tuple(map(tuple, [shape] if single else shape))
-    names = {(a.before.mesh, a.after.mesh) for a in arrows}
-    if len(arrows) != len(shapes) or len(names) != 1:
-        raise ValueError(
-            f"{len(arrows)} arrows between {len(names)} pairs of meshes, and {len(shapes)} shapes; give each"
-            " arrow a shape, and all the same meshes"
-        )
     known = _sides(meshes, node_size)
-    if unknown := [name for name in min(names) if name not in known]:
-        named = f"mesh {unknown[0]}" if unknown[0] else "no mesh"
-        raise ValueError(f"'{arrows[0]}' names {named}; known are {', '.join(known)}")
+    names = {(a.before.mesh, a.after.mesh) for a in arrows}
+    if len(arrows) != len(shapes) or len(names) != 1 or not {*min(names)} <= {*known}:
+        raise ValueError(
+            f"{len(arrows)} arrows such as '{arrows[:1] and arrows[0]}' and {len(shapes)} shapes, between"
+            f" meshes {', '.join(known)}; each arrow needs a shape, and all the same two of these meshes"
+        )
     first, second = (known[name] for name in min(names))
     pairs = [*zip(arrows, shapes, strict=True)]
     before = [boxes(arrow.before, shape, first, uneven) for arrow, shape in pairs]
@@ -164,41 +157,40 @@ def boxes(layout: Layout, shape: Sequence[int], side: Side, uneven: bool = False
         )
     if not uneven or len(shape) != len(layout.dims):
         layout.shard_shape(tuple(shape), sizes)  # refuses
-    parts = [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
-    steps = [-(-size // n) for size, n in zip(shape, parts, strict=True)]
+    cuts = [(dim.axes, math.prod(sizes[a] for a in dim.axes)) for dim in layout.dims]
     result, places = Boxes(), itertools.product(*map(range, sizes.values()))
     for device, place in zip(side.node_of, places, strict=True):
-        next_index = lambda i, axis, at=dict(zip(sizes, place, strict=True)): (
-            i * sizes[axis] + at[axis]
-        )
-        begins = (functools.reduce(next_index, dim.axes, 0) for dim in layout.dims)
-        ends = ((i * step, (i + 1) * step) for i, step in zip(begins, steps, strict=True))
-        result[device] = common(((0, n) for n in shape), ends)
+        at, box = dict(zip(sizes, place, strict=True)), []
+        for size, (axes, parts) in zip(shape, cuts, strict=True):
+            index = functools.reduce(lambda i, a, at=at: i * sizes[a] + at[a], axes, 0)
+            step = -(-size // parts)
+            box.append((min(size, index * step), min(size, (index + 1) * step)))
+        result[device] = tuple(box)
     return result
 
 
-def volume(box: Box) -> int:
+def volume(box: Ranges) -> int:
     """Return the elements of a box."""
     return math.prod(max(0, end - begin) for begin, end in box)
 
 
-def common(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Box:
+def common(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Ranges:
     """Return what two boxes have in common, perhaps nothing."""
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _messages(
     before: list[Boxes], after: list[Boxes], node_of: Mapping[int, Any]
-) -> dict[Pair, list[tuple[int, Box]]]:
+) -> dict[Pair, list[tuple[int, Ranges]]]:
     """Choose a sender for each part that a device lacks, the largest parts first."""
-    lacking = list[tuple[int, Box, int, list[int]]]()
+    lacking = list[tuple[int, Ranges, int, list[int]]]()
     for value, (had, wanted) in enumerate(zip(before, after, strict=True)):
         owners = {box: [n for n in had if had[n] == box] for box in dict.fromkeys(had.values())}
         for (receiver, want), block in itertools.product(wanted.items(), owners):
             box = common(block, want)
             if volume(box) and receiver not in owners[block]:
                 lacking.append((value, box, receiver, owners[block]))
-    messages, load = defaultdict[Pair, list[tuple[int, Box]]](list), Counter[int]()
+    messages, load = defaultdict[Pair, list[tuple[int, Ranges]]](list), Counter[int]()
     for value, box, receiver, owners_of_it in sorted(lacking, key=lambda it: -volume(it[1])):
         cost = lambda i, to=receiver: (node_of[i] != node_of[to], load[i], i)
         sender = min(owners_of_it, key=cost)
