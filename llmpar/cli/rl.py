@@ -14,7 +14,7 @@ from typing import Any
 from llmpar.cli.options import Output, check_range, give, inform, start_jax
 
 DIGITS, END = 2, 10  # of a prompt; the token behind them
-PROMPTS, ANSWERS = 32, 8  # of a step; to each, which are compared with one another
+PROMPTS, GROUP = 32, 8  # of a step; answers to each, which are compared with one another
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,13 @@ class Rl(Output):
         sampler: its mesh, on the devices behind them.
         steps: of the trainer.
         send_every: the sampler gets the weights before each so many steps.
-        learning_rate: of Adam.
         seed: of weights, prompts and answers.
     """
 
     trainer: str = "fsdp=2 tp=2"
     sampler: str = "tp=4"
-    steps: int = 200
+    steps: int = 240
     send_every: int = 2
-    learning_rate: float = 3e-3
     seed: int = 0
 
     def run(self) -> dict:
@@ -54,12 +52,16 @@ class Rl(Output):
                 inform(
                     f"step {len(rewards)}: reward {row['reward']:.3f}, {row['exact']:.0%} all right"
                 )
+        if row["sent_bytes"] != row["bound_bytes"]:
+            raise ValueError(
+                f"a transfer sent {row['sent_bytes']:,.0f} B, not {row['bound_bytes']:,.0f}"
+            )
         sent = f"the sampler got {row['sent_bytes']:,.0f} B each time, what it lacked and no more"
         return give(row | {"rewards": rewards}, self.json, [sent])
 
     def learn(self) -> Iterator[dict[str, float]]:
         """Yield for each step the mean ``reward`` (1 at best), the share of ``exact`` answers, the ``loss``,
-        and the ``sent_bytes`` of each transfer of the weights, which are their lower bound."""
+        and of the last transfer of the weights ``sent_bytes`` and their lower bound, ``bound_bytes``."""
         import jax
         import numpy as np
         import optax
@@ -69,42 +71,40 @@ class Rl(Output):
         from llmpar.plan.plan import Plan
         from llmpar.plan.presets import preset
         from llmpar.plan.two_meshes import two_meshes
-        from llmpar.serve.engine import Engine, Request, answers
+        from llmpar.serve.engine import Engine, Request, answer_all
         from llmpar.serve.two_meshes import Mover
         from llmpar.training.step import Step
 
         config = replace(preset("tiny"), vocab_size=16, num_layers=2)
         trainer = make_mesh(self.trainer, devices := ordered_devices())
         sampler = make_mesh(self.sampler, devices[trainer.size :])
-        step = Step(config, Plan(self.trainer, zero=3), trainer, optax.adam(self.learning_rate))
-        state, plan, rows = step.init(self.seed), Plan(self.sampler), PROMPTS * ANSWERS
+        step = Step(config, Plan(self.trainer, zero=3), trainer, optax.adam(1e-3))
+        state, plan, rows = step.init(self.seed), Plan(self.sampler), PROMPTS * GROUP
         engine = Engine(config, plan, sampler, state.params, rows, 2 * DIGITS, queue=rows)
         wanted = jax.tree.map(engine.decoder.plan.stored, weight_dims(config))
-        arrow = lambda stored, served: f"{stored} @train -> {served} @serve"
-        arrows = jax.tree.leaves(jax.tree.map(arrow, step.stored, wanted))
-        shapes = [x.shape for x in jax.tree.leaves(state.params)]
-        move = Mover(two_meshes(arrows, {"train": trainer, "serve": sampler}, shapes))
+        arrows = jax.tree.map(lambda a, b: f"{a} @train -> {b} @serve", step.stored, wanted)
+        shapes = [weight.shape for weight in jax.tree.leaves(state.params)]
+        meshes = {"train": trainer, "serve": sampler}
+        move = Mover(two_meshes(jax.tree.leaves(arrows), meshes, shapes))
         for number in range(self.steps):
             if number % self.send_every == 0:
                 engine.decoder.params = move(state.params)
             random = np.random.default_rng((self.seed, number))
-            digits = random.integers(10, size=(PROMPTS, DIGITS)).repeat(ANSWERS, 0)
-            seeds = random.integers(1 << 32, size=rows)
-            pairs = zip(digits.tolist(), seeds.tolist(), strict=True)
-            requests = [Request((*row, END), DIGITS, 1.0, seed=seed) for row, seed in pairs]
-            events = answers(engine, requests)
+            digits = random.integers(10, size=(PROMPTS, DIGITS)).repeat(GROUP, 0)
+            seeds = random.integers(1 << 32, size=rows).tolist()
+            request = lambda row, seed: Request((*row, END), DIGITS, 1.0, seed=seed)
+            events = answer_all(engine, map(request, digits.tolist(), seeds))
             drawn = np.array([[(event.token, event.logprob) for event in one] for one in events])
-            rewards = (drawn[..., 0] == digits[:, ::-1]).mean(1).reshape(PROMPTS, ANSWERS)
+            rewards = (drawn[..., 0] == digits[:, ::-1]).mean(1).reshape(PROMPTS, GROUP)
             batch = jax.device_put(_batch(digits, drawn, rewards), step.batch_sharding)
             state, metrics = step.run(state, batch)
             row = {"reward": rewards.mean(), "exact": (rewards == 1).mean()} | metrics
-            row["sent_bytes"] = move.sent_bytes
+            row |= {"sent_bytes": move.sent_bytes, "bound_bytes": move.plan.bound}
             yield {name: float(value) for name, value in row.items()}
 
 
 def _batch(digits: Any, drawn: Any, rewards: Any) -> dict[str, Any]:
-    """Return what the trainer takes of prompts, answers (tokens with their log-probabilities) and rewards. A
-    loss have the answers' tokens alone."""
+    """Return a batch of prompts, answers (tokens, log-probabilities) and rewards; answers' tokens count."""
     import numpy as np
 
     advantages = rewards - rewards.mean(1, keepdims=True)

@@ -456,11 +456,8 @@ class Llama(nnx.Module):
         return nnx.split_rngs(splits=count)(make)(rngs)
 
     def loss(self, batch: Batch, par: Solo) -> Loss:
-        """Return what training minimises: the sum of the cross-entropies, or of a batch with ``advantages``
-        that of the `clipped_surrogate`, and of the routers' own losses."""
+        """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
-        if "advantages" in batch:
-            losses = clipped_surrogate(losses, batch)
         loss = par.total(losses, "data b s")
         if aux is None:
             return loss, None
@@ -468,8 +465,8 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1; and the
-        routers' outputs, layer by layer.
+        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1 (in a batch with
+        ``advantages`` its `clipped_surrogate` instead); and the routers' outputs, layer by layer.
 
         Devices that have a block of the vocabulary exchange three numbers per token (the maximum, the sum of
         exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
@@ -494,7 +491,8 @@ class Llama(nnx.Module):
             )
             return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_bs, 0)
 
-        return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True), aux
+        losses_bs = par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True)
+        return clipped_surrogate(losses_bs, batch) if "advantages" in batch else losses_bs, aux
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
         """Return the residual stream after the last block and norm, the output head ``v d`` (the embedding

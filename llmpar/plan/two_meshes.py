@@ -162,7 +162,8 @@ def boxes(layout: Layout, shape: Sequence[int], side: Side, uneven: bool = False
     for device, place in zip(side.node_of, places, strict=True):
         at, box = dict(zip(sizes, place, strict=True)), []
         for size, (axes, parts) in zip(shape, cuts, strict=True):
-            index = functools.reduce(lambda i, a, at=at: i * sizes[a] + at[a], axes, 0)
+            inner = (math.prod(sizes[a] for a in axes[n + 1 :]) for n in range(len(axes)))
+            index = sum(at[a] * n for a, n in zip(axes, inner, strict=True))
             step = -(-size // parts)
             box.append((min(size, index * step), min(size, (index + 1) * step)))
         result[device] = tuple(box)
@@ -216,5 +217,7 @@ def in_rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
             partner[one][a], partner[other][a] = other, one
             partner[displaced].pop(a, None)
             one, other, a, b = other, displaced, b, a
-    sends = [(end[1], by_round) for end, by_round in partner.items() if end and end[0] == 0]
-    return [[(i, to[r][1]) for i, to in sends if r in to] for r in range(most)]
+    return [
+        [(end[1], to[r][1]) for end, to in partner.items() if end and end[0] == 0 and r in to]
+        for r in range(most)
+    ]

@@ -227,10 +227,10 @@ class Engine:
 def generate(engine: Engine, requests: Iterable[Request]) -> list[list[int]]:
     """Return the tokens that follow each prompt, without an end token."""
     tokens = lambda events: [e.token for e in events if e.token is not None and e.finish != "stop"]
-    return [tokens(events) for events in answers(engine, requests)]
+    return [tokens(events) for events in answer_all(engine, requests)]
 
 
-def answers(engine: Engine, requests: Iterable[Request]) -> list[list[Event]]:
+def answer_all(engine: Engine, requests: Iterable[Request]) -> list[list[Event]]:
     """Return the events of each answer, without those of its prompt."""
     ask, made = deque(requests), dict[int, list[Event]]()
     while ask or engine.busy:
