@@ -77,6 +77,11 @@ class Rl(Output):
 
         config = replace(preset("tiny"), vocab_size=16, num_layers=2)
         trainer = make_mesh(self.trainer, devices := ordered_devices())
+        if trainer.size == len(devices) or trainer.shape["pp"] > 1:
+            raise ValueError(
+                f"the trainer's mesh '{self.trainer}' has {trainer.size} of {len(devices)} devices; leave"
+                " devices for the sampler, and use no pipeline, whose stages would order layers anew"
+            )
         sampler = make_mesh(self.sampler, devices[trainer.size :])
         step = Step(config, Plan(self.trainer, zero=3), trainer, optax.adam(1e-3))
         state, plan, rows = step.init(self.seed), Plan(self.sampler), PROMPTS * GROUP
@@ -84,17 +89,22 @@ class Rl(Output):
         wanted = jax.tree.map(engine.decoder.plan.stored, weight_dims(config))
         arrows = jax.tree.map(lambda a, b: f"{a} @train -> {b} @serve", step.stored, wanted)
         shapes = [weight.shape for weight in jax.tree.leaves(state.params)]
-        meshes = {"train": trainer, "serve": sampler}
-        move = Mover(two_meshes(jax.tree.leaves(arrows), meshes, shapes))
+        move = Mover(
+            two_meshes(jax.tree.leaves(arrows), {"train": trainer, "serve": sampler}, shapes)
+        )
         for number in range(self.steps):
             if number % self.send_every == 0:
                 engine.decoder.params = move(state.params)
             random = np.random.default_rng((self.seed, number))
             digits = random.integers(10, size=(PROMPTS, DIGITS)).repeat(GROUP, 0)
-            seeds = random.integers(1 << 32, size=rows).tolist()
-            request = lambda row, seed: Request((*row, END), DIGITS, 1.0, seed=seed)
-            events = answer_all(engine, map(request, digits.tolist(), seeds))
-            drawn = np.array([[(event.token, event.logprob) for event in one] for one in events])
+            request = lambda row, seed: Request((*row, END), DIGITS, 1.0, seed=int(seed))
+            seeds = random.integers(1 << 32, size=rows)
+            drawn = np.array(
+                [
+                    [(event.token, event.logprob) for event in events]
+                    for events in answer_all(engine, map(request, digits.tolist(), seeds))
+                ]
+            )
             rewards = (drawn[..., 0] == digits[:, ::-1]).mean(1).reshape(PROMPTS, GROUP)
             batch = jax.device_put(_batch(digits, drawn, rewards), step.batch_sharding)
             state, metrics = step.run(state, batch)

@@ -465,8 +465,8 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1 (in a batch with
-        ``advantages`` its `clipped_surrogate` instead); and the routers' outputs, layer by layer.
+        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1, or of a batch
+        with ``advantages`` its `clipped_surrogate`; and the routers' outputs, layer by layer.
 
         Devices that have a block of the vocabulary exchange three numbers per token (the maximum, the sum of
         exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
