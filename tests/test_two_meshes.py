@@ -174,8 +174,11 @@ def test_other_code_does_not_drop_the_name_of_a_mesh():
     with pytest.raises(ValueError, match="meshes without devices"):
         Mover(two_meshes(ARROW, MESHES, (64, 128)))
     pair = {name: make_mesh(text, jax.devices()[:4]) for name, text in MESHES.items()}
-    with pytest.raises(ValueError, match=r"takes \(\(64, 128\),\) of 4 bytes.*given are .*float32\(8,\)"):
-        Mover(two_meshes(ARROW, pair, (64, 128)))([jnp.zeros(8)])
+    move = Mover(two_meshes([ARROW, ARROW], pair, [(64, 128)] * 2))
+    placed = [jax.device_put(np.ones((64, 128), dtype), move.given[0]) for dtype in ("f4", "i4")]
+    for values in (placed[:1], [placed[0], jnp.ones((64, 128))], placed):  # too few, elsewhere, two dtypes
+        with pytest.raises(ValueError, match="takes .* of one dtype of 4 bytes.*given are .*float32"):
+            move(values)
     with pytest.raises(ValueError, match="16 and 48 devices cannot be drawn"):
         draw.traffic(two_meshes("d @a -> d @b", {"a": "dp=16", "b": "dp=48"}, (8,)))
 

@@ -43,14 +43,14 @@ class Mover:
     def __call__(self, values: Any) -> Any:
         """Return a tree of values on the second mesh."""
         leaves, plan = jax.tree.leaves(values), self.plan
-        fits = [(x.shape, x.dtype.itemsize) for x in leaves] == [
-            (n, plan.itemsize) for n in plan.shapes
-        ]
-        places = zip(leaves, self.given, strict=False)
-        if not fits or not all(x.sharding.is_equivalent_to(place, x.ndim) for x, place in places):
+        sizes = [dtype.itemsize for dtype in {x.dtype for x in leaves}]
+        fits = [x.shape for x in leaves] == [*plan.shapes] and sizes == [plan.itemsize]
+        lies = lambda x, to: isinstance(x, jax.Array) and x.sharding.is_equivalent_to(to, x.ndim)
+        if not fits or not all(map(lies, leaves, self.given)):
             raise ValueError(
-                f"'{plan}' takes {plan.shapes} of {plan.itemsize} bytes an element, in the layouts before the"
-                f" arrow; given are {[f'{x.dtype}{x.shape} {x.sharding}' for x in leaves]}"
+                f"'{plan}' takes {plan.shapes} of one dtype of {plan.itemsize} bytes, as jax.device_put(x,"
+                " given[i]) lays them; given are"
+                f" {[f'{x.dtype}{x.shape} {x.__class__.__name__}' for x in leaves]}"
             )
         shards = [{s.device.id: s.data for s in x.addressable_shards} for x in leaves]
         had = {n: [blocks.get(n) for blocks in shards] for n in self.devices}
