@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = ["MeshExplorer", "Plan", "Step", "check", "explain", "from_type", "look", "make_mesh"]
-__all__ += ["preset", "use_devices"]
+__all__ += ["preset", "two_meshes", "use_devices"]
 
 if TYPE_CHECKING:
     from llmpar.explore.explorer import MeshExplorer
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from llmpar.parallel.mesh import from_type, make_mesh, use_devices
     from llmpar.plan.plan import Plan
     from llmpar.plan.presets import preset
+    from llmpar.plan.two_meshes import two_meshes
     from llmpar.training.step import Step
 
 _FILES = {
@@ -46,6 +47,7 @@ _FILES = {
     "look": "inspect.look",
     "make_mesh": "parallel.mesh",
     "preset": "plan.presets",
+    "two_meshes": "plan.two_meshes",
     "use_devices": "parallel.mesh",
 }
 

@@ -48,6 +48,7 @@ from llmpar.plan.layout import Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
+from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import layer, workload
 from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.goodput import FailingRun
@@ -129,6 +130,9 @@ CACHES = {
     )
 }
 CASES: dict = {
+    "two meshes": lambda: draw.traffic(
+        two_meshes("d/dp m @a -> d m/tp @b", {"a": "dp=3", "b": "tp=4"}, (6, 8), 2, 4)
+    ),
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
     "mesh six axes": lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"),
     "grid 64": lambda: tensor("fsdp=8 tp=8", "blocks.ffn.gate", 21, segments=layer_of("fsdp=8 tp=8")),

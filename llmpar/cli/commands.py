@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "run": {
         "doctor": "doctor:Doctor",
         "train": "train:Train",
+        "rl": "rl:Rl",
         "generate": "generate:Generate",
         "serve": "serve:Serve",
         "export": "export:Export",

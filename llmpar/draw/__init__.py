@@ -20,6 +20,7 @@ pipelines    timeline  timelines  bubbles       pipeline orders in time; what is
 programs     program  traced                    what lines of code send; a function, rank by rank
 serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
+two_meshes   traffic                            who sends what to whom from one mesh to another
 strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
 geometry                                        coordinates of devices, groups, slices, rounds
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
@@ -49,3 +50,4 @@ from llmpar.draw.programs import program, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
 from llmpar.draw.strips import before_after, cube, ring_sums
+from llmpar.draw.two_meshes import traffic

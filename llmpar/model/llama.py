@@ -465,8 +465,8 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1; and the
-        routers' outputs, layer by layer.
+        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1, or of a batch
+        with ``advantages`` its `clipped_surrogate`; and the routers' outputs, layer by layer.
 
         Devices that have a block of the vocabulary exchange three numbers per token (the maximum, the sum of
         exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
@@ -491,7 +491,8 @@ class Llama(nnx.Module):
             )
             return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_bs, 0)
 
-        return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True), aux
+        losses_bs = par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True)
+        return clipped_surrogate(losses_bs, batch) if "advantages" in batch else losses_bs, aux
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
         """Return the residual stream after the last block and norm, the output head ``v d`` (the embedding
@@ -571,6 +572,16 @@ class Llama(nnx.Module):
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
+
+
+def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array, "b s"]:
+    """Return -min(r A, clip(r, 0.8, 1.2) A) of each token: A is its advantage, and r its probability over the
+    one with which it was drawn, whose logarithm is in ``logprobs`` (Schulman et al. 2017, eq. 7). Where
+    nothing was drawn both are 0."""
+    ratio = jnp.exp(-losses - batch["logprobs"])
+    return -jnp.minimum(
+        ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]
+    )
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:

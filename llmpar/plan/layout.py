@@ -12,7 +12,10 @@ was summed over:
 An axis may carry a dtype, ``d/fsdp:bf16 -> d``: what moves over it travels in that one (`WIRES`).
 
 A :class:`~llmpar.plan.plan.Resolved` plan knows which axes cut each dim in each region: it makes that
-*logical* arrow a physical one.
+*logical* arrow a physical one. A layout may end with the name of the mesh that it is on; an arrow from one
+mesh to another is carried out by `llmpar.plan.two_meshes`:
+
+    d/fsdp m/tp @train -> d m/tp @serve
 """
 
 import functools
@@ -51,15 +54,18 @@ class Dim:
 class Layout:
     """Where a value lives: its dims, the axes that cut them, and the sums that are not finished yet.
 
-    ``sums`` holds mesh axes in a physical layout and dims in a logical one (which has a ``region``).
+    ``sums`` holds mesh axes in a physical layout and dims in a logical one (which has a ``region``);
+    ``mesh`` is the name of its mesh where there are several.
     """
 
     dims: tuple[Dim, ...]
     sums: tuple[str, ...] = ()
     region: str = ""
+    mesh: str = ""
 
     def __str__(self) -> str:
         words = [self.region, *map(str, self.dims), *("+" + s for s in self.sums)]
+        words.append("@" + self.mesh if self.mesh else "")
         return " ".join(filter(None, words)) or "whole"
 
     @property
@@ -99,6 +105,7 @@ class Layout:
 
 
 _TOKEN = re.compile(r"\S+")
+_MESH = re.compile(r"@([A-Za-z]\w*)\s*$")
 
 
 @functools.cache
@@ -108,6 +115,8 @@ def parse_layout(text: str) -> Layout:
 
 
 def _layout(text: str, start: int, end: int) -> Layout:
+    mesh = _MESH.search(text, start, end)
+    end = mesh.start() if mesh else end
     region, sums = "", list[str]()
     dims, used = list[Dim](), dict[str, str]()
 
@@ -156,7 +165,7 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if sums:
             fail(at, token, "dims come before unfinished sums")
         dims.append(Dim(name, tuple(cuts)))
-    return Layout(tuple(dims), tuple(sums), region)
+    return Layout(tuple(dims), tuple(sums), region, mesh[1] if mesh else "")
 
 
 # ----------------------------------------------------------------------------------------------------- arrows
@@ -229,6 +238,11 @@ class Arrow:
     @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
     def moves(self) -> tuple[Move, ...]:
         """The collectives that carry the arrow out, by `KIND`, in the order of `ORDER_OF_MOVES`."""
+        if self.before.mesh != self.after.mesh:
+            raise ValueError(
+                f"arrow '{self}' goes to another mesh, which no collective of one mesh does; use"
+                " llmpar.two_meshes"
+            )
         moving: dict[tuple[str, str, str], list[str]] = {}
         place = lambda name: "cut" if name in DIMS else name  # as `KIND` has it
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(
@@ -314,6 +328,11 @@ def parse_arrow(text: str) -> Arrow:
             len(text),
             f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
         )
+    if bool(before.mesh) != bool(after.mesh):
+        why = "an arrow names a mesh on both sides, or on neither"
+        raise NotationError(text, len(left) + 2, len(text), why)
+    if wires and before.mesh:
+        raise NotationError(text, 0, len(left), "between two meshes values travel in their own dtype")
     result = Arrow(before, after, wire=next(iter(wires), ""))
     if wires and str(result).split() != text.split():
         raise NotationError(text, 0, len(left), f"a dtype is on all axes that move: '{result}'")

@@ -493,6 +493,10 @@ class Resolved(Plan):
         A weight is placed as it is *used*: cut by tp where its dims are, whole over the axes of ZeRO.
         """
         layout = parse_layout(layout) if isinstance(layout, str) else layout
+        if layout.mesh:
+            raise ValueError(
+                f"layout '{layout}' names a mesh, and a plan has one; leave out '@{layout.mesh}'"
+            )
         if not layout.region:
             return layout
         cuts = self.regions.get(layout.region)

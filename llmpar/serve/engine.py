@@ -226,11 +226,17 @@ class Engine:
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[list[int]]:
     """Return the tokens that follow each prompt, without an end token."""
-    ask, made = deque(requests), dict[int, list[int]]()
+    tokens = lambda events: [e.token for e in events if e.token is not None and e.finish != "stop"]
+    return [tokens(events) for events in answer_all(engine, requests)]
+
+
+def answer_all(engine: Engine, requests: Iterable[Request]) -> list[list[Event]]:
+    """Return the events of each answer, without those of its prompt."""
+    ask, made = deque(requests), dict[int, list[Event]]()
     while ask or engine.busy:
         while ask and engine.figures["waiting"] < engine.queue:
             made[engine.submit(ask.popleft())] = []
         for event in engine.step():
-            if event.token is not None and not event.of_prompt and event.finish != "stop":
-                made[event.ticket].append(event.token)
+            if not event.of_prompt:
+                made[event.ticket].append(event)
     return list(made.values())

@@ -1,0 +1,230 @@
+"""An arrow between two meshes: every device gets what it lacks, once; rounds are few; the sampler learns."""
+
+import collections
+import itertools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from parity import LLAMA
+
+from llmpar import draw, two_meshes
+from llmpar.cli.rl import Rl
+from llmpar.model import llama
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.layout import Dim, Layout, parse_arrow
+from llmpar.plan.plan import Plan
+from llmpar.predict.hardware import chip
+from llmpar.predict.two_meshes import link_loads, rounds_seconds
+from llmpar.serve.two_meshes import Mover
+from llmpar.training.step import Step
+
+ARROW = "d/fsdp m/tp @train -> d m/tp @serve"
+MESHES = {"train": "fsdp=2 tp=2", "serve": "tp=4"}
+
+
+def random_layout(rng, letters, sizes, mesh):
+    """A layout with random axes on random dims."""
+    cuts = {letter: [] for letter in letters}
+    for axis in rng.sample(sorted(sizes), rng.randint(0, len(sizes))):
+        cuts[rng.choice(letters)].append(axis)
+    return Layout(tuple(Dim(letter, tuple(axes)) for letter, axes in cuts.items()), mesh=mesh)
+
+
+def random_pair(seed, most=12, even=False):
+    """Two values between two random meshes, which may share devices."""
+    rng = random.Random(seed)
+    while True:
+        sizes = [{a: rng.choice([1, 2, 2, 3, 4]) for a in rng.sample(["dp", "fsdp", "tp"], 2)} for _ in "ab"]
+        counts = [math.prod(s.values()) for s in sizes]
+        if max(counts) <= most:
+            break
+    devices = [rng.sample(range(most), n) for n in counts]
+    letters = ["bsd"[:n] for n in (rng.randint(1, 3), rng.randint(1, 3))]
+    dims = [6, 8, 12, 24] if not even else [24, 48]
+    shapes = [tuple(rng.choice(dims) - (rng.random() < 0.4) * (not even) for _ in text) for text in letters]
+    arrows = [
+        " -> ".join(str(random_layout(rng, text, s, name)) for s, name in zip(sizes, "ab", strict=True))
+        for text in letters
+    ]
+    texts = [" ".join(f"{a}={n}" for a, n in s.items()) for s in sizes]
+    return arrows, texts, devices, shapes
+
+
+def masks(layout, shape, text, devices):
+    """What each device has of a value, element by element."""
+    sizes = {a: int(n) for a, n in (word.split("=") for word in text.split())}
+    sizes = {a: sizes[a] for a in ("dp", "fsdp", "tp") if a in sizes}  # as meshes order them
+    places, out = np.array(devices).reshape(*sizes.values()), {}
+    for at in np.ndindex(places.shape):
+        mask = np.ones(shape, bool)
+        for k, dim in enumerate(layout.dims):
+            of_axis = [sizes[a] for a in dim.axes]
+            index = np.ravel_multi_index([at[[*sizes].index(a)] for a in dim.axes], of_axis) if of_axis else 0
+            block = np.arange(shape[k]) // -(-shape[k] // math.prod(of_axis)) == index
+            mask &= block.reshape([-1 if i == k else 1 for i in range(len(shape))])
+        out[int(places[at])] = mask
+    return out
+
+
+PAIRS = [*range(60), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(60, 1000))]
+
+
+@pytest.mark.parametrize("seed", PAIRS)
+def test_every_device_gets_what_it_lacks_once_from_one_that_has_it_near_if_any_is(seed):
+    arrows, texts, devices, shapes = random_pair(seed)
+    meshes = dict(zip("ab", zip(texts, devices, strict=True), strict=True))
+    plan = two_meshes(arrows, meshes, shapes, 2, node_size=4, uneven=True)
+    got, lacking, loads = collections.Counter(), 0, collections.Counter()
+    for k, (text, shape) in enumerate(zip(arrows, shapes, strict=True)):
+        arrow = parse_arrow(text)
+        had, wanted = (masks(side, shape, *meshes[side.mesh]) for side in (arrow.before, arrow.after))
+        left = {n: mask & ~had.get(n, np.zeros(shape, bool)) for n, mask in wanted.items()}
+        lacking += 2 * sum(int(mask.sum()) for mask in left.values())
+        for (i, j), parts in plan.messages.items():
+            for box in (box for value, box in parts if value == k):
+                cut = tuple(slice(*ends) for ends in box)
+                assert had[i][cut].all() and left[j][cut].all(), "it is there, and is lacking: once"
+                left[j][cut] = False
+                near = [n for n, mask in had.items() if mask[cut].all() and n // 4 == j // 4]
+                assert not near or i // 4 == j // 4
+                got[i, j] += 2 * int(np.prod(had[i][cut].shape))
+        assert not any(mask.any() for mask in left.values())
+    assert plan.matrix == dict(got) and sum(got.values()) == plan.bound == lacking
+    for (i, j), sent in got.items():
+        loads.update({(i, "sends"): sent, (j, "receives"): sent})
+    assert link_loads(plan) == loads
+    ends = [collections.Counter(pair[side] for pair in got).values() for side in (0, 1)]
+    assert len(plan.rounds) == max(map(max, ends), default=0) if got else plan.rounds == []
+    assert sorted(pair for one in plan.rounds for pair in one) == sorted(got)
+    assert all(len({*ends}) == len(one) for one in plan.rounds for ends in zip(*one, strict=True))
+
+
+def test_copies_share_the_sending():
+    """Four copies of each half, and eight receivers of all of it: a sender has two messages of a half."""
+    plan = two_meshes("d/tp @a -> d @b", {"a": "dp=4 tp=2", "b": "dp=8"}, (16,))
+    assert {n for (_, verb), n in link_loads(plan).items() if verb == "sends"} == {64}
+
+
+def test_time_is_that_of_the_slowest_message_of_each_round():
+    h100 = chip("h100")
+    near, far = (two_meshes(ARROW, MESHES, (64, 1 << 20), 2, node_size=n) for n in (8, 4))
+    message, start = 1 << 24, 2 * h100.rates.start_s
+    link = h100.link_bytes_per_s * h100.rates.links
+    network = h100.dcn_bytes_per_s * h100.rates.network
+    assert rounds_seconds(near, h100) == pytest.approx([start + message / link] * 2)
+    assert rounds_seconds(far, h100) == pytest.approx([start + message / network] * 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_put(seed, monkeypatch):
+    arrows, texts, numbers, shapes = random_pair(seed, 8, even=True)
+    devices = jax.devices()
+    meshes = {
+        name: make_mesh("!" + text, [devices[n] for n in of])
+        for name, text, of in zip("ab", texts, numbers, strict=True)
+    }
+    plan, sent, put = two_meshes(arrows, meshes, shapes), collections.Counter(), jax.device_put
+    move, rng = Mover(plan), np.random.default_rng(seed)
+    bits = [rng.integers(1 << 32, size=shape, dtype=np.uint32) for shape in shapes]
+    values = [put(x.view(np.float32), place) for x, place in zip(bits, move.given, strict=True)]
+
+    def counted(x, device):
+        sent[x.device.id, device.id] += x.nbytes
+        return put(x, device)
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    moved = move(values)
+    assert sent == plan.matrix and move.sent_bytes == plan.bound
+    for x, y, place, own in zip(values, moved, move.results, bits, strict=True):
+        assert y.sharding == place and (np.asarray(y).view(np.uint32) == own).all()
+        for a, b in zip(put(x, place).addressable_shards, y.addressable_shards, strict=True):
+            assert a.device == b.device
+            assert (np.asarray(a.data).view(np.uint32) == np.asarray(b.data).view(np.uint32)).all()
+
+
+@pytest.mark.parametrize(
+    "arrow, meshes, shape, why",
+    [
+        (ARROW, MESHES, (63, 128), "d = 63 in .* is not a multiple of fsdp = 2"),
+        (ARROW, MESHES, (64,), "has 2 dims but the shape"),
+        (ARROW, {"train": "fsdp=2"}, (64, 128), "between meshes train; each arrow needs"),
+        ("d @a -> d", {"a": "dp=2"}, (8,), "names a mesh on both sides, or on neither"),
+        ("d -> d", {"a": "dp=2"}, (8,), "all the same two of these meshes"),
+        ("d +tp @train -> d @serve", MESHES, (8,), "a sum be finished before it is sent"),
+        (ARROW, {"train": ("fsdp=2 tp=2", [0, 1, 2, 2]), "serve": "tp=4"}, (64, 128), "4 different devices"),
+        ([ARROW, ARROW], MESHES, [(64, 128)], "2 arrows .* and 1 shapes"),
+    ],
+)
+def test_what_cannot_be_is_refused(arrow, meshes, shape, why):
+    with pytest.raises(ValueError, match=why):
+        two_meshes(arrow, meshes, shape)
+
+
+def test_other_code_does_not_drop_the_name_of_a_mesh():
+    assert str(parse_arrow(ARROW)) == ARROW
+    with pytest.raises(ValueError, match="goes to another mesh.*llmpar.two_meshes"):
+        parse_arrow(ARROW).moves  # noqa: B018
+    with pytest.raises(ValueError, match="names a mesh, and a plan has one"):
+        Plan("tp=4").resolve(LLAMA).physical(ARROW)
+    with pytest.raises(ValueError, match="meshes without devices"):
+        Mover(two_meshes(ARROW, MESHES, (64, 128)))
+    pair = {name: make_mesh(text, jax.devices()[:4]) for name, text in MESHES.items()}
+    move = Mover(two_meshes([ARROW, ARROW], pair, [(64, 128)] * 2))
+    placed = [jax.device_put(np.ones((64, 128), dtype), move.given[0]) for dtype in ("f4", "i4")]
+    for values in (placed[:1], [placed[0], jnp.ones((64, 128))], placed):  # too few, elsewhere, two dtypes
+        with pytest.raises(ValueError, match="takes .* of one dtype of 4 bytes.*given are .*float32"):
+            move(values)
+    with pytest.raises(ValueError, match="16 and 48 devices cannot be drawn"):
+        draw.traffic(two_meshes("d @a -> d @b", {"a": "dp=16", "b": "dp=48"}, (8,)))
+
+
+def batch_with_advantages():
+    """Rows of which each token was drawn with another probability."""
+    rng = np.random.default_rng(0)
+    ids = {name: rng.integers(0, 256, (8, 16), dtype=np.int32) for name in ("tokens", "targets")}
+    ids["targets"][:, :8] = -1
+    count = ids["targets"] >= 0
+    numbers = {"logprobs": rng.normal(-5.5, 0.3, (8, 16)), "advantages": rng.normal(size=(8, 16))}
+    numbers = {name: (x * count).astype(np.float32) for name, x in numbers.items()}
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16))
+    return ids | numbers | {"positions": positions, "segments": 0 * positions}
+
+
+def test_the_clipped_surrogate_is_its_formula_and_the_same_on_meshes_with_stages():
+    batch, results = batch_with_advantages(), []
+    logs = np.random.default_rng(1).normal(-5.5, 0.3, (8, 16)).astype(np.float32)
+    ratio = np.exp(logs - batch["logprobs"])
+    clipped = np.where(batch["advantages"] > 0, np.minimum(ratio, 1.2), np.maximum(ratio, 0.8))
+    given = {name: jnp.asarray(batch[name]) for name in ("logprobs", "advantages")}
+    loss = llama.clipped_surrogate(jnp.asarray(-logs), given)
+    np.testing.assert_allclose(loss, -clipped * batch["advantages"], rtol=1e-5)
+    for plan in (Plan("dp=1"), Plan("fsdp=2 tp=2", zero=3), Plan("pp=2 dp=2", microbatches=2)):
+        step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1.0), clip=None)
+        state, metrics = step.run(step.init(0), jax.device_put(batch, step.batch_sharding))
+        results.append((metrics["loss"], *jax.tree.leaves(jax.device_get(step.to_model_order(state).params))))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_a_sampler_learns_from_a_trainer_and_the_same_again():
+    """Where it has just got the weights, the trainer finds its answers as likely as the sampler: with a ratio
+    of 1, advantages of mean 0 give no loss. One step later they differ."""
+    rows, again = ([*itertools.islice(Rl(steps=40).learn(), n)] for n in (40, 3))
+    assert rows[:3] == again
+    assert all(row["sent_bytes"] == row["bound_bytes"] > 0 for row in rows)
+    losses = np.abs([row["loss"] for row in rows])
+    assert losses[::2].max() < 1e-6 < losses[11::2].min()
+    assert np.mean([row["reward"] for row in rows[-5:]]) > 0.15 > 2 * rows[0]["reward"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_the_task_is_learned_with_each_seed(seed):
+    rewards = [row["reward"] for row in Rl(seed=seed).learn()]
+    assert np.mean(rewards[-20:]) > 0.95
