@@ -59,6 +59,7 @@ Row = Cut | tuple[Any, str]
 def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that refuses."""
     tables = _shapes, _kv_heads, _sequences, _kernels, _zero, _reductions, _pipelines, _adapters
+    tables += (_whole_matrices,)
     for table in tables:
         for row in table(plan, batch_size, seq_len):
             if isinstance(row, Cut):
@@ -336,6 +337,21 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
         no_pp("mode", "manual"),
         no_pp("reduce", "end"),
     ]
+
+
+def _whole_matrices(plan, batch_size: int, seq_len: int) -> list[Row]:
+    """Layers that Muon cannot deal evenly to the devices that share a matrix."""
+    rows, num_stages = list[Row](), plan.mesh.along(plan.mesh.live("pp"))
+    for path, (weight, layouts) in plan.weight_layouts.items():
+        axes = tuple(a for a in layouts.whole.cut("l") if a != "pp")
+        parts, layers = plan.mesh.along(axes), weight.shape[0] // num_stages
+        lacks = (
+            f"muon='{plan.muon}' deals the layers of a stage to {'·'.join(axes)} = {parts} devices, and"
+            f" '{path}' has {layers}; use a multiple of {parts}, fewer of these devices (as dp), or"
+            " muon='gather'"
+        )
+        rows.append((axes and layers % parts, lacks))
+    return rows if plan.muon != "none" else []
 
 
 def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:

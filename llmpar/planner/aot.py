@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from rich.table import Table
 
 from llmpar import draw
@@ -44,7 +43,7 @@ def compile_step(
     """
     mesh = make_mesh(str(plan.mesh), target.devices)
     plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
-    step = Step(config, plan, mesh, optax.adamw(1e-3))
+    step = Step(config, plan, mesh, priced_optimizer(plan))
     q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
     mesh = step.mesh
     if plan.attention_kernel == "cudnn":

@@ -35,6 +35,8 @@ OPPOSITE_STAGE = "l -> the opposite stage"
 """The arrows of a pipeline's permutes. Which ranks they pair, `hosts` says."""
 GRADIENT, UPDATED = "gradient ", "updated "
 """Before a weight's dims in the arrow of its gradient, and of the weight after the update."""
+MOMENTUM, ORTHOGONAL = "momentum ", "orthogonal "
+"""The same of Muon's matrices before the orthogonalisation, and after it (`Plan.muon`)."""
 _LINKS = {"tp": TENSOR_LINKS, "sp": SEQUENCE_LINKS}
 """The term of what is sent inside the model, by the axes that it goes over; else `EXPERT_LINKS`."""
 _USER_AXIS = {part: axis for axis, part in INNER_AXES.items()}
@@ -366,8 +368,13 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
             bucketed.append(((layouts.replica_axes, layouts.stored.axes), added))
         else:
             traffic.carry(layouts.finish, added, of, 1)
+        reduced = FLOAT32 * local_size(layouts.reduced, shape)
+        of = Transfer("whole matrices of momentum", MOMENTUM + dims, LATE)
+        whole = traffic.carry(layouts.assemble, reduced, of, 1)
+        of = Transfer("orthogonal matrices", ORTHOGONAL + dims, LATE)
+        traffic.carry(layouts.take_apart, whole, of, 1)
         of = Transfer("updated weights", UPDATED + dims, LATE, WHOLE_PASS)
-        traffic.carry(layouts.restore, FLOAT32 * local_size(layouts.reduced, shape), of, 1)
+        traffic.carry(layouts.restore, reduced, of, 1)
     for (axes, _), members in plan.buckets(bucketed):
         bucket = Transfer("gradients", f"bucket of {len(members)} gradients", LATE)
         traffic.add("all-reduce", axes, bucket, sum(bucketed[j][1] for j in members))
