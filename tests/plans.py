@@ -78,8 +78,9 @@ NOT_HERE = {
     "hop": {"permute"},
     "dispatch": {"padded", "ragged"},
     "documents": {"whole"},
+    "muon": {"gather", "owner", "layer"},
 }
-"""What `auto` stands for on CPUs, or only other devices have."""
+"""What `auto` stands for on CPUs, or only other devices have; Muon's layouts, whose plans test_muon.py has."""
 
 
 def parse(line: str) -> dict:

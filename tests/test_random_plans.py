@@ -78,7 +78,7 @@ WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
 WITH_EXPERTS += ["gpt_oss", "llama4_text"]
-NOT_DRAWN = {"documents": {"whole"}}
+NOT_DRAWN = {"documents": {"whole"}, "muon": {"gather", "owner", "layer"}}
 
 
 def values(cls) -> dict[str, list]:

@@ -25,6 +25,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory
+from llmpar.predict.muon import muon_flops
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 from llmpar.predict.traffic import Prediction, step_traffic
 from llmpar.training.optimizer import priced_optimizer
@@ -61,7 +62,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
             "compiled_temp_bytes": allocated["temp_bytes"],
         },
         "flops": {
-            "predicted_per_device": sum(useful.values()) / plan.mesh.size,
+            "predicted_per_device": sum(useful.values()) / plan.mesh.size + muon_flops(plan),
             "executed_per_device": sum(work) / plan.mesh.pp if work else None,
         },
     }

@@ -58,8 +58,17 @@ Row = Cut | tuple[Any, str]
 
 def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that refuses."""
-    tables = _shapes, _kv_heads, _sequences, _kernels, _zero, _reductions, _pipelines, _adapters
-    tables += (_whole_matrices,)
+    tables = (
+        _shapes,
+        _kv_heads,
+        _sequences,
+        _kernels,
+        _zero,
+        _reductions,
+        _pipelines,
+        _adapters,
+        _muon,
+    )
     for table in tables:
         for row in table(plan, batch_size, seq_len):
             if isinstance(row, Cut):
@@ -339,9 +348,15 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def _whole_matrices(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
     """Layers that Muon cannot deal evenly to the devices that share a matrix."""
-    rows, num_stages = list[Row](), plan.mesh.along(plan.mesh.live("pp"))
+    stored = (
+        plan.zero == 3 and plan.zero_cuts() and plan.muon == "layer",
+        "muon='layer' cuts the optimizer's state along layers, and ZeRO 3 stores weights cut along their"
+        " width: gradients, weights and new weights would take an all-to-all each, where muon='owner' takes"
+        " two; use muon='owner', or zero=1 or 2",
+    )
+    rows, num_stages = list[Row]([stored]), plan.mesh.pp
     for path, (weight, layouts) in plan.weight_layouts.items():
         axes = tuple(a for a in layouts.whole.cut("l") if a != "pp")
         parts, layers = plan.mesh.along(axes), weight.shape[0] // num_stages

@@ -232,7 +232,9 @@ class Arrow:
             for (kind, old, new), axes in moving.items()
         ]
         # where a dim gives axes to two others, its innermost go first
-        outer = lambda move: self.before.cut(move.gathers).index(move.axes[0]) if move.gathers else 0
+        outer = lambda move: (
+            self.before.cut(move.gathers).index(move.axes[0]) if move.gathers else 0
+        )
         moves.sort(key=lambda move: (ORDER_OF_MOVES.index(move.kind), -outer(move)))
         self._check_nesting(moves)
         return tuple(moves)

@@ -193,10 +193,8 @@ def matrix_dims(dims: str) -> tuple[str, str] | None:
     letters = layout.letters.replace("l", "").replace("e", "")
     if layout.region not in ("attention", "ffn", "experts"):
         return None
-    if letters[0] in "dcz":
-        into, made = letters[0], letters[1:]
-    else:
-        into, made = letters[:-1], letters[-1]
+    cut = 1 if letters[0] in "dcz" else -1
+    into, made = letters[:cut], letters[cut:]
     is_matrix = into and made and not (into == "z" and made in "ht") and {*letters} & {*"dcz"}
     return (into, made) if is_matrix else None
 

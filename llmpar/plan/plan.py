@@ -113,6 +113,8 @@ class WeightLayouts:
     # of Muon alone: an all-gather and a slice, or two all-to-alls
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
+    # of workers that train apart: how far they moved the weight
+    difference = property(lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored))
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,12 @@ class Resolved(Plan):
                 f"the plan '{self.mesh}' was resolved for no model; use plan.resolve(config)"
             )
         return self.model
+
+    @property
+    def worker(self) -> Plan:
+        """The plan of one rank of dp, where these train apart (`llmpar.training.local_steps`)."""
+        mesh = dataclasses.replace(self.requested.mesh, dp=1)
+        return dataclasses.replace(self.requested, mesh=mesh)
 
     @property
     def notes(self) -> list[str]:

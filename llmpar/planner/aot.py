@@ -28,6 +28,7 @@ from llmpar.planner import planner
 from llmpar.planner.targets import Target, need_compiler
 from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
+from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import AT_ONCE, Step, compiler_options
 
 

@@ -277,6 +277,18 @@ def step_traffic(
     return traffic
 
 
+def outer_traffic(plan: Resolved) -> Traffic:
+    """Predict what a device sends in the outer step of `llmpar.training.local_steps`, one of every H steps:
+    an all-reduce over dp of its block of each trained weight, in float32. Its inner steps are those of
+    `Resolved.worker`."""
+    traffic, worker = Traffic(plan.mesh), plan.worker.resolve(plan.config, None)
+    for weight, layouts in worker.weight_layouts.values():
+        block = math.prod(layouts.stored.shard_shape(weight.shape, plan.mesh.sizes))
+        of = Transfer("what workers moved a weight", f"difference {weight.dims}", LATE)
+        traffic.carry(layouts.difference, FLOAT32 * block, of, not weight.frozen)
+    return traffic
+
+
 def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = False) -> Traffic:
     """Predict what a device sends in a step of `llmpar.serve` that takes up to ``width`` tokens of each row:
     what the model's arrows send forward, two small sums of each layer over sp, over tp the logits of the next

@@ -58,6 +58,10 @@ def orthogonalized(x: Float[Array, "..."], dims: str) -> Float[Array, "..."]:
     return (scale * newton_schulz(matrices)).reshape(x.shape)
 
 
+class Muon(optax.GradientTransformationExtraArgs):
+    """An optimizer whose update takes ``on_matrices`` (`scale_by_muon`)."""
+
+
 def on_leaves(f: Callable, tree: Tree, *others: Tree) -> Tree:
     """Map ``f`` over a tree in which Optax has masked the leaves of another optimizer."""
     masked = lambda x: isinstance(x, optax.MaskedNode)
@@ -72,10 +76,6 @@ def scale_by_muon(config: ModelConfig) -> optax.GradientTransformationExtraArgs:
     it the leaves are taken for whole."""
     learned = trained(weight_dims(config), config)
 
-    def init(params: Tree) -> optax.contrib.MuonState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.contrib.MuonState(jnp.int32(0), zeros, jnp.asarray(COEFFICIENTS))
-
     def update(grads, state, params=None, *, on_matrices=None, **_):
         count = state.count + 1
         moment = optax.tree.update_moment(grads, state.mu, DECAY, 1)
@@ -85,12 +85,10 @@ def scale_by_muon(config: ModelConfig) -> optax.GradientTransformationExtraArgs:
         on_matrices = on_matrices or (lambda f, tree: on_leaves(f, tree, learned))
         return on_matrices(orthogonalized, ahead), state._replace(count=count, mu=moment)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon().init, update)
 
 
-def muon(
-    rate: optax.ScalarOrSchedule, config: ModelConfig, weight_decay: float = 0.0
-) -> optax.GradientTransformationExtraArgs:
+def muon(rate: optax.ScalarOrSchedule, config: ModelConfig, weight_decay: float = 0.0) -> Muon:
     """Make Muon for a model: the numbers and the state of `optax.contrib.muon`."""
     matrices = optax.chain(
         scale_by_muon(config),
@@ -101,4 +99,4 @@ def muon(
     rest = optax.adamw(rate, eps=EPSILON, weight_decay=0.0, nesterov=True)
     name = lambda dims: "muon" if matrix_dims(dims) else "adam"
     names = jax.tree.map(name, trained(weight_dims(config), config))
-    return optax.partition({"muon": matrices, "adam": rest}, names)
+    return Muon(*optax.partition({"muon": matrices, "adam": rest}, names))

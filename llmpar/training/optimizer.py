@@ -1,11 +1,13 @@
 """The optimizers that have a name here: they know the model's weights. A `Step` takes any of Optax."""
 
+import dataclasses
+
 import jax
 import optax
 
 from llmpar.model.weights import described, trained
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
-from llmpar.plan.plan import Resolved
+from llmpar.plan.plan import Plan, Resolved
 from llmpar.training.muon import muon
 
 
@@ -33,7 +35,18 @@ def make_optimizer(
     return optax.sgd(schedule, momentum=0.9)
 
 
-
 def priced_optimizer(plan: Resolved) -> optax.GradientTransformation:
     """Make the optimizer that the memory of a plan counts, at a constant rate: AdamW, or Muon."""
     return optax.adamw(1e-3) if plan.muon == "none" else muon(1e-3, plan.config)
+
+
+def fitted(plan: Plan, options: OptimizerConfig) -> Plan:
+    """Return the plan for this optimizer: Muon's matrices are gathered where the plan leaves that open."""
+    if options.optimizer == "muon" and plan.muon == "none":
+        return dataclasses.replace(plan, muon="gather")
+    if options.optimizer != "muon" and plan.muon != "none":
+        raise ValueError(
+            f"muon='{plan.muon}' lays out the state of Muon, and the optimizer is {options.optimizer}; use"
+            " optimizer='muon' (--optimizer muon), or leave muon out"
+        )
+    return plan

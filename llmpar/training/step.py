@@ -47,7 +47,7 @@ from llmpar.training.layer_order import (
     model_order_layout,
     reorder,
 )
-from llmpar.training.muon import on_leaves
+from llmpar.training.muon import Muon, on_leaves
 from llmpar.training.state import (
     WHOLE,
     Checked,
@@ -125,8 +125,8 @@ class Step:
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
         # Two meshes of the same devices: sharding constraints of the update need automatic axes.
-        self._auto_mesh = split_axes(mesh, plan.mesh)
-        self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
+        self.auto_mesh = split_axes(mesh, plan.mesh)
+        self.mesh = explicit(self.auto_mesh) if plan.mode == "explicit" else self.auto_mesh
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
@@ -135,6 +135,11 @@ class Step:
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
+        if plan.muon != "none" and not isinstance(optimizer, Muon):
+            raise ValueError(
+                f"muon='{plan.muon}' moves whole matrices for Muon, and this optimizer takes none; use"
+                " llmpar.training.muon.muon(rate, config), or leave muon out"
+            )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.batch_sharding = sharding(self.mesh, plan.tokens)
         run = jax.jit(
@@ -226,10 +231,8 @@ class Step:
         learned = self._constrain(learned)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
-            on_matrices = self._on_matrices if self.plan.muon != "none" else None
-            updates, state = self.optimizer.update(
-                grads, state, learned, on_matrices=on_matrices
-            )
+            moved = {"on_matrices": self._on_matrices} if self.plan.muon != "none" else {}
+            updates, state = self.optimizer.update(grads, state, learned, **moved)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
         return self._constrain(updated), state
 
@@ -237,7 +240,7 @@ class Step:
         """Return ``f`` of the whole matrices of Muon's leaves, with their dims, cut again as gradients."""
         par = self.par
         if isinstance(par, Explicit):
-            par = Auto(self.plan, self._auto_mesh)
+            par = Auto(self.plan, self.auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
             whole = par.carry_out(x, layouts.assemble, f"momentum {dims}")
@@ -374,7 +377,7 @@ class Step:
 
     def _constrain(self, params: Tree) -> Tree:
         """Return the weights, cut as gradients are."""
-        cut = lambda x, layout: lax.with_sharding_constraint(x, sharding(self._auto_mesh, layout))
+        cut = lambda x, layout: lax.with_sharding_constraint(x, sharding(self.auto_mesh, layout))
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
