@@ -38,11 +38,11 @@ def flat(tree):
 
 def after_three(local: LocalSteps):
     """The shared weights after three steps, and those of data parallelism."""
-    rule, plan = local.step.optimizer, local.plan.requested
+    rule, plan = local.steps[0].optimizer, local.plan.requested
     whole = Step(LLAMA, plan, make_mesh(plan.mesh), rule, clip=None)
     state, other = local.init(), whole.init()
     for number in range(3):
-        state, _ = local.run(state, local.place(full(number)), number)
+        state, _ = local.run(state, full(number), number)
         other, _ = whole.run(other, jax.device_put(full(number), whole.batch_sharding))
     return flat(state.shared), flat(other.params), flat(whole.init().params)
 
@@ -63,18 +63,18 @@ def test_of_adam_it_is_not():
 
 
 def test_the_workers_send_what_is_predicted_and_nothing_over_dp_between_outer_steps():
-    """Two programs; the bytes over dp fall by the number of steps between outer ones."""
+    """Two programs. The bytes over dp, of a step in the mean, fall by the number of steps between."""
     local = workers()
-    inner = local.inner_step.lower(local.init().workers, local.place(full(0)))
-    found = by_arrow(census_hlo(read_program(inner)[1], local.mesh))
+    step, state = local.steps[1], local.init()
+    found = by_arrow(census_hlo(read_program(step.lower(BATCH // 2, SEQ))[1], step.mesh))
     worker = PLAN.resolve(LLAMA).worker.resolve(LLAMA)
     assert found == predicted_by_arrow(step_traffic(worker, BATCH // 2, SEQ))
     assert not any("dp" in axes.split(",") for axes, *_ in found)
-    outer = local.outer_step.lower(local.init())
+    outer = local.outer_step.lower(local.stack(state), state.shared, state.outer)
     plan = PLAN.resolve(LLAMA)
     sent = predicted_by_arrow(outer_traffic(plan))
     assert by_arrow(census_hlo(read_program(outer)[1], local.mesh)) == sent
-    block = sum(w.size for w in jax.tree.leaves(local.init().shared)) / 4  # fsdp and tp cut most
+    block = sum(w.size for w in jax.tree.leaves(state.shared)) / 4  # fsdp and tp cut most
     assert 4 * block < outer_traffic(plan).total_bytes < 1.2 * 4 * block
 
 

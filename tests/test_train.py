@@ -218,6 +218,21 @@ def test_a_run_resumes_on_another_mesh(tmp_path, whole, plan):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
+def test_muon_goes_on_upon_another_mesh_and_in_another_way(tmp_path):
+    """The default gathers; the state by layer is one that its owners go on with. 1e-4 as above."""
+    options, config = OptimizerConfig("muon", warmup=0), dataclasses.replace(SMALL, num_layers=2)
+    state, straight = run(Plan("fsdp=2"), 4, config, options=options)
+    with pytest.raises(Killed):
+        by_layer = Plan("fsdp=2", zero=1, muon="layer")
+        run(by_layer, 4, config, tmp_path, options=options, on_step=kill_at(2))
+    back, rest = run(Plan("dp=2 tp=2", muon="owner"), 4, config, tmp_path, options=options)
+    assert rest.start == 2
+    np.testing.assert_allclose(rest.losses, straight.losses[2:], rtol=0, atol=1e-4)
+    for a, b in zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
 @pytest.mark.nightly  # test_pipeline.py puts states in order and back, other meshes are above
 def test_a_pipelines_run_goes_on_without_one_and_back(tmp_path):
     """Five layers, one place empty: in checkpoints they lie in the model's order. 1e-4 as above."""

@@ -1,8 +1,8 @@
 """Local steps: workers train apart, and average what they learned every H steps (DiLoCo, Douillard et al.
 2023).
 
-The ranks of dp are the workers. Their step has no sum over dp: it is the `Step` of the same plan with dp=1,
-on each worker's part of the batch. Every H steps an *outer* step follows, of each weight
+The ranks of dp are the workers. Each has a program of its own, without any sum over dp: the `Step` of the
+same plan with dp=1, on its part of the batch. Every H steps an *outer* step follows, of each weight
 
     difference   d/fsdp m/tp +dp -> d/fsdp m/tp    how far the workers moved it since then, summed
 
@@ -14,8 +14,7 @@ linear in the gradients (SGD, with momentum and weight decay too, but not Adam, 
 each worker's part of the batch has as many targets.
 """
 
-import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +29,25 @@ from llmpar.parallel.mesh import platform_of, spec, split_axes
 from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, WeightLayouts
+from llmpar.training.state import State
 from llmpar.training.step import Step
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of Douillard et al. 2023, section 3."""
 
+_with_one_more_dim = jax.jit(lambda tree: jax.tree.map(lambda x: x[None], tree))
+
 
 class LocalState(NamedTuple):
-    """The states of all workers, each leaf with a leading dim cut by dp; the trained weights that they began
-    with; and the outer optimizer's state."""
+    """The state of each worker; the trained weights that they began with; and the outer optimizer's state."""
 
-    workers: Any
+    workers: tuple[State, ...]
     shared: Tree
     outer: Tree
 
 
 class LocalSteps:
-    """The compiled step of workers, and the outer step that joins them.
+    """The compiled steps of workers, all in this process, and the outer step that joins them.
 
     Args:
         config, plan, mesh, optimizer, clip: as of a `Step`; ``plan.mesh.dp`` is the number of workers.
@@ -70,63 +71,69 @@ class LocalSteps:
                 f"local steps are of dp={plan.mesh.dp} workers in the mode {plan.mode}, joined every {every}"
                 " steps; use dp=2 or more, mode='manual', and 1 step or more"
             )
-        self.every, self.outer, self.num_workers = every, outer, plan.mesh.dp
-        first = np.take(mesh.devices, [0], mesh.axis_names.index("dp"))
-        self.step = Step(config, plan.worker, Mesh(first, mesh.axis_names), optimizer, clip)
-        # the same on the devices of all: `jax.vmap` cuts its new dim by dp, and sums nothing over it
-        on_all, self.mesh = copy.copy(self.step), split_axes(mesh, plan.mesh)
-        on_all.mesh = on_all.auto_mesh = self.mesh
-        on = lambda *axes: NamedSharding(self.mesh, PartitionSpec(*axes))
-        shared = jax.tree.map(lambda layouts: on(*spec(layouts.stored)), self.step.weight_layouts)
-        workers = jax.tree.map(lambda x: on("dp", *x.spec), self.step.shardings)
-        self.shardings = LocalState(workers, shared, None)
-        self.batch_sharding = on("dp", *self.step.batch_sharding.spec)
-        self.inner_step = jax.jit(
-            jax.vmap(on_all.train_step, spmd_axis_name="dp"),
-            in_shardings=(workers, self.batch_sharding),
-            out_shardings=(workers, None),
-            donate_argnums=0,
-        )
-        self.outer_step = jax.jit(self._outer_step, out_shardings=self.shardings, donate_argnums=0)
+        self.every, self.outer, self.mesh = every, outer, split_axes(mesh, plan.mesh)
+        dp, names = mesh.axis_names.index("dp"), mesh.axis_names
+        own = [Mesh(np.take(mesh.devices, [i], dp), names) for i in range(plan.mesh.dp)]
+        self.steps = [Step(config, plan.worker, part, optimizer, clip) for part in own]
+        self.cut = jax.tree.map(lambda layouts: spec(layouts.stored), self.steps[0].weight_layouts)
+        self.stacked = jax.tree.map(lambda cut: PartitionSpec("dp", *cut), self.cut)
+        self.outer_step = jax.jit(self._outer_step, donate_argnums=(0, 1, 2))
 
     def init(self, seed: int = 0) -> LocalState:
-        """Make a state in which all workers have the same weights, in one process."""
-        state = jax.tree.map(np.asarray, self.step.init(seed))
-        stack = lambda x: np.broadcast_to(x, (self.num_workers, *x.shape))
-        workers = jax.device_put(jax.tree.map(stack, state), self.shardings.workers)
-        learned = trained(state.params, self.step.config)
-        shared = jax.device_put(learned, self.shardings.shared)
+        """Make a state in which all workers have the same weights."""
+        workers = tuple(step.init(seed) for step in self.steps)
+        on = lambda x, cut: jax.device_put(jnp.copy(x), NamedSharding(self.mesh, cut))
+        shared = jax.tree.map(on, trained(workers[0].params, self.plan.config), self.cut)
         return LocalState(workers, shared, self.outer.init(shared))
 
-    def place(self, batch: Tree) -> Tree:
-        """Deal the rows of a batch to the workers, each the next part."""
-        deal = lambda x: x.reshape(self.num_workers, -1, *x.shape[1:])
-        return jax.device_put(jax.tree.map(deal, batch), self.batch_sharding)
-
-    def run(self, state: LocalState, batch: Tree, number: int) -> tuple[LocalState, dict]:
-        """Run step ``number``, counted from 0, on a batch that `place` dealt, then the outer step if it is
-        due. The metrics are each worker's. It takes over the state's memory."""
-        workers, metrics = self.inner_step(state.workers, batch)
+    def run(self, state: LocalState, batch: Tree, number: int) -> tuple[LocalState, list[dict]]:
+        """Run step ``number``, counted from 0, of each worker on its share of the rows of a batch, then the
+        outer step if it is due. The metrics are each worker's. It takes over the state's memory."""
+        rows = {name: np.split(np.asarray(x), len(self.steps)) for name, x in batch.items()}
+        results = [
+            step.run(
+                worker, jax.device_put({k: x[i] for k, x in rows.items()}, step.batch_sharding)
+            )
+            for i, (step, worker) in enumerate(zip(self.steps, state.workers, strict=True))
+        ]
+        workers, metrics = zip(*results, strict=True)
         state = state._replace(workers=workers)
-        if (number + 1) % self.every == 0:
-            state = self.outer_step(state)
-        return state, metrics
+        return self.join(state) if (number + 1) % self.every == 0 else state, list(metrics)
 
-    def _outer_step(self, state: LocalState) -> LocalState:
-        """Update the shared weights by the mean of what the workers moved them, and give them to all."""
-        params, shared = state.workers.params, state.shared
-        cut = jax.tree.map(lambda x: x.spec, self.shardings.shared)
-        stacked = jax.tree.map(lambda x: PartitionSpec("dp", *x), cut)
-        mean = jax.shard_map(
-            self._mean_difference, mesh=self.mesh, in_specs=(cut, stacked), out_specs=cut
+    def join(self, state: LocalState) -> LocalState:
+        """Run the outer step, and give its result to all workers."""
+        shared, copies, outer = self.outer_step(self.stack(state), state.shared, state.outer)
+        places = [trained(step.shardings.params, step.config) for step in self.steps]
+        workers = (
+            worker._replace(params=joined(worker.params, jax.device_put(copies, place)))
+            for worker, place in zip(state.workers, places, strict=True)
         )
-        moved = mean(shared, trained(params, self.step.config))
+        return LocalState(tuple(workers), shared, outer)
+
+    def stack(self, state: LocalState) -> Tree:
+        """Return the workers' trained weights, each with a leading dim cut by dp. Nothing is sent."""
+
+        def one(cut: PartitionSpec, *copies: Array) -> Array:
+            shape, place = (len(copies), *copies[0].shape[1:]), NamedSharding(self.mesh, cut)
+            blocks = [block.data for copy in copies for block in copy.addressable_shards]
+            return jax.make_array_from_single_device_arrays(shape, place, blocks)
+
+        copies = [
+            _with_one_more_dim(trained(worker.params, self.plan.config)) for worker in state.workers
+        ]
+        return jax.tree.map(one, self.stacked, *copies)
+
+    def _outer_step(self, after: Tree, shared: Tree, outer: Tree) -> tuple[Tree, Tree, Tree]:
+        """Return the shared weights after an update by the mean of what the workers moved them; the same for
+        the workers, which take over its memory; and the outer optimizer's state."""
+        given = self.cut, self.stacked
+        mean = jax.shard_map(
+            self._mean_difference, mesh=self.mesh, in_specs=given, out_specs=self.cut
+        )
         with jax.numpy_dtype_promotion("standard"):
-            updates, outer = self.outer.update(moved, state.outer, shared)
+            updates, outer = self.outer.update(mean(shared, after), outer, shared)
         shared = optax.apply_updates(shared, updates)
-        stack = lambda x: jnp.broadcast_to(x, (self.num_workers, *x.shape))
-        workers = state.workers._replace(params=joined(params, jax.tree.map(stack, shared)))
-        return LocalState(workers, shared, outer)
+        return shared, jax.tree.map(jnp.copy, shared), outer
 
     def _mean_difference(self, before: Tree, after: Tree) -> Tree:
         """Return the mean over the workers of what each moved its weights: inside shard_map."""
@@ -134,6 +141,7 @@ class LocalSteps:
         def one(old: Array, new: Array, layouts: WeightLayouts, dims: str) -> Array:
             own = vary(old, ("dp",)) - new[0]
             summed = Manual(self.plan).carry_out(own, layouts.difference, f"difference {dims}")
-            return summed / self.num_workers
+            return summed / len(self.steps)
 
-        return jax.tree.map(one, before, after, self.step.weight_layouts, self.step.dims)
+        step = self.steps[0]
+        return jax.tree.map(one, before, after, step.weight_layouts, step.dims)

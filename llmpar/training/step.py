@@ -125,8 +125,8 @@ class Step:
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
         # Two meshes of the same devices: sharding constraints of the update need automatic axes.
-        self.auto_mesh = split_axes(mesh, plan.mesh)
-        self.mesh = explicit(self.auto_mesh) if plan.mode == "explicit" else self.auto_mesh
+        self._auto_mesh = split_axes(mesh, plan.mesh)
+        self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
@@ -240,7 +240,7 @@ class Step:
         """Return ``f`` of the whole matrices of Muon's leaves, with their dims, cut again as gradients."""
         par = self.par
         if isinstance(par, Explicit):
-            par = Auto(self.plan, self.auto_mesh)
+            par = Auto(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
             whole = par.carry_out(x, layouts.assemble, f"momentum {dims}")
@@ -377,7 +377,7 @@ class Step:
 
     def _constrain(self, params: Tree) -> Tree:
         """Return the weights, cut as gradients are."""
-        cut = lambda x, layout: lax.with_sharding_constraint(x, sharding(self.auto_mesh, layout))
+        cut = lambda x, layout: lax.with_sharding_constraint(x, sharding(self._auto_mesh, layout))
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
