@@ -58,8 +58,8 @@ def test_an_average_after_each_step_of_a_linear_optimizer_is_data_parallelism():
 
 @pytest.mark.long
 def test_of_adam_it_is_not():
-    got, want, start = after_three(workers(optax.adam(1e-3), plan=Plan("dp=2")))
-    assert 1e-4 < apart(got, want) < apart(want, start)
+    got, want, _ = after_three(workers(optax.adam(1e-3), plan=Plan("dp=2")))
+    assert apart(got, want) > 1e-3
 
 
 def test_the_workers_send_what_is_predicted_and_nothing_over_dp_between_outer_steps():
