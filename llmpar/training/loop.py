@@ -252,7 +252,7 @@ def train(
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
     callbacks.barrier(settings_of(locals()) if jax.process_count() > 1 else {})
-    plan = fitted(getattr(plan, "requested", plan), options)
+    plan = fitted(plan, options)
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     evaluation.check()
     if steps < 1:

@@ -43,7 +43,7 @@ def priced_optimizer(plan: Resolved) -> optax.GradientTransformation:
 def fitted(plan: Plan, options: OptimizerConfig) -> Plan:
     """Return the plan for this optimizer: Muon's matrices are gathered where the plan leaves that open."""
     if options.optimizer == "muon" and plan.muon == "none":
-        return dataclasses.replace(plan, muon="gather")
+        return dataclasses.replace(getattr(plan, "requested", plan), muon="gather")
     if options.optimizer != "muon" and plan.muon != "none":
         raise ValueError(
             f"muon='{plan.muon}' lays out the state of Muon, and the optimizer is {options.optimizer}; use"
