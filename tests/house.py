@@ -31,16 +31,16 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, names of models,
 plans for serving."""
 BUDGETS = {
-    "plan": 2_545,
+    "plan": 2_591,
     "parallel": 945,
     "kernels": 520,
     "model": 953,
     "pipeline": 321,
-    "training": 2_193,
-    "predict": 2_268,
+    "training": 2_347,
+    "predict": 2_327,
     "planner": 1_681,
     "draw": 2_617,
-    "inspect": 2_927,
+    "inspect": 2_928,
     "explore": 1_440,
     "serve": 797,
     "launch": 1_191,
@@ -50,8 +50,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_138,
-    "statements": 24_053,
+    "statements of the compact package": 6_338,
+    "statements": 24_313,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

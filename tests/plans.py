@@ -80,9 +80,10 @@ NOT_HERE = {
     "documents": {"whole"},
     "gather_dtype": {"bfloat16", "float8"},
     "reduce_dtype": {"bfloat16"},
+    "muon": {"gather", "owner", "layer"},
 }
 """What `auto` stands for on CPUs, or only other devices have; dtypes of what travels, which round: they have
-plans of their own in test_wire.py."""
+plans of their own in test_wire.py; Muon's layouts, whose plans test_muon.py has."""
 
 
 def parse(line: str) -> dict:

@@ -17,8 +17,7 @@ from llmpar.cli.export import Export
 from llmpar.model.lora import merged
 from llmpar.model.weights import described, joined, trained
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig, matrix_dims
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import from_hugging_face
 from llmpar.predict import memory
@@ -26,7 +25,7 @@ from llmpar.predict.hardware import chip
 from llmpar.predict.workload import Run
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
-from llmpar.training.optimizer import make_optimizer, muon_dims
+from llmpar.training.optimizer import make_optimizer
 from llmpar.training.step import State, Step
 
 ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(3, 6.0, ADAPTABLE))
@@ -160,14 +159,7 @@ def test_a_command_exports_adapters_in_their_weights(tmp_path):
 
 
 def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
-    read = {}
-    for path, weight in ADAPTED.weights().items():
-        if not weight.frozen:
-            letters, node = parse_layout(weight.dims).letters, muon_dims(ADAPTED)
-            for part in path.split("."):
-                node = node[part]
-            axes = node.reduction_axis, node.output_axis
-            read[path.split(".")[-1]] = tuple("".join(letters[i] for i in x) for x in axes)
+    read = {p.split(".")[-1]: matrix_dims(w.dims) for p, w in ADAPTED.weights().items() if not w.frozen}
     down = {"down_a": ("m", "z"), "down_b": ("z", "d"), "o_a": ("nh", "z"), "o_b": ("z", "d")}
     ups = {f"{name}_{x}": ("d", "z") if x == "a" else ("z", "m") for name in ("gate", "up") for x in "ab"}
     heads = {"q_a": ("d", "z"), "q_b": ("z", "nh")}
@@ -179,7 +171,7 @@ def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
 def test_an_optimizer_of_whole_matrices_is_on_eight_devices_what_it_is_on_one():
     """Muon; test_same_answer.py has Adafactor."""
     losses = []
-    for plan in (Plan(), Plan("dp=2 fsdp=2 tp=2", zero=1)):
+    for plan in (Plan(muon="gather"), Plan("dp=2 fsdp=2 tp=2", zero=1, muon="gather")):
         rule = make_optimizer(OptimizerConfig("muon", learning_rate=1e-2, warmup=0), 3, ADAPTED)
         step = Step(ADAPTED, plan, make_mesh(plan.mesh), rule)
         state, told = step.init(params=weights(ADAPTED)), []

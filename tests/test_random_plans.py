@@ -78,7 +78,8 @@ WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
 WITH_EXPERTS += ["gpt_oss", "llama4_text"]
-NOT_DRAWN = {"documents": {"whole"}, "gather_dtype": {"bfloat16", "float8"}, "reduce_dtype": {"bfloat16"}}
+NOT_DRAWN = {"documents": {"whole"}, "muon": {"gather", "owner", "layer"}}
+NOT_DRAWN |= {"gather_dtype": {"bfloat16", "float8"}, "reduce_dtype": {"bfloat16"}}
 
 
 def values(cls) -> dict[str, list]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
 from rich.table import Table
 
 from llmpar import draw
@@ -26,8 +25,10 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory
+from llmpar.predict.muon import muon_flops
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 from llmpar.predict.traffic import Prediction, step_traffic
+from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import Step
 
 
@@ -41,7 +42,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     """
     mesh = make_mesh(str(plan.mesh))
     plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
-    step = Step(config, plan, mesh, optax.adamw(1e-3))
+    step = Step(config, plan, mesh, priced_optimizer(plan))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.layer_kinds)
     # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
@@ -61,7 +62,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
             "compiled_temp_bytes": allocated["temp_bytes"],
         },
         "flops": {
-            "predicted_per_device": sum(useful.values()) / plan.mesh.size,
+            "predicted_per_device": sum(useful.values()) / plan.mesh.size + muon_flops(plan),
             "executed_per_device": sum(work) / plan.mesh.pp if work else None,
         },
     }

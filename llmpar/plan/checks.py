@@ -70,6 +70,7 @@ def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
         _pipelines,
         _adapters,
         _wires,
+        _muon,
     )
     for table in tables:
         for row in table(plan, batch_size, seq_len):
@@ -350,6 +351,27 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
         no_pp("mode", "manual"),
         no_pp("reduce", "end"),
     ]
+
+
+def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
+    """Layers that Muon cannot deal evenly to the devices that share a matrix."""
+    stored = (
+        plan.zero == 3 and plan.zero_cuts() and plan.muon == "layer",
+        "muon='layer' cuts the optimizer's state along layers, and ZeRO 3 stores weights cut along their"
+        " width: gradients, weights and new weights would take an all-to-all each, where muon='owner' takes"
+        " two; use muon='owner', or zero=1 or 2",
+    )
+    rows, num_stages = list[Row]([stored]), plan.mesh.pp
+    for path, (weight, layouts) in plan.weight_layouts.items():
+        axes = tuple(a for a in layouts.whole.cut("l") if a != "pp")
+        parts, layers = plan.mesh.along(axes), weight.shape[0] // num_stages
+        lacks = (
+            f"muon='{plan.muon}' deals the layers of a stage to {'·'.join(axes)} = {parts} devices, and"
+            f" '{path}' has {layers}; use a multiple of {parts}, fewer of these devices (as dp), or"
+            " muon='gather'"
+        )
+        rows.append((axes and layers % parts, lacks))
+    return rows if plan.muon != "none" else []
 
 
 def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:

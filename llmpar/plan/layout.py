@@ -267,7 +267,11 @@ class Arrow:
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
             for (kind, old, new), axes in moving.items()
         ]
-        moves.sort(key=lambda m: ORDER_OF_MOVES.index(m.kind))
+        # where a dim gives axes to two others, its innermost go first
+        outer = lambda move: (
+            self.before.cut(move.gathers).index(move.axes[0]) if move.gathers else 0
+        )
+        moves.sort(key=lambda move: (ORDER_OF_MOVES.index(move.kind), -outer(move)))
         self._check_nesting(moves)
         return tuple(moves)
 

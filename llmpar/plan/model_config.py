@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from llmpar.files import Allowed, check_fields
 from llmpar.plan import families, running
+from llmpar.plan.layout import parse_layout
 from llmpar.plan.places import LayerLoop, loops
 from llmpar.plan.sequence_order import Mask
 
@@ -181,6 +182,21 @@ class Weight:
     fill: float = 1.0
     is_vector: bool = False
     frozen: bool = False
+
+
+@functools.cache
+def matrix_dims(dims: str) -> tuple[str, str] | None:
+    """Return the letters that a matrix of a block sums over and those that it makes: of ``ffn l d m`` d and
+    m, of ``attention l n h d`` n h and d. Layers and experts are stacked matrices. None: for embedding, head
+    and routers, which Muon leaves to Adam (Jordan et al. 2024), and for vectors."""
+    layout = parse_layout(dims)
+    letters = layout.letters.replace("l", "").replace("e", "")
+    if layout.region not in ("attention", "ffn", "experts"):
+        return None
+    cut = 1 if letters[0] in "dcz" else -1
+    into, made = letters[:cut], letters[cut:]
+    is_matrix = into and made and not (into == "z" and made in "ht") and {*letters} & {*"dcz"}
+    return (into, made) if is_matrix else None
 
 
 _OWN_PARTS = """first_norm gqa second_norm qkv_bias?qkv_bias qk_norm?qk_norm swiglu?!e

@@ -70,7 +70,7 @@ from llmpar.plan import checks, places, schedules
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import WIRES, Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
-from llmpar.plan.model_config import ModelConfig, Weight
+from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask, ring_hops
 
 BATCH_AXES = ("dp", "fsdp", "ep")
@@ -87,6 +87,8 @@ class WeightLayouts:
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
         reduced: the finished gradient, and the optimizer's state.
+        whole: where Muon has whole matrices (`Plan.muon`), from reduced and back; of what is none of its
+            matrices, as reduced.
         replica_axes: the axes along which devices hold the same block in the backward pass and compute
             different terms of its gradient, of other tokens, heads or stages: over them it is a sum. With
             ``reduce="layer"`` the backward pass itself finishes it.
@@ -98,6 +100,7 @@ class WeightLayouts:
     unreduced: Layout
     accumulated: Layout
     reduced: Layout
+    whole: Layout
     replica_axes: tuple[str, ...]
     gather_wire: str = ""
     reduce_wire: str = ""
@@ -116,6 +119,11 @@ class WeightLayouts:
     finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
     # at ZeRO 1 and 2 an all-gather
     restore = property(lambda self: Arrow(self.reduced, self.stored))
+    # of Muon alone: an all-gather and a slice, or two all-to-alls
+    assemble = property(lambda self: Arrow(self.reduced, self.whole))
+    take_apart = property(lambda self: Arrow(self.whole, self.reduced))
+    # of workers that train apart: how far they moved the weight
+    difference = property(lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored))
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,11 @@ class Plan:
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
+        muon: how Muon gets whole matrices of what ZeRO and tp cut: ``gather`` gives all to every device, each
+            of which orthogonalises them; ``owner`` gives each device those of some layers, by an all-to-all,
+            and takes them back by another; by ``layer`` ZeRO cuts gradients and the optimizer's state of
+            matrices along layers, so that at stages 1 and 2 only tp exchanges them. ``none``: the optimizer
+            is another, or XLA's partitioner chooses what moves, which nothing predicts.
     """
 
     mesh: Any = MeshShape()  # strings are parsed
@@ -215,6 +228,7 @@ class Plan:
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     hop: Literal["auto", "permute", "exchange"] = "auto"
     unroll: Annotated[int, Allowed(int, 0)] = 1
+    muon: Literal["none", "gather", "owner", "layer"] = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
@@ -316,6 +330,12 @@ class Resolved(Plan):
                 f"the plan '{self.mesh}' was resolved for no model; use plan.resolve(config)"
             )
         return self.model
+
+    @property
+    def worker(self) -> Plan:
+        """The plan of one rank of dp, where these train apart (`llmpar.training.local_steps`)."""
+        mesh = dataclasses.replace(self.requested.mesh, dp=1)
+        return dataclasses.replace(self.requested, mesh=mesh)
 
     @property
     def notes(self) -> list[str]:
@@ -541,9 +561,10 @@ class Resolved(Plan):
         target = next((x for x in may_cut if x in used.letters), "")  # d
         zero_axes = self.zero_cuts(target) if target else ()
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
-        more = lambda d: zero_axes if d.name == target else ()
-        cut = Layout(tuple(Dim(d.name, d.axes + more(d)) for d in used.dims))  # d/fsdp m/tp
+        cut = _cut_more(used, target, zero_axes)  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
+        if self.muon == "layer" and matrix_dims(dims):
+            cut = _cut_more(used, "l", zero_axes)
         reduced = cut if self.zero else used  # d/fsdp m/tp
         in_backward = used if self.gathers == "step" else stored  # what is differentiated: d m/tp
         axes = self.mesh.live("pp") + differ
@@ -554,10 +575,23 @@ class Resolved(Plan):
         if self.zero == 2:
             later = tuple(a for a in unreduced.sums if a not in zero_axes)
             accumulated = Layout(cut.dims, later)  # d/fsdp m/tp +dp
+        whole = self._whole(dims, reduced)
         is_matrix = len(used.letters.replace("l", "")) > 1
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
         wires = (WIRES[name] for name in names)
-        return WeightLayouts(stored, used, unreduced, accumulated, reduced, replica_axes, *wires)
+        return WeightLayouts(
+            stored, used, unreduced, accumulated, reduced, whole, replica_axes, *wires
+        )
+
+    def _whole(self, dims: str, reduced: Layout) -> Layout:
+        """Return where Muon has whole matrices: l and e count them, so what cuts these stays."""
+        if self.muon == "none" or not matrix_dims(dims):
+            return reduced
+        matrices = Layout(tuple(d if d.name in "le" else Dim(d.name) for d in reduced.dims))
+        if self.muon == "gather":
+            return matrices
+        axes = tuple(a for a in self.mesh.sizes if a in reduced.axes and a not in matrices.axes)
+        return _cut_more(matrices, "l", axes)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
         """The live axes by which ZeRO cuts the dim ``target``; fsdp alone where that is not d."""
@@ -610,3 +644,9 @@ class Resolved(Plan):
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
         return self.layouts_of(dims).stored
+
+
+def _cut_more(layout: Layout, name: str, axes: tuple[str, ...]) -> Layout:
+    """Return the layout with one dim cut by further axes."""
+    more = lambda d: d.axes + axes if d.name == name else d.axes
+    return Layout(tuple(Dim(d.name, more(d)) for d in layout.dims), layout.sums)

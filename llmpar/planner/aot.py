@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from rich.table import Table
 
 from llmpar import draw
@@ -29,6 +28,7 @@ from llmpar.planner import planner
 from llmpar.planner.targets import Target, need_compiler
 from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
+from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import AT_ONCE, Step, compiler_options
 
 
@@ -44,7 +44,7 @@ def compile_step(
     """
     mesh = make_mesh(str(plan.mesh), target.devices)
     plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
-    step = Step(config, plan, mesh, optax.adamw(1e-3))
+    step = Step(config, plan, mesh, priced_optimizer(plan))
     q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
     mesh = step.mesh
     if plan.attention_kernel == "cudnn":

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of
+from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dims
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
@@ -119,6 +119,10 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
             total[f"largest {name}"] = max(total[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 total[f"head {name}"] = size
+        if plan.muon != "none" and matrix_dims(weight.dims) and not weight.frozen:
+            total["one moment"] += own["reduced"]
+            whole = layouts.whole.shard_shape(weight.shape, sizes)
+            total["whole matrices"] += FLOAT32 * math.prod(whole)
         if plan.gathers == "block" and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
@@ -134,16 +138,19 @@ def _tokens(plan: Resolved, batch_size: int, seq_len: int) -> int:
 
 
 def argument_bytes(
-    plan: Resolved, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
+    plan: Resolved, batch_size: int, seq_len: int, moments: int = 2, scalars: int | None = None
 ) -> dict[str, int]:
     """Return the bytes per device of a step's arguments: float32 weights (frozen ones in the plan's dtype),
-    ``moments`` float32 copies of the trained ones in the optimizer's state (AdamW has 2), the int32 arrays of
-    `BATCH`, and ``scalars`` int32 counters (the step's, and AdamW's one).
+    ``moments`` float32 copies of the trained ones in the optimizer's state (AdamW has 2, Muon of matrices 1),
+    the int32 arrays of `BATCH`, and ``scalars`` counters of 4 bytes: the step's and AdamW's; with Muon its
+    own and three coefficients, too.
     """
     weights = weights_bytes(plan)
+    if scalars is None:
+        scalars = 2 if plan.muon == "none" else 6
     return {
         "params": weights["params"],
-        "optimizer": moments * weights["reduced"],
+        "optimizer": moments * weights["reduced"] - (moments - 1) * weights["one moment"],
         "batch": 4 * len(BATCH) * _tokens(plan, batch_size, seq_len),
         "counters": 4 * scalars,
     }
@@ -178,7 +185,17 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     holds for attention and for its feed-forward does not add up; gradients outside the blocks are summed over
     microbatches whole.
     With LoRA the head has no gradient, and no logits wait for it; of such steps none is recorded.
+    With Muon a fourth moment is its update: all whole matrices of a device, and the orthogonal ones, since
+    XLA gathers the next while it works on one.
     """
+    parts, whole = _model_parts(plan, batch_size, seq_len), weights_bytes(plan)["whole matrices"]
+    if 2 * whole > sum(times * size for _, times, size in parts):
+        return [("whole matrices of Muon, and orthogonal ones", 2, whole)]
+    return parts
+
+
+def _model_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str, int, int]]:
+    """List the parts of `temp_parts` without the optimizer's."""
     weights, tokens = weights_bytes(plan), _tokens(plan, batch_size // plan.microbatches, seq_len)
     block = _block(plan, tokens, seq_len, _item(plan))
     kept, work, loss, after_loss, converted = moment = _moment(plan, tokens, block)

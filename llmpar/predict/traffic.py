@@ -35,6 +35,8 @@ OPPOSITE_STAGE = "l -> the opposite stage"
 """The arrows of a pipeline's permutes. Which ranks they pair, `hosts` says."""
 GRADIENT, UPDATED = "gradient ", "updated "
 """Before a weight's dims in the arrow of its gradient, and of the weight after the update."""
+MOMENTUM, ORTHOGONAL = "momentum ", "orthogonal "
+"""The same of Muon's matrices before the orthogonalisation, and after it (`Plan.muon`)."""
 _LINKS = {"tp": TENSOR_LINKS, "sp": SEQUENCE_LINKS}
 """The term of what is sent inside the model, by the axes that it goes over; else `EXPERT_LINKS`."""
 _USER_AXIS = {part: axis for axis, part in INNER_AXES.items()}
@@ -309,6 +311,18 @@ def step_traffic(
     return traffic
 
 
+def outer_traffic(plan: Resolved) -> Traffic:
+    """Predict what a device sends in the outer step of `llmpar.training.local_steps`, one of every H steps:
+    an all-reduce over dp of its block of each trained weight, in float32. Its inner steps are those of
+    `Resolved.worker`."""
+    traffic, worker = Traffic(plan.mesh), plan.worker.resolve(plan.config, None)
+    for weight, layouts in worker.weight_layouts.values():
+        block = math.prod(layouts.stored.shard_shape(weight.shape, plan.mesh.sizes))
+        of = Transfer("what workers moved a weight", f"difference {weight.dims}", LATE)
+        traffic.carry(layouts.difference, FLOAT32 * block, of, not weight.frozen)
+    return traffic
+
+
 def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = False) -> Traffic:
     """Predict what a device sends in a step of `llmpar.serve` that takes up to ``width`` tokens of each row:
     what the model's arrows send forward, two small sums of each layer over sp, over tp the logits of the next
@@ -401,8 +415,13 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
             bucketed.append(((layouts.replica_axes, layouts.stored.axes), added))
         else:
             traffic.carry(layouts.finish, added, of, 1)
+        reduced = FLOAT32 * local_size(layouts.reduced, shape)
+        of = Transfer("whole matrices of momentum", MOMENTUM + dims, LATE)
+        whole = traffic.carry(layouts.assemble, reduced, of, 1)
+        of = Transfer("orthogonal matrices", ORTHOGONAL + dims, LATE)
+        traffic.carry(layouts.take_apart, whole, of, 1)
         of = Transfer("updated weights", UPDATED + dims, LATE, WHOLE_PASS)
-        traffic.carry(layouts.restore, FLOAT32 * local_size(layouts.reduced, shape), of, 1)
+        traffic.carry(layouts.restore, reduced, of, 1)
     for (axes, _), members in plan.buckets(bucketed):
         bucket = Transfer("gradients", f"bucket of {len(members)} gradients", LATE)
         traffic.add("all-reduce", axes, bucket, sum(bucketed[j][1] for j in members))

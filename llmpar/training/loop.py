@@ -28,7 +28,7 @@ from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints, agreed
 from llmpar.training.data import Batches
-from llmpar.training.optimizer import make_optimizer
+from llmpar.training.optimizer import fitted, make_optimizer
 from llmpar.training.state import State, check_tokens
 from llmpar.training.step import Step
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
@@ -252,6 +252,7 @@ def train(
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
     callbacks.barrier(settings_of(locals()) if jax.process_count() > 1 else {})
+    plan = fitted(plan, options)
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     evaluation.check()
     if steps < 1:

@@ -1,11 +1,14 @@
 """The optimizers that have a name here: they know the model's weights. A `Step` takes any of Optax."""
 
+import dataclasses
+
 import jax
 import optax
 
-from llmpar.model.weights import Tree, described, trained
-from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import ModelConfig, OptimizerConfig, Weight
+from llmpar.model.weights import described, trained
+from llmpar.plan.model_config import ModelConfig, OptimizerConfig
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.training.muon import muon
 
 
 def make_optimizer(
@@ -28,30 +31,22 @@ def make_optimizer(
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)
     if options.optimizer == "muon":
-        return optax.contrib.muon(
-            schedule,
-            weight_decay=options.weight_decay,
-            muon_weight_dimension_numbers=muon_dims(config),
-            adam_weight_decay=0.0,
-        )
+        return muon(schedule, config, options.weight_decay)
     return optax.sgd(schedule, momentum=0.9)
 
 
-def muon_dims(config: ModelConfig) -> Tree:
-    """Tell Muon (Jordan et al. 2024) how each weight is a matrix: which dims it sums over, which it makes.
-    Embedding and head, norms and biases are None: Adam trains those."""
+def priced_optimizer(plan: Resolved) -> optax.GradientTransformation:
+    """Make the optimizer that the memory of a plan counts, at a constant rate: AdamW, or Muon."""
+    return optax.adamw(1e-3) if plan.muon == "none" else muon(1e-3, plan.config)
 
-    def numbers(weight: Weight):
-        layout = parse_layout(weight.dims)
-        if weight.is_vector or layout.region == "vocab":
-            return None
-        letters = layout.letters
-        into = "d" if not letters.endswith("d") else letters.strip("ld")
-        if "z" in letters:  # an adapter's A, or its B
-            into = "z" if letters.startswith("lz") else letters.strip("lz")
-        return optax.contrib.MuonDimensionNumbers(
-            tuple(letters.index(x) for x in into),
-            tuple(i for i, x in enumerate(letters) if x not in into + "l"),
+
+def fitted(plan: Plan, options: OptimizerConfig) -> Plan:
+    """Return the plan for this optimizer: Muon's matrices are gathered where the plan leaves that open."""
+    if options.optimizer == "muon" and plan.muon == "none":
+        return dataclasses.replace(getattr(plan, "requested", plan), muon="gather")
+    if options.optimizer != "muon" and plan.muon != "none":
+        raise ValueError(
+            f"muon='{plan.muon}' lays out the state of Muon, and the optimizer is {options.optimizer}; use"
+            " optimizer='muon' (--optimizer muon), or leave muon out"
         )
-
-    return jax.tree.map(numbers, trained(described(config), config))
+    return plan

@@ -47,6 +47,7 @@ from llmpar.training.layer_order import (
     model_order_layout,
     reorder,
 )
+from llmpar.training.muon import Muon, on_leaves
 from llmpar.training.state import (
     WHOLE,
     Checked,
@@ -121,7 +122,7 @@ class Step:
         self.plan = plan = plan.resolve(config, platform_of(mesh))
         if why := checks.why_not_run(plan):
             raise ValueError(why)
-        self.optimizer = optimizer
+        self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
         # Two meshes of the same devices: sharding constraints of the update need automatic axes.
         self._auto_mesh = split_axes(mesh, plan.mesh)
@@ -134,6 +135,11 @@ class Step:
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
+        if plan.muon != "none" and not isinstance(optimizer, Muon):
+            raise ValueError(
+                f"muon='{plan.muon}' moves whole matrices for Muon, and this optimizer takes none; use"
+                " llmpar.training.muon.muon(rate, config), or leave muon out"
+            )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.batch_sharding = sharding(self.mesh, plan.tokens)
         run = jax.jit(
@@ -225,9 +231,24 @@ class Step:
         learned = self._constrain(learned)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self.optimizer.update(grads, state, learned)
+            moved = {"on_matrices": self._on_matrices} if self.plan.muon != "none" else {}
+            updates, state = self.optimizer.update(grads, state, learned, **moved)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
         return self._constrain(updated), state
+
+    def _on_matrices(self, f: Callable, tree: Tree) -> Tree:
+        """Return ``f`` of the whole matrices of Muon's leaves, with their dims, cut again as gradients."""
+        par = self.par
+        if isinstance(par, Explicit):
+            par = Auto(self.plan, self._auto_mesh)
+
+        def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
+            whole = par.carry_out(x, layouts.assemble, f"momentum {dims}")
+            return par.carry_out(f(whole, dims), layouts.take_apart, f"orthogonal {dims}")
+
+        cut = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
+        orthogonal = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
+        return self._on_devices(orthogonal, (cut,), cut)(tree)
 
     def _restore(self, learned: Tree) -> Tree:
         """Move weights from the layout of the update to the stored one: ZeRO 1 and 2 gather."""

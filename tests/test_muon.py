@@ -1,0 +1,214 @@
+"""Muon on cut state: the numbers of Optax on one device, the same on every mesh; bytes, memory and FLOPs as
+predicted; and the batch at which its bytes are FSDP's."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+from parity import (
+    BATCH,
+    LLAMA,
+    MOE,
+    SEQ,
+    batch,
+    by_arrow,
+    dealt,
+    natural,
+    predicted_by_arrow,
+    put,
+    state_of,
+    weights,
+)
+
+from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
+from llmpar.model.weights import trained, weight_dims
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import OptimizerConfig, matrix_dims
+from llmpar.plan.plan import Plan
+from llmpar.plan.presets import PRESETS, preset
+from llmpar.plan.timetable import branch_shares
+from llmpar.predict import memory, traffic
+from llmpar.predict.muon import equal_batch_tokens, muon_and_fsdp_bytes, muon_flops, newton_schulz_flops
+from llmpar.training.muon import muon, newton_schulz
+from llmpar.training.optimizer import fitted
+from llmpar.training.step import Step
+
+FOUR = {"llama": dataclasses.replace(LLAMA, num_layers=4), "experts": dataclasses.replace(MOE, num_layers=4)}
+RATE = 0.01
+"""Two steps at it move each weight by 300 times the 1e-5 that meshes may differ."""
+
+
+def test_matrices_are_those_of_blocks_in_every_model_and_no_vector_or_router_is_one():
+    for name in PRESETS:
+        for path, weight in preset(name).weights().items():
+            region = weight.dims.split()[0]
+            is_matrix = not weight.is_vector and region not in ("vocab", "stream")
+            assert bool(matrix_dims(weight.dims)) == is_matrix, f"{name} {path} {weight.dims}"
+    pairs = {p.split(".", 1)[1]: matrix_dims(w.dims) for p, w in LLAMA.weights().items() if "." in p}
+    assert pairs["attention.q"] == ("d", "nh") and pairs["attention.o"] == ("nh", "d")
+    assert pairs["ffn.up"] == ("d", "m") and pairs["ffn.down"] == ("m", "d")
+    assert matrix_dims("experts l e m d") == ("m", "d") and matrix_dims("stream l d e") is None
+    assert matrix_dims("attention l c n h") == ("c", "nh")
+
+
+def numbers(dims: str):
+    """How Optax is given the matrices of a leaf."""
+    if pair := matrix_dims(dims):
+        letters = parse_layout(dims).letters
+        return optax.contrib.MuonDimensionNumbers(*(tuple(letters.index(x) for x in part) for part in pair))
+    return None
+
+
+def test_on_one_device_it_is_muon_of_optax_in_updates_and_state():
+    """Two updates, with weight decay, of all weights of a model with experts; 1e-5 of the largest update."""
+    config = FOUR["experts"]
+    dims, params = trained(weight_dims(config), config), weights(config)
+    given = dict(weight_decay=0.1, muon_weight_dimension_numbers=jax.tree.map(numbers, dims))
+    rate = optax.linear_schedule(0.0, 1e-2, 1)
+    rules = muon(rate, config, 0.1), optax.contrib.muon(rate, **given)
+
+    def twice(rule):
+        state, after, update = rule.init(params), params, jax.jit(rule.update)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            for wave in (np.sin, np.cos):
+                grads = jax.tree.map(lambda w, wave=wave: wave(40 * w), params)
+                updates, state = update(grads, state, after)
+                after = jax.tree.map(np.add, after, updates)
+        return after, state
+
+    ours, theirs = map(twice, rules)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs), "a checkpoint of one is one of the other"
+    for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1, np.abs(want).max()))
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), ours[0], params)
+    assert min(jax.tree.leaves(moved)) > 1e-4
+
+
+def compiled_step(config, plan: Plan):
+    """A step with Muon, compiled, and its partitioned text."""
+    plan = plan.resolve(config, "cpu", BATCH, SEQ)
+    step = Step(config, plan, make_mesh(str(plan.mesh)), muon(RATE, config))
+    return step, *read_program(step.lower(BATCH, SEQ))
+
+
+def after_two_steps(step: Step, compiled):
+    """All weights in the model's order after two steps from `weights`."""
+    state = state_of(step)
+    for seed in (0, 1):
+        state, _ = compiled(state, put(dealt(batch(seed), step.plan), step.batch_sharding))
+    return natural(step, jax.tree.map(np.asarray, state.params))
+
+
+@functools.cache
+def one_device(name: str):
+    step, compiled, _ = compiled_step(FOUR[name], Plan(muon="gather"))
+    return after_two_steps(step, compiled)
+
+
+PLANS = [
+    "llama owner zero=3 dp=2 fsdp=2 tp=2",
+    "experts owner zero=3 dp=2 fsdp=2 ep=2",
+    "llama layer zero=1 dp=2 fsdp=2 tp=2",
+    "llama gather zero=0 dp=4 tp=2",
+    "llama gather zero=3 fsdp=2 sp=2 tp=2",
+    "llama layer zero=2 dp=2 fsdp=4 microbatches=2",
+    "llama owner zero=3 pp=2 fsdp=2 dp=2 microbatches=2",
+    "experts layer zero=1 dp=2 fsdp=2 ep=2",
+    "experts gather zero=2 fsdp=4 ep=2",
+    "llama layer zero=1 pp=2 dp=2 fsdp=2 microbatches=2",
+    "llama owner zero=1 dp=2 fsdp=4 mode=auto",
+    "llama owner zero=3 dp=2 fsdp=2 tp=2 mode=explicit",
+]
+FIRST = PLANS[:3]
+
+
+def parsed(line: str):
+    name, way, *words = line.split()
+    given = dict(word.split("=") for word in words)
+    own = {k: int(given.pop(k)) for k in ("zero", "microbatches") if k in given}
+    own |= {"mode": given.pop("mode")} if "mode" in given else {}
+    return name, Plan(" ".join(f"{k}={n}" for k, n in given.items()), muon=way, **own)
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(p, marks=() if p in FIRST else pytest.mark.long) for p in PLANS]
+)
+def test_on_every_mesh_it_sends_and_holds_what_is_predicted_and_is_what_one_device_does(line):
+    name, plan = parsed(line)
+    step, compiled, text = compiled_step(FOUR[name], plan)
+    want = memory.argument_bytes(step.plan, BATCH, SEQ)
+    assert compiled_memory(compiled)["argument_bytes"] == sum(want.values())
+    for stage in range(plan.mesh.pp) if plan.mode == "manual" else ():
+        shares = branch_shares(step.plan.pipeline, step.config.layer_kinds)[stage]
+        sent = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ, stage))
+        assert by_arrow(census_hlo(text, step.mesh, shares)) == sent, f"stage {stage}"
+    got, one = after_two_steps(step, compiled), one_device(name)
+    moved = jax.tree.map(lambda w, start: np.abs(w - start).max(), one, weights(step.config))
+    assert min(jax.tree.leaves(moved)) > 0.003
+    like = flatten_dict(one, sep=".")
+    for path, w in flatten_dict(got, sep=".").items():
+        error = np.abs(w - like[path])
+        # Adam divides a gradient by itself: where that is nearly 0, rounding is not. One of 16,896 it is.
+        strays = 0 if matrix_dims(step.config.weights()[path].dims) else error.size // 10_000
+        assert (error > 1e-5).sum() <= strays and error.max() < 1e-4, f"{path} is off by {error.max():.1e}"
+
+
+def test_an_orthogonalisation_has_the_flops_of_the_formula_and_singular_values_near_1():
+    x = np.random.default_rng(0).normal(size=(3, 24, 40)).astype(np.float32)
+    program = jax.jit(newton_schulz).lower(x).compile()
+    assert executed_flops(program.as_text()) == 3 * newton_schulz_flops(24, 40)
+    values = np.linalg.svd(np.asarray(program(x)), compute_uv=False)
+    assert 0.6 < values.min() and values.max() < 1.3
+    config = FOUR["llama"]
+    total = {way: muon_flops(Plan("fsdp=2 tp=2", zero=1, muon=way).resolve(config)) for way in WAYS}
+    assert total["gather"] == 4 * total["owner"] == 4 * total["layer"] > 0
+    assert not muon_flops(Plan("fsdp=2").resolve(config))
+
+
+WAYS = "gather", "owner", "layer"
+
+
+def test_the_batch_at_which_its_bytes_are_fsdps_is_the_formulas():
+    """The closed forms of `equal_batch_tokens`, on fsdp alone; with microbatches the tokens stay."""
+    config, n = FOUR["llama"], 4
+    for dtype, item in {"bfloat16": 2, "float32": 4}.items():
+        for reshard, gathers in ((True, 2), (False, 1)):
+            for way, bytes_of_4 in {"gather": 1, "owner": 2 / n}.items():
+                for pieces in (1, 4):
+                    own = dict(muon=way, dtype=dtype, microbatches=pieces, reshard_after_forward=reshard)
+                    plan = Plan(f"fsdp={n}", **own).resolve(config)
+                    microbatch = 64 * SEQ / pieces
+                    want = microbatch * 4 * bytes_of_4 / ((gathers + 1) * item)
+                    assert equal_batch_tokens(plan, 64, SEQ) == pytest.approx(want)
+    at_zero_1 = lambda way: Plan("fsdp=4", zero=1, muon=way).resolve(config)
+    assert not muon_and_fsdp_bytes(at_zero_1("layer"), BATCH, SEQ)[0], "ZeRO deals the layers"
+    assert equal_batch_tokens(at_zero_1("owner"), BATCH, SEQ) == math.inf
+
+
+REFUSED = {
+    "the layers of a stage to fsdp·tp = 8 devices, and 'blocks.attention.q' has 4": "fsdp=4 tp=2 owner 3",
+    "ZeRO 3 stores weights cut along their width: .* use muon='owner', or zero=1 or 2": "fsdp=4 layer 3",
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_cannot_be_dealt_is_refused_with_the_arithmetic(says):
+    *mesh, way, zero = REFUSED[says].split()
+    with pytest.raises(ValueError, match=says):
+        Plan(" ".join(mesh), muon=way, zero=int(zero)).resolve(FOUR["llama"], "cpu", BATCH, SEQ)
+
+
+def test_a_plan_for_muon_and_another_optimizer_are_refused_together():
+    config, plan = FOUR["llama"], Plan("fsdp=2", muon="owner")
+    for other in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
+        with pytest.raises(ValueError, match="this optimizer takes none; use llmpar.training.muon"):
+            Step(config, plan, make_mesh("fsdp=2"), other)
+    with pytest.raises(ValueError, match=r"the optimizer is adamw; use optimizer='muon'"):
+        fitted(plan, OptimizerConfig())
+    assert fitted(Plan("fsdp=2"), OptimizerConfig("muon")).muon == "gather"
