@@ -80,7 +80,7 @@ NOT_HERE = {
     "documents": {"whole"},
     "muon": {"gather", "owner", "layer"},
 }
-"""What `auto` stands for on CPUs, or only other devices have; Muon's layouts, whose plans test_muon.py has."""
+"""What `auto` stands for on CPUs, or only other devices have; Muon's, whose plans test_muon.py has."""
 
 
 def parse(line: str) -> dict:
