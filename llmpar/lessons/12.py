@@ -89,10 +89,9 @@ def _traced(function, *layouts: str) -> dict:
     with jax.sharding.use_abstract_mesh(mesh), explain():
         lines = jax.make_jaxpr(function)(*args)
     sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]
-    alone = explicit(make_mesh("dp=1 tp=1", jax.devices()[:1]))
-    with jax.set_mesh(alone):
-        numbers = [jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(args)]
-        given = map(reshard, numbers, [x.sharding.spec for x in args])
+    with jax.set_mesh(explicit(make_mesh("dp=1 tp=1", jax.devices()[:1]))):
+        numbers = (jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(args))
+        given = [reshard(x, arg.sharding.spec) for x, arg in zip(numbers, args, strict=True)]
         value = function(*given).addressable_shards[0].data
     return {
         "layout": str(from_type(lines.out_avals[0], "bsd")),

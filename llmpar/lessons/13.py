@@ -26,12 +26,15 @@ def _constraints(function) -> list:
     does instead."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32"))
-    if program.jaxpr.outvars == program.jaxpr.invars:
-        return []
     specs = [line.params["sharding"].spec for line in program.eqns if "sharding" in line.params]
     # whole, as the partitioner leaves it beside X
     free = lambda spec: [] if spec[0] == "X" else ["any"]
     axes = lambda cut, spec: free(spec) if cut is P.UNCONSTRAINED else list(axes_of(cut))
     cuts = [[axes(cut, spec) for cut in (*spec, None, None)][:3] for spec in specs]
-    kept = bool(cuts) and program.out_avals[0].shape == (16, 128, 64)
-    return cuts if kept else [[[str(line.primitive)]] for line in program.eqns]
+    if program.jaxpr.outvars == program.jaxpr.invars:
+        return []
+    return (
+        cuts
+        if cuts and program.out_avals[0].shape == (16, 128, 64)
+        else [[[str(line.primitive)]] for line in program.eqns]
+    )

@@ -46,6 +46,9 @@ SPELLINGS = {
 """Units, collectives and cuts as others write them: JAX for one."""
 
 
+_CALL = r"^(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
+
+
 @dataclass(frozen=True)
 class Exercise:
     """Describe one exercise. What is said of answers stands in the lesson's page (`pages`).
@@ -397,7 +400,6 @@ def _as_text(answer: Any, right: str) -> Any:
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
-        answer = re.sub(r"^(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$", r"\1", answer.strip())
         answer = re.sub(r" *= *", "=", answer.replace(",", " ")) if "=" in right else answer
         answer = (
             re.sub(
@@ -406,7 +408,7 @@ def _as_text(answer: Any, right: str) -> Any:
                 answer.strip(" .[]'\""),
             )
             if "/" in right
-            else SPELLINGS.get(_plain(answer), answer)
+            else SPELLINGS.get(_plain(called := re.sub(_CALL, r"\1", answer.strip())), called)
         )
         answer = (
             answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
@@ -448,7 +450,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
 def _plain(text: str) -> str:
     """Write words small, blanks between them, in the singular, and without what may stand around them."""
     return re.sub(
-        r"^(?:an?|the|their|by) |(?<=\w\w)s\b| ?wise$",
+        r"^(?:(?:an?|the|their|by|in|on) )+|(?<=\w\w)s\b| ?wise$",
         "",
         re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.").lower()),
     )
