@@ -450,7 +450,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
 def _plain(text: str) -> str:
     """Write words small, blanks between them, in the singular, and without what may stand around them."""
     return re.sub(
-        r"^(?:(?:an?|the|their|by|in|on) )+|(?<=\w\w)s\b| ?wise$",
+        r"^(?:(?:an?|the|their|by|in) )+|(?<=\w\w)s\b| ?wise$",
         "",
         re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.").lower()),
     )
