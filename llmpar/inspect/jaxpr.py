@@ -80,7 +80,7 @@ def _named_collectives(
     named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
     if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
         raise ValueError(
-            f"a {kind} runs over axis {unknown[0]!r}, but the mesh has {', '.join(sizes)}"
+            f"the {kind} runs over axis {unknown[0]!r}, but the mesh has {', '.join(sizes)}"
         )
     axes = tuple(a for a in sizes if a in named and sizes[a] > 1)
     if perm := eqn.params.get("perm"):  # along the axes on which the ends of a pair differ

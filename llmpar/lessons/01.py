@@ -20,5 +20,7 @@ def keep_every() -> Exercise:
         rounded_down=lambda layers, ratio: max(1, int((layers / ratio) ** 0.5)),
         no_root=lambda layers, ratio: max(1, layers // ratio),
     )
-    run = lambda function: [function(*given) for given in ((64, 17), (80, 5), (100, 1), (8, 17))]
+    run = lambda function: [
+        function(*given) for given in ((64, 17), (80, 5), (100, 1), (8, 17), (32, 6))
+    ]
     return Exercise("expert", solution, wrong, run)

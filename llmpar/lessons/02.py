@@ -54,5 +54,11 @@ def ring_gather() -> Exercise:
         ways = set(re.findall(r"perm=(\(\(.*?\)\))", str(trace_program(*given(answer)[0]))))
         return [*carried_out(*given(answer)[0]), len(ways) > 2]
 
-    also = dict(with_its_number=with_its_number)
-    return Exercise("stretch", solution, wrong, observe, also=also, devices=given)
+    return Exercise(
+        "stretch",
+        solution,
+        wrong,
+        observe,
+        also=dict(with_its_number=with_its_number),
+        devices=given,
+    )

@@ -53,5 +53,6 @@ def stage2_accumulated() -> Exercise:
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
     observe = lambda learner: carried_out(*given(learner)[0], untiled="must match shard count")
-    also = dict(exchanged=exchanged)
-    return Exercise("stretch", solution, wrong, observe, also=also, devices=given)
+    return Exercise(
+        "stretch", solution, wrong, observe, also=dict(exchanged=exchanged), devices=given
+    )

@@ -11,13 +11,13 @@ LOADS = (260, 190, 150, 120, 100, 84, 70, 50)
 def capacity() -> Exercise:
     """Ask for the smallest capacity in slots at which at most 1 % of all choices are dropped."""
     allowed = sum(LOADS) // 100
-    dropped = lambda rows: sum(max(0, n - rows) for n in LOADS)
+    dropped = lambda rows: sum(max(0, n - max(rows, 0)) for n in LOADS)
     right = next(c for c in range(max(LOADS) + 1) if dropped(c) <= allowed)
     counts = lambda rows: dict(
         rows=rows, dropped=dropped(rows), choices=sum(LOADS), allowed=allowed
     )
     hints = dict(
-        factor=lambda rows: counts(rows) if rows < 10 else None,
+        factor=lambda rows: counts(rows) if 0 < rows < 10 else None,
         smaller=lambda rows: counts(rows) if rows > right else None,
         larger=counts,
     )

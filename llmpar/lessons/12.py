@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from llmpar.inspect.explain import explain
 from llmpar.lessons import Exercise
-from llmpar.parallel.mesh import abstract_mesh, as_type, explicit, from_type
+from llmpar.parallel.mesh import abstract_mesh, as_type, explicit, from_type, make_mesh
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 _GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
@@ -78,7 +79,7 @@ def residual() -> Exercise:
 
 def _traced(function, *layouts: str) -> dict:
     """Trace a function on explicit axes, dp=2 and tp=4; return its result's layout, the collectives of its
-    types, and its additions of whole values. A sharding error is raised as the missing arrow."""
+    types, and its value, as one device computes it. A sharding error is raised as the missing arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
     args = [
@@ -88,11 +89,14 @@ def _traced(function, *layouts: str) -> dict:
     with jax.sharding.use_abstract_mesh(mesh), explain():
         lines = jax.make_jaxpr(function)(*args)
     sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]
-    added = sum(line.primitive.name == "add" for line in lines.eqns)
+    with jax.set_mesh(explicit(make_mesh("dp=1 tp=1", jax.devices()[:1]))):
+        numbers = (jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(args))
+        given = [reshard(x, arg.sharding.spec) for x, arg in zip(numbers, args, strict=True)]
+        value = function(*given).addressable_shards[0].data
     return {
         "layout": str(from_type(lines.out_avals[0], "bsd")),
         "sends": sorted(sent),
-        "additions": added,
+        "value": np.asarray(value),
     }
 
 

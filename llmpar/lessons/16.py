@@ -10,10 +10,12 @@ def join() -> Exercise:
         return [left or (waiting.pop(0) if waiting else 0) for left in slots]
 
     def passes(function, slots=(0, 0, 0, 0)):
-        waiting, out = [3, 9, 5, 2, 6, 4, 7, 3], list[list[int]]()
+        waiting, out = [3, 9, 5, 2, 6, 4, 7, 3], list[list]()
         while (waiting or any(slots)) and len(out) < 40:
-            out.append(list(function(list(slots), waiting)))
-            slots = [max(0, left - 1) for left in out[-1]]
+            new = list(function(list(slots), waiting))
+            stay = all(one == left for one, left in zip(new, slots, strict=False) if left)
+            out.append([sorted(new, key=str), stay])  # any free slot will do
+            slots = [max(0, left - 1) for left in new]
         return out
 
     wrong = dict(

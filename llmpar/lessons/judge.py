@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import inspect
 import itertools
 import math
@@ -27,6 +28,7 @@ SPELLINGS = {
     "KB": "kB",
     "%": "per cent",
     "percent": "per cent",
+    "d": "days",
     "h": "hours",
     "s": "seconds",
     "psum": "all-reduce",
@@ -35,8 +37,16 @@ SPELLINGS = {
     "col": "columns",
     "d m/tp": "columns",
     "m/tp d": "rows",
+    "equal": "the same",
+    "equally many": "as many",
+    "double": "twice",
+    "twice as much": "twice",
+    "refuse": "refused",
 }
 """Units, collectives and cuts as others write them: JAX for one."""
+
+
+_CALL = r"^(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class Exercise:
         planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
-        unknown = says.keys() - wanted - planted.keys() - {"nudge"}
+        unknown = says.keys() - wanted - planted.keys() - {"nudge", "in other calls"}
         unknown |= {key for key, answer in planted.items() if mismatch(answer, self.solution)}
         if unknown:
             raise ValueError(
@@ -107,11 +117,15 @@ class Exercise:
             for key, other in self.also.items():
                 if self.same(seen, self.observe(other)):
                     return f"{CORRECT}. {self.says[key]}"
-            return f"not yet. {self.advice(seen, right, read)}"
-        except Exception as error:  # the learner's own code runs here, or a text is read
-            refused = isinstance(error, ValueError) and isinstance(answer, str)
+            advice = self.advice(seen, right, read)
+            return advice if advice.startswith(CORRECT) else f"not yet. {advice}"
+        # the learner's own code runs here, or a text is read
+        except (Exception, SystemExit) as error:
+            refused = isinstance(error, ValueError) and (
+                isinstance(answer, str) or str(error).startswith("Your function")
+            )
             what = "" if refused else f"Your answer raised {type(error).__name__}: "
-            return f"not yet. {what}{error}"
+            return f"not yet. {what}{str(error)[:600]}"
 
     def hints(self) -> list[str]:
         """List the hints, from the one that says least on."""
@@ -129,7 +143,10 @@ class Exercise:
     def advice(self, seen: Any, right: Any, read: int) -> str:
         """Return the sentence that helps after the answer `seen`."""
         planted = [(self.observe(wrong), self.says[key]) for key, wrong in self.wrong.items()]
-        for value, sentence in planted:
+        rounded = (right, "That is the right value, rounded. Here it can be exact.")
+        for value, sentence in sorted(
+            [rounded, *planted], key=lambda row: not self.same(seen, row[0])
+        ):
             if self.meant(seen, value):
                 return sentence
         if fault := turned(seen, right) or mismatch(seen, right):
@@ -141,6 +158,9 @@ class Exercise:
         good = (
             isinstance(right, list) and self.devices(self.solution) and self.same(seen[0], right[0])
         )
+        in_all = lambda run: sum(row[-1] for row in run[1])
+        if good and "in other calls" in self.says and in_all(seen) == in_all(right):
+            return f"{CORRECT}. {self.says['in other calls']}"
         prefix = "The value is right, but not what is sent. " if good else ""
         return prefix + self.hinted(seen, read)
 
@@ -190,7 +210,8 @@ class Exercise:
 
     def unit_of(self, seen: Any, right: Any) -> str:
         """Return the other unit in which a number is about right, or ''."""
-        if not kind(seen) == kind(right) == "a number":
+        # whose unit was named: `as_number`
+        if isinstance(seen, Fraction) or not kind(seen) == kind(right) == "a number":
             return ""
         sizes, near = self.sizes(), max(self.tolerance, 0.01)
         return next(
@@ -201,15 +222,17 @@ class Exercise:
         """Recognise the right number in kilobytes, per cent and the like."""
         if not (name := self.unit_of(seen, right)):
             return ""
-        given = float(seen) * self.sizes()[name]
-        shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
+        shown = f"{right:,.0f}" if right > 100 else f"{right:.3g}"
         return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
 
     def hinted(self, seen: Any, read: int) -> str:
         """Give the first sentence whose count fits, or the next hint."""
-        counts = ((key, count(seen)) for key, count in self.counts.items())
-        counted = next((self.says[key].format(**figures) for key, figures in counts if figures), "")
-        return counted or self.nudge(read)
+        counted = (
+            self.says[key].format(**figures)
+            for key, count in self.counts.items()
+            if (figures := count(seen))
+        )
+        return next(counted, self.nudge(read))
 
 
 FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
@@ -297,8 +320,11 @@ def takes(function: Any, count: int) -> bool:
 def not_asked(answer: Any, right: Any) -> str:
     """Say which kind of answer is needed."""
     of = f" of {', '.join(inspect.signature(right).parameters)}" if callable(right) else ""
-    number = (kind(right), kind(answer)) == ("a number", "text")
-    alone = " Write the number alone, without its unit." if number else ""
+    alone = (
+        " Write the number alone, without its unit."
+        if (kind(right), kind(answer)) == ("a number", "text")
+        else ""
+    )
     silent = "None", "a dict", "a list", "a function", "an array"
     shown = f": {answer!r:.80}" if kind(answer) not in silent else ""
     return f"{kind(right).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{alone}"
@@ -312,7 +338,10 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     answer = listed(answer, right)
     if kind(answer) == kind(right) == "a dict":
         names = {_plain(str(name)): name for name in right}
-        meant = {names.get(_plain(str(name)), name): part for name, part in answer.items()}
+        meant = {
+            names.get(_plain(SPELLINGS.get(_plain(str(name)), str(name))), name): part
+            for name, part in answer.items()
+        }
         left, other = right.keys() - meant.keys(), meant.keys() - right.keys()
         if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
             meant[left.pop()] = meant.pop(other.pop())
@@ -325,7 +354,19 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         return [as_meant(part, other, exercise) for part, other in zip(answer, right, strict=True)]
     if isinstance(answer, str) and kind(right) == "a number":
         return as_number(answer, right, exercise)
+    if callable(answer) and callable(right):
+        own = (
+            getattr(answer, "__wrapped__", answer) if hasattr(answer, "lower") else answer
+        )  # of a jit
+        return functools.update_wrapper(lambda *given: _result(own(*given)), answer)
     return _as_text(answer, right) if isinstance(right, str) else answer
+
+
+def _result(value: Any) -> Any:
+    """Return what a learner's function returned, unless that is None."""
+    if value is None:
+        raise ValueError("Your function returns None: does its last line begin with `return`?")
+    return value
 
 
 def listed(value: Any, right: Any) -> Any:
@@ -355,12 +396,20 @@ def _as_text(answer: Any, right: str) -> Any:
         answer = " ".join([*laid, *(f"+{axis}" for axis in sorted(answer.unreduced))])
     if isinstance(answer, Mapping) and "=" in right:
         answer = " ".join(f"{axis}={size}" for axis, size in answer.items())
+    answer = {"True": "yes", "False": "no"}.get(str(answer), answer) if right == "yes" else answer
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
-        answer = re.sub(r"^(?:jax\.)?lax\.(\w+)(?:\(.*\))?$", r"\1", answer.strip())
-        answer = answer.replace(",", " ") if "=" in right else answer
-        answer = answer if "/" in right else SPELLINGS.get(_plain(answer), answer)
+        answer = re.sub(r" *= *", "=", answer.replace(",", " ")) if "=" in right else answer
+        answer = (
+            re.sub(
+                r",? *(\+) *|,\s+(?=\w(?:[/,\s]|$))",
+                lambda between: f" {between[1] or ''}",
+                answer.strip(" .[]'\""),
+            )
+            if "/" in right
+            else SPELLINGS.get(_plain(called := re.sub(_CALL, r"\1", answer.strip())), called)
+        )
         answer = (
             answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
         )
@@ -370,10 +419,10 @@ def _as_text(answer: Any, right: str) -> Any:
 def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
-    unit = re.sub(r"^[-+~≈\d,._/ ]*(e[-+]?\d+)? *", "", text.strip())
+    unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())
     number = text.strip().removesuffix(unit).strip(" ~≈")
-    if re.fullmatch(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d*)?", number):
-        number = re.sub("[, ]", "", number)
+    if re.fullmatch(r"[-+]?[1-9]\d{0,2}([,' \u202f]\d{3})+(\.\d*)?", number):
+        number = re.sub("[,' \u202f]", "", number)
     unit, sizes = (
         SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit),
         {"": 1, **exercise.sizes()},
@@ -381,7 +430,8 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     with contextlib.suppress(ValueError, ArithmeticError, KeyError):
         size = sizes[unit if unit in sizes else unit + "s"]
         given = float(Fraction(number) if "/" in number else number) * size
-        return right if size != 1 and same(given, right, 0.01) else given
+        stated = Fraction(given) if unit else given
+        return right if size != 1 and same(given, right, 0.01) else stated
     formula = r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
     if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
         devices = [exercise.given[name] for name in ("devices", "ranks") if name in exercise.given]
@@ -390,7 +440,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
             name: float(number) for name, number in names.items() if kind(number) == "a number"
         }
         # which end, where 9**9**9 would not
-        floats = re.sub(r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text)
+        floats = re.sub(r"(?<![\w.])(?<!\de[-+])\d+(?![\w.])", r"\g<0>.0", text)
         with contextlib.suppress(OverflowError):
             value = read_answer(floats, right, names)
             return value if kind(value) == "a number" else text
@@ -398,8 +448,12 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Write words small, blanks between them, and in the singular."""
-    return re.sub(r"(?<=\w\w)s\b", "", re.sub(r"[-_\s]+", " ", text.strip().lower()))
+    """Write words small, blanks between them, in the singular, and without what may stand around them."""
+    return re.sub(
+        r"^(?:(?:an?|the|their|by|in) )+|(?<=\w\w)s\b| ?wise$",
+        "",
+        re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.").lower()),
+    )
 
 
 def turned(seen: Any, right: Any) -> str:
@@ -442,8 +496,8 @@ def mismatch(seen: Any, right: Any) -> str:
         if seen.keys() != right.keys():
             yours = ", ".join(map(str, seen)) or "none"
             return f"The names asked for are {', '.join(map(str, right))}; yours are {yours}."
-        given = [name for name in right if seen[name] is not None and right[name] is not None]
-        pairs = [(seen[name], right[name]) for name in given]
+        pairs = [(seen[name], right[name]) for name in right]
+        pairs = [(a, b) for a, b in pairs if callable(b) or not (a is None or b is None)]
     elif kind(right) == "an array" and seen.shape != right.shape:
         return (
             f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
@@ -458,7 +512,7 @@ def _near(seen: Any, right: Any) -> str:
     if kind(seen) != "a number" or kind(right) != "a number" or not right:
         return ""
     error = abs(float(seen) / float(right) - 1)
-    return f" (off by {error:.0%})" if 0.005 < error < 0.1 else ""
+    return f" (off by {100 * error:.1g}%)" if error < 0.1 else ""
 
 
 def is_blank(answer: Any) -> bool:
