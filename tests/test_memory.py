@@ -20,6 +20,7 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
+from llmpar.predict.workload import POLICIES
 from llmpar.training.step import Step
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
@@ -63,6 +64,16 @@ def test_the_formula_on_gpus_that_it_was_not_made_for(target):
     assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
     assert statistics.median(map(abs, found.values())) <= 0.08
     assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.67 * len(found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("fields", [{"num_layers": 1}, {"zero": 1}, {"mesh": "pp=2", "microbatches": 2}])
+def test_no_policy_holds_less_than_the_last(fields, device):
+    fields = dict(fields)
+    config = dataclasses.replace(preset("llama2-7b"), num_layers=fields.pop("num_layers", 4))
+    plans = (Plan(remat=remat, **fields).resolve(config, device) for remat in POLICIES)
+    sizes = [memory.parts_bytes(plan, 8, 128)["total"] for plan in plans]
+    assert min(sizes) == sizes[-1], sizes
 
 
 def test_arguments_are_exact():

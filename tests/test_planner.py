@@ -46,9 +46,21 @@ def test_what_a_model_that_runs_is_offered_runs(name, mesh):
     assert offered and not {why_not_run(plan) for plan in offered} - {""}
 
 
+@pytest.mark.parametrize(
+    "name, devices, fixed",
+    [("llama3-8b", 16, {}), ("mixtral-8x7b", 8, {}), ("gemma-3-27b", 16, {"pp": 2})],
+)
+def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
+    q = question(name, devices, 4 * devices, 32_768, **fixed)
+    for mesh in planner.meshes(q):
+        for group in planner.grouped(q, mesh):
+            times = [one.time.step_s for one in planner.priced(q, group)]
+            assert all(group.least_s <= seconds * (1 + 1e-9) for seconds in times), (mesh, group.least_s)
+
+
 def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):
     q = small.question
-    assert small.num_priced > 100 and len(small.plans) == 8
+    assert small.num_priced > 30 and len(small.plans) == 8
     times = [one.time.step_s for one in small.plans]
     assert all(b > a * (1 - planner.SAME) for a, b in zip(times, times[1:], strict=False))
     for one in small.plans:

@@ -12,8 +12,8 @@ from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli.schedule import text_timeline
-from llmpar.plan.schedules import SCHEDULES, Op, from_text, make
-from llmpar.plan.timetable import slots, timetable
+from llmpar.plan.schedules import SCHEDULES, STEADY, Op, from_text, make
+from llmpar.plan.timetable import most_slots, slots, timetable
 from llmpar.predict.bubbles import closed_forms
 
 GRID = [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 32)]
@@ -377,9 +377,14 @@ def test_slots_are_as_few_as_what_is_alive():
         owed = (np.cumsum([{"F": 0, "B": 1, "W": -1}[op.kind] for op in row]) for row in table.schedule.rows)
         split = table.schedule.split_backward
         assert buffers.num_residual == [split * w.max() for w in owed], "from B to W"
-    small, large = (slots(timetable(make("1f1b", 4, m))) for m in (8, 64))
-    assert small.num_saved == large.num_saved == [4, 3, 2, 1]
-    assert small.num_messages == large.num_messages
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_orders_that_repeat_themselves_need_no_more_slots_for_more_microbatches(name):
+    for p, v in (2, 2), (3, 4), (4, 3):
+        many = make(name, p, 7 * p, v if "interleaved" in name else None)
+        table = slots(timetable(many))
+        assert most_slots(many) == tuple(map(max, (table.num_saved, table.num_residual, table.num_messages)))
 
 
 @pytest.mark.parametrize("array", ["saved", "read", "left", "residual", "keep"])

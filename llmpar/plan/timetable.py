@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import accumulate, chain, compress, cycle
 from typing import Any
 
+from llmpar.plan import schedules
 from llmpar.plan.places import Kinds, chunk_loops
 from llmpar.plan.schedules import OP_KINDS, Costs, Op, Schedule
 
@@ -395,6 +396,22 @@ def slots(table: Timetable) -> Slots:
         counts.append([1 + max(numbers, default=-1) for numbers in (saved, residual, letters)])
     num_saved, num_residual, num_messages = map(list, zip(*counts, strict=True))
     return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
+
+
+STEADY = 4
+"""Microbatches for each stage after which an order of `schedules.STEADY` repeats itself: its buffers are all
+in use by then (test_timetable)."""
+
+
+@functools.lru_cache(maxsize=512)
+def most_slots(schedule: Schedule) -> tuple[int, int, int]:
+    """Return the most slots of any stage for microbatches, for what W reads and for messages (`Slots`). Of
+    orders that repeat themselves, from as few microbatches as show it."""
+    p, m, chunks = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    if schedule.name in schedules.STEADY and m > STEADY * p and m % p == 0:
+        schedule = schedules.make(schedule.name, p, STEADY * p, chunks)
+    table = slots(timetable(schedule))
+    return max(table.num_saved), max(table.num_residual), max(table.num_messages)
 
 
 def branch_shares(schedule: Schedule | None, layers: Kinds) -> list[dict[str, Fraction] | None]:

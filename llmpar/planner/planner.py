@@ -1,7 +1,8 @@
 """Which plan for a model on a machine: enumerates, prices, checks, ranks, and explains why the others lost.
 
 Every mesh that divides the devices is priced with the variants that could win: ZeRO, microbatches, schedules.
-The closed form of `time` ranks thousands of them without recomputation. From the first one on,
+The closed form of `time` ranks them without recomputation, those that may be among the fastest
+(`least_seconds`). From the first one on,
 `Resolved.check` refuses what is not legal, and `memory` finds how much recomputation makes a plan fit: with
 that it takes its place in the rank again, and if it is still the first, its `traffic` is priced.
 """
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from llmpar.plan.backend import OF_JAX
 from llmpar.plan.checks import why_not_run, widths_cut_by_tp
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig
@@ -23,7 +25,7 @@ from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
-from llmpar.predict.time import Clock, Time, beside_flops, step_time
+from llmpar.predict.time import SEQUENCE_LINKS, Clock, Time, beside_flops, step_time
 
 FREE_SHARE = 0.08
 """Of the memory that JAX takes, what a plan must leave free: the formula of temporaries is an estimate, by
@@ -45,6 +47,8 @@ _PRICED = 12
 """Of the plans of a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
 _REJECTED = 12
 """Of the meshes on which nothing fits, and of those that do not divide the batch, how many are listed."""
+_MANY_CHUNKS = 4
+"""Of a stage of an interleaved pipeline, at most."""
 BAND = (0.2, 0.4, 0.6)
 """Shares of peak at which a step is estimated as well, until kernels were measured on its chip."""
 UNPRICED = Time(math.inf, {})
@@ -124,6 +128,12 @@ class Candidate:
     # by part: `memory.parts_bytes`
     memory_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     why_not: str = ""
+    # slower ones, left out unless it is refused
+    instead: list["Candidate"] = dataclasses.field(default_factory=list, compare=False)
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.plan.mesh
 
     @property
     def total_bytes(self) -> float:
@@ -281,7 +291,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"context_parallel": "usp"}]
         if any(block.window for _, block in q.config.blocks):  # its keys make fewer hops
             sequences += [{"sequence_order": "contiguous"}]
-    if given.get("attention_kernel") in ("cudnn", "xla"):  # no log of sums, which a ring needs
+    if given.get("attention_kernel") in OF_JAX:  # no log of sums, which a ring needs
         rings = "ring", "usp"
         sequences = [x for x in sequences if x.get("context_parallel", "ring") not in rings] or [{}]
     if strategy := given.get("context_parallel"):
@@ -290,7 +300,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
         ] or [{}]
     orders: list[Fields] = [{}]
     if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
-        many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]
+        many = [v for v in (2, _MANY_CHUNKS) if q.config.num_layers >= v * mesh.pp]
         orders = [
             {"schedule": "1f1b"},
             *({"schedule": "interleaved", "virtual_stages": v} for v in many),
@@ -306,52 +316,81 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             yield base | state | sequence | order | {"microbatches": m} | given
 
 
-def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
-    """Price the variants of a mesh, by the closed form of their time and without recomputation. Of those
-    whose weights and optimizer cannot be cut so, or alone are larger than the memory, one is kept: it will
-    say why. Gathered keys take more memory than a ring's, so they are kept only where they are faster than
-    the ring before them; where no pass of a layer is faster, no step is."""
-    candidates, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
-    clocks, slow = dict[tuple, Clock](), set[tuple]()
-    for fields in variants(q, mesh):
+@dataclasses.dataclass
+class Group:
+    """The variants of a mesh with one number of microbatches.
+
+    Attributes:
+        least_s: seconds that no variant beats.
+        cannot: by ZeRO stage and strategy along the sequence, whether the mesh's weights and optimizer
+            cannot be cut so, or alone are larger than the memory.
+    """
+
+    mesh: MeshShape
+    variants: list[Fields]
+    least_s: float
+    cannot: dict[tuple[int, str], bool]
+
+
+def grouped(q: Question, mesh: MeshShape) -> Iterator[Group]:
+    """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
+    cannot = dict[tuple[int, str], bool]()
+    for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
+        group = list(alike)
+        yield Group(mesh, group, least_seconds(q, group[0]), cannot)
+
+
+def least_seconds(q: Question, fields: Fields) -> float:
+    """Return seconds that no plan with these fields beats, whatever its schedule, its ZeRO stage and its
+    strategy along the sequence are: an even share of all layers, without what sp sends, and the bubble that
+    the most chunks leave."""
+    try:
+        run = q.run(Plan(**fields))
+    except ValueError:  # an order that is given does not suit this mesh
+        return 0.0
+    clock, p, counts = Clock(run, exact=False), run.mesh.pp, run.chunk_kinds
+    layers = 0.0
+    for i, kinds in enumerate(counts):
+        again = run.again * (i < len(counts) - 1)
+        for kind, times in enumerate(kinds):
+            passes = clock.layer(kind, again) if times else ()
+            sent = sum(one.terms.get(SEQUENCE_LINKS, 0.0) for one in passes)
+            layers += times * (sum(one.seconds for one in passes) - sent)
+    bubble = layers * (p - 1) / p / max(_MANY_CHUNKS, run.virtual_stages)
+    return layers * run.microbatches / p + bubble
+
+
+def priced(q: Question, group: Group) -> list[Candidate]:
+    """Price the variants of a group, by the closed form of their time and without recomputation. Of those
+    that cannot be (`Group.cannot`) one is kept: it will say why. Gathered keys take more memory than a
+    ring's, so where they are no faster than the ring before them they wait for it to be refused."""
+    candidates, cannot, clocks = list[Candidate](), group.cannot, dict[tuple, Clock]()
+    ring = Candidate(Plan(), UNPRICED)
+    for fields in group.variants:
         # what layers depend on here
-        alike = (
-            fields["microbatches"],
-            fields.get("context_parallel", "ring"),
-            fields.get("sequence_order", ""),
-        )
-        if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
-            continue
+        alike = fields.get("context_parallel", "ring"), fields.get("sequence_order", "")
         plan = Plan(**fields)
+        if cannot.get(cut := (plan.zero, plan.context_parallel)):
+            continue
         try:
             run = q.run(plan)
         except ValueError:  # an order that is given does not suit this mesh
             continue
         if alike not in clocks:
-            clock = clocks[alike] = Clock(run, exact=False)
-            if plan.context_parallel == "gather" and (
-                ring := clocks.get((plan.microbatches, "ring", ""))
-            ):
-                pairs = [
-                    pair
-                    for kind in range(len(run.blocks))
-                    for pair in zip(clock.layer(kind, 0.0), ring.layer(kind, 0.0), strict=True)
-                ]
-                if all(one.seconds >= other.seconds for one, other in pairs):
-                    slow.add(alike)
-                    continue
+            clocks[alike] = Clock(run, exact=False)
         one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
-        ring_s = one.time.step_s if plan.context_parallel == "ring" else ring_s
-        if plan.context_parallel == "gather" and one.time.step_s >= ring_s:
+        if plan.context_parallel == "gather" and one.time.step_s >= ring.time.step_s:
+            ring.instead.append(one)
             continue
+        ring = one if plan.context_parallel == "ring" else ring
         candidates.append(one)
-        if plan.zero not in cannot:
+        if cut not in cannot:
             try:
                 resolved = q.resolved(plan, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
-                cannot[plan.zero] = sum(given.values()) > q.capacity_bytes
+                cannot[cut] = sum(given.values()) > q.capacity_bytes
             except ValueError:  # `least_recompute` says why
-                cannot[plan.zero] = True
+                cannot[cut] = True
     return candidates
 
 
@@ -359,18 +398,20 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
     """Return the plan with the least recomputation, from its own on, with which its program fits."""
     policies = workload.POLICIES
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
+
+    def holding(remat: str) -> Candidate:
+        own: Fields = {"remat": remat}
+        parts = memory.parts_bytes(dataclasses.replace(runs, **own), q.batch_size, q.seq_len)
+        return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
+
     try:
         q.resolved(plan, None).check(q.batch_size, q.seq_len)
         runs = q.resolved(dataclasses.replace(plan, remat=later[-1]), q.platform)
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
-        for remat in later:
-            parts = memory.parts_bytes(
-                dataclasses.replace(runs, remat=remat), q.batch_size, q.seq_len
-            )
-            one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, parts)
-            if one.total_bytes <= q.capacity_bytes:
-                return one
+        one = holding(later[-1])  # the least that it can hold
+        if one.total_bytes <= q.capacity_bytes:
+            return next(x for x in map(holding, later) if x.total_bytes <= q.capacity_bytes)
     except ValueError as refusal:
         return Candidate(plan, UNPRICED, why_not=str(refusal))
     largest, size = max(one.parts.items(), key=lambda part: part[1])
@@ -396,7 +437,7 @@ def decide(q: Question, keep: int = 8) -> Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
     everything, impossible, failed = (
-        list[Candidate](),
+        list[Group](),
         list[dict[str, str]](),
         dict[MeshShape, Candidate](),
     )
@@ -407,9 +448,9 @@ def decide(q: Question, keep: int = 8) -> Answer:
             change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
             impossible.append({"mesh": str(mesh), "why": why, "change": change})
             continue
-        everything += priced(q, mesh)
+        everything += grouped(q, mesh)
     # what is checked does not depend on how much is shown
-    best = _best(q, everything, failed, max(keep, 8))
+    best, num_priced = _best(q, everything, failed, max(keep, 8))
     plans = ranked(best.values())[:keep]
     if not plans:
         raise ValueError(nowhere(q, failed))
@@ -417,7 +458,7 @@ def decide(q: Question, keep: int = 8) -> Answer:
     rejected = [
         {"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers
     ]
-    return Answer(q, plans, rejected + impossible[:_REJECTED], len(everything))
+    return Answer(q, plans, rejected + impossible[:_REJECTED], num_priced)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -448,7 +489,7 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
         dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes),
         dict[MeshShape, Candidate](),
     )
-    if best := _best(q, priced(q, mesh), failed, 1):
+    if best := _best(q, grouped(q, mesh), failed, 1)[0]:
         return best[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
@@ -467,26 +508,35 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
 
 
 def _best(
-    q: Question, everything: list[Candidate], failed: dict[MeshShape, Candidate], enough: int
-) -> dict[MeshShape, Candidate]:
-    """Return the fastest plan of each mesh that is among the fastest. ``failed`` gets the meshes of which no
-    plan fits, each with the one that takes the least memory."""
+    q: Question, everything: Iterable[Group], failed: dict[MeshShape, Candidate], enough: int
+) -> tuple[dict[MeshShape, Candidate], int]:
+    """Return the fastest plan of each mesh that is among the fastest, and how many plans were priced: those
+    of groups whose least time is among the fastest. ``failed`` gets the meshes of which no plan fits, each
+    with the one that takes the least memory."""
     best, checked, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
-    queue = [(one.time.step_s, next(number), one) for one in everything]
+    queue: list[tuple[float, int, Group | Candidate]] = []
+    queue += [(group.least_s, next(number), group) for group in everything]
     heapq.heapify(queue)
-    limit = math.inf
+    limit, num_priced = math.inf, 0
     while queue:
         step_s, _, one = heapq.heappop(queue)
-        mesh, remat = one.plan.mesh, one.plan.remat
         if limit * _NEAR <= step_s:
             for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
-                failed.pop(other.plan.mesh, None)
+                failed.pop(other.mesh, None)
             break
+        if isinstance(one, Group):
+            for candidate in priced(q, one):
+                heapq.heappush(queue, (candidate.time.step_s, next(number), candidate))
+                num_priced += 1
+            continue
+        mesh, remat = one.mesh, one.plan.remat
         if checked[mesh] == _PRICED or mesh in best and best[mesh].time.step_s * _NEAR <= step_s:
             continue
         if not one.memory_bytes:
-            one = least_recompute(q, one.plan)
+            instead, one = one.instead, least_recompute(q, one.plan)
             if one.why_not:
+                for other in () if one.memory_bytes else instead:
+                    heapq.heappush(queue, (other.time.step_s, next(number), other))
                 if mesh not in failed or one.total_bytes < failed[mesh].total_bytes:
                     failed[mesh] = one
                 continue
@@ -501,7 +551,7 @@ def _best(
             best[mesh] = one
             times = sorted(other.time.step_s for other in best.values())
             limit = times[enough - 1] if len(best) >= enough else math.inf
-    return best
+    return best, num_priced
 
 
 def _known(q: Question) -> None:

@@ -15,7 +15,7 @@ from llmpar.plan.places import chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
-from llmpar.plan.timetable import slots, timetable
+from llmpar.plan.timetable import most_slots
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 
 PART_NAMES = {
@@ -78,12 +78,16 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     ``params``, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and of
     one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and as ``reordered`` of those that a loop gathers along a dim that is not their first."""
+    few = min(plan.microbatches, 2)
+    if plan.pipeline:  # an order that a user wrote has its own number
+        few = plan.mesh.pp if plan.microbatches % plan.mesh.pp == 0 else plan.microbatches
     alike: dict[str, Any] = {
         "requested": None,
         "remat": "none",
         "context_parallel": "ring",
+        "sequence_order": "zigzag",
         "loss_chunks": 1,
-        "microbatches": plan.microbatches if plan.pipeline else min(plan.microbatches, 2),
+        "microbatches": few,
     }
     # the same for all that these fields decide
     return _weights_bytes(dataclasses.replace(plan, **alike))
@@ -267,10 +271,8 @@ def _staged_parts(
     lent = (order.parameter_copies - 1) * (
         weights[f"blocks {layout}"] + weights["blocks accumulated"]
     )
-    alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
-    num_saved, num_left, num_messages = map(
-        max, (alive.num_saved, alive.num_residual, alive.num_messages)
-    )
+    # what F and B left of microbatches on their way lies in slots
+    num_saved, num_left, num_messages = most_slots(order)
     parts = [
         (CONVERTED, 1, converted),
         ("all weights, gathered once", 1, whole),
