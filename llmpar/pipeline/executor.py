@@ -33,7 +33,6 @@ before the first tick for all of them (`Plan.gathers`). Where a schedule wants t
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -260,10 +260,14 @@ def _staged_parts(
     weights, one = weights_bytes(plan), _layers(plan)
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
-    # a branch keeps the weights of layers that not all chunks have
-    loops = chunk_loops(plan.config.layer_kinds, order.cells)
-    branches = sum(len(loop.kinds) * loop.times for loop in loops if not loop.always)
-    chunk += branches * _narrow(plan, weights["layer used"])
+    # a branch keeps the weights of layers that not all chunks have; on CPUs layers with experts do
+    every = plan.config.experts and plan.platform == "cpu"
+    num_kept = sum(
+        len(loop.kinds) * loop.times
+        for loop in chunk_loops(plan.config.layer_kinds, order.cells)
+        if every or not loop.always
+    )
+    chunk += num_kept * weights["layer used"] * ITEMSIZE[plan.dtype] // FLOAT32
     running = weights["blocks unreduced"] // order.visits + work
     saved = stream if repeats else chunk
     layout = "used" if plan.gathers == "step" else "stored"
