@@ -47,8 +47,7 @@ def test_what_a_model_that_runs_is_offered_runs(name, mesh):
 
 
 @pytest.mark.parametrize(
-    "name, devices, fixed",
-    [("llama3-8b", 16, {}), ("mixtral-8x7b", 8, {}), ("gemma-3-27b", 16, {"pp": 2})],
+    "name, devices, fixed", [("llama3-8b", 16, {}), ("mixtral-8x7b", 8, {}), ("gemma-3-27b", 16, {"pp": 2})]
 )
 def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
     q = question(name, devices, 4 * devices, 32_768, **fixed)
