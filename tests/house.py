@@ -31,7 +31,7 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, names of models,
 plans for serving."""
 BUDGETS = {
-    "plan": 2_591,
+    "plan": 2_590,
     "parallel": 945,
     "kernels": 520,
     "model": 953,
@@ -50,8 +50,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_338,
-    "statements": 24_333,
+    "statements of the compact package": 6_337,
+    "statements": 24_332,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

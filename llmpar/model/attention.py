@@ -41,6 +41,7 @@ from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.flash import KV, Q
 from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
+from llmpar.plan.backend import OF_JAX
 from llmpar.plan.sequence_order import CAUSAL, FEW_TILES, Mask, ring_hops, seen_tiles, tile_length
 
 Out = Float[Array, "b s k r w"]
@@ -82,7 +83,7 @@ class _Ids(TypedDict, total=False):
 def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     """Return the plan's attention, a function of q, k, v, the `_Ids` in their order, and sinks, if any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
-    if kernel in ("cudnn", "xla"):
+    if kernel in OF_JAX:
         run: Callable = partial(
             by_kernel, kernel=kernel, contiguous=plan.in_order, whole=plan.documents == "whole"
         )
@@ -189,8 +190,7 @@ def attend_tile(
 ) -> tuple[OutTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A query that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
-    scores = capped(scores, cap)
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], capped(scores, cap), -jnp.inf)
     top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)

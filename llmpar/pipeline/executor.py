@@ -33,7 +33,6 @@ before the first tick for all of them (`Plan.gathers`). Where a schedule wants t
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +94,7 @@ def _run_two_copies(
 def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
     """Add loss, counts and gradients of a batch to ``sums``: scan the ticks."""
     assert (schedule := par.plan.pipeline)
-    table, kept = _table(schedule, config), slots(timetable(schedule))
+    table, alive = _table(schedule, config), slots(timetable(schedule))
     if par.plan.gathers == "step":
         params = jax.tree.map(par.gather, params, weight_dims(config))
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
@@ -116,16 +115,16 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     parts, saved, residual = programs(
         jax.eval_shape(lambda x: stage(at(x, 0)), cells), stream, sums
     )
-    state = {
-        "sums": sums,
-        "blocks": {"blocks": jax.tree.map(in_chunks, blocks)},
-        # as many slots as the largest stage has: every stage runs one program
-        "saved": zeros_like(saved, max(kept.num_saved)),
-        "residual": zeros_like(residual, max(kept.num_residual)),
+    sums = {"shared": sums, "blocks": {"blocks": jax.tree.map(in_chunks, blocks)}}
+    # as many slots as the largest stage has: every stage runs one program
+    kept = {
+        "saved": zeros_like(saved, max(alive.num_saved)),
+        "residual": zeros_like(residual, max(alive.num_residual)),
+        "nothing": [],
     }
-    messages = zeros_like(stream, max(kept.num_messages) + 1)
-    (state, _), _ = lax.scan(_Executor(table, stage, parts).tick, (state, messages), (cells, sent))
-    return state["sums"] | jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["blocks"])
+    carry = sums, kept, zeros_like(stream, max(alive.num_messages) + 1)
+    (sums, *_), _ = lax.scan(_Executor(table, stage, parts).tick, carry, (cells, sent))
+    return sums["shared"] | jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), sums["blocks"])
 
 
 def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -155,20 +154,29 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class _Executor:
-    """What a device does in a tick. ``stage`` gives the inputs of a cell."""
+    """What a device does in a tick. ``stage`` gives the inputs of a cell. A cell takes the sums, what its own
+    slot has and the message, and returns them as it leaves them."""
 
     table: dict[str, np.ndarray]
     stage: Callable[[Tree], Stage]
     programs: dict[str, Callable]
 
-    def tick(self, carry: tuple[Tree, Array], instruction: tuple[Tree, Tree]) -> tuple[Any, None]:
-        """Run one cell on every stage, then send the messages. A branch per kind: XLA updates the state of a
-        conditional with two branches in place, but copies it all through a `lax.switch` with more."""
-        (state, messages), (now, is_sent) = carry, instruction
+    def tick(self, carry: tuple, instruction: tuple[Tree, Tree]) -> tuple[tuple, None]:
+        """Run one cell on every stage, then send the messages. A branch per kind: XLA copies all state
+        through a `lax.switch` with more than two. A branch reads slots, and returns what its own slot has
+        then: in a branch that updates slots, XLA copies them all."""
+        (sums, kept, messages), (now, is_sent) = carry, instruction
         y = at(messages, now["read"])
-        runs = {"F": self.forward, "B": self.backward, "W": self.weights}
+        cells = {
+            "F": (self.forward, "saved"),
+            "B": (self.backward, "residual"),
+            "W": (self.weights, "nothing"),
+        }
         for kind in self.programs:
-            state, y = when(kind, now["kind"] == OP_KINDS.index(kind), runs[kind], (state, y), now)
+            run, fills = cells[kind]
+            state = sums, at(kept[fills], now.get(fills)), y
+            sums, new, y = when(kind, now["kind"] == OP_KINDS.index(kind), run, state, kept, now)
+            kept = kept | {fills: put(kept[fills], now.get(fills), new)}
         for name, slot in {
             "right": "left",
             "left": "right",
@@ -177,7 +185,7 @@ class _Executor:
                 messages = put(messages, now[slot], self.send(y, name, is_sent[name]))
         if (self.table["keep"] >= 0).any():
             messages = put(messages, now["keep"], y)
-        return (state, messages), None
+        return (sums, kept, messages), None
 
     def send(self, y: Stream, name: str, is_sent: Array) -> Stream:
         """Return what comes from the neighbour, in ticks in which a stage sends in this direction."""
@@ -188,32 +196,29 @@ class _Executor:
         with scope(f"stream b s d -> the {'next' if step == 1 else 'previous'} stage"):
             return when(name, is_sent, lambda y: lax.ppermute(y, "pp", pairs), y)
 
-    def forward(self, carry: tuple[Tree, Stream], now: Tree) -> tuple[Tree, Stream]:
+    def forward(self, state: tuple, kept: Tree, now: Tree) -> tuple:
         """F: the message, or the embedded tokens, through the chunk."""
-        state, x = carry
-        stage = self.stage(now)
+        (sums, _, x), stage = state, self.stage(now)
         x = when("enters", stage.first, lambda x: embed(stage), x)
         y, saved = self.programs["F"](stage, x)
-        return state | {"saved": put(state["saved"], now["saved"], saved)}, y
+        return sums, saved, y
 
-    def backward(self, carry: tuple[Tree, Stream], now: Tree) -> tuple[Tree, Stream]:
+    def backward(self, state: tuple, kept: Tree, now: Tree) -> tuple:
         """B: the gradient of the chunk's input, and of its weights if there is no W."""
-        state, dy = carry
-        saved = at(state["saved"], now["saved"])
-        (dx, sums), rest = self.programs["B"](self.stage(now), saved, dy, state["sums"])
-        state |= {"sums": sums}
-        if "W" not in self.programs:
-            return self.add_blocks(state, rest, now), dx
-        return state | {"residual": put(state["residual"], now["residual"], rest)}, dx
+        (sums, new, dy), saved = state, at(kept["saved"], now["saved"])
+        (dx, shared), rest = self.programs["B"](self.stage(now), saved, dy, sums["shared"])
+        sums = sums | {"shared": shared}
+        is_split = "W" in self.programs
+        return (sums, rest, dx) if is_split else (self.add_blocks(sums, rest, now), new, dx)
 
-    def weights(self, carry: tuple[Tree, Stream], now: Tree) -> tuple[Tree, Stream]:
+    def weights(self, state: tuple, kept: Tree, now: Tree) -> tuple:
         """W: the gradients of the chunk's weights. It sends nothing."""
-        (state, x), stage = carry, self.stage(now)
+        (sums, new, x), stage = state, self.stage(now)
         names = ("residual",) if stage.par.plan.stage_saves == "input" else ("saved", "residual")
-        kept = [at(state[name], now[name]) for name in names]
-        return self.add_blocks(state, self.programs["W"](stage, *kept), now), x
+        read = [at(kept[name], now[name]) for name in names]
+        return self.add_blocks(sums, self.programs["W"](stage, *read), now), new, x
 
-    def add_blocks(self, state: Tree, grads: Tree, now: Tree) -> Tree:
-        """Return the state with the gradients of one chunk's blocks added."""
-        sums = add(self.stage(now), at(state["blocks"], now["chunk"]), grads)
-        return state | {"blocks": put(state["blocks"], now["chunk"], sums)}
+    def add_blocks(self, sums: Tree, grads: Tree, now: Tree) -> Tree:
+        """Return the sums with the gradients of one chunk's blocks added."""
+        chunk = add(self.stage(now), at(sums["blocks"], now["chunk"]), grads)
+        return sums | {"blocks": put(sums["blocks"], now["chunk"], chunk)}

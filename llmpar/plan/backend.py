@@ -11,6 +11,7 @@ SUITS = {
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
 }
 """What a platform can do in reasonable time; first what ``auto`` means."""
+OF_JAX = "cudnn", "xla"  # JAX's own attention: no log of sums in float32 to merge by, as rings do
 AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn")
 """NVIDIA's compute capability since which XLA has Triton, and what needs it. (So does JAX's own attention:
 older GPUs lack the products of 16 bits that it asks for.)"""

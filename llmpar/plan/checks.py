@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from llmpar.plan.backend import fits_cudnn
+from llmpar.plan.backend import OF_JAX, fits_cudnn
 from llmpar.plan.layout import SCALED
 from llmpar.plan.mesh_shape import divisors
 from llmpar.plan.schedules import SCHEDULES
@@ -193,7 +193,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
             "chooses its own blocks; leave attention_block out",
         ),
         (
-            kernel in ("cudnn", "xla") and plan.regions["keys"].get("s"),
+            kernel in OF_JAX and plan.regions["keys"].get("s"),
             "gives no log of sums in float32 to merge by, which a ring needs;"
             " use context_parallel='ulysses' or 'gather'",
         ),
@@ -208,8 +208,10 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
             "has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'",
         ),
     ]
-    sentence = f"attention_kernel='{kernel}' {{}}, or attention_kernel='portable'"
-    return [(holds, sentence.format(why)) for holds, why in rows]
+    return [
+        (holds, f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
+        for holds, why in rows
+    ]
 
 
 def why_not_run(plan: Any) -> str:
@@ -240,27 +242,26 @@ def kernels_refused(config: Any) -> dict[str, str]:
     """Return the kernels of attention that cannot do what a layer of a model needs, with the reason."""
     blocks = [block for _, block in config.blocks if block.mixer == "attention"]
     narrow = lambda block: block.value_width != block.head_width
-    of_jax, ours = ("cudnn", "xla"), ("flash",)
     rules: list[tuple[Any, tuple[str, ...], str]] = [
         (
             lambda block: "attention.sinks" in block.block_weights(),
-            of_jax,
+            OF_JAX,
             "gives no log of sums, which sinks need; use 'flash'",
         ),
         (
             lambda block: block.variant.chunked,
-            of_jax,
+            OF_JAX,
             "sees keys in windows, not in chunks (attention_chunk_size); use 'flash'",
         ),
-        (narrow, of_jax, "needs values as wide as keys; use 'flash'"),
+        (narrow, OF_JAX, "needs values as wide as keys; use 'flash'"),
         (
             lambda block: block.value_width > block.head_width,
-            ours,
+            ("flash",),
             "needs values as wide as keys or narrower",
         ),
         (
             lambda block: block.variant.score_cap,
-            (*ours, *of_jax),
+            ("flash", *OF_JAX),
             "does not cap scores (attn_logit_softcapping)",
         ),
     ]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from llmpar.plan.backend import OF_JAX
 from llmpar.plan.checks import why_not_run, widths_cut_by_tp
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig
@@ -127,6 +128,8 @@ class Candidate:
     # by part: `memory.parts_bytes`
     memory_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     why_not: str = ""
+    # slower ones, left out unless it is refused
+    instead: list["Candidate"] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def mesh(self) -> MeshShape:
@@ -270,8 +273,6 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
     latent = q.config.runs and any(block.shares_cache for _, block in q.config.blocks)
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
         base |= {"tp_sequence": True, "tp_comm_overlap": not latent}
-    if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
-        base["loss_chunks"] = 8
     states: list[Fields] = [{}]
     if mesh.fsdp * mesh.ep * mesh.sp > 1:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
@@ -288,7 +289,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"context_parallel": "usp"}]
         if any(block.window for _, block in q.config.blocks):  # its keys make fewer hops
             sequences += [{"sequence_order": "contiguous"}]
-    if given.get("attention_kernel") in ("cudnn", "xla"):  # no log of sums, which a ring needs
+    if given.get("attention_kernel") in OF_JAX:  # no log of sums, which a ring needs
         rings = "ring", "usp"
         sequences = [x for x in sequences if x.get("context_parallel", "ring") not in rings] or [{}]
     if strategy := given.get("context_parallel"):
@@ -319,19 +320,19 @@ class VariantGroup:
 
     Attributes:
         least_s: seconds that no variant beats.
-        cannot: by ZeRO stage, whether the mesh's weights and optimizer cannot be cut so, or alone are
-            larger than the memory.
+        cannot: by ZeRO stage and strategy along the sequence, whether the mesh's weights and optimizer
+            cannot be cut so, or alone are larger than the memory.
     """
 
     mesh: MeshShape
     variants: list[Fields]
     least_s: float
-    cannot: dict[int, bool]
+    cannot: dict[tuple[int, str], bool]
 
 
 def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
     """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
-    cannot = dict[int, bool]()
+    cannot = dict[tuple[int, str], bool]()
     for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
         group = list(alike)
         yield VariantGroup(mesh, group, least_seconds(q, group[0]), cannot)
@@ -360,53 +361,47 @@ def least_seconds(q: Question, fields: Fields) -> float:
 def priced(q: Question, group: VariantGroup) -> list[Candidate]:
     """Price the variants of a group, by the closed form of their time and without recomputation. Of those
     that cannot be (`VariantGroup.cannot`) one is kept: it will say why. Gathered keys take more memory than a
-    ring's, so they are kept only where they are faster than the ring before them; where no pass of a layer
-    is faster, no step is."""
-    candidates, cannot, ring_s = list[Candidate](), group.cannot, math.inf
-    clocks, slow = dict[tuple, Clock](), set[tuple]()
+    ring's, so where they are no faster than the ring before them they wait for it to be refused."""
+    candidates, cannot, clocks = list[Candidate](), group.cannot, dict[tuple, Clock]()
     for fields in group.variants:
         # what layers depend on here
         alike = fields.get("context_parallel", "ring"), fields.get("sequence_order", "")
-        if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
-            continue
         plan = Plan(**fields)
+        if cannot.get(cut := (plan.zero, plan.context_parallel)):
+            continue
         try:
             run = q.run(plan)
         except ValueError:  # an order that is given does not suit this mesh
             continue
         if alike not in clocks:
-            clock = clocks[alike] = Clock(run, exact=False)
-            if plan.context_parallel == "gather" and (ring := clocks.get(("ring", ""))):
-                pairs = [
-                    pair
-                    for kind in range(len(run.blocks))
-                    for pair in zip(clock.layer(kind, 0.0), ring.layer(kind, 0.0), strict=True)
-                ]
-                if all(one.seconds >= other.seconds for one, other in pairs):
-                    slow.add(alike)
-                    continue
+            clocks[alike] = Clock(run, exact=False)
         one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
-        ring_s = one.time.step_s if plan.context_parallel == "ring" else ring_s
-        if plan.context_parallel == "gather" and one.time.step_s >= ring_s:
+        rings = (x for x in reversed(candidates) if x.plan.context_parallel == "ring")
+        ring = next(rings, None) if plan.context_parallel == "gather" else None
+        if ring and one.time.step_s >= ring.time.step_s:
+            ring.instead.append(one)
             continue
         candidates.append(one)
-        if plan.zero not in cannot:
+        if cut not in cannot:
             try:
                 resolved = q.resolved(plan, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
-                cannot[plan.zero] = sum(given.values()) > q.capacity_bytes
+                cannot[cut] = sum(given.values()) > q.capacity_bytes
             except ValueError:  # `least_recompute` says why
-                cannot[plan.zero] = True
+                cannot[cut] = True
     return candidates
 
 
 def least_recompute(q: Question, plan: Plan) -> Candidate:
-    """Return the plan with the least recomputation, from its own on, with which its program fits."""
-    policies = workload.POLICIES
+    """Return the plan with the least recomputation, from its own on, with which its program fits: of a layer
+    first, then of the loss, whose pieces are computed again."""
+    policies, num_pieces = workload.POLICIES, [plan.loss_chunks]
+    if "loss_chunks" not in q.fixed and q.seq_len // plan.mesh.sp % 8 == 0:
+        num_pieces = [1, 8]
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
 
-    def holding(remat: str) -> Candidate:
-        own: Fields = {"remat": remat}
+    def holding(remat: str, pieces: int) -> Candidate:
+        own: Fields = {"remat": remat, "loss_chunks": pieces}
         parts = memory.parts_bytes(dataclasses.replace(runs, **own), q.batch_size, q.seq_len)
         return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
 
@@ -415,9 +410,13 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
         runs = q.resolved(dataclasses.replace(plan, remat=later[-1]), q.platform)
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
-        one = holding(later[-1])  # the least that it can hold
+        one = min((holding(later[-1], n) for n in num_pieces), key=lambda x: x.total_bytes)
         if one.total_bytes <= q.capacity_bytes:
-            return next(x for x in map(holding, later) if x.total_bytes <= q.capacity_bytes)
+            return next(
+                x
+                for x in itertools.starmap(holding, itertools.product(later, num_pieces))
+                if x.total_bytes <= q.capacity_bytes
+            )
     except ValueError as refusal:
         return Candidate(plan, UNPRICED, why_not=str(refusal))
     largest, size = max(one.parts.items(), key=lambda part: part[1])
@@ -503,8 +502,7 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
         # of those whose weights and moments are too large, one was tried
         fields = list(variants(q, mesh))
-        counts = {one["microbatches"] for one in fields}
-        ends = min(counts), max(counts)
+        ends = {end(one["microbatches"] for one in fields) for end in (min, max)}
         tried += [least_recompute(q, Plan(**one)) for one in fields if one["microbatches"] in ends]
     one = min(tried, key=lambda one: one.total_bytes)
     if not one.memory_bytes:  # whatever it would hold, these devices do not run it
@@ -535,16 +533,18 @@ def _best(
                 heapq.heappush(queue, (candidate.time.step_s, next(number), candidate))
                 num_priced += 1
             continue
-        mesh, remat = one.mesh, one.plan.remat
+        mesh, plan = one.mesh, one.plan
         if checked[mesh] == _PRICED or mesh in best and best[mesh].time.step_s * _NEAR <= step_s:
             continue
         if not one.memory_bytes:
-            one = least_recompute(q, one.plan)
+            instead, one = one.instead, least_recompute(q, one.plan)
             if one.why_not:
+                for other in () if one.memory_bytes else instead:
+                    heapq.heappush(queue, (other.time.step_s, next(number), other))
                 if mesh not in failed or one.total_bytes < failed[mesh].total_bytes:
                     failed[mesh] = one
                 continue
-            if one.plan.remat != remat:  # slower than its closed form without recomputation
+            if one.plan != plan:  # slower than its closed form without recomputation
                 one.time = step_time(q.run(one.plan), simulate=False)
                 heapq.heappush(queue, (one.time.step_s, next(number), one))
                 continue
@@ -599,19 +599,25 @@ def rescue(q: Question, one: Candidate) -> str:
     not legal."""
     if not one.memory_bytes:
         return ""
-    if fit := first_fit(q, one.plan, single_changes(q, one.plan)):
+    changes = single_changes(q, one.plan)
+    if fit := first_fit(q, one.plan, changes):
         ((name, value),), total = fit[0].items(), fit[1]
         return f"{name}={value} would hold {total / GIB:.1f} GiB"
-    return f"no single field: it wants {one.total_bytes / q.capacity_bytes:.1f} times the memory"
+    alone = ", ".join({name: 0 for change in changes for name in change})
+    return (
+        f"none of {alone} alone: it wants {one.total_bytes / q.capacity_bytes:.1f} times the memory"
+    )
 
 
 def single_changes(q: Question, plan: Plan) -> list[Fields]:
     """List fields with which a plan takes less memory, each by itself."""
     rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
     fields: Fields = {"remat": "block", "loss_chunks": 8, "zero": 3, "reshard_after_forward": True}
-    if more := [m for m in divisors(rows) if m > plan.microbatches]:
-        fields["microbatches"] = more[0]
-    return [{name: value} for name, value in (fields | {"tp_sequence": True}).items()]
+    fields |= {"tp_sequence": True, "stage_saves": "input", "schedule": "1f1b", "ffn_chunks": 8}
+    return [
+        *({name: value} for name, value in fields.items()),
+        *({"microbatches": m} for m in divisors(rows) if m > plan.microbatches),
+    ]
 
 
 def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, float] | None:
@@ -672,10 +678,11 @@ def smallest_fits(q: Question) -> bool:
     for mesh in meshes(q):
         rows, rest = divmod(q.batch_size, mesh.fsdp * mesh.ep)
         if mesh.dp == 1 and not rest:
-            fields = next(variants(q, mesh), None)  # none: too few rows to fill a pipeline
-            more = {"microbatches": rows, "remat": "block"}
-            if fields and not least_recompute(q, Plan(**fields | more)).why_not:
-                return True
+            # none where there are too few rows to fill a pipeline
+            for fields in itertools.islice(variants(q, mesh), 1):
+                fields |= {"microbatches": rows, "remat": "block"}
+                if not least_recompute(q, Plan(**fields)).why_not:
+                    return True
     return False
 
 

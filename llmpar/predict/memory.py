@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dims
+from llmpar.plan.places import chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
@@ -273,15 +274,19 @@ def _staged_parts(
     plan: Resolved, order: Schedule, moment: _Moment, in_slots: _Block
 ) -> list[tuple[str, int, int]]:
     """List the parts of `temp_parts` of a pipeline, which differentiates one chunk at a time."""
-    weights, one, config = weights_bytes(plan), _layers(plan), plan.config
+    weights, one = weights_bytes(plan), _layers(plan)
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
-    blocks = zip(plan.places, config.blocks, strict=True)
-    routed = sum(count * block.routed_params for count, (_, block) in blocks) // sum(plan.places)
-    of_a_layer = routed * ITEMSIZE[plan.dtype]  # experts' weights are among the residuals
-    chunk += one * of_a_layer // (plan.mesh.ep * plan.mesh.tp)
+    # a branch keeps the weights of layers that not all chunks have; on CPUs layers with experts do
+    every = plan.config.experts and plan.platform == "cpu"
+    num_kept = sum(
+        len(loop.kinds) * loop.times
+        for loop in chunk_loops(plan.config.layer_kinds, order.cells)
+        if every or not loop.always
+    )
+    chunk += num_kept * weights["layer used"] * ITEMSIZE[plan.dtype] // FLOAT32
     running = weights["blocks unreduced"] // order.visits + work
-    saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
+    saved = stream if repeats else chunk
     layout = "used" if plan.gathers == "step" else "stored"
     whole = _narrow(plan, weights["used"]) * (layout == "used")
     lent = (order.parameter_copies - 1) * (
@@ -289,19 +294,16 @@ def _staged_parts(
     )
     # what F and B left of microbatches on their way lies in slots
     num_saved, num_left, num_messages = most_slots(order)
-    left = num_left * one * crossing
     parts = [
         (CONVERTED, 1, converted),
         ("all weights, gathered once", 1, whole),
         ("weights and gradients of the other way", 1, lent),
         (SUM, 1, weights["accumulated"]),
-        ("what a stage keeps of a microbatch on its way", num_saved, saved),
+        # and the one that a branch works with
+        ("what a stage keeps of a microbatch on its way", num_saved + (not repeats), saved),
         ("a message between stages, and the one in work", num_messages + 1, stream),
-        ("what weights' gradients wait for", 1, left),
+        ("what weights' gradients wait for", num_left, one * crossing),
     ]
-    busy = one * sum(kept.values()) * repeats + max(loss, running)
-    if left > busy and plan.platform != "cpu":  # a branch that updates many slots copies them
-        return [*parts, ("a copy of that", 1, left)]
     parts += [(f"{KEPT}: {what}", one, size) for what, size in kept.items() if repeats]
     return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
 
@@ -394,10 +396,14 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     attends, leaves, enters, falls = (
         bool(trained & {*group}) for group in ("qkv", "o", ("gate", "up"), ("down",))
     )
+    # Where F saved what a layer computes, W reads the inputs of matmuls from that, but of experts.
+    again, rows = plan.stage_saves == "input", ffn
+    if config.experts and plan.pipeline:
+        rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
     crossing = (
-        len(trained & {"gate", "up", "down"}) * ffn
-        + 2 * (attends + enters + leaves + falls) * whole
-        + len(trained & {"q", "o"}) * queries
+        (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
+        + (1 + again) * (attends + enters + leaves + falls) * whole
+        + len(trained & {"q", "o"} if again else trained & {"q"}) * queries
         + len(trained & {"k", "v"}) * keys
     )
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
@@ -419,13 +425,14 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         if config.experts
         else (5 + falls) * ffn
     )
+    normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward
     kept = {
         "feed-forward": inner * keeps,
         "norms in float32": norms,
         "stream": 2 * stream + (attends + enters) * whole,
-        "queries and attention's result": (2 + leaves) * queries,
-        "keys and values": 2 * (keys + gathered),
+        "queries and attention's result": (2 + leaves + normed) * queries,
+        "keys and values": 2 * (keys + gathered) + normed * keys,
         "attention's softmax": squares,
     }
     # Of matmuls and of attention.
