@@ -123,7 +123,7 @@ def test_a_strategy_waits_for_a_faster_one_that_is_refused_and_takes_its_place()
         assert best.time.step_s <= planner.on_mesh(q, mesh).time.step_s
     own = {"attention_kernel": "cudnn", "documents": "whole", "dtype": "bfloat16", "microbatches": 4}
     q = question(devices=64, **own)
-    group = planner.Group(mesh := parse_mesh("sp=4 fsdp=16"), [], 0.0, {})
+    group = planner.VariantGroup(mesh := parse_mesh("sp=4 fsdp=16"), [], 0.0, {})
     group.variants += [{"mesh": mesh, "context_parallel": x} | own for x in ("ring", "gather")]
     (ring,) = planner.priced(q, group)
     assert [x.plan.context_parallel for x in ring.instead] == ["gather"], "slower, so it waits"
