@@ -26,6 +26,7 @@ BESIDE = {
     "plan.running",
     "plan.presets",
     "plan.serving",
+    "plan.timetable",
     "plan.torch_orders",
 }
 """Files of these folders that no strategy needs: formats and services of others, names of models,

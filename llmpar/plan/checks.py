@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from llmpar.plan.backend import fits_cudnn
+from llmpar.plan.lockstep import lockstep
 from llmpar.plan.mesh_shape import divisors
-from llmpar.plan.timetable import timetable
 
 MAX_MASK_BYTES = 64 << 20
 """A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
@@ -316,7 +316,7 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
     """What the executor cannot run. Simulating the order proves it legal, or names the deadlock."""
     if (order := plan.pipeline) is None:
         return []
-    timetable(order)
+    lockstep(order)
     name, pp, layers = f"schedule '{order.name}'", plan.mesh.pp, plan.config.num_layers
     p, m, cells = order.num_stages, order.num_microbatches, order.cells
     no_pp = lambda field, value: (

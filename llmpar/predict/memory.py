@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
-from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 
 PART_NAMES = {
@@ -266,7 +266,7 @@ def _staged_parts(
     lent = (order.parameter_copies - 1) * (
         weights[f"blocks {layout}"] + weights["blocks accumulated"]
     )
-    alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
+    alive = slots(lockstep(order))  # what F and B left of microbatches on their way lies in slots
     num_saved, num_left, num_messages = map(
         max, (alive.num_saved, alive.num_residual, alive.num_messages)
     )

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from llmpar.plan import places
 from llmpar.plan.layout import TRANSPOSES, Arrow
+from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving
-from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import visited_share, whole_ring_bytes
 
 FLOAT32 = 4
@@ -618,7 +618,7 @@ def _states(values: Values, state_size: int, run: Runs) -> None:
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
     """Add what goes to the next stage of a pipeline, activations, and to the previous one, gradients."""
-    send = slots(timetable(schedule)).send
+    send = slots(lockstep(schedule)).send
     size = values.itemsize * values.local_size("stream b s d", values.b, values.s, config.width)
     for direction, arrow in {1: NEXT_STAGE, -1: PREVIOUS_STAGE}.items():
         of = Transfer("activations and their gradients", arrow, STAGE_LINKS)
