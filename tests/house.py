@@ -19,6 +19,7 @@ BESIDE = {
     "training.hugging_face",
     "training.trackers",
     "training.chat",
+    "training.text_files",
     "training.apart",
     "training.token_files",
     "plan.config_json",

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar.training import data
+from llmpar.training import text_files
 from llmpar.training.balance import row_orders
 from llmpar.training.data import (
     Batches,
@@ -256,11 +256,11 @@ def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_package
         os, "walk", lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top))
     )
     names = ["a.py", "b.py", "json/__init__.py", "json/tool.py"]
-    assert data.library_files(str(root)) == [str(root / n) for n in names]
+    assert text_files.library_files(str(root)) == [str(root / n) for n in names]
     beside = write(tmp_path / "LICENSE", "the licence")
-    assert data.library_files(str(root))[0] == beside
+    assert text_files.library_files(str(root))[0] == beside
     inside = write(root / "LICENSE.txt", "the licence")
-    assert data.library_files(str(root)) == [inside] + [str(root / n) for n in names]
+    assert text_files.library_files(str(root)) == [inside] + [str(root / n) for n in names]
 
 
 def test_a_python_without_sources_says_so_and_uses_its_licence(tmp_path, monkeypatch):
@@ -277,13 +277,13 @@ def test_globs_recurse_and_take_no_file_twice(tmp_path, monkeypatch):
     for name in ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.md", "odd[1].txt"):
         write(tmp_path / name, name)
     monkeypatch.chdir(tmp_path)
-    found = data.find_files(("deep/**/*.txt", "**/*.txt", "b.txt"))
+    found = text_files.find_files(("deep/**/*.txt", "**/*.txt", "b.txt"))
     assert found == ["deep/er/c.txt", "a.txt", "b.txt", "odd[1].txt"]
-    assert data.find_files(("odd[1].txt",)) == ["odd[1].txt"]
-    assert data.find_files(("deep/*",)) == ["deep/d.md"]  # a folder that a glob matches is passed over
+    assert text_files.find_files(("odd[1].txt",)) == ["odd[1].txt"]
+    assert text_files.find_files(("deep/*",)) == ["deep/d.md"]  # a folder that a glob matches is passed over
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    assert data.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
+    assert text_files.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
     assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == [
         "a.txt",
         "b.txt",
@@ -352,7 +352,7 @@ def written(rng):
             messages *= int(rng.integers(1, 3))
             lines.append({"messages": [{"role": role, "content": content} for role, content in messages]})
         else:
-            lines.append({"prompt": one, str(rng.choice(data.ANSWERS)): two})
+            lines.append({"prompt": one, str(rng.choice(text_files.ANSWERS)): two})
         told = [(256, False)]
         for role, content in messages:
             told += [(b, False) for b in f"{role}\n".encode()]
