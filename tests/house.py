@@ -19,6 +19,7 @@ BESIDE = {
     "training.hugging_face",
     "training.trackers",
     "training.chat",
+    "training.folder_lock",
     "training.text_files",
     "training.apart",
     "training.token_files",
