@@ -26,7 +26,7 @@ A training step needs one number, and the methods of `Llama` lead to it in this 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,7 +42,8 @@ from llmpar.model.lora import adapt, used_weights
 from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
-from llmpar.parallel.modes import PROJECTED, STREAM, Solo
+from llmpar.parallel.modes import Solo
+from llmpar.parallel.remat import PROJECTED, STREAM
 from llmpar.plan.model_config import LLAMA, ModelConfig, Variant, Weight
 from llmpar.plan.places import LayerLoop
 
@@ -60,23 +61,22 @@ Aux = dict[str, Array] | None
 Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
-def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
-    """Make a weight with its initial values; the parameter has its region and dims."""
-    weight = weights[path]
-    value = jnp.full(weight.shape, weight.fill)
-    if weight.std:
-        value = weight.std * jax.random.normal(rngs.params(), weight.shape)
-    return nnx.Param(value, dims=weight.dims)
-
-
-Make = Callable[[str], nnx.Param]
-"""Start the weight with a path (`ModelConfig.block_weights`)."""
+Params = dict[str, nnx.Param]
+"""The parameters of a block by their paths in it (`ModelConfig.block_weights`): those that the model has."""
 MATRICES = "gate", "up", "down"
 """The matrices of a feed-forward."""
 LATENT_EPS = 1e-6
 """The epsilon of the norms of latents, whatever the model's other norms have."""
 NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
+
+
+def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
+    """Make a weight with its initial values; the parameter has its region and dims."""
+    value = jnp.full(weight.shape, weight.fill)
+    if weight.std:
+        value = weight.std * jax.random.normal(rngs.params(), weight.shape)
+    return nnx.Param(value, dims=weight.dims)
 
 
 def scaled_by(x: Array, factor: float) -> Array:
@@ -128,16 +128,13 @@ class Norm(nnx.Module):
         return x * (scale + self.variant.norm_offset) if self.variant.norm_offset else x * scale
 
 
-def take(
-    part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
-) -> None:
-    """Make the weights whose paths in ``rows`` (`ModelConfig.block_weights`) lie directly under ``path``, and
-    set them as attributes of a part of the model by their names; ``x.scale`` becomes a `Norm` named x."""
-    for row in rows:
-        owner, _, name = row.removesuffix(".scale").rpartition(".")
-        if owner == path:
-            weight = make(row)
-            is_norm = row.endswith(".scale")
+def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
+    """Give a part of the model its own parameters, those directly under a path: ``attention.q`` becomes the
+    attribute ``q`` of the part ``attention``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``."""
+    for path, weight in params.items():
+        owner, _, name = path.removesuffix(".scale").rpartition(".")
+        if owner == under:
+            is_norm = path.endswith(".scale")
             setattr(part, name, Norm(weight, eps, variant) if is_norm else weight)
 
 
@@ -150,9 +147,9 @@ class Attention(nnx.Module):
     o_bias: nnx.Param
     sinks: nnx.Param
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
-        take(self, make, rows, "attention", config.norm_eps, config.variant)
-        adapt(self, config.lora, make, "attention")
+    def __init__(self, config: ModelConfig, params: Params):
+        take(self, params, "attention", config.norm_eps, config.variant)
+        adapt(self, config.lora, params, "attention")
         self.config = config
 
     @jax.named_scope("attention")
@@ -177,7 +174,11 @@ class Attention(nnx.Module):
             q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = par.weight(self.sinks).reshape(k, -1) if hasattr(self, "sinks") else None
-        y_bskrh = attend(q_bskrh, k_bskh, v_bskh, ids, config.mask, par, sinks_kr)
+        if par.cache:
+            y_bskrh = par.cache.attend(q_bskrh, k_bskh, v_bskh, ids[0], config.mask, sinks_kr)
+        else:
+            moved = (par.move(x, "attention b s k h -> keys b s k h") for x in (k_bskh, v_bskh))
+            y_bskrh = attend(q_bskrh, *moved, ids, config.mask, par, sinks_kr)
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y_bskrh.reshape(q_bsnh.shape)
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
@@ -194,10 +195,10 @@ class LatentAttention(nnx.Module):
     kv_up: nnx.Param
     o_bias: nnx.Param
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
-        take(self, make, rows, "attention", LATENT_EPS, config.variant)
-        adapt(self, config.lora, make, "attention")
-        self.config, self.latent = config, rows["attention.kv_norm.scale"].shape[0]
+    def __init__(self, config: ModelConfig, params: Params):
+        take(self, params, "attention", LATENT_EPS, config.variant)
+        adapt(self, config.lora, params, "attention")
+        self.config, self.latent = config, params["attention.kv_norm.scale"].shape[0]
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
@@ -241,7 +242,7 @@ class LatentAttention(nnx.Module):
         r = shared_btr.shape[-1]
         shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], r))
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
-        y = attend_moved(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
+        y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
         return y[..., 0, :]
 
     def absorbed(
@@ -263,38 +264,22 @@ class LatentAttention(nnx.Module):
 
 def attend(
     q: Float[Array, "b s k r h"],
-    k: Float[Array, "b s k h"],
-    v: Float[Array, "b s k h"],
-    ids: tuple[Array, ...],
-    mask: attention.Mask,
-    par: Solo,
-    sinks: Float[Array, "k r"] | None = None,
-) -> Float[Array, "b s k r h"]:
-    """Move queries and keys to their regions, attend, and move the result back. ``sinks``: the logits of a
-    key that every query of a head sees, without a value (gpt-oss).
-
-    `Plan.context_parallel` decides only how the regions queries and keys are cut; these moves follow. Ring:
-    nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
-    heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
-    """
-    if par.cache:
-        return par.cache.attend(q, k, v, ids[0], mask, sinks)
-    k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
-    return attend_moved(q, k, v, ids, mask, par, sinks)
-
-
-def attend_moved(
-    q: Float[Array, "b s k r h"],
     k: Float[Array, "b t _ h"],
     v: Float[Array, "b t _ w"],
-    ids: tuple[Array, ...],
+    ids: QueryKeyIds,
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
 ) -> Float[Array, "b s k r w"]:
-    """Attend, as `attend` does, to keys that are in their region."""
+    """Move queries to their region, where keys are already, attend, and move the result back. ``sinks``: the
+    logits of a key that every query of a head sees, without a value (gpt-oss).
+
+    `Plan.context_parallel` decides only how the regions queries and keys are cut; what moves follows. Ring:
+    nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
+    heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
+    """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
-    # layouts, which call key positions s, too
+    # in layouts key positions are s, too
     queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
     layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
@@ -311,10 +296,10 @@ class FeedForward(nnx.Module):
     up_bias: nnx.Param
     down_bias: nnx.Param
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight], path: str):
-        take(self, make, rows, path, config.norm_eps, config.variant)
-        adapt(self, config.lora if path == "ffn" else None, make, path)
-        self.variant, self.biased = config.variant, f"{path}.down_bias" in rows
+    def __init__(self, config: ModelConfig, params: Params, path: str):
+        take(self, params, path, config.norm_eps, config.variant)
+        adapt(self, config.lora, params, path)
+        self.variant, self.biased = config.variant, f"{path}.down_bias" in params
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -346,12 +331,12 @@ class Experts(nnx.Module):
     router_bias: nnx.Param
     bias: nnx.Param
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
+    def __init__(self, config: ModelConfig, params: Params):
         assert config.experts
         self.config, self.variant = config.experts, config.variant
-        take(self, make, rows, "experts", config.norm_eps, config.variant)
+        take(self, params, "experts", config.norm_eps, config.variant)
         if self.config.num_shared:
-            self.shared = FeedForward(config, make, rows, "experts.shared")
+            self.shared = FeedForward(config, params, "experts.shared")
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
@@ -394,16 +379,15 @@ class Block(nnx.Module):
     stream; side by side, where only one norm is before both."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        rows = config.block_weights()
-        make = functools.partial(param, rngs, rows)
-        self.norms = tuple(name for name in NORMS if f"{name}.scale" in rows)
-        take(self, make, rows, "", config.norm_eps, config.variant)
+        params = {path: param(rngs, row) for path, row in config.block_weights().items()}
+        self.norms = tuple(name for name in NORMS if f"{name}.scale" in params)
+        take(self, params, "", config.norm_eps, config.variant)
         mixer = LatentAttention if config.shares_cache else Attention
-        self.attention = mixer(config, make, rows)
+        self.attention = mixer(config, params)
         if config.experts:
-            self.experts = Experts(config, make, rows)
+            self.experts = Experts(config, params)
         else:
-            self.ffn = FeedForward(config, make, rows, "ffn")
+            self.ffn = FeedForward(config, params, "ffn")
         self.config = config
 
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
@@ -438,15 +422,15 @@ class Llama(nnx.Module):
     kinds of layers each has a stack."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        make = functools.partial(param, rngs, config.must_run().weights())
-        self.embedding = make("embedding")
+        weights = config.must_run().weights()
+        self.embedding = param(rngs, weights["embedding"])
         stacks = [self.stack(count, block, rngs) for count, block in config.blocks]
         self.blocks: Any = (
             nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
         )
-        self.norm = Norm(make("norm.scale"), config.norm_eps, config.variant)
+        self.norm = Norm(param(rngs, weights["norm.scale"]), config.norm_eps, config.variant)
         if not config.tied:
-            self.head = make("head")
+            self.head = param(rngs, weights["head"])
         self.config = config
 
     @staticmethod
@@ -526,41 +510,41 @@ class Llama(nnx.Module):
 
         A loop of ``kinds=(0, 0, 1), times=4`` is a scan of 4 iterations over 12 layers: the next 8 of kind 0,
         two in each iteration, and the next 4 of kind 1."""
-        names = "positions", "segments"
-        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
-        # all ids were gathered; those of the queries are a slice of them
-        q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
-        ids = (*q_ids, *k_ids)
-        num_kinds = len(self.config.kinds)
-        stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
-        graphs, weights = zip(*map(nnx.split, stacks), strict=True)
-        ropes = []
-        for _, config in self.config.blocks:
-            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
-            is_right_b = attention.as_promised(par, config.mask, *k_ids)
-            table = rope_table(config, batch["positions"])
-            ropes.append(nan_in_broken_rows(table, is_right_b))
-
-        def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind. ``w[kind]`` are the weights of an iteration's layers of that kind: of
-            one layer, where ``place`` is None; else stacked, and this block takes number ``place``."""
-            own = lambda w: w[kind] if place is None else at(w[kind], place)
-            return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
-
+        blocks, stacks = self.blocks_by_kind(batch, par)
         outputs, done = list[Any](), Counter[int]()  # of each kind, layers that have run
         for (kinds, num_times, _), layers in loops:
-            counts = Counter({k: num_times * kinds.count(k) for k in kinds})
-            stack = {k: some_layers(weights[k], done[k], n) for k, n in counts.items()}
+            counts = Counter(kinds * num_times)
+            stack = {k: some_layers(stacks[k], done[k], n) for k, n in counts.items()}
             places: list[int | None] = [None]
             if len(kinds) > 1:
-                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
                 stack = {k: par.periods(w, num_times) for k, w in stack.items()}
-            x, aux = layers([*map(block, kinds, places)], x, stack)
+                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
+            pairs = zip(kinds, places, strict=True)
+            x, aux = layers([in_iteration(blocks[k], k, place) for k, place in pairs], x, stack)
             if aux is not None:
                 outputs.append(aux)
             done += counts
         joined = lambda *parts: jnp.concatenate(parts)
         return x, jax.tree.map(joined, *outputs) if outputs else None
+
+    def blocks_by_kind(self, batch: Batch, par: Solo) -> tuple[list[Callable], list[Tree]]:
+        """Return for each kind of layers its block, a function of the stream and of one layer's weights, and
+        the stack of these weights."""
+        names = "positions", "segments"
+        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
+        # all ids were gathered; those of the queries are a slice of them
+        q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
+        stacks = [self.blocks[f"{i}"] for i in range(len(self.config.kinds))] or [self.blocks]
+        graphs, weights = zip(*map(nnx.split, stacks), strict=True)
+
+        def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
+            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
+            is_right_b = attention.as_promised(par, config.mask, *k_ids)
+            rope = nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
+            return lambda x, w: nnx.merge(graph, w)(x, (*q_ids, *k_ids), rope, par)
+
+        configs = (config for _, config in self.config.blocks)
+        return [*map(block, graphs, configs)], [*weights]
 
     @jax.named_scope("router_losses")
     def router_losses(
@@ -571,6 +555,12 @@ class Llama(nnx.Module):
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
+
+
+def in_iteration(block: Callable, kind: int, place: int | None) -> Callable:
+    """Return a block that takes its weights from those of an iteration, by kind. Where an iteration runs
+    several layers these are stacked, and its own are at a ``place``."""
+    return lambda x, w: block(x, w[kind] if place is None else at(w[kind], place))
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:

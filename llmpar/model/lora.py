@@ -6,7 +6,7 @@ multiplies.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ from flax import nnx, traverse_util
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from llmpar.parallel.modes import PROJECTED, Solo
+from llmpar.parallel.modes import Solo
+from llmpar.parallel.remat import PROJECTED
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig
+from llmpar.plan.model_config import LoraConfig, ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -43,13 +44,12 @@ class Adapted:
         )
 
 
-def adapt(part: Any, lora: LoraConfig | None, make: Callable[[str], nnx.Param], path: str) -> None:
-    """Give a part of the model, which has its weights already, the adapters that the config asks for."""
-    if lora:
-        names = [name for name in ADAPTABLE if name in lora.targets and hasattr(part, name)]
-        part.lora = nnx.Dict(
-            {f"{name}_{x}": make(f"{path}.lora.{name}_{x}") for name in names for x in "ab"}
-        )
+def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path: str) -> None:
+    """Give the part of the model at a path the adapters that its config asks for."""
+    under = f"{path}.lora."
+    own = {name: weight for name, weight in params.items() if name.startswith(under)}
+    if lora and own:
+        part.lora = nnx.Dict({name.removeprefix(under): weight for name, weight in own.items()})
         part.lora_scale = lora.scale
 
 
