@@ -22,7 +22,7 @@ BESIDE = {
     "training.folder_lock",
     "training.text_files",
     "training.apart",
-    "training.token_files",
+    "training.tokenizers",
     "plan.config_json",
     "plan.families",
     "plan.running",
@@ -30,6 +30,7 @@ BESIDE = {
     "plan.serving",
     "plan.timetable",
     "plan.torch_orders",
+    "parallel.devices",
 }
 """Files of these folders that no strategy needs: formats and services of others, names of models,
 plans for serving."""

@@ -14,15 +14,8 @@ import pytest
 
 from llmpar.training import text_files
 from llmpar.training.balance import row_orders
-from llmpar.training.data import (
-    Batches,
-    ByteTokenizer,
-    Corpus,
-    DataConfig,
-    open_tokenizer,
-    read_corpus,
-    tokenizer_of,
-)
+from llmpar.training.data import Batches, Corpus, DataConfig, read_corpus
+from llmpar.training.tokenizers import ByteTokenizer, open_tokenizer, tokenizer_of
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"

@@ -1,4 +1,4 @@
-"""Text to batches, in plain numpy: tokenizers, documents as tokens, packed rows.
+"""Text to batches, in plain numpy: documents as tokens, packed rows.
 
 The step's number alone decides the batch. There is no iterator to save, so a run that resumes at step k, on
 whatever mesh, reads what the uninterrupted run would have read, and each process of a cluster makes only its
@@ -7,9 +7,9 @@ own rows.
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, SupportsInt
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Int32
@@ -17,7 +17,7 @@ from jaxtyping import Int32
 from llmpar.files import Allowed, check_fields
 from llmpar.training.apart import open_chat
 from llmpar.training.text_files import Conversation, read_texts
-from llmpar.training.token_files import FileTokenizer
+from llmpar.training.tokenizers import Tokenizer, open_tokenizer
 
 _Batch = dict[str, Int32[np.ndarray, "b s"]]
 
@@ -63,66 +63,6 @@ class DataConfig:
             raise ValueError(
                 "held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0"
             )
-
-
-class ByteTokenizer:
-    """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
-
-    name, vocab_size, start_id, end_ids, longest = "bytes", 257, 256, frozenset([256]), 1
-    identity = {"name": "bytes", "fingerprint": "bytes"}
-
-    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """Return the bytes of a text, without the document-start token."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """Encode several texts."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """Return the text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become
-        U+FFFD."""
-        kept = [number for number in map(int, ids) if number != self.start_id]
-        raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
-        return raw.decode(errors="replace")
-
-
-Tokenizer = ByteTokenizer | FileTokenizer
-
-
-def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
-    """Open the tokenizer ``bytes``, or a Hugging Face ``tokenizer.json`` by its path."""
-    if name != "bytes":
-        return FileTokenizer(name, start_token)
-    if start_token is not None:
-        raise ValueError(
-            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
-        )
-    return ByteTokenizer()
-
-
-def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
-    """Return the tokenizer of the run that ``made`` describes (`train.made_of`), if it does; refuse
-    another."""
-    kept = (made or {}).get("tokenizer")
-    if kept is None:
-        return open_tokenizer(requested or "bytes")
-    tokenizer = open_tokenizer(requested or kept["name"], kept.get("start_token"))
-    if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
-        raise ValueError(
-            f"the checkpoint was trained with tokenizer '{kept['name']}', and '{tokenizer.name}' is another;"
-            " give the file that it was trained with"
-        )
-    return tokenizer
-
-
-def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
-    if (size := tokenizer.vocab_size) > vocab_size:
-        raise ValueError(
-            f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size};"
-            f" use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,8 +35,7 @@ from llmpar.plan import families
 from llmpar.plan.config_json import TABLES, family
 from llmpar.plan.model_config import ModelConfig, Weight, kind_of
 from llmpar.plan.presets import to_hugging_face
-from llmpar.training.data import Tokenizer
-from llmpar.training.token_files import FileTokenizer
+from llmpar.training.tokenizers import FileTokenizer, Tokenizer
 
 # Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused.
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
