@@ -393,28 +393,23 @@ class Block(nnx.Module):
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
         y = self.normed("attention_norm", x, par)
-        attended = self.attention(y, ids, rope, par)
-        scale = self.config.variant.residual_scale
-        if self.norms == ("attention_norm",):  # side by side
-            y, aux = self.fed_forward(y, par)
-            return x + scaled_by(attended, scale) + scaled_by(y, scale), aux
-        x = x + scaled_by(self.post_normed("attention_post_norm", attended, par), scale)
-        if "attention_post_norm" not in self.norms:
-            x = checkpoint_name(x, STREAM)
-        y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
-        return x + scaled_by(self.post_normed("ffn_post_norm", y, par), scale), aux
+        x = self.added(x, self.attention(y, ids, rope, par), "attention_post_norm", par)
+        if self.norms != ("attention_norm",):  # else both read the same normed stream
+            if "attention_post_norm" not in self.norms:
+                x = checkpoint_name(x, STREAM)
+            y = self.normed("ffn_norm", x, par)
+        y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
+        return self.added(x, y, "ffn_post_norm", par), aux
 
     def normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, or ``x`` where the block does not have this norm."""
         return getattr(self, name)(x, par) if name in self.norms else x
 
-    def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
-        """Give ``x`` the remat name `STREAM`, then norm it; without this norm return ``x``, unnamed."""
-        return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
-
-    def fed_forward(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
-        """Return the result of the feed-forward, or that of the experts and their router's outputs."""
-        return self.experts(x, par) if self.config.experts else (self.ffn(x, par), None)
+    def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
+        """Return ``x`` plus a result ``y``, behind this norm if the block has it."""
+        if norm in self.norms:
+            y = self.normed(norm, checkpoint_name(y, STREAM), par)
+        return x + scaled_by(y, self.config.variant.residual_scale)
 
 
 class Llama(nnx.Module):

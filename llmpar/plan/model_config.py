@@ -122,16 +122,6 @@ class ExpertConfig:
         experts that rank has."""
         return min(tokens, self.expert_tokens(tokens, pieces) * (self.num_experts // ranks))
 
-    def full_share(self, tokens: int, ranks: int) -> float:
-        """Return tokens·(1 − C(E − E/ranks, k) / C(E, k)) / slots, at most 1: the share of its `slots` for a
-        rank that a device fills where all choices of experts are equally likely. A token needs no slot if all
-        of its k experts are on other ranks."""
-        remote = self.num_experts - self.num_experts // ranks
-        sent = tokens * (
-            1 - math.comb(remote, self.top_k) / math.comb(self.num_experts, self.top_k)
-        )
-        return min(1.0, sent / self.slots(tokens, 1, ranks))
-
     def expert_tokens(self, tokens: int, pieces: int) -> int:
         """Return pieces · capacity(tokens/pieces): the most of a device's tokens that one expert takes."""
         return pieces * self.capacity(tokens // pieces)
@@ -442,26 +432,11 @@ class ModelConfig:
         own = self.described and self.described.cache_width
         return own or self.num_kv_heads * (self.head_width + self.value_width)
 
-    @property
-    def routed_width(self) -> int:
-        """The width of a token on its way to experts: the model's, or that of their own latent (Nemotron
-        3)."""
-        rows = self.described.rows if self.described else ()
-        widths = (row.shape[1] for _, row in rows if row.dims == "experts e d m")
-        return next(widths, self.width)
-
     @functools.cached_property
     def routed_params(self) -> int:
         """The parameters of the experts of a layer that tokens are sent to."""
         rows = self.block_weights().values()
         return sum(math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
-
-    @property
-    def shared_matrices(self) -> list[Weight]:
-        """Of latent attention, the matrices down to what all heads share, which tp does not cut."""
-        down = ("attention d c", "attention d z")
-        rows = self.block_weights().values() if self.shares_cache else ()
-        return [weight for weight in rows if weight.dims in down]
 
     @property
     def state_size(self) -> int:

@@ -15,7 +15,7 @@ from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
-from llmpar.predict.traffic import FLOAT32, ITEMSIZE
+from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
 
 PART_NAMES = {
     "params": "weights",
@@ -366,7 +366,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
-        ffn = hidden + shared + (num_slots + visits) * config.routed_width * item
+        ffn = hidden + shared + (num_slots + visits) * routed_width(config) * item
     scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
@@ -396,7 +396,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
     inner = (
-        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * config.routed_width * item
+        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
         if config.experts
         else (5 + falls) * ffn
     )

@@ -169,6 +169,21 @@ class Runs:
     attended: int = 0  # calls of a stack of layers, each of which gathers its tokens' ids once
 
 
+def routed_width(config: ModelConfig) -> int:
+    """Return the width of a token on its way to experts: the model's, or that of their own latent (Nemotron
+    3)."""
+    rows = config.described.rows if config.described else ()
+    widths = (row.shape[1] for _, row in rows if row.dims == "experts e d m")
+    return next(widths, config.width)
+
+
+def full_share(experts: ExpertConfig, tokens: int, ranks: int) -> float:
+    """Return the share of its slots for a rank (`ExpertConfig.slots`) that a device fills where all choices
+    of experts are equally likely: a token needs none if all of its experts are on other ranks."""
+    visited = visited_share(experts.num_experts, experts.top_k, ranks)
+    return min(1.0, visited * tokens / experts.slots(tokens, 1, ranks))
+
+
 def runs(plan: Resolved, seq_len: int, stage: int = 0) -> list[Runs]:
     """Count how often a stage runs each part of the model in a step of ``plan`` on sequences of this length,
     layers by their kind; what layers share is with the first kind.
@@ -533,10 +548,10 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     full_bytes = (
         math.inf
         if plan.dispatch == "padded"
-        else 2.0 * tokens * config.routed_width * (ranks * visited)
+        else 2.0 * tokens * routed_width(config) * (ranks * visited)
     )
     of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
-    buffer = groups, ranks, slots, config.routed_width
+    buffer = groups, ranks, slots, routed_width(config)
     routes = {
         "ffn b e c d -> experts b e c d": layers,
         "experts b e c d +m -> ffn b e c d +m": run.forward,
