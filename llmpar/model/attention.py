@@ -1,4 +1,4 @@
-"""Attend: on one device, around a ring of devices, or to a cache that is cut over devices.
+"""Attend: on one device, or around a ring of devices.
 
 Two ideas are enough. A *tile* of queries that attends to a tile of keys gives a partial result: the
 softmax-weighted sum of their values, and the log of the sum of exponentials (lse). Two partial results about
@@ -7,8 +7,9 @@ the same queries *merge* into one, in any order:
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 Blockwise attention merges the tiles of one device, a ring also merges over the blocks of keys that arrive
-from other ranks, and decoding merges over ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and
-recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
+from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Online softmax: Milakov and
+Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
+Abbeel 2023.)
 
 Data decides which keys a query may see: every rank knows the ids (position and segment, the number of the
 document) of all keys. So the result does not depend on the order of a sequence on the ranks
@@ -582,31 +583,3 @@ def by_kernel(
         attend = partial(attend, mask=sees(mask, q_ids, k_ids)[:, None])
     out = attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
     return checkpoint_name(out, OUT), None
-
-
-def attend_cache(
-    q: Q,
-    k_cache: KV,
-    v_cache: V,
-    *,
-    axis: str | tuple[str, ...],
-    sinks: Float[Array, "k r"] | None = None,
-    **options: Any,
-) -> Out:
-    """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
-
-    Each call sends one maximum of b s k r numbers and one sum of b s k r (h+1). A slot of the cache that is
-    not written yet must have a position after every query's. No gradient: a maximum over ranks has none.
-    `options` are those of `full`.
-    """
-    out, lse = full(q, k_cache, v_cache, **options)
-    if not axis:
-        return out if sinks is None else with_sinks(out, lse, sinks)
-    with scope("cache b s k r +t -> attention b s k r"):
-        top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
-        weight = jnp.exp(lse - top)[..., None]
-        sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
-    out, total = sums[..., :-1], sums[..., -1:]
-    if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32)[None, None] - top)[..., None]
-    return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)

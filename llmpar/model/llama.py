@@ -219,8 +219,11 @@ class LatentAttention(nnx.Module):
         latent_bsc = self.kv_norm(down[..., : self.latent], par)
         shared_bsr = rotated(down[..., None, self.latent :])[..., 0, :]
         latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
-        attended = self.absorbed if par.cache else self.expanded
-        y_bsnh = attended(q_bsnh, latent, ids, par)
+        if par.cache:
+            up = par.weight(self.kv_up)
+            y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, self.config, ids[0])
+        else:
+            y_bsnh = self.expanded(q_bsnh, latent, ids, par)
         (o_nhd,) = used_weights(self, par, "o")
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
         return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
@@ -244,22 +247,6 @@ class LatentAttention(nnx.Module):
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
         y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
         return y[..., 0, :]
-
-    def absorbed(
-        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
-    ) -> Float[Array, "b s n w"]:
-        """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
-        keys of them multiplies the queries, the one of values the result (DeepSeek-V2, section 2.1.2)."""
-        up_cnh = par.weight(self.kv_up)
-        width, r = self.config.value_width, latent.shape[-1] - self.latent
-        to_keys, to_values = up_cnh[..., :-width], up_cnh[..., -width:]
-        q_bsnc = jnp.einsum("bsnh,cnh->bsnc", q[..., :-r], to_keys)
-        q_bsnc = jnp.concatenate([q_bsnc, q[..., -r:]], axis=-1)
-        # The cache divides scores by the root of c + r, and they want that of h.
-        q_bsnc = q_bsnc * jnp.asarray((q_bsnc.shape[-1] / q.shape[-1]) ** 0.5, q.dtype)
-        keys = latent[:, :, None]
-        y = par.cache.attend(q_bsnc[:, :, None], keys, None, ids[0], self.config.mask)
-        return jnp.einsum("bsnc,cnh->bsnh", y[:, :, 0, :, : self.latent], to_values)
 
 
 def attend(
