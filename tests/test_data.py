@@ -173,12 +173,12 @@ def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
     stream = Batches(corpus, config(batch_size=8))
     for step in range(20):
         whole = stream.batch(step)
-        halves = [Batches(corpus, config(batch_size=8)).local_batch(step, slice(i, i + 4)) for i in (0, 4)]
+        halves = [Batches(corpus, config(batch_size=8)).batch(step, slice(i, i + 4)) for i in (0, 4)]
         assert same(whole, {k: np.concatenate([h[k] for h in halves]) for k in whole})
-        picked = stream.local_batch(step, [6, 1])
+        picked = stream.batch(step, [6, 1])
         assert same(picked, {k: x[[6, 1]] for k, x in whole.items()})
     with pytest.raises(IndexError):
-        stream.local_batch(0, [8])
+        stream.batch(0, [8])
 
 
 def test_batches_straddle_epochs_row_by_row(corpus):

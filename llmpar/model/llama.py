@@ -146,9 +146,10 @@ class Attention(nnx.Module):
     k_norm: Norm
     o_bias: nnx.Param
     sinks: nnx.Param
+    eps: float | None = None  # of these norms; None: the model's
 
     def __init__(self, config: ModelConfig, params: Params):
-        take(self, params, "attention", config.norm_eps, config.variant)
+        take(self, params, "attention", self.eps or config.norm_eps, config.variant)
         adapt(self, config.lora, params, "attention")
         self.config = config
 
@@ -179,26 +180,23 @@ class Attention(nnx.Module):
         else:
             moved = (par.move(x, "attention b s k h -> keys b s k h") for x in (k_bskh, v_bskh))
             y_bskrh = attend(q_bskrh, *moved, ids, config.mask, par, sinks_kr)
+        return self.to_stream(y_bskrh.reshape(q_bsnh.shape), par)
+
+    def to_stream(self, y_bsnh: Float[Array, "b s n w"], par: Solo) -> Stream:
+        """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
-        y_bsnh = y_bskrh.reshape(q_bsnh.shape)
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
         return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Attention):
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). A token's keys and values are made of one
     latent of c numbers, and of r rotated numbers that all heads share. So c + r numbers a token are gathered
     over ranks, or kept in a cache. (In this class the letters c and r are these widths.)"""
 
-    q_norm: Norm  # where queries are made of a latent, too
-    kv_norm: Norm
+    kv_norm: Norm  # and a q_norm, where queries are made of a latent, too
     kv_up: nnx.Param
-    o_bias: nnx.Param
-
-    def __init__(self, config: ModelConfig, params: Params):
-        take(self, params, "attention", LATENT_EPS, config.variant)
-        adapt(self, config.lora, params, "attention")
-        self.config, self.latent = config, params["attention.kv_norm.scale"].shape[0]
+    eps = LATENT_EPS
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
@@ -216,17 +214,15 @@ class LatentAttention(nnx.Module):
             q_bsnh = q_bsnh * jnp.asarray(scale * config.head_width**0.5, q_bsnh.dtype)
         q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
         down = self.projected("kv_down", x, par)  # b s (c + r)
-        latent_bsc = self.kv_norm(down[..., : self.latent], par)
-        shared_bsr = rotated(down[..., None, self.latent :])[..., 0, :]
+        latent_bsc = self.kv_norm(down[..., :-r], par)
+        shared_bsr = rotated(down[..., None, -r:])[..., 0, :]
         latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
         if par.cache:
             up = par.weight(self.kv_up)
             y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, self.config, ids[0])
         else:
             y_bsnh = self.expanded(q_bsnh, latent, ids, par)
-        (o_nhd,) = used_weights(self, par, "o")
-        y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
+        return self.to_stream(y_bsnh, par)
 
     def projected(self, name: str, x: Array, par: Solo) -> Array:
         """Multiply by one of the matrices, and add its bias, if it has one."""
@@ -239,9 +235,10 @@ class LatentAttention(nnx.Module):
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Attend with the keys and values of each head, made of the latents of all keys."""
-        latent = par.move(latent, "attention b s c -> keys b s c")
-        kv_btnh = self.projected("kv_up", latent[..., : self.latent], par)
-        shared_btr, width = latent[..., None, self.latent :], self.config.value_width
+        latent, width = par.move(latent, "attention b s c -> keys b s c"), self.config.value_width
+        num_latent = self.kv_norm.size
+        kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
+        shared_btr = latent[..., None, num_latent:]
         r = shared_btr.shape[-1]
         shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], r))
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)

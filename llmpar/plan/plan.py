@@ -427,11 +427,6 @@ class Resolved(Plan):
         """A weight's layout between steps."""
         return self.layouts_of(dims).stored
 
-    @functools.cached_property
-    def tokens(self) -> Layout:
-        """The layout of a batch's tokens."""
-        return self.place("data b s")
-
     # ---------------------------------------------------------------------------------- what else a step asks
 
     @functools.cached_property

@@ -126,7 +126,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
 
 def _tokens(plan: Resolved, batch_size: int, seq_len: int) -> int:
     """Return the tokens of a batch on each device."""
-    return math.prod(plan.tokens.shard_shape((batch_size, seq_len), plan.mesh.sizes))
+    return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), plan.mesh.sizes))
 
 
 def argument_bytes(

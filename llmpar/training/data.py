@@ -171,13 +171,10 @@ class Batches:
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
-    def batch(self, step: int) -> _Batch:
-        """Return all rows of a step: tokens, targets (-1 where the next token is another document's or does
-        not count), positions in the row, segments (documents, from 1 in each row)."""
-        return self.local_batch(step, slice(None))
-
-    def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> _Batch:
-        """Return some of the rows of a step, numbered from 0, without making the others."""
+    def batch(self, step: int, rows: slice | Sequence[int] | np.ndarray = slice(None)) -> _Batch:
+        """Return a step's rows, or some of them without making the others: tokens, targets (-1 where the next
+        token is another document's or does not count), positions in the row, segments (documents, from 1 in
+        each row)."""
         if step < 0:
             raise ValueError(f"step {step} has no batch; steps count from 0")
         size, s = self.config.batch_size, self.config.seq_len

@@ -108,7 +108,8 @@ class Step:
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self.batch_sharding = sharding(self.mesh, plan.tokens)
+        self._tokens = plan.place("data b s")
+        self.batch_sharding = sharding(self.mesh, self._tokens)
         run = jax.jit(
             self.train_step,
             in_shardings=(self.shardings, self.batch_sharding),
@@ -143,7 +144,7 @@ class Step:
         """Return gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity
         tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            layouts, results = (self.stored, self.plan.tokens), (self.reduced, WHOLE)
+            layouts, results = (self.stored, self._tokens), (self.reduced, WHOLE)
             return self._on_devices(self._gradients, layouts, results)(params, batch)
 
     def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
