@@ -112,7 +112,9 @@ class Norm(nnx.Module):
             x32 = x32 * jax.lax.rsqrt(self.mean_of_heads(x32, par, heads) + self.eps)
         else:
             x32 = unit(x32, self.eps)
-        return par.beside(self.scaled, x32.astype(x.dtype), self.scale)
+        offset = self.variant.norm_offset
+        times = lambda x, scale: x * (scale + offset) if offset else x * scale
+        return par.beside(times, x32.astype(x.dtype), self.scale)
 
     def mean_of_heads(
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
@@ -122,10 +124,6 @@ class Norm(nnx.Module):
         arrow = f"attention b s +{heads} -> attention b s"
         square = lambda par, x: (x * x).sum((-2, -1)) / self.size
         return par.summed(square, of, arrow)(x)[..., None, None]
-
-    def scaled(self, x: Array, scale: Array) -> Array:
-        """Return ``x`` times (scale + offset)."""
-        return x * (scale + self.variant.norm_offset) if self.variant.norm_offset else x * scale
 
 
 def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:

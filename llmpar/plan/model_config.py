@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from llmpar.files import Allowed, check_fields
+from llmpar.files import Allowed, CheckedFields, check_fields
 from llmpar.plan import families, running
 from llmpar.plan.places import LayerLoop, loops
 from llmpar.plan.sequence_order import Mask
@@ -183,7 +183,7 @@ _OWN_SIZES = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(CheckedFields):
     """What a layer computes otherwise than Llama's; its matrices, and where it has norms, its rows say.
 
     Attributes:
@@ -222,16 +222,13 @@ class Variant:
     residual_scale: _Positive = 1.0
     logit_scale: _Positive = 1.0
 
-    def __post_init__(self):
-        check_fields(self)
-
 
 LLAMA = Variant()
 """What Llama's layers compute."""
 
 
 @dataclass(frozen=True)
-class Described:
+class Described(CheckedFields):
     """What a block needs and `ModelConfig` has no field for: its weights, row by row.
 
     Attributes:
@@ -258,9 +255,6 @@ class Described:
     cache_width: Length = None
     state_size: Annotated[int, Allowed(int, 0)] = 0
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -573,7 +567,7 @@ def _made(part: type, kept: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """The optimizer and its rate, which warms up linearly, then decays.
 
     Attributes:
@@ -591,6 +585,3 @@ class OptimizerConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: Rate = 0.1
     clip: _Positive = 1.0
-
-    def __post_init__(self):
-        check_fields(self)
