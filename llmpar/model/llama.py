@@ -176,8 +176,9 @@ class Attention(nnx.Module):
         if par.cache:
             y_bskrh = par.cache.attend(q_bskrh, k_bskh, v_bskh, ids[0], config.mask, sinks_kr)
         else:
-            moved = (par.move(x, "attention b s k h -> keys b s k h") for x in (k_bskh, v_bskh))
-            y_bskrh = attend(q_bskrh, *moved, ids, config.mask, par, sinks_kr)
+            arrow = "attention b s k h -> keys b s k h"
+            k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
+            y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         return self.to_stream(y_bskrh.reshape(q_bsnh.shape), par)
 
     def to_stream(self, y_bsnh: Float[Array, "b s n w"], par: Solo) -> Stream:
@@ -248,7 +249,7 @@ def attend(
     q: Float[Array, "b s k r h"],
     k: Float[Array, "b t _ h"],
     v: Float[Array, "b t _ w"],
-    ids: QueryKeyIds,
+    ids: tuple[Array, ...],
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,

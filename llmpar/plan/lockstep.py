@@ -142,18 +142,16 @@ def refuse(schedule: Schedule, cells: list[Cell], stuck: dict) -> None:
         for stage, chunk in schedule.route(u):
             due[stage] |= {Op(kind, u, chunk) for kind in OP_KINDS[: 2 + schedule.split_backward]}
     stops = [f"{(row or [0])[-1]:g}" for row in ends]  # the tick at which a row ends
-    waits, victims = dict[int, str](), defaultdict[tuple[int, Op], list[str]](list)
-    for s, (op, source, need) in stuck.items():
-        waits[s] = (
-            f"stage {s} waits at tick {stops[s]} to run {op}, which needs {need} on stage {source}"
-        )
-        victims[source, need].append(waits[s])
+    waits = {
+        s: f"stage {s} waits at tick {stops[s]} to run {op}, which needs {need} on stage {source}"
+        for s, (op, source, need) in stuck.items()
+    }
     rows = [[op._replace(joined=False) for op in row] for row in schedule.rows]
     early = lambda op: (op.microbatch, OP_KINDS.index(op.kind))
     missing = [sorted(ops - set(row), key=early) for ops, row in zip(due, rows, strict=True)]
     complaints = chain(
         _misnumbered(schedule, rows, due, missing),
-        _wrong_in_rows(rows, starts, stops, due, missing, victims),
+        _wrong_in_rows(rows, starts, stops, due, missing, stuck, waits),
         _deadlocks(stuck, waits),
     )
     if complaint := next(complaints, ""):
@@ -184,7 +182,8 @@ def _wrong_in_rows(
     stops: list[str],
     due: list[set[Op]],
     missing: list[list[Op]],
-    victims: dict[tuple[int, Op], list[str]],
+    stuck: dict[int, tuple[Op, int, Op]],
+    waits: dict[int, str],
 ) -> Iterator[str]:
     """Name an operation that stands twice in a stage's row, or not in the right one, or in none."""
     for stage, row in enumerate(rows):
@@ -199,7 +198,8 @@ def _wrong_in_rows(
                 yield f": stage {stage} runs {op} at {at}, but does not hold its layers; delete it"
             seen[op] = at
         for op in missing[stage]:
-            why = "; ".join([f"its row stops at tick {stops[stage]}", *victims[stage, op]])
+            victims = (waits[s] for s, (_, *need) in stuck.items() if need == [stage, op])
+            why = "; ".join([f"its row stops at tick {stops[stage]}", *victims])
             yield f": stage {stage} never runs {op}; {why}. Add {op} there"
 
 

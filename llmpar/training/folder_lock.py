@@ -43,9 +43,19 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self._file = stack.enter_context(open(self.folder / "lock", "a+"))
             stack.callback(setattr, self, "_file", None)
-            # no Unix, or no locks on this file system
-            with contextlib.suppress(ImportError, OSError):
-                self._take(file)
+            with contextlib.suppress(
+                ImportError, OSError
+            ):  # no Unix, or no locks on this file system
+                import fcntl
+
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    file.seek(0)
+                    raise ValueError(
+                        f"{file.read() or 'another process'} is writing checkpoints to {self.folder};"
+                        " wait for it, or give another folder"
+                    ) from None
             for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(torn)
             file.truncate(0)
@@ -55,18 +65,6 @@ class FolderLock:
                 f"cannot write checkpoints to {self.folder}: {error.strerror}; give a folder that can be"
                 " written"
             ) from error
-
-    def _take(self, file) -> None:
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"{file.read() or 'another process'} is writing checkpoints to {self.folder}; wait for it,"
-                " or give another folder"
-            ) from None
 
     def is_ours(self) -> bool:
         """Tell whether the folder still has the lock that this process took: a lock goes with a file, not
