@@ -32,30 +32,30 @@ BESIDE = {
     "plan.torch_orders",
     "parallel.devices",
 }
-"""Files of these folders that no strategy needs: formats and services of others, names of models,
-plans for serving."""
+"""Files of these folders that no strategy needs: formats and services of others, files of text, locks of
+a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_350,
-    "parallel": 873,
+    "plan": 2_331,
+    "parallel": 882,
     "kernels": 520,
-    "model": 948,
-    "pipeline": 322,
-    "training": 2_193,
-    "predict": 2_112,
-    "planner": 1_570,
+    "model": 899,
+    "pipeline": 321,
+    "training": 2_227,
+    "predict": 2_125,
+    "planner": 1_572,
     "draw": 2_573,
-    "inspect": 2_928,
+    "inspect": 2_927,
     "explore": 1_440,
-    "serve": 730,
+    "serve": 752,
     "launch": 1_191,
     "lessons": 1_363,
-    "cli": 2_010,
+    "cli": 2_007,
     "top": 140,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_864,
-    "statements": 23_260,
+    "statements of the compact package": 5_393,
+    "statements": 23_270,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -49,15 +49,12 @@ V = Float[Array, "b t k w"]
 # out in q's dtype, lse in float32
 Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
-QTile = Float[Array, "b k r s h"]
-OutTile = Float[Array, "b k r s w"]
-KVTile = Float[Array, "b k t h"]
-VTile = Float[Array, "b k t w"]
+# of tiles the last dim is h, or w of values and results
+QTile = Float[Array, "b k r s _"]
+KVTile = Float[Array, "b k t _"]
 LseTile = Float[Array, "b k r s"]
-QTiles = Float[Array, "i b k r c h"]
-OutTiles = Float[Array, "i b k r c w"]
-KVTiles = Float[Array, "j b k d h"]
-VTiles = Float[Array, "j b k d w"]
+QTiles = Float[Array, "i b k r c _"]
+KVTiles = Float[Array, "j b k d _"]
 LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
@@ -188,8 +185,8 @@ def capped(x: Array, cap: float | None) -> Array:
 
 
 def attend_tile(
-    q: QTile, k: KVTile, v: VTile, seen: Seen, scale: float, cap: float | None = None
-) -> tuple[OutTile, LseTile]:
+    q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float, cap: float | None = None
+) -> tuple[QTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A query that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
     scores = capped(scores, cap)
@@ -208,15 +205,15 @@ def attend_tile(
 
 def attend_tile_grad(
     q: QTile,
-    out_grad: OutTile,
+    out_grad: QTile,
     lse: LseTile,
     delta: LseTile,
     k: KVTile,
-    v: VTile,
+    v: KVTile,
     seen: Seen,
     scale: float,
     cap: float | None = None,
-) -> tuple[QTile, KVTile, VTile]:
+) -> tuple[QTile, KVTile, KVTile]:
     """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse over all keys.
 
     dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is
@@ -261,16 +258,16 @@ def merge(
 def attend_block(
     q: QTiles,
     k: KVTiles,
-    v: VTiles,
+    v: KVTiles,
     q_ids: QIds,
     k_ids: KIds,
-    partials: tuple[OutTiles, LseTiles] | None = None,
+    partials: tuple[QTiles, LseTiles] | None = None,
     *,
     mask: Mask,
     scale: float,
     pairs: list[tuple[int, int]] | None,
     branch: bool,
-) -> tuple[OutTiles, LseTiles]:
+) -> tuple[QTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
 
     `pairs` are the pairs of tiles that are written out (`_few_pairs`); if None, a loop takes all pairs. A
@@ -295,17 +292,17 @@ def attend_block(
 def attend_block_grad(
     q: QTiles,
     k: KVTiles,
-    v: VTiles,
+    v: KVTiles,
     q_ids: QIds,
     k_ids: KIds,
-    terms: tuple[OutTiles, LseTiles, LseTiles],
+    terms: tuple[QTiles, LseTiles, LseTiles],
     dq: QTiles | None = None,
     *,
     mask: Mask,
     scale: float,
     pairs: list[tuple[int, int]] | None,
     branch: bool,
-) -> tuple[QTiles, KVTiles, VTiles]:
+) -> tuple[QTiles, KVTiles, KVTiles]:
     """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
     The terms of each query are dO, its lse over all keys, and delta (`attend_tile_grad`); the other
     arguments are those of `attend_block`."""

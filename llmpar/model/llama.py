@@ -179,11 +179,12 @@ class Attention(nnx.Module):
             arrow = "attention b s k h -> keys b s k h"
             k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
-        return self.to_stream(y_bskrh.reshape(q_bsnh.shape), par)
+        return self.to_stream(y_bskrh, par)
 
-    def to_stream(self, y_bsnh: Float[Array, "b s n w"], par: Solo) -> Stream:
+    def to_stream(self, y: Float[Array, "b s *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
+        y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
         return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
 
@@ -234,12 +235,11 @@ class LatentAttention(Attention):
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Attend with the keys and values of each head, made of the latents of all keys."""
-        latent, width = par.move(latent, "attention b s c -> keys b s c"), self.config.value_width
-        num_latent = self.kv_norm.size
+        width, num_latent = self.config.value_width, self.kv_norm.size
+        latent = par.move(latent, "attention b s c -> keys b s c")
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         shared_btr = latent[..., None, num_latent:]
-        r = shared_btr.shape[-1]
-        shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], r))
+        shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], shared_btr.shape[-1]))
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
         y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
         return y[..., 0, :]

@@ -8,8 +8,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from llmpar.parallel import _jax
-from llmpar.parallel.devices import ordered_devices
-from llmpar.parallel.devices import use_devices as use_devices  # lessons ask here
+from llmpar.parallel.devices import ordered_devices, use_devices  # noqa: F401 (lessons have it from here)
 from llmpar.parallel.placement import device_grid
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh

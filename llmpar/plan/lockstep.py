@@ -63,14 +63,14 @@ class Lockstep:
 @functools.lru_cache(maxsize=256)
 def lockstep(schedule: Schedule) -> Lockstep:
     """Lay a schedule out in ticks, or refuse it with stage, tick and cycle."""
-    operations, cells = run(schedule, joined=False), run(schedule, joined=True)
-    refuse(schedule, *operations)
-    refuse(schedule, *cells)  # of a legal order only a cell can be at fault
+    operations, cells = run_cells(schedule, joined=False), run_cells(schedule, joined=True)
+    refuse_order(schedule, *operations)
+    refuse_order(schedule, *cells)  # of a legal order only a cell can be at fault
     ticks, _ = times(schedule, operations[0])
     return Lockstep(schedule, tuple(map(tuple, ticks)), cells[0])
 
 
-def run(schedule: Schedule, joined: bool) -> tuple[list[Cell], dict[int, tuple[Op, int, Op]]]:
+def run_cells(schedule: Schedule, joined: bool) -> tuple[list[Cell], dict[int, tuple[Op, int, Op]]]:
     """Run every stage as far as it gets. Return the cells in the order in which they ran, and for each stage
     that is stuck its next operation, and the stage and operation that this waits for. Operations that the
     order writes as one cell are ``joined``, or each is a cell."""
@@ -133,7 +133,7 @@ def times(
 # -------------------------------------------------------------------------------------------------- refusals
 
 
-def refuse(schedule: Schedule, cells: list[Cell], stuck: dict) -> None:
+def refuse_order(schedule: Schedule, cells: list[Cell], stuck: dict) -> None:
     """Raise ValueError, naming stage, tick and cycle, unless each operation stands once in its row and has
     run."""
     starts, ends = times(schedule, cells)

@@ -243,8 +243,8 @@ class Plan:
         plan = Resolved(**given, requested=self, model=config, devices=devices)
         # resetting an unused field may make another one unused
         while config and (unused := checks.unused(plan)):
-            default: dict[str, Any] = {name: DEFAULTS[name] for name in unused}
-            plan = dataclasses.replace(plan, **default, unused=plan.unused | unused)
+            defaults = {name: getattr(Plan, name) for name in unused}
+            plan = dataclasses.replace(plan, **defaults, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)
         return plan._on(devices) if devices else plan
 
@@ -266,10 +266,6 @@ class Plan:
                 alike.append([])
             alike[-1].append(i)
         return [(key, members) for key, alike in dealt.items() for members in alike]
-
-
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
-"""Of the fields of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -583,5 +579,5 @@ class Resolved(Plan):
     @property
     def effective(self) -> Plan:
         """The requested plan without the fields that decide nothing."""
-        default: dict[str, Any] = {name: DEFAULTS[name] for name in self.unused}
-        return dataclasses.replace(self.requested, **default)
+        defaults = {name: getattr(Plan, name) for name in self.unused}
+        return dataclasses.replace(self.requested, **defaults)

@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import accumulate, chain, compress, cycle
 from typing import Any
 
-from llmpar.plan.lockstep import DIRECTIONS, Lockstep, lockstep, run, slots, times
+from llmpar.plan.lockstep import DIRECTIONS, Lockstep, lockstep, run_cells, slots, times
 from llmpar.plan.places import Kinds, chunk_loops
 from llmpar.plan.schedules import OP_KINDS, Costs, Op, Schedule
 
@@ -129,7 +129,7 @@ def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 
 def reached(schedule: Schedule) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
     """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
     of each stage that is stuck its next operation, and the stage and operation that it waits for."""
-    cells, stuck = run(schedule, joined=True)
+    cells, stuck = run_cells(schedule, joined=True)
     both = times(schedule, cells, _each(schedule, (1, 1, 1)))
     done = []
     for row, start, end in zip(schedule.rows, *both, strict=True):
