@@ -30,6 +30,7 @@ from llmpar.plan.model_config import ExpertConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face
 from llmpar.training import hugging_face as hf
+from llmpar.training.tokenizers import open_tokenizer
 
 
 def state_dict(params, config):
