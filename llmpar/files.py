@@ -160,3 +160,10 @@ def check_fields(config: Any) -> None:
     for name, what in allowed(config_type).items():
         if (value := getattr(config, name)) is not getattr(config_type, name, config_type):
             what.check(name, value)
+
+
+class CheckedFields:
+    """A dataclass that refuses values which the types of its fields do not allow (`check_fields`)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -406,7 +406,7 @@ def server(size: dict) -> Iterator[Row]:
 
     from llmpar.serve import server
     from llmpar.training.chat import Chat
-    from llmpar.training.data import ByteTokenizer
+    from llmpar.training.tokenizers import ByteTokenizer
 
     use_devices(8)
     config, plan, text = preset("tiny"), Plan("dp=1", zero=0), ByteTokenizer()

@@ -40,8 +40,8 @@ def write(folder: pathlib.Path) -> None:
     import tokenizers
     from test_hf import OURS, logits, random_params
 
-    from llmpar.training import data
     from llmpar.training import hugging_face as hf
+    from llmpar.training.tokenizers import open_tokenizer
 
     hf.SHARD_BYTES = 200_000
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def write(folder: pathlib.Path) -> None:
     words.train_from_iterator([TEXT] * 9, vocab_size=262, special_tokens=["<s>", "</s>"], show_progress=False)
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    tokenizer = data.open_tokenizer(str(folder))
+    tokenizer = open_tokenizer(str(folder))
     for kind, config in OURS.items():
         # engines have kernels for heads of 32 and more, and some know no width of a head but width / heads
         sizes = {"width": 128, "head_width": 32, "num_heads": 4, "num_kv_heads": 2, "context_length": 128}

@@ -67,13 +67,13 @@ def rows() -> dict:
     which."""
     text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
     stream, made = Batches(read_corpus(text), text), []
-    local_batch = stream.local_batch
-    stream.local_batch = lambda step, rows: (made.extend(range(16)[rows]), local_batch(step, rows))[1]
+    batch = stream.batch
+    stream.batch = lambda step, rows: (made.extend(range(16)[rows]), batch(step, rows))[1]
     plan = Plan("dp=4 tp=2")
     step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
     placed = train._place(step, stream, 3)
     whole = {name: parity.whole(x) for name, x in placed.items()}
-    same = all(np.array_equal(whole[name], x) for name, x in local_batch(3, slice(None)).items())
+    same = all(np.array_equal(whole[name], x) for name, x in batch(3).items())
     each = np.array(sorted(made), np.int32)
     return {"same rows": same, "made": gathered(each), "shardings": shardings(placed)}
 

@@ -16,8 +16,9 @@ from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surro
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
-from llmpar.training.data import Batches, ByteTokenizer, Corpus, DataConfig
+from llmpar.training.data import Batches, Corpus, DataConfig
 from llmpar.training.loop import APART, kept_in, settings_of, train
+from llmpar.training.tokenizers import ByteTokenizer
 
 MODEL = dataclasses.replace(
     PRESETS["tiny"], experts=ExpertConfig(4, 2), lora=LoraConfig(), rope_scaling=RopeScaling()

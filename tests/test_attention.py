@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
-from llmpar.model.attention import attend_cache, full, merge, ring_attention
+from llmpar.model.attention import full, merge, ring_attention
 from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask, ring_hops, sequence_permutation
 from llmpar.predict.ring import pairs_by_step
+from llmpar.serve.decode import attend_cache
 
 CAUSAL, WINDOW = Mask(), Mask(window=10)
 B, S, H = 2, 32, 4

@@ -8,7 +8,7 @@ from make_chat_fixtures import ANSWER, CONVERSATIONS, FIXTURE, LONG, SPECIAL, TE
 
 from llmpar.training.apart import Apart
 from llmpar.training.chat import Chat
-from llmpar.training.data import open_tokenizer
+from llmpar.training.tokenizers import open_tokenizer
 
 
 @pytest.fixture

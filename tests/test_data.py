@@ -12,17 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar.training import data
+from llmpar.training import text_files
 from llmpar.training.balance import row_orders
-from llmpar.training.data import (
-    Batches,
-    ByteTokenizer,
-    Corpus,
-    DataConfig,
-    open_tokenizer,
-    read_corpus,
-    tokenizer_of,
-)
+from llmpar.training.data import Batches, Corpus, DataConfig, read_corpus
+from llmpar.training.tokenizers import ByteTokenizer, open_tokenizer, tokenizer_of
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
@@ -180,12 +173,12 @@ def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
     stream = Batches(corpus, config(batch_size=8))
     for step in range(20):
         whole = stream.batch(step)
-        halves = [Batches(corpus, config(batch_size=8)).local_batch(step, slice(i, i + 4)) for i in (0, 4)]
+        halves = [Batches(corpus, config(batch_size=8)).batch(step, slice(i, i + 4)) for i in (0, 4)]
         assert same(whole, {k: np.concatenate([h[k] for h in halves]) for k in whole})
-        picked = stream.local_batch(step, [6, 1])
+        picked = stream.batch(step, [6, 1])
         assert same(picked, {k: x[[6, 1]] for k, x in whole.items()})
     with pytest.raises(IndexError):
-        stream.local_batch(0, [8])
+        stream.batch(0, [8])
 
 
 def test_batches_straddle_epochs_row_by_row(corpus):
@@ -256,11 +249,11 @@ def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_package
         os, "walk", lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top))
     )
     names = ["a.py", "b.py", "json/__init__.py", "json/tool.py"]
-    assert data.library_files(str(root)) == [str(root / n) for n in names]
+    assert text_files.library_files(str(root)) == [str(root / n) for n in names]
     beside = write(tmp_path / "LICENSE", "the licence")
-    assert data.library_files(str(root))[0] == beside
+    assert text_files.library_files(str(root))[0] == beside
     inside = write(root / "LICENSE.txt", "the licence")
-    assert data.library_files(str(root)) == [inside] + [str(root / n) for n in names]
+    assert text_files.library_files(str(root)) == [inside] + [str(root / n) for n in names]
 
 
 def test_a_python_without_sources_says_so_and_uses_its_licence(tmp_path, monkeypatch):
@@ -277,13 +270,13 @@ def test_globs_recurse_and_take_no_file_twice(tmp_path, monkeypatch):
     for name in ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.md", "odd[1].txt"):
         write(tmp_path / name, name)
     monkeypatch.chdir(tmp_path)
-    found = data.find_files(("deep/**/*.txt", "**/*.txt", "b.txt"))
+    found = text_files.find_files(("deep/**/*.txt", "**/*.txt", "b.txt"))
     assert found == ["deep/er/c.txt", "a.txt", "b.txt", "odd[1].txt"]
-    assert data.find_files(("odd[1].txt",)) == ["odd[1].txt"]
-    assert data.find_files(("deep/*",)) == ["deep/d.md"]  # a folder that a glob matches is passed over
+    assert text_files.find_files(("odd[1].txt",)) == ["odd[1].txt"]
+    assert text_files.find_files(("deep/*",)) == ["deep/d.md"]  # a folder that a glob matches is passed over
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    assert data.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
+    assert text_files.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
     assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == [
         "a.txt",
         "b.txt",
@@ -352,7 +345,7 @@ def written(rng):
             messages *= int(rng.integers(1, 3))
             lines.append({"messages": [{"role": role, "content": content} for role, content in messages]})
         else:
-            lines.append({"prompt": one, str(rng.choice(data.ANSWERS)): two})
+            lines.append({"prompt": one, str(rng.choice(text_files.ANSWERS)): two})
         told = [(256, False)]
         for role, content in messages:
             told += [(b, False) for b in f"{role}\n".encode()]

@@ -29,8 +29,8 @@ from llmpar.plan import families
 from llmpar.plan.model_config import ExpertConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face
-from llmpar.training import data
 from llmpar.training import hugging_face as hf
+from llmpar.training.tokenizers import open_tokenizer
 
 
 def state_dict(params, config):
@@ -277,18 +277,18 @@ def test_what_is_exported_says_how_long_a_text_may_be_and_where_it_begins_and_en
     tokenizers.Tokenizer(words).save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (source / "config.json").write_text('{"eos_token_id": 0, "bos_token_id": 7}')
-    hf.save(out, params, LESSON, tokenizer=data.open_tokenizer(str(source)))
+    hf.save(out, params, LESSON, tokenizer=open_tokenizer(str(source)))
     said = json.loads((out / "config.json").read_text())
     assert (said["bos_token_id"], said["eos_token_id"]) == (1, 0)
     assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 0}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    assert data.open_tokenizer(str(out)).start_id == 1
+    assert open_tokenizer(str(out)).start_id == 1
     (source / "generation_config.json").write_text('{"eos_token_id": [0, 2], "temperature": 0.6}')
-    hf.save(out, params, LESSON, tokenizer=data.open_tokenizer(str(source)))
+    hf.save(out, params, LESSON, tokenizer=open_tokenizer(str(source)))
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == [0, 2]
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.6
-    hf.save(tmp_path / "bytes", params, LESSON, tokenizer=data.open_tokenizer("bytes"))
+    hf.save(tmp_path / "bytes", params, LESSON, tokenizer=open_tokenizer("bytes"))
     assert json.loads((tmp_path / "bytes" / "generation_config.json").read_text()) == {"bos_token_id": 256}
 
 

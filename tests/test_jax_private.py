@@ -23,7 +23,7 @@ import llmpar
 from llmpar.parallel import _jax
 from llmpar.parallel.collectives import WEIGHT
 from llmpar.parallel.mesh import make_mesh, spec
-from llmpar.parallel.modes import _all_but_gathered_weights
+from llmpar.parallel.remat import _all_but_gathered_weights
 from llmpar.plan.layout import parse_layout
 
 PACKAGE = Path(llmpar.__file__).parent

@@ -14,7 +14,6 @@ from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 
 from llmpar.cli.export import Export
-from llmpar.model.lora import merged
 from llmpar.model.weights import described, joined, trained
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig, matrix_dims
@@ -25,6 +24,7 @@ from llmpar.predict.hardware import chip
 from llmpar.predict.workload import Run
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.hugging_face import merged
 from llmpar.training.optimizer import make_optimizer
 from llmpar.training.step import State, Step
 

@@ -25,6 +25,7 @@ from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
+from llmpar.predict.traffic import full_share
 from llmpar.training.step import Step
 
 HERE = Solo()
@@ -177,10 +178,10 @@ def test_the_share_of_slots_that_an_even_routing_fills():
     """Against draws of 8 of 128 experts on 8 ranks; and with a capacity, which leaves fewer slots."""
     how, draw = ExpertConfig(128, 8), np.random.default_rng(0)
     chosen = np.argsort(draw.random((20_000, 128)), axis=1)[:, :8] // 16
-    assert how.full_share(1024, 8) == pytest.approx((chosen == 3).any(1).mean(), abs=0.01)
-    assert ExpertConfig(128, 1).full_share(1024, 8) == 1 / 8
-    assert ExpertConfig(128, 1, capacity_factor=1.0).full_share(1024, 8) == 1.0
-    assert ExpertConfig(128, 1, capacity_factor=2.0).full_share(1024, 8) == 1 / 2
+    assert full_share(how, 1024, 8) == pytest.approx((chosen == 3).any(1).mean(), abs=0.01)
+    assert full_share(ExpertConfig(128, 1), 1024, 8) == 1 / 8
+    assert full_share(ExpertConfig(128, 1, capacity_factor=1.0), 1024, 8) == 1.0
+    assert full_share(ExpertConfig(128, 1, capacity_factor=2.0), 1024, 8) == 1 / 2
 
 
 def executed(how, tokens, chosen=None, d=16, m=32):

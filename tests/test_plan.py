@@ -37,21 +37,19 @@ def arrows(arrow: Arrow) -> list[str]:
 
 
 def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
-    """Its cells are axes, behind some in brackets the dims that they cut; ``[,tp]`` with tp_sequence."""
+    """Its cells are axes, and dims that tp cuts; ``[,tp]`` with tp_sequence."""
     plans = [Plan("dp=2 fsdp=2 ep=2 sp=2 tp=2", tp_sequence=cut).resolve() for cut in (False, True)]
     lines = plan_file.__doc__.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("    region "))
     (_, b, s, other), *rows = [
-        [line[i:j].strip() for i, j in ((4, 16), (16, 30), (30, 40), (40, 54))]
+        [line[i:j].strip() for i, j in ((4, 16), (16, 30), (30, 40), (40, 52))]
         for line in lines[begin : lines.index("", begin)]
     ]
-    assert (b, s, other) == ("b", "s", "d  n k m v")
+    assert (b, s, other) == ("b", "s", "by tp")
     for region, b, s, other in rows:
-        axes, _, dims = other.partition("(")
-        letters = re.findall(r"[a-z]", dims.partition(")")[0])
         for plan in plans:
             positions = s.replace("[,tp]", ",tp" if plan.tp_sequence else "")
-            want = {"b": b, "s": positions} | dict.fromkeys(letters, axes.strip())
+            want = {"b": b, "s": positions} | dict.fromkeys(other.split(), "tp")
             if region == "experts":
                 want["e"] = "ep"  # in words: the table has no column for e
             table = plan.regions[region].items()

@@ -306,9 +306,9 @@ def test_groups_of_heads_with_matrices_of_their_own_are_matmuls_apart():
 def test_tokens_travel_to_experts_as_wide_as_these_are():
     """Nemotron 3 projects tokens from 4,096 numbers to 1,024 before they are sent."""
     config = PRESETS["nemotron-3-super"]
-    assert config.width == 4096 and {block.routed_width for _, block in config.blocks if block.experts} == {
-        1024
-    }
+    assert config.width == 4096 and {
+        traffic.routed_width(block) for _, block in config.blocks if block.experts
+    } == {1024}
     plan = Plan("fsdp=2 ep=4", dtype="bfloat16").resolve(config, "gpu", 64, 4096)
     rows = traffic.step_traffic(plan, 64, 4096).values()
     sent = {m.num_bytes for row in rows for m in row.messages if m.value.startswith("slots for tokens")}

@@ -24,7 +24,7 @@ import shared
 from llmpar.serve import server
 from llmpar.serve.engine import Event, Full, Request, generate
 from llmpar.training.chat import Chat
-from llmpar.training.data import ByteTokenizer
+from llmpar.training.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

@@ -44,7 +44,6 @@ class Export(Output):
         from flax.traverse_util import flatten_dict, unflatten_dict
 
         from llmpar.cli.options import start_jax
-        from llmpar.model.lora import adapters_of, merged
         from llmpar.training import hugging_face as hf
 
         start_jax()
@@ -56,8 +55,10 @@ class Export(Output):
         on_host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         def weight(path: str):
-            where = dict.fromkeys((path, *adapters_of(path, config)), on_host)
-            return flatten_dict(merged(load(unflatten_dict(where, sep=".")), config), sep=".")[path]
+            where = dict.fromkeys((path, *hf.adapters_of(path, config)), on_host)
+            return flatten_dict(hf.merged(load(unflatten_dict(where, sep=".")), config), sep=".")[
+                path
+            ]
 
         base = replace(config, lora=None)
         with signals.signals_to(self.interrupted, [signal.SIGINT]):

@@ -284,7 +284,7 @@ def fits_host(
     import jax
 
     from llmpar.predict import memory
-    from llmpar.training.data import host_bytes
+    from llmpar.training.text_files import host_bytes
 
     if jax.devices()[0].platform != "cpu" or not (available := host_bytes()):
         return

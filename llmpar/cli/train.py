@@ -44,7 +44,7 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import folder_of, preset
 from llmpar.plan.timetable import timetable
 from llmpar.predict import hardware, memory
-from llmpar.training import data
+from llmpar.training import data, tokenizers
 from llmpar.training.balance import row_orders
 from llmpar.training.trackers import Tracker
 
@@ -228,8 +228,8 @@ class Train(Output):
         source = data.DataConfig(
             **vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed
         )
-        tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
-        data.check_vocab(tokenizer, config.vocab_size)
+        tokenizer = tokenizers.open_tokenizer(source.tokenizer, source.start_token)
+        tokenizers.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
         order = functools.partial(
             row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window

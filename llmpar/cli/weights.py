@@ -15,7 +15,7 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, folder_of, preset
 from llmpar.plan.serving import serving_plan
 from llmpar.predict.serving import device_cache_bytes
-from llmpar.training import data
+from llmpar.training import tokenizers
 
 Load = Callable[..., Any]
 """Weights from (shardings, dtype)."""
@@ -28,7 +28,7 @@ def open_weights(
     tokenizer: str | None,
     seed: int = 0,
     best: bool = False,
-) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
+) -> tuple[ModelConfig, tokenizers.Tokenizer, Load, list[str]]:
     """Return a model, its tokenizer, the loader of its weights, and notes for people. Refuse what cannot be
     loaded, before any weight is read.
 
@@ -44,14 +44,14 @@ def open_weights(
         others = {"--model": model, "--checkpoints": checkpoints}
         given = [flag for flag, value in others.items() if value is not None]
         model, name, load, notes = from_folder(from_, given, tokenizer or None)
-        config, reader = preset(model), data.open_tokenizer(name)
+        config, reader = preset(model), tokenizers.open_tokenizer(name)
     elif checkpoints is not None:
         from llmpar.training.checkpoint import Checkpoints
 
         keep = Checkpoints(checkpoints, take_best=best)
         about = keep.about()
         config = about["config"] if model is None else preset(model).must_run()
-        reader, notes = data.tokenizer_of(about["made"], tokenizer), []
+        reader, notes = tokenizers.tokenizer_of(about["made"], tokenizer), []
         if tokenizer is None and "tokenizer" not in about["made"]:
             notes = ["the checkpoint does not name its tokenizer: using 'bytes'"]
 
@@ -60,7 +60,7 @@ def open_weights(
 
     else:
         config = preset(model or "tiny").must_run()
-        reader = data.open_tokenizer(tokenizer or "bytes")
+        reader = tokenizers.open_tokenizer(tokenizer or "bytes")
         random = "the weights are random, and so will be the text: give --from or --checkpoints"
         notes = [beside(model or "tiny") or random]
 
@@ -73,7 +73,7 @@ def open_weights(
                 lambda: _cast(init_params(config, seed), dtype), out_shardings=shardings
             )()
 
-    data.check_vocab(reader, config.vocab_size)
+    tokenizers.check_vocab(reader, config.vocab_size)
     return config, reader, load, notes
 
 
@@ -111,7 +111,7 @@ class ModelOptions:
         mesh = parse_mesh(self.mesh, len(use_devices(self.devices, at_least=1)))
         return Plan(mesh, zero=0, dtype=self.dtype)
 
-    def opened(self, seed: int = 0) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
+    def opened(self, seed: int = 0) -> tuple[ModelConfig, tokenizers.Tokenizer, Load, list[str]]:
         """Call `open_weights` with these options."""
         return open_weights(
             self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from llmpar.draw.curves import curves
 from llmpar.draw.scene import OTHERS, Scene
@@ -11,7 +12,7 @@ from llmpar.predict.goodput import FailingRun, best_interval, goodput
 def failures(jobs: Mapping[str, FailingRun], title: str = "What failures leave of a run") -> Scene:
     """Draw the `goodput` of each job over the interval, from 1 minute on and twice as long from tick to tick;
     the dashed curve connects the best intervals."""
-    lines, best = [], {}
+    lines, best = list[Any](), dict[float, float]()
     for (name, job), color in zip(jobs.items(), [*OTHERS] * len(jobs), strict=False):
         places = [n / 4 for n in range(4 * 9 + 1) if 60 * 2 ** (n / 4) >= job.write_s]
         shares = {place: goodput(job, 60 * 2**place) for place in places}

@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar.parallel.collectives import vary_alike
-from llmpar.parallel.modes import HIDDEN
+from llmpar.parallel.remat import HIDDEN
 from llmpar.plan.model_config import LLAMA, ExpertConfig, Variant
 
 Weights = tuple[Array, ...]

@@ -1,4 +1,4 @@
-"""Attend: on one device, around a ring of devices, or to a cache that is cut over devices.
+"""Attend: on one device, or around a ring of devices.
 
 Two ideas are enough. A *tile* of queries that attends to a tile of keys gives a partial result: the
 softmax-weighted sum of their values, and the log of the sum of exponentials (lse). Two partial results about
@@ -7,8 +7,9 @@ the same queries *merge* into one, in any order:
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 Blockwise attention merges the tiles of one device, a ring also merges over the blocks of keys that arrive
-from other ranks, and decoding merges over ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and
-recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
+from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Online softmax: Milakov and
+Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
+Abbeel 2023.)
 
 Data decides which keys a query may see: every rank knows the ids (position and segment, the number of the
 document) of all keys. So the result does not depend on the order of a sequence on the ranks
@@ -28,7 +29,7 @@ as matmuls want them: `i b k r c h` and `j b k d h`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +50,12 @@ V = Float[Array, "b t k w"]
 # out in q's dtype, lse in float32
 Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
-QTile = Float[Array, "b k r s h"]
-OutTile = Float[Array, "b k r s w"]
-KVTile = Float[Array, "b k t h"]
-VTile = Float[Array, "b k t w"]
+# of tiles the last dim is h, or w of values and results
+QTile = Float[Array, "b k r s _"]
+KVTile = Float[Array, "b k t _"]
 LseTile = Float[Array, "b k r s"]
-QTiles = Float[Array, "i b k r c h"]
-OutTiles = Float[Array, "i b k r c w"]
-KVTiles = Float[Array, "j b k d h"]
-VTiles = Float[Array, "j b k d w"]
+QTiles = Float[Array, "i b k r c _"]
+KVTiles = Float[Array, "j b k d _"]
 LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
@@ -81,7 +79,8 @@ class _Ids(TypedDict, total=False):
 
 
 def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
-    """Return the plan's attention, a function of q, k, v, the `_Ids` in their order, and sinks, if any."""
+    """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids (`_Ids`, in its
+    order), and sinks, if the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     if kernel in OF_JAX:
         run: Callable = partial(
@@ -93,8 +92,8 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
             axis=axes[0] if axes else None,  # one at most: of usp's two axes, ul cuts no keys
             block=plan.attention_block,
             contiguous=plan.in_order and not axes,
-            platform=par.platform if kernel == "flash" else None,  # None: no kernel, the code below
-            branch=par.platform != "gpu",  # there pairs are computed and masked
+            platform=par.platform if kernel == "flash" else None,
+            branch=par.platform != "gpu",
             hop=plan.hop,
             order=plan.sequence_order,
         )
@@ -146,9 +145,10 @@ def ids_of(
     q_segments_bs=None,
     k_segments_bt=None,
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
-    """Return the ids of the queries, and those of the `t` keys of each rank along an axis, which are gathered
-    if only this rank's are given. Without segments all positions belong to one document. Where a mask cuts
-    documents into chunks, each chunk is a segment."""
+    """Return the ids of the queries, and those of the `t` keys of each rank along an axis. Given are those of
+    all ranks; or this rank's `t`, and then they are gathered. Without segments all positions belong to one
+    document. Where a mask cuts documents into chunks, each chunk is a segment of its own: a query sees no
+    other chunk."""
     if (q_segments_bs is None) != (k_segments_bt is None):
         raise ValueError(
             "segments were given for only one of queries and keys; give both or neither"
@@ -186,8 +186,8 @@ def capped(x: Array, cap: float | None) -> Array:
 
 
 def attend_tile(
-    q: QTile, k: KVTile, v: VTile, seen: Seen, scale: float, cap: float | None = None
-) -> tuple[OutTile, LseTile]:
+    q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float, cap: float | None = None
+) -> tuple[QTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A query that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen[:, None, None], capped(scores, cap), -jnp.inf)
@@ -205,15 +205,15 @@ def attend_tile(
 
 def attend_tile_grad(
     q: QTile,
-    out_grad: OutTile,
+    out_grad: QTile,
     lse: LseTile,
     delta: LseTile,
     k: KVTile,
-    v: VTile,
+    v: KVTile,
     seen: Seen,
     scale: float,
     cap: float | None = None,
-) -> tuple[QTile, KVTile, VTile]:
+) -> tuple[QTile, KVTile, KVTile]:
     """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse over all keys.
 
     dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is
@@ -258,16 +258,16 @@ def merge(
 def attend_block(
     q: QTiles,
     k: KVTiles,
-    v: VTiles,
+    v: KVTiles,
     q_ids: QIds,
     k_ids: KIds,
-    partials: tuple[OutTiles, LseTiles] | None = None,
+    partials: tuple[QTiles, LseTiles] | None = None,
     *,
     mask: Mask,
     scale: float,
     pairs: list[tuple[int, int]] | None,
     branch: bool,
-) -> tuple[OutTiles, LseTiles]:
+) -> tuple[QTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
 
     `pairs` are the pairs of tiles that are written out (`_few_pairs`); if None, a loop takes all pairs. A
@@ -292,17 +292,17 @@ def attend_block(
 def attend_block_grad(
     q: QTiles,
     k: KVTiles,
-    v: VTiles,
+    v: KVTiles,
     q_ids: QIds,
     k_ids: KIds,
-    terms: tuple[OutTiles, LseTiles, LseTiles],
+    terms: tuple[QTiles, LseTiles, LseTiles],
     dq: QTiles | None = None,
     *,
     mask: Mask,
     scale: float,
     pairs: list[tuple[int, int]] | None,
     branch: bool,
-) -> tuple[QTiles, KVTiles, VTiles]:
+) -> tuple[QTiles, KVTiles, KVTiles]:
     """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
     The terms of each query are dO, its lse over all keys, and delta (`attend_tile_grad`); the other
     arguments are those of `attend_block`."""
@@ -343,7 +343,8 @@ def _few_pairs(
 
 def _over_pairs(pairs, shape, add_pair, of_queries, of_keys):
     """Return the results after ``of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])`` for
-    each pair: written out for ``pairs``; where that is None, a loop over all of this shape."""
+    each pair of tiles. ``of_queries`` are sums for each tile of queries, ``of_keys`` for each tile of keys:
+    (), for none, in the forward pass. ``pairs`` are written out; if None, a loop takes all of this shape."""
 
     def add_in_loop(pair, sums):
         (i, j), (of_queries, of_keys) = divmod(pair, shape[1]), sums
@@ -382,9 +383,8 @@ class _Ring:
     hops: int  # that keys make (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether, in `ring_backward`, K and V wait for dK and dV of their block before they hop on. The backward
-    # pass of flash is two kernels. While the first computes dK and dV, the sums of the block before travel;
-    # K and V wait, and travel while the second computes dQ.
+    # Whether K and V hop on only when dK and dV of their block are there. Flash computes these in a first
+    # kernel, while the sums of the block before travel, and dQ in a second one, while K and V do.
     kv_hop_waits: bool = False
 
 
@@ -403,34 +403,19 @@ def ring_attention(
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> Partial:
-    """Attend to the keys of all n ranks along `axis`, each of which has s positions, in `jax.shard_map`.
-    Without an axis there is one rank: the result of `full`, in memory linear in the sequence. The ids of keys
-    are those of all ranks, in their order; or of this rank, and then they are gathered.
+    """Attend to the keys of all n ranks along an axis, in `jax.shard_map`. Without an axis there is one rank:
+    the result of `full`, in memory linear in the sequence.
 
-        forward                                        backward
-        out, lse = 0, -inf                             keys = the previous rank's; dq = 0
-        repeat n times:                                repeat n times, with my own keys last:
-            merge attention to the keys into out, lse      add their part to dq, dk, dv
-            keys = the previous rank's (n-1 times)         keys, dk, dv = the previous rank's
-
-    Forward, n-1 hops: K and V travel in one message, in their own dtype, KV heads only. Each rank sends n-1
-    times 2 b t k h elements. A hop may run while a rank attends to the keys that it has. Saves out and lse.
-
-    Backward: scores are recomputed, and K and V make their n-1 hops again. The gradient of a rank's keys
-    follows them, one hop behind: the first neighbour starts the sum, each rank adds its part, and after n-1
-    hops the sum arrives at the rank of the keys, which adds its own part. Each rank sends n-1 times 2 b t k h
-    float32 elements more.
-
-    In contiguous order (`order`) a window may end after m < n-1 hops (`ring_hops`). Then keys make m hops in
-    each pass. Their gradients make m, too: m-1 behind the keys, and one straight back to the keys' rank.
-
-    `block` is the length of a tile (elsewhere here a *block* is all keys of a rank). Before a pair of tiles
-    is multiplied, the extremes of their positions and segments are compared: if no query of the one can see a
-    key of the other, a `lax.cond` skips the pair, or without `branch` the pair is computed and masked.
-    `contiguous` promises of one rank that its queries and keys are the same positions, in order
-    (`as_promised`), whatever `order` the ranks of a ring have: then up to 8 tiles are written out, and pairs
-    outside the mask are not in the program. With a `platform`, its kernel attends (`llmpar.kernels.flash`;
-    interpreted if it is ``cpu``). `hop` is that of a `Plan`.
+    Args:
+        ids: of queries, this rank's; of keys, those of all ranks, or this rank's, which are then gathered.
+        block: length of a tile; None: `tile_length` chooses. (Elsewhere a *block* is all keys of a rank.)
+        contiguous: promises of one rank that its queries and keys are the same positions, in order
+            (`as_promised`): then up to `FEW_TILES` tiles are written out, without pairs outside the mask.
+        order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
+        hop: `Plan.hop`.
+        branch: skip a pair of tiles that `seen_tiles` rules out, by `lax.cond`; else compute and mask it.
+        platform: attend by its kernel (`llmpar.kernels.flash`; interpreted if ``cpu``); None: by
+            `attend_block`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
@@ -442,20 +427,7 @@ def ring_attention(
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
     if platform:
-        narrow = v.shape[-1]  # these kernels take values as wide as keys
-        if narrow < k.shape[-1]:
-            v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - narrow)])
-        launch = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu}.get(
-            platform, flash.run_on_gpu
-        )
-        settings = dict(mask=mask, scale=scale, platform=platform, launch=launch)
-        forward, backward = (
-            partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
-        )
-        ring = _Ring(axis, hop, hops, forward, backward, kv_hop_waits=True)
-        out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
-        return (out[..., :narrow] if narrow < k.shape[-1] else out), lse
-
+        return _ring_of_kernels(axis, hop, hops, mask, scale, platform, (q, k, v, q_ids, k_ids))
     pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
     settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
     attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
@@ -469,10 +441,32 @@ def ring_attention(
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
 
+def _ring_of_kernels(axis, hop, hops, mask, scale, platform, arrays):
+    """Attend as `ring_attention` does, by a platform's kernel, which cuts tiles itself."""
+    q, k, v, *ids = arrays
+    narrow, width = v.shape[-1], k.shape[-1]  # these kernels take values as wide as keys
+    v = jnp.pad(v, [(0, 0)] * 3 + [(0, width - narrow)]) if narrow < width else v
+    launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
+    settings = dict(mask=mask, scale=scale, platform=platform, launch=launches[platform])
+    forward, backward = (
+        partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
+    )
+    ring = _Ring(axis, hop, hops, forward, backward, kv_hop_waits=True)
+    out, lse = ring_forward(ring, *vary_alike((q, k, v, *ids)))
+    return (out[..., :narrow] if narrow < width else out), lse
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_forward(ring, q, k, v, q_ids, k_ids):
-    """Merge attention to the keys of all n ranks, while K and V make n-1 hops, or as many as a window asks
-    for: (out, lse) of this rank's queries. `k_ids` are the ids of every rank's keys."""
+    """Return (out, lse) of this rank's queries. `k_ids` are the ids of every rank's keys.
+
+        out, lse = 0, -inf
+        repeat n times:
+            merge attention to the keys into out, lse
+            keys = the previous rank's (n-1 times; or m times, if a window ends there)
+
+    K and V hop in one message, in their own dtype, KV heads only: each rank sends n-1 times 2 b t k h
+    elements. A hop may run while a rank attends to the keys that it has. Saves out and lse."""
 
     def attend_and_hop(carry, hops):
         kv, partials = carry
@@ -497,8 +491,18 @@ def _ring_forward_saving(ring, q, k, v, q_ids, k_ids):
 
 
 def ring_backward(ring, saved, grads):
-    """Return the gradients of q, k and v: K and V make their hops again, and dK and dV follow them, the last
-    time back to the rank of the keys."""
+    """Return the gradients of q, k and v.
+
+        dq = 0; keys = the previous rank's
+        repeat n-1 times:
+            add the part of these keys to dq, dk, dv
+            keys, dk, dv = the previous rank's
+        add the part of this rank's own keys
+
+    Scores are recomputed, and K and V make their hops again. The sum of a rank's dK and dV follows its keys,
+    one hop behind: the first neighbour starts it, each rank adds its part, and after n-1 hops it arrives at
+    the rank of the keys: n-1 times 2 b t k h float32 elements more. Where a window ends after m hops, the
+    sum makes m as well: m-1 behind the keys, and one straight back to their rank."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
@@ -506,6 +510,7 @@ def ring_backward(ring, saved, grads):
     terms = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
+        """Add the part of keys that made so many hops. Their sum arrives now; None at their first rank."""
         kv, dq, dkv = carry
         dkv = None if dkv is None else _hop(ring, dkv)
         dq, *dkv_part = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), terms, dq)
@@ -562,7 +567,7 @@ def by_kernel(
     k: KV,
     v: V,
     *,
-    kernel: Literal["cudnn", "xla"],
+    kernel: str,  # cudnn or xla
     contiguous: bool = False,
     whole: bool = False,
     mask: Mask = CAUSAL,
@@ -582,31 +587,3 @@ def by_kernel(
         attend = partial(attend, mask=sees(mask, q_ids, k_ids)[:, None])
     out = attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
     return checkpoint_name(out, OUT), None
-
-
-def attend_cache(
-    q: Q,
-    k_cache: KV,
-    v_cache: V,
-    *,
-    axis: str | tuple[str, ...],
-    sinks: Float[Array, "k r"] | None = None,
-    **options: Any,
-) -> Out:
-    """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
-
-    Each call sends one maximum of b s k r numbers and one sum of b s k r (h+1). A slot of the cache that is
-    not written yet must have a position after every query's. No gradient: a maximum over ranks has none.
-    `options` are those of `full`.
-    """
-    out, lse = full(q, k_cache, v_cache, **options)
-    if not axis:
-        return out if sinks is None else with_sinks(out, lse, sinks)
-    with scope("cache b s k r +t -> attention b s k r"):
-        top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
-        weight = jnp.exp(lse - top)[..., None]
-        sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
-    out, total = sums[..., :-1], sums[..., -1:]
-    if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32)[None, None] - top)[..., None]
-    return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)

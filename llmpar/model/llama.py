@@ -26,7 +26,7 @@ A training step needs one number, and the methods of `Llama` lead to it in this 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,7 +42,8 @@ from llmpar.model.lora import adapt, used_weights
 from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
-from llmpar.parallel.modes import PROJECTED, STREAM, Solo
+from llmpar.parallel.modes import Solo
+from llmpar.parallel.remat import PROJECTED, STREAM
 from llmpar.plan.model_config import LLAMA, ModelConfig, Variant, Weight
 from llmpar.plan.places import LayerLoop
 
@@ -60,23 +61,22 @@ Aux = dict[str, Array] | None
 Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
-def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
-    """Make a weight with its initial values; the parameter has its region and dims."""
-    weight = weights[path]
-    value = jnp.full(weight.shape, weight.fill)
-    if weight.std:
-        value = weight.std * jax.random.normal(rngs.params(), weight.shape)
-    return nnx.Param(value, dims=weight.dims)
-
-
-Make = Callable[[str], nnx.Param]
-"""Start the weight with a path (`ModelConfig.block_weights`)."""
+Params = dict[str, nnx.Param]
+"""The parameters of a block by their paths in it (`ModelConfig.block_weights`): those that the model has."""
 MATRICES = "gate", "up", "down"
 """The matrices of a feed-forward."""
 LATENT_EPS = 1e-6
 """The epsilon of the norms of latents, whatever the model's other norms have."""
 NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
+
+
+def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
+    """Make a weight with its initial values; the parameter has its region and dims."""
+    value = jnp.full(weight.shape, weight.fill)
+    if weight.std:
+        value = weight.std * jax.random.normal(rngs.params(), weight.shape)
+    return nnx.Param(value, dims=weight.dims)
 
 
 def scaled_by(x: Array, factor: float) -> Array:
@@ -112,7 +112,9 @@ class Norm(nnx.Module):
             x32 = x32 * jax.lax.rsqrt(self.mean_of_heads(x32, par, heads) + self.eps)
         else:
             x32 = unit(x32, self.eps)
-        return par.beside(self.scaled, x32.astype(x.dtype), self.scale)
+        offset = self.variant.norm_offset
+        times = lambda x, scale: x * (scale + offset) if offset else x * scale
+        return par.beside(times, x32.astype(x.dtype), self.scale)
 
     def mean_of_heads(
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
@@ -123,21 +125,14 @@ class Norm(nnx.Module):
         square = lambda par, x: (x * x).sum((-2, -1)) / self.size
         return par.summed(square, of, arrow)(x)[..., None, None]
 
-    def scaled(self, x: Array, scale: Array) -> Array:
-        """Return ``x`` times (scale + offset)."""
-        return x * (scale + self.variant.norm_offset) if self.variant.norm_offset else x * scale
 
-
-def take(
-    part: Any, make: Make, rows: Iterable[str], path: str, eps: float, variant: Variant
-) -> None:
-    """Make the weights whose paths in ``rows`` (`ModelConfig.block_weights`) lie directly under ``path``, and
-    set them as attributes of a part of the model by their names; ``x.scale`` becomes a `Norm` named x."""
-    for row in rows:
-        owner, _, name = row.removesuffix(".scale").rpartition(".")
-        if owner == path:
-            weight = make(row)
-            is_norm = row.endswith(".scale")
+def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
+    """Give a part of the model its own parameters, those directly under a path: ``attention.q`` becomes the
+    attribute ``q`` of the part ``attention``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``."""
+    for path, weight in params.items():
+        owner, _, name = path.removesuffix(".scale").rpartition(".")
+        if owner == under:
+            is_norm = path.endswith(".scale")
             setattr(part, name, Norm(weight, eps, variant) if is_norm else weight)
 
 
@@ -149,10 +144,11 @@ class Attention(nnx.Module):
     k_norm: Norm
     o_bias: nnx.Param
     sinks: nnx.Param
+    eps: float | None = None  # of these norms; None: the model's
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
-        take(self, make, rows, "attention", config.norm_eps, config.variant)
-        adapt(self, config.lora, make, "attention")
+    def __init__(self, config: ModelConfig, params: Params):
+        take(self, params, "attention", self.eps or config.norm_eps, config.variant)
+        adapt(self, config.lora, params, "attention")
         self.config = config
 
     @jax.named_scope("attention")
@@ -177,27 +173,30 @@ class Attention(nnx.Module):
             q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = par.weight(self.sinks).reshape(k, -1) if hasattr(self, "sinks") else None
-        y_bskrh = attend(q_bskrh, k_bskh, v_bskh, ids, config.mask, par, sinks_kr)
+        if par.cache:
+            y_bskrh = par.cache.attend(q_bskrh, k_bskh, v_bskh, ids[0], config.mask, sinks_kr)
+        else:
+            arrow = "attention b s k h -> keys b s k h"
+            k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
+            y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
+        return self.to_stream(y_bskrh, par)
+
+    def to_stream(self, y: Float[Array, "b s *heads w"], par: Solo) -> Stream:
+        """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
-        y_bsnh = y_bskrh.reshape(q_bsnh.shape)
+        y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
         return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Attention):
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). A token's keys and values are made of one
     latent of c numbers, and of r rotated numbers that all heads share. So c + r numbers a token are gathered
     over ranks, or kept in a cache. (In this class the letters c and r are these widths.)"""
 
-    q_norm: Norm  # where queries are made of a latent, too
-    kv_norm: Norm
+    kv_norm: Norm  # and a q_norm, where queries are made of a latent, too
     kv_up: nnx.Param
-    o_bias: nnx.Param
-
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
-        take(self, make, rows, "attention", LATENT_EPS, config.variant)
-        adapt(self, config.lora, make, "attention")
-        self.config, self.latent = config, rows["attention.kv_norm.scale"].shape[0]
+    eps = LATENT_EPS
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
@@ -215,14 +214,15 @@ class LatentAttention(nnx.Module):
             q_bsnh = q_bsnh * jnp.asarray(scale * config.head_width**0.5, q_bsnh.dtype)
         q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
         down = self.projected("kv_down", x, par)  # b s (c + r)
-        latent_bsc = self.kv_norm(down[..., : self.latent], par)
-        shared_bsr = rotated(down[..., None, self.latent :])[..., 0, :]
+        latent_bsc = self.kv_norm(down[..., :-r], par)
+        shared_bsr = rotated(down[..., None, -r:])[..., 0, :]
         latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
-        attended = self.absorbed if par.cache else self.expanded
-        y_bsnh = attended(q_bsnh, latent, ids, par)
-        (o_nhd,) = used_weights(self, par, "o")
-        y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
+        if par.cache:
+            up = par.weight(self.kv_up)
+            y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, self.config, ids[0])
+        else:
+            y_bsnh = self.expanded(q_bsnh, latent, ids, par)
+        return self.to_stream(y_bsnh, par)
 
     def projected(self, name: str, x: Array, par: Solo) -> Array:
         """Multiply by one of the matrices, and add its bias, if it has one."""
@@ -235,55 +235,17 @@ class LatentAttention(nnx.Module):
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Attend with the keys and values of each head, made of the latents of all keys."""
+        width, num_latent = self.config.value_width, self.kv_norm.size
         latent = par.move(latent, "attention b s c -> keys b s c")
-        kv_btnh = self.projected("kv_up", latent[..., : self.latent], par)
-        shared_btr, width = latent[..., None, self.latent :], self.config.value_width
-        r = shared_btr.shape[-1]
-        shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], r))
+        kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
+        shared_btr = latent[..., None, num_latent:]
+        shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], shared_btr.shape[-1]))
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
-        y = attend_moved(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
+        y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
         return y[..., 0, :]
-
-    def absorbed(
-        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
-    ) -> Float[Array, "b s n w"]:
-        """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
-        keys of them multiplies the queries, the one of values the result (DeepSeek-V2, section 2.1.2)."""
-        up_cnh = par.weight(self.kv_up)
-        width, r = self.config.value_width, latent.shape[-1] - self.latent
-        to_keys, to_values = up_cnh[..., :-width], up_cnh[..., -width:]
-        q_bsnc = jnp.einsum("bsnh,cnh->bsnc", q[..., :-r], to_keys)
-        q_bsnc = jnp.concatenate([q_bsnc, q[..., -r:]], axis=-1)
-        # The cache divides scores by the root of c + r, and they want that of h.
-        q_bsnc = q_bsnc * jnp.asarray((q_bsnc.shape[-1] / q.shape[-1]) ** 0.5, q.dtype)
-        keys = latent[:, :, None]
-        y = par.cache.attend(q_bsnc[:, :, None], keys, None, ids[0], self.config.mask)
-        return jnp.einsum("bsnc,cnh->bsnh", y[:, :, 0, :, : self.latent], to_values)
 
 
 def attend(
-    q: Float[Array, "b s k r h"],
-    k: Float[Array, "b s k h"],
-    v: Float[Array, "b s k h"],
-    ids: tuple[Array, ...],
-    mask: attention.Mask,
-    par: Solo,
-    sinks: Float[Array, "k r"] | None = None,
-) -> Float[Array, "b s k r h"]:
-    """Move queries and keys to their regions, attend, and move the result back. ``sinks``: the logits of a
-    key that every query of a head sees, without a value (gpt-oss).
-
-    `Plan.context_parallel` decides only how the regions queries and keys are cut; these moves follow. Ring:
-    nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
-    heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
-    """
-    if par.cache:
-        return par.cache.attend(q, k, v, ids[0], mask, sinks)
-    k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
-    return attend_moved(q, k, v, ids, mask, par, sinks)
-
-
-def attend_moved(
     q: Float[Array, "b s k r h"],
     k: Float[Array, "b t _ h"],
     v: Float[Array, "b t _ w"],
@@ -292,9 +254,15 @@ def attend_moved(
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
 ) -> Float[Array, "b s k r w"]:
-    """Attend, as `attend` does, to keys that are in their region."""
+    """Move queries to their region, where keys are already, attend, and move the result back. ``sinks``: the
+    logits of a key that every query of a head sees, without a value (gpt-oss).
+
+    `Plan.context_parallel` decides only how the regions queries and keys are cut; what moves follows. Ring:
+    nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
+    heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
+    """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
-    # layouts, which call key positions s, too
+    # in layouts key positions are s, too
     queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
     layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
@@ -311,10 +279,10 @@ class FeedForward(nnx.Module):
     up_bias: nnx.Param
     down_bias: nnx.Param
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight], path: str):
-        take(self, make, rows, path, config.norm_eps, config.variant)
-        adapt(self, config.lora if path == "ffn" else None, make, path)
-        self.variant, self.biased = config.variant, f"{path}.down_bias" in rows
+    def __init__(self, config: ModelConfig, params: Params, path: str):
+        take(self, params, path, config.norm_eps, config.variant)
+        adapt(self, config.lora, params, path)
+        self.variant, self.biased = config.variant, f"{path}.down_bias" in params
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -346,12 +314,12 @@ class Experts(nnx.Module):
     router_bias: nnx.Param
     bias: nnx.Param
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
+    def __init__(self, config: ModelConfig, params: Params):
         assert config.experts
         self.config, self.variant = config.experts, config.variant
-        take(self, make, rows, "experts", config.norm_eps, config.variant)
+        take(self, params, "experts", config.norm_eps, config.variant)
         if self.config.num_shared:
-            self.shared = FeedForward(config, make, rows, "experts.shared")
+            self.shared = FeedForward(config, params, "experts.shared")
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
@@ -394,43 +362,37 @@ class Block(nnx.Module):
     stream; side by side, where only one norm is before both."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        rows = config.block_weights()
-        make = functools.partial(param, rngs, rows)
-        self.norms = tuple(name for name in NORMS if f"{name}.scale" in rows)
-        take(self, make, rows, "", config.norm_eps, config.variant)
+        params = {path: param(rngs, row) for path, row in config.block_weights().items()}
+        self.norms = tuple(name for name in NORMS if f"{name}.scale" in params)
+        take(self, params, "", config.norm_eps, config.variant)
         mixer = LatentAttention if config.shares_cache else Attention
-        self.attention = mixer(config, make, rows)
+        self.attention = mixer(config, params)
         if config.experts:
-            self.experts = Experts(config, make, rows)
+            self.experts = Experts(config, params)
         else:
-            self.ffn = FeedForward(config, make, rows, "ffn")
+            self.ffn = FeedForward(config, params, "ffn")
         self.config = config
 
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
         y = self.normed("attention_norm", x, par)
-        attended = self.attention(y, ids, rope, par)
-        scale = self.config.variant.residual_scale
-        if self.norms == ("attention_norm",):  # side by side
-            y, aux = self.fed_forward(y, par)
-            return x + scaled_by(attended, scale) + scaled_by(y, scale), aux
-        x = x + scaled_by(self.post_normed("attention_post_norm", attended, par), scale)
-        if "attention_post_norm" not in self.norms:
-            x = checkpoint_name(x, STREAM)
-        y, aux = self.fed_forward(self.normed("ffn_norm", x, par), par)
-        return x + scaled_by(self.post_normed("ffn_post_norm", y, par), scale), aux
+        x = self.added(x, self.attention(y, ids, rope, par), "attention_post_norm", par)
+        if self.norms != ("attention_norm",):  # else both read the same normed stream
+            if "attention_post_norm" not in self.norms:
+                x = checkpoint_name(x, STREAM)
+            y = self.normed("ffn_norm", x, par)
+        y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
+        return self.added(x, y, "ffn_post_norm", par), aux
 
     def normed(self, name: str, x: Stream, par: Solo) -> Stream:
         """Return the normed value, or ``x`` where the block does not have this norm."""
         return getattr(self, name)(x, par) if name in self.norms else x
 
-    def post_normed(self, name: str, x: Stream, par: Solo) -> Stream:
-        """Give ``x`` the remat name `STREAM`, then norm it; without this norm return ``x``, unnamed."""
-        return self.normed(name, checkpoint_name(x, STREAM) if name in self.norms else x, par)
-
-    def fed_forward(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
-        """Return the result of the feed-forward, or that of the experts and their router's outputs."""
-        return self.experts(x, par) if self.config.experts else (self.ffn(x, par), None)
+    def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
+        """Return ``x`` plus a result ``y``, behind this norm if the block has it."""
+        if norm in self.norms:
+            y = self.normed(norm, checkpoint_name(y, STREAM), par)
+        return x + scaled_by(y, self.config.variant.residual_scale)
 
 
 class Llama(nnx.Module):
@@ -438,15 +400,15 @@ class Llama(nnx.Module):
     kinds of layers each has a stack."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        make = functools.partial(param, rngs, config.must_run().weights())
-        self.embedding = make("embedding")
+        weights = config.must_run().weights()
+        self.embedding = param(rngs, weights["embedding"])
         stacks = [self.stack(count, block, rngs) for count, block in config.blocks]
         self.blocks: Any = (
             nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
         )
-        self.norm = Norm(make("norm.scale"), config.norm_eps, config.variant)
+        self.norm = Norm(param(rngs, weights["norm.scale"]), config.norm_eps, config.variant)
         if not config.tied:
-            self.head = make("head")
+            self.head = param(rngs, weights["head"])
         self.config = config
 
     @staticmethod
@@ -527,41 +489,41 @@ class Llama(nnx.Module):
 
         A loop of ``kinds=(0, 0, 1), times=4`` is a scan of 4 iterations over 12 layers: the next 8 of kind 0,
         two in each iteration, and the next 4 of kind 1."""
-        names = "positions", "segments"
-        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
-        # all ids were gathered; those of the queries are a slice of them
-        q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
-        ids = (*q_ids, *k_ids)
-        num_kinds = len(self.config.kinds)
-        stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
-        graphs, weights = zip(*map(nnx.split, stacks), strict=True)
-        ropes = []
-        for _, config in self.config.blocks:
-            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
-            is_right_b = attention.as_promised(par, config.mask, *k_ids)
-            table = rope_table(config, batch["positions"])
-            ropes.append(nan_in_broken_rows(table, is_right_b))
-
-        def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind. ``w[kind]`` are the weights of an iteration's layers of that kind: of
-            one layer, where ``place`` is None; else stacked, and this block takes number ``place``."""
-            own = lambda w: w[kind] if place is None else at(w[kind], place)
-            return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
-
+        blocks, stacks = self.blocks_by_kind(batch, par)
         outputs, done = list[Any](), Counter[int]()  # of each kind, layers that have run
         for (kinds, num_times, _), layers in loops:
-            counts = Counter({k: num_times * kinds.count(k) for k in kinds})
-            stack = {k: some_layers(weights[k], done[k], n) for k, n in counts.items()}
+            counts = Counter(kinds * num_times)
+            stack = {k: some_layers(stacks[k], done[k], n) for k, n in counts.items()}
             places: list[int | None] = [None]
             if len(kinds) > 1:
-                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
                 stack = {k: par.periods(w, num_times) for k, w in stack.items()}
-            x, aux = layers([*map(block, kinds, places)], x, stack)
+                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
+            pairs = zip(kinds, places, strict=True)
+            x, aux = layers([in_iteration(blocks[k], k, place) for k, place in pairs], x, stack)
             if aux is not None:
                 outputs.append(aux)
             done += counts
         joined = lambda *parts: jnp.concatenate(parts)
         return x, jax.tree.map(joined, *outputs) if outputs else None
+
+    def blocks_by_kind(self, batch: Batch, par: Solo) -> tuple[list[Callable], list[Tree]]:
+        """Return for each kind of layers its block, a function of the stream and of one layer's weights, and
+        the stack of these weights."""
+        names = "positions", "segments"
+        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
+        # all ids were gathered; those of the queries are a slice of them
+        q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
+        stacks = [self.blocks[f"{i}"] for i in range(len(self.config.kinds))] or [self.blocks]
+        graphs, weights = zip(*map(nnx.split, stacks), strict=True)
+
+        def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
+            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
+            is_right_b = attention.as_promised(par, config.mask, *k_ids)
+            rope = nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
+            return lambda x, w: nnx.merge(graph, w)(x, (*q_ids, *k_ids), rope, par)
+
+        configs = (config for _, config in self.config.blocks)
+        return [*map(block, graphs, configs)], [*weights]
 
     @jax.named_scope("router_losses")
     def router_losses(
@@ -582,6 +544,12 @@ def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array,
     return -jnp.minimum(
         ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]
     )
+
+
+def in_iteration(block: Callable, kind: int, place: int | None) -> Callable:
+    """Return a block that takes its weights from those of an iteration, by kind. Where an iteration runs
+    several layers these are stacked, and its own are at a ``place``."""
+    return lambda x, w: block(x, w[kind] if place is None else at(w[kind], place))
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:

@@ -5,20 +5,19 @@ weights are needed. A weight with adapters then multiplies itself (`Adapted.matm
 multiplies.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, traverse_util
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from llmpar.parallel.modes import PROJECTED, Solo
-from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig
+from llmpar.parallel.modes import Solo
+from llmpar.parallel.remat import PROJECTED
+from llmpar.plan.model_config import LoraConfig
 
 
 @jax.tree_util.register_dataclass
@@ -43,13 +42,12 @@ class Adapted:
         )
 
 
-def adapt(part: Any, lora: LoraConfig | None, make: Callable[[str], nnx.Param], path: str) -> None:
-    """Give a part of the model, which has its weights already, the adapters that the config asks for."""
-    if lora:
-        names = [name for name in ADAPTABLE if name in lora.targets and hasattr(part, name)]
-        part.lora = nnx.Dict(
-            {f"{name}_{x}": make(f"{path}.lora.{name}_{x}") for name in names for x in "ab"}
-        )
+def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path: str) -> None:
+    """Give the part of the model at a path the adapters that its config asks for."""
+    under = f"{path}.lora."
+    own = {name: weight for name, weight in params.items() if name.startswith(under)}
+    if lora and own:
+        part.lora = nnx.Dict({name.removeprefix(under): weight for name, weight in own.items()})
         part.lora_scale = lora.scale
 
 
@@ -62,29 +60,3 @@ def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted]
             a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
             w = Adapted(w, a, b, part.lora_scale)
         yield w
-
-
-def adapters_of(path: str, config: ModelConfig) -> list[str]:
-    """Return the paths of a weight's adapters, A and B; none where it has none."""
-    (part, _, name), weights = path.rpartition("."), config.weights()
-    return [x for x in (f"{part}.lora.{name}_a", f"{part}.lora.{name}_b") if x in weights]
-
-
-def merged(params: Any, config: ModelConfig) -> Any:
-    """Return a tree of weights, or a part of one, without adapters: W + A B · alpha / rank, added up in
-    float32 with W's sharding, one matrix of all layers after the other."""
-    flat, weights = traverse_util.flatten_dict(params, sep="."), config.weights()
-    for path in list(flat):
-        if (lora := config.lora) and (pair := adapters_of(path, config)):
-            w, a, b = (parse_layout(weights[name].dims).letters for name in (path, *pair))
-            add = functools.partial(_add_product, f"{a},{b}->{w}", lora.scale)
-            sharding = getattr(flat[path], "sharding", None)
-            flat[path] = jax.jit(add, out_shardings=sharding)(
-                flat[path], *(flat.pop(name) for name in pair)
-            )
-    return traverse_util.unflatten_dict(flat, sep=".")
-
-
-def _add_product(equation: str, scale: float, w: Array, a: Array, b: Array) -> Array:
-    w, a, b = (x.astype("float32") for x in (w, a, b))
-    return w + scale * jnp.einsum(equation, a, b, precision="highest")

@@ -1,24 +1,22 @@
-"""One model text, four modes: here `Solo`, on one device, and `Manual`, inside shard_map; in
-`llmpar.parallel.partitioned` `Auto`, under XLA's partitioner, and `Explicit`, with layouts as types.
+"""`par`, by which the model's text multiplies, moves and sums: here `Solo`, on one device, and `Manual`,
+inside shard_map; in `llmpar.parallel.partitioned` `Auto`, under XLA's partitioner, and `Explicit`, with
+layouts as types. The text is the same in all four modes, and never names a mesh axis:
 
-The model calls these methods and never names a mesh axis:
-
-    par.weight(p)             a parameter, as it is needed for computing
-    par.move(x, arrow)        a value moves: to another region, from an unfinished sum to a finished one
-    par.move_matmul(x, arrow, *ws)    a move, and the matmuls right behind it
-    par.matmul_move(x, w, arrow)      a matmul, and the move right behind it
-    par.max(x, arrow)         as move, for a maximum, through which no gradient flows
-    par.beside(f, x, p)       f(x, weight) element by element: adds a bias, multiplies by a norm's scale
-    par.ragged(x, …, arrow)   an all-to-all of which each block is sent in part
-    par.summed(f, …, arrow)   f gives each device's term of a sum, which the arrow finishes
-    par.total(x, layout)      the sum over all dims; in `Manual` this device's term of it
-    par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
-    par.layers(fs, x, ws)     a scan over layers; where kinds of layers alternate (window, full), an iteration
-                              runs one period of them, for which par.periods(ws, times) reshapes the stack
-    par.chunked(f, xs, n)     pieces of a sequence, one after the other
-    par.local(f, …)           f as an island: code that works on a device's own blocks. It moves values by
-                              `par.island`, the mode inside, and may name the axes par.axes(layout). In
-                              `Manual` this gives f itself, in `Auto` and `Explicit` f in a shard_map
+    weights  par.weight(p)             a parameter, as it is needed for computing
+             par.beside(f, x, p)       f(x, weight) element by element: adds a bias, multiplies by a scale
+    moves    par.move(x, arrow)        to another region, or from an unfinished sum to a finished one
+             par.max(x, arrow)         the same for a maximum, through which no gradient flows
+             par.ragged(x, …, arrow)   an all-to-all of which each block is sent in part
+    matmuls  par.move_matmul(x, arrow, *ws)   a move, and the matmuls right behind it
+             par.matmul_move(x, w, arrow)     a matmul, and the move right behind it
+    sums     par.summed(f, …, arrow)   a function: f gives each device's term of a sum, the arrow finishes it
+             par.total(x, layout)      the sum over all dims
+    islands  par.local(f, …)           f on a device's own blocks. Inside f moves go by `par.island`;
+                                       par.index(layout) is the number of the device's block of a dim,
+                                       par.parts(layout) of how many, par.axes(layout) the axes that cut it
+    loops    par.layers(fs, x, ws)     over layers; where their kinds alternate (window, full), an iteration
+                                       runs one period, for which par.periods(ws, times) reshapes the weights
+             par.chunked(f, xs, n)     over pieces of a sequence
 
 In `Manual` every move of an arrow becomes a collective or a slice, in a scope of the arrow's text, by which a
 census of the compiled program (`llmpar.inspect.census`) tells what moves for which line of the model.
@@ -28,9 +26,8 @@ Megatron's operator f (Shoeybi et al. 2019, section 3). shard_map's varying-axes
 transposes right; it stays on.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,30 +37,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
 from llmpar.parallel import wire
-from llmpar.parallel._jax import ATTENTION_KERNEL, OF_SHARDS, is_own_gather
 from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
 from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, send, vary, varying
+from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
 from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
 from llmpar.plan.plan import Plan, Resolved
-
-PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
-"""Names by which remat policies know values of a block: queries, keys and values before RoPE; the residual
-stream between attention and feed-forward (in a model with post-norms, what attention and feed-forward give
-before these norms); the feed-forward's first matmuls. Attention names its own result and log-sums. The table
-counts 2 bytes a number:
-
-    value                          numbers a token   FLOPs to compute it again          saved by
-    queries, keys, values          n h + 2 k h       2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
-    attention's result, log-sums   n h               attention itself, more than that   selective, ffn
-    stream after attention         d                 the matmul with o, and its sum     selective, ffn
-    gate and up                    2 m               4 d m: d FLOPs a byte              selective
-    norms, RoPE, SwiGLU            d, n h, m         a few FLOPs a byte                 none: computed again
-"""
-OF_REGION = {"attention": PROJECTED, "ffn": HIDDEN}
-"""The name of the results of a region's first matmuls."""
-SAVED = {"block": (), "ffn": (PROJECTED, STREAM, "attention_out", "attention_lse")}
-SAVED["selective"] = *SAVED["ffn"], HIDDEN
-"""What a block's forward pass saves for its backward pass, by `Plan.remat`."""
 
 
 class Solo:
@@ -90,6 +68,16 @@ class Solo:
         """Return ``x`` itself: one device has it."""
         return x
 
+    def max(self, x: Array, arrow: str) -> Array:
+        """Return ``x`` itself, behind a stop_gradient."""
+        return lax.stop_gradient(x)
+
+    def ragged(
+        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
+    ) -> Array:
+        """Return ``x`` itself, as `move` does."""
+        return x
+
     def move_matmul(
         self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable] = ()
     ) -> list[Array]:
@@ -104,9 +92,8 @@ class Solo:
                 self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
             ]
         name = OF_REGION[parse_arrow(arrow).after.region]
-        # named, they would be saved for all chunks at once, which chunks are there to avoid
         if name == HIDDEN and self.plan.ffn_chunks > 1:
-            return results
+            return results  # without a name: no chunk's hidden values are saved
         return [checkpoint_name(y, name) for y in results]
 
     def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
@@ -118,16 +105,6 @@ class Solo:
         """Return None: on one device a matmul has no collective beside it."""
         return None
 
-    def ragged(
-        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
-    ) -> Array:
-        """Return ``x`` itself, as `move` does."""
-        return x
-
-    def max(self, x: Array, arrow: str) -> Array:
-        """Return ``x`` itself, behind a stop_gradient."""
-        return lax.stop_gradient(x)
-
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
         """Return a function that calls ``f(par, …)`` on values with these ``layouts`` (which `Explicit`
         reads) and moves the result: on each device it is one term of a sum, which the arrow finishes."""
@@ -136,18 +113,6 @@ class Solo:
     def total(self, x: Array, layout: str) -> Array:
         """Sum over all dims of a value with this ``layout``. In `Manual` this is the device's own term."""
         return x.sum()
-
-    def index(self, layout: str) -> int | Int[Array, ""]:
-        """Return 0: there is one block."""
-        return 0
-
-    def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim, for an island that must name them."""
-        return ()
-
-    def parts(self, layout: str) -> int:
-        """Return the number of blocks of the layout's one dim."""
-        return self.plan.mesh.along(self.axes(layout))
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """Return ``f`` as a function of whole values with these ``layouts``, and a result with that one."""
@@ -158,13 +123,25 @@ class Solo:
         """The mode inside an island, where a device sees its blocks."""
         return self
 
+    def index(self, layout: str) -> int | Int[Array, ""]:
+        """Return 0: there is one block."""
+        return 0
+
+    def parts(self, layout: str) -> int:
+        """Return the number of blocks of the layout's one dim."""
+        return self.plan.mesh.along(self.axes(layout))
+
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """Return the mesh axes that cut the layout's one dim, for an island that must name them."""
+        return ()
+
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``. An
         iteration runs all ``blocks``, one after the other, each for one layer. The auxiliary results are
         stacked in the order of the layers."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
-        blocks = [self.saving(block, no_loop) for block in blocks]
+        blocks = [saving(self.plan, block, no_loop) for block in blocks]
         x, outputs = lax.scan(chain(blocks), x, stack, unroll=self.plan.unroll or length)
         interleave = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
         if len(outputs) > 1:
@@ -174,21 +151,6 @@ class Solo:
     def periods(self, stack: Any, times: int) -> Any:
         """Return the weights of layers with a leading dim for ``times`` periods."""
         return jax.tree.map(lambda w: w.reshape(times, -1, *w.shape[1:]), stack)
-
-    def saving(self, block: Callable, no_loop: bool) -> Callable:
-        """Return a block that saves for its backward pass what the plan says, and recomputes the rest."""
-        plan = self.plan
-        # Of ZeRO 3: whether gathered weights stay until the backward pass, or are gathered again there.
-        keep = plan.gathers == "block" and not plan.reshard_after_forward
-        # XLA would merge what is computed again with the forward pass; a loop forbids that, and where there
-        # is no loop `prevent_cse` does.
-        if plan.remat != "none":
-            names = SAVED[plan.remat] + ((WEIGHT,) if keep else ())
-            policy = functools.partial(_save_named, names)
-            return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
-        if plan.gathers == "block" and not keep:
-            return jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)
-        return block
 
     def chunked(self, f: Callable, xs: Any, num_chunks: int, recompute: bool = False) -> Any:
         """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join the results, all
@@ -222,26 +184,6 @@ def chain(blocks: Sequence[Callable]) -> Callable:
     return run
 
 
-def _save_named(names: tuple[str, ...], prim, *_, **params) -> bool:
-    """Save what has one of the names. JAX names nothing inside cuDNN's attention: in place of
-    ``attention_out`` its own results are saved."""
-    if prim.name == ATTENTION_KERNEL:
-        return "attention_out" in names
-    return prim.name == "name" and params["name"] in names
-
-
-def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save every result but gathered weights: the backward pass then repeats gathers, and no arithmetic. It
-    is the policy of remat none at ZeRO 3.
-
-    A weight's gathered value is known by its name (`WEIGHT`). The steps that make it have no names, and are
-    known by their primitives (`OF_SHARDS`). Activations that are gathered are saved all the same: they pass
-    such a primitive, too, but have a name of their own (`MOVED`)."""
-    if prim.name == "name":
-        return params["name"] != WEIGHT
-    return not prim.name.startswith(OF_SHARDS) and not is_own_gather(prim.name, params)
-
-
 # ----------------------------------------------------------------------------------------------------- Manual
 
 
@@ -254,10 +196,10 @@ class Manual(Solo):
 
         The backward pass is the mirror image: reduce-scatter over the axes of ZeRO in the computing dtype.
         With ``reduce="layer"`` a float32 all-reduce of the shard follows, over every other axis on which the
-        region's values differ; else `Step` sums over these axes later.
+        region's values differ: the transpose of `_vary` below. Else `Step` has typed the parameter as varying
+        over these axes before, `_vary` changes nothing, and `Step` sums over them at the end.
         """
         region = parse_layout(param.dims).region
-        # No all-reduce follows for axes that `Step` has marked as those of open sums.
         x = self._vary(param[...], self.plan.varying(region), param.dims)
         whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
         return checkpoint_name(whole, WEIGHT)
@@ -273,53 +215,6 @@ class Manual(Solo):
         x = self._vary(x, physical.varying, arrow)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def ring(self, arrow: str, kind: str) -> Ring | None:
-        """Return the ring of an arrow, where the plan has `tp_comm_overlap` and the arrow is a collective of
-        this kind: one block is multiplied while another, or its sum, travels."""
-        moves = self.plan.physical(arrow).moves
-        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
-            return None
-        return Ring(moves[0].axes, arrow, self.plan.hop)
-
-    def ragged(
-        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
-    ) -> Array:
-        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends only the first
-        ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
-        are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
-        physical = self.plan.physical(arrow)
-        # One move, over one axis of n ranks. Of a device's lengths of b and e one is 1 before and the other
-        # after: so a reshape exchanges them and moves no data.
-        axis = physical.moves[0].axes[0]
-        rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
-        with scope(arrow):
-            y = ragged(rows, send, receive, axis)
-        return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
-
-    def max(self, x: Array, arrow: str) -> Array:
-        """All-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
-        axes = self.plan.physical(arrow).before.sums
-        x = lax.stop_gradient(x)
-        if not axes:
-            return x
-        with scope(arrow):
-            return checkpoint_name(lax.pmax(x, axes), MOVED)
-
-    def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim."""
-        return self.plan.place(layout).axes
-
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f``. On simulated devices the arguments of ``f`` pass a `barrier`, which keeps XLA from
-        moving the collectives of ``f`` out of a loop. Other devices have no barrier: there ``f`` would wait
-        for weights that are still being gathered."""
-        return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
-
-    def index(self, layout: str) -> int | Int[Array, ""]:
-        """Return the position of this device's block among the blocks of the layout's one dim."""
-        axes = self.axes(layout)
-        return lax.axis_index(axes) if axes else 0
-
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow. ``invariant``: gathered results are typed as equal on all
         devices, which they are."""
@@ -331,7 +226,7 @@ class Manual(Solo):
                     f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
                     f" all over {axis}; it was reduced already, or never cut"
                 )
-        to = "invarying" if invariant else "varying"
+        to: Literal["varying", "invarying"] = "invarying" if invariant else "varying"
         with scope(arrow.named(text)):
             for move in arrow.moves:
                 dim = position.get(move.gathers or move.cuts, 0)
@@ -345,3 +240,49 @@ class Manual(Solo):
         """Let ``x`` differ along ``axes`` from now on: backward, an all-reduce of its gradient."""
         with scope(text):
             return vary(x, axes)
+
+    def max(self, x: Array, arrow: str) -> Array:
+        """All-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
+        axes = self.plan.physical(arrow).before.sums
+        x = lax.stop_gradient(x)
+        if not axes:
+            return x
+        with scope(arrow):
+            return checkpoint_name(lax.pmax(x, axes), MOVED)
+
+    def ragged(
+        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
+    ) -> Array:
+        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends only the first
+        ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
+        are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
+        physical = self.plan.physical(arrow)
+        # One move, over one axis. A device has b e = 1 n before and n 1 after: a reshape exchanges them.
+        axis = physical.moves[0].axes[0]
+        rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
+        with scope(arrow):
+            y = ragged(rows, send, receive, axis)
+        return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
+
+    def ring(self, arrow: str, kind: str) -> Ring | None:
+        """Return the ring of an arrow, where the plan has `tp_comm_overlap` and the arrow is a collective of
+        this kind: one block is multiplied while another, or its sum, travels."""
+        moves = self.plan.physical(arrow).moves
+        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
+            return None
+        return Ring(moves[0].axes, arrow, self.plan.hop)
+
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+        """Return ``f``. On simulated devices the arguments of ``f`` pass a `barrier`, which keeps XLA from
+        moving the collectives of ``f`` out of a loop. Other devices have no barrier: there ``f`` would wait
+        for weights that are still being gathered."""
+        return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
+
+    def index(self, layout: str) -> int | Int[Array, ""]:
+        """Return the position of this device's block among the blocks of the layout's one dim."""
+        axes = self.axes(layout)
+        return lax.axis_index(axes) if axes else 0
+
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """Return the mesh axes that cut the layout's one dim."""
+        return self.plan.place(layout).axes

@@ -1,4 +1,4 @@
-"""One executor for every pipeline: it runs a `timetable` inside one shard_map program.
+"""One executor for every pipeline: it runs a schedule, laid out in ticks, inside one shard_map program.
 
 A `lax.scan` goes through the lockstep ticks. In each of them a device
 
@@ -6,7 +6,7 @@ A `lax.scan` goes through the lockstep ticks. In each of them a device
 2. runs the cell that the table has for its stage: F, B, W (`stage.programs`), or nothing at all;
 3. passes the result one stage on or back, by two ppermutes outside the branches, which every stage calls.
 
-What a cell needs later is kept in slots that `timetable.slots` has allocated from what is alive. 1F1B with
+What a cell needs later is kept in slots that `lockstep.slots` has allocated from what is alive. 1F1B with
 p = 2 stages and m = 2 microbatches has six ticks. Each cell of this table says what runs and what it reads,
 the slot that F writes or B reads, and where the result goes:
 
@@ -46,9 +46,9 @@ from llmpar.parallel.collectives import at, put, scope, vary
 from llmpar.parallel.modes import Manual
 from llmpar.pipeline.stage import Stage, add, embed, programs, when, zeros_like
 from llmpar.plan import places
+from llmpar.plan.lockstep import DIRECTIONS, lockstep, slots
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.schedules import OP_KINDS, Schedule
-from llmpar.plan.timetable import DIRECTIONS, slots, timetable
 
 _cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])  # in n parts, a new leading dim
 
@@ -94,7 +94,7 @@ def _run_two_copies(
 def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
     """Add loss, counts and gradients of a batch to ``sums``: scan the ticks."""
     assert (schedule := par.plan.pipeline)
-    table, alive = _table(schedule, config), slots(timetable(schedule))
+    table, alive = _table(schedule, config), slots(lockstep(schedule))
     if par.plan.gathers == "step":
         params = jax.tree.map(par.gather, params, weight_dims(config))
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
@@ -122,18 +122,18 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
         "residual": zeros_like(residual, max(alive.num_residual)),
         "nothing": [],
     }
-    carry = sums, kept, zeros_like(stream, max(alive.num_messages) + 1)
+    carry: Tree = sums, kept, zeros_like(stream, max(alive.num_messages) + 1)
     (sums, *_), _ = lax.scan(_Executor(table, stage, parts).tick, carry, (cells, sent))
     return sums["shared"] | jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), sums["blocks"])
 
 
 def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return a timetable as numbers [tick, stage] by name: the operation (``kind``), its slots and where its
-    result goes (`timetable.Slots`), and which part of the model its chunk is. A slot of -1 is the last one, a
+    """Return a schedule as numbers [tick, stage] by name: the operation (``kind``), its slots and where its
+    result goes (`lockstep.Slots`), and which part of the model its chunk is. A slot of -1 is the last one, a
     message that is never read. ``filled`` and ``layers`` have a row in each cell (`stage.Stage`); a place
     without a layer has a number that no layer has."""
-    kind, microbatch, chunk = np.moveaxis(np.array(timetable(schedule).ticks), 2, 0)
-    kept = slots(timetable(schedule))
+    kind, microbatch, chunk = np.moveaxis(np.array(lockstep(schedule).ticks), 2, 0)
+    kept = slots(lockstep(schedule))
     names = "saved", "residual", "left", "right", "keep", "read", "send"
     table = {name: np.array(getattr(kept, name)) for name in names}
     enters = table["read"] < 0

@@ -94,7 +94,7 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
 
     def layers(blocks: Sequence[Callable], carry: Tree, stack: Tree, loop: int) -> tuple[Tree, Any]:
         run_loop = lambda carry, stack: run([adding(block) for block in blocks], carry, stack)
-        if loops[loop].always:
+        if all(loops[loop].filled):
             return run_loop(carry, stack)
         counts_le = zeros_like(jax.eval_shape(run_loop, carry, stack)[1])
         run_those = lambda skipped, stack: run_loop(skipped[0], stack)

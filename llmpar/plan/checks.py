@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from llmpar.plan.backend import OF_JAX, fits_cudnn
 from llmpar.plan.layout import SCALED
+from llmpar.plan.lockstep import lockstep
 from llmpar.plan.mesh_shape import divisors
 from llmpar.plan.schedules import SCHEDULES
-from llmpar.plan.timetable import timetable
 
 MAX_MASK_BYTES = 64 << 20
 """A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
@@ -332,7 +332,7 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
     if (order := plan.pipeline) is None:
         return []
     if order.name not in SCHEDULES:
-        timetable(order)
+        lockstep(order)
     name, pp, layers = f"schedule '{order.name}'", plan.mesh.pp, plan.config.num_layers
     p, m, cells = order.num_stages, order.num_microbatches, order.cells
     no_pp = lambda field, value: (

@@ -336,7 +336,9 @@ def parse_arrow(text: str) -> Arrow:
         why = "an arrow names a mesh on both sides, or on neither"
         raise NotationError(text, len(left) + 2, len(text), why)
     if wires and before.mesh:
-        raise NotationError(text, 0, len(left), "between two meshes values travel in their own dtype")
+        raise NotationError(
+            text, 0, len(left), "between two meshes values travel in their own dtype"
+        )
     result = Arrow(before, after, wire=next(iter(wires), ""))
     if wires and str(result).split() != text.split():
         raise NotationError(text, 0, len(left), f"a dtype is on all axes that move: '{result}'")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from llmpar.files import Allowed, check_fields
+from llmpar.files import Allowed, CheckedFields, check_fields
 from llmpar.plan import families, running
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.places import LayerLoop, loops
@@ -123,16 +123,6 @@ class ExpertConfig:
         experts that rank has."""
         return min(tokens, self.expert_tokens(tokens, pieces) * (self.num_experts // ranks))
 
-    def full_share(self, tokens: int, ranks: int) -> float:
-        """Return tokens·(1 − C(E − E/ranks, k) / C(E, k)) / slots, at most 1: the share of its `slots` for a
-        rank that a device fills where all choices of experts are equally likely. A token needs no slot if all
-        of its k experts are on other ranks."""
-        remote = self.num_experts - self.num_experts // ranks
-        sent = tokens * (
-            1 - math.comb(remote, self.top_k) / math.comb(self.num_experts, self.top_k)
-        )
-        return min(1.0, sent / self.slots(tokens, 1, ranks))
-
     def expert_tokens(self, tokens: int, pieces: int) -> int:
         """Return pieces · capacity(tokens/pieces): the most of a device's tokens that one expert takes."""
         return pieces * self.capacity(tokens // pieces)
@@ -209,7 +199,7 @@ _OWN_SIZES = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(CheckedFields):
     """What a layer computes otherwise than Llama's; its matrices, and where it has norms, its rows say.
 
     Attributes:
@@ -248,16 +238,13 @@ class Variant:
     residual_scale: _Positive = 1.0
     logit_scale: _Positive = 1.0
 
-    def __post_init__(self):
-        check_fields(self)
-
 
 LLAMA = Variant()
 """What Llama's layers compute."""
 
 
 @dataclass(frozen=True)
-class Described:
+class Described(CheckedFields):
     """What a block needs and `ModelConfig` has no field for: its weights, row by row.
 
     Attributes:
@@ -284,9 +271,6 @@ class Described:
     cache_width: Length = None
     state_size: Annotated[int, Allowed(int, 0)] = 0
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -458,26 +442,11 @@ class ModelConfig:
         own = self.described and self.described.cache_width
         return own or self.num_kv_heads * (self.head_width + self.value_width)
 
-    @property
-    def routed_width(self) -> int:
-        """The width of a token on its way to experts: the model's, or that of their own latent (Nemotron
-        3)."""
-        rows = self.described.rows if self.described else ()
-        widths = (row.shape[1] for _, row in rows if row.dims == "experts e d m")
-        return next(widths, self.width)
-
     @functools.cached_property
     def routed_params(self) -> int:
         """The parameters of the experts of a layer that tokens are sent to."""
         rows = self.block_weights().values()
         return sum(math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
-
-    @property
-    def shared_matrices(self) -> list[Weight]:
-        """Of latent attention, the matrices down to what all heads share, which tp does not cut."""
-        down = ("attention d c", "attention d z")
-        rows = self.block_weights().values() if self.shares_cache else ()
-        return [weight for weight in rows if weight.dims in down]
 
     @property
     def state_size(self) -> int:
@@ -614,7 +583,7 @@ def _made(part: type, kept: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """The optimizer and its rate, which warms up linearly, then decays.
 
     Attributes:
@@ -632,6 +601,3 @@ class OptimizerConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: Rate = 0.1
     clip: _Positive = 1.0
-
-    def __post_init__(self):
-        check_fields(self)

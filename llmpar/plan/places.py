@@ -36,11 +36,6 @@ class LayerLoop(NamedTuple):
     times: int
     filled: tuple[bool, ...] = (True,)  # which chunks along a route have them
 
-    @property
-    def always(self) -> bool:
-        """Whether every chunk has these layers."""
-        return all(self.filled)
-
 
 def repeated(order: Kinds) -> tuple[Kinds, Kinds]:
     """Return the shortest lead and period whose repetition gives an order."""

@@ -1,32 +1,25 @@
 """The plan: where each dim is cut in each region. It turns the model's logical arrows into physical ones.
 
-A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and
-the table in `Resolved.regions` is the whole of tensor, sequence and data parallelism:
+A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it. Its
+mesh axes, such as dp and tp, cut the dims of values, such as b and m (`layout.DIMS` lists the letters). Two
+tables say which axes cut which dim: this one of values, by the part of the model in which they are, and one
+of weights below.
 
-    region      b             s          d  n k m v      (n query heads are k KV heads times r)
-    data        dp,fsdp,ep    sp                         token ids, positions, losses
-    stream      dp,fsdp,ep    sp[,tp]                    the residual stream; tp_sequence cuts its s by tp
-    attention   dp,fsdp,ep    sp            tp (n, k)    inside attention; n is k·r
-    queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k by tp,sp
-    keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
-    ids         dp,fsdp,ep                               positions and documents of all keys
-    ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
-    experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
-    routing     dp,fsdp       sp                         which token chose which expert, known to all of ep
-    vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
+    region      b             s         by tp
+    data        dp,fsdp,ep    sp                    token ids, positions, losses
+    stream      dp,fsdp,ep    sp[,tp]               the residual stream; tp_sequence cuts its s by tp, too
+    attention   dp,fsdp,ep    sp        n k         inside attention: n query heads, r for each of k KV heads
+    queries     dp,fsdp,ep    sp        k           where queries meet keys
+    keys        dp,fsdp,ep    sp        k           the same for keys
+    ids         dp,fsdp,ep                          positions and documents of all keys
+    ffn         dp,fsdp,ep    sp        m           inside the feed-forward
+    experts     dp,fsdp       sp        m           where tokens meet experts: e is cut by ep
+    routing     dp,fsdp       sp                    which token chose which expert, known to all of ep
+    vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
-`Plan.resolve` may split an axis in two, an outer and an inner one: sp in ``sp,ul``, or tp in ``tp,kv``. A
-user still writes sp=4, and `MeshShape.sp` is 4; but layouts name both axes, and ``sp`` in a layout is the
-outer one, of ``MeshShape.sizes["sp"]`` ranks, such as 2 beside ul of 2.
-
-    sp,ul   with ``usp``: the ranks of ul exchange positions for heads, as Ulysses does, and those of sp form
-            a ring. Queries and keys are ``s/sp k/tp,ul``; in the other rows read ``sp,ul`` for sp.
-    tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
-            and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; in the other
-            rows read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
-
-The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
-whole on every stage, and their gradients are one more sum to finish.
+`Plan.context_parallel` changes two rows. Ring: none. Gather: the keys' s is whole. Ulysses: in queries and
+keys s is whole, and k is cut by tp,sp. The layers ``l`` of a weight are cut by pp in every region. Embedding,
+head and last norm have no l: they are whole on every stage, and their gradients are summed over pp, too.
 
 In one step a weight and its gradient have five layouts. Four arrows lead from one to the next, and move
 something where the two differ; the optimizer updates the weight's ``reduced`` slice:
@@ -44,16 +37,25 @@ The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are c
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). At the stages 0 to 2 the
-backward pass leaves each device its own term of the sums +dp +fsdp, and has sent nothing of it. Stage 3 is
-FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that gather in the backward
-pass. (With ``reshard_after_forward=False`` in a pipeline its gradients are added up whole, as at stage 1.)
+At the stages 0 to 2 the backward pass leaves each device its own term of the sums +dp +fsdp, and has sent
+nothing of it. Stage 3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that
+gather in the backward pass.
 
 Like the devices along fsdp, those along sp, and along ep except for experts, use the same weights on
 different tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp``
 becomes ``d/fsdp,sp``, and one collective over both axes takes the place of one over fsdp (Llama 3 2024,
 section 3.3.2, does so). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep
 d/fsdp,sp m``.
+
+Two axes may be split in an outer and an inner part, which `Plan.resolve` decides by the model's heads. A user
+writes sp=4 all the same; layouts name the parts, ``sp`` being the outer one (`MeshShape.sizes`):
+
+    sp,ul   with ``usp``, of sp=4 such as sp=2 ul=2: the ranks of ul exchange positions for heads, as Ulysses
+            does, and those of sp form a ring. Queries and keys are ``s/sp k/tp,ul``; in the other rows of the
+            table read ``sp,ul`` for sp.
+    tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
+            and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; in the other
+            rows read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
 """
 
 from __future__ import annotations
@@ -89,9 +91,9 @@ class WeightLayouts:
         reduced: the finished gradient, and the optimizer's state.
         whole: where Muon has whole matrices (`Plan.muon`), from reduced and back; of what is none of its
             matrices, as reduced.
-        replica_axes: the axes along which devices hold the same block in the backward pass and compute
-            different terms of its gradient, of other tokens, heads or stages: over them it is a sum. With
-            ``reduce="layer"`` the backward pass itself finishes it.
+        replica_axes: the axes along which devices hold the same block in the backward pass, and compute
+            different terms of its gradient (of other tokens, heads or stages). The sum over them is open in
+            ``unreduced``; with ``reduce="layer"`` the backward pass itself finishes it.
         gather_wire, reduce_wire: the dtypes in which it is gathered for use, and its gradient summed.
     """
 
@@ -184,8 +186,8 @@ class Plan:
             runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else
             flash on TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for
             blocks.
-        attention_block: positions per tile of blockwise attention; None: half of a device's positions,
-            halved on to at most 256 (`sequence_order.tile_length`).
+        attention_block: positions per tile of blockwise attention; None: `sequence_order.tile_length`
+            chooses.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
@@ -270,8 +272,8 @@ class Plan:
         plan = Resolved(**given, requested=self, model=config, devices=devices)
         # resetting an unused field may make another one unused
         while config and (unused := checks.unused(plan)):
-            default: dict[str, Any] = {name: DEFAULTS[name] for name in unused}
-            plan = dataclasses.replace(plan, **default, unused=plan.unused | unused)
+            defaults = {name: getattr(Plan, name) for name in unused}
+            plan = dataclasses.replace(plan, **defaults, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)
         return plan._on(devices) if devices else plan
 
@@ -293,10 +295,6 @@ class Plan:
                 alike.append([])
             alike[-1].append(i)
         return [(key, members) for key, alike in dealt.items() for members in alike]
-
-
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
-"""Of the fields of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,92 +336,9 @@ class Resolved(Plan):
         return dataclasses.replace(self.requested, mesh=mesh)
 
     @property
-    def notes(self) -> list[str]:
-        """What a user should know, in sentences."""
-        return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
-
-    def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence on each ``given`` field that decides nothing and is at its default. `unused` has
-        only fields that were changed."""
-        own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
-        return checks.unused_notes(self.requested, own)
-
-    @property
-    def effective(self) -> Plan:
-        """The requested plan without the fields that decide nothing."""
-        default: dict[str, Any] = {name: DEFAULTS[name] for name in self.unused}
-        return dataclasses.replace(self.requested, **default)
-
-    def check(self, batch_size: int | None, seq_len: int | None) -> None:
-        """Refuse what cannot be cut evenly; nothing where a size is not known."""
-        if batch_size is not None and seq_len is not None:
-            checks.check_plan(self, batch_size, seq_len)
-
-    @property
     def platform(self) -> str | None:
         """cpu, gpu or tpu; None: none in particular."""
         return self.devices and self.devices.partition(" ")[0]
-
-    def _on(self, devices: str) -> Resolved:
-        """Decide what is left to the devices."""
-        decided: dict[str, Any] = {
-            name: suited(name, getattr(self, name), devices) for name in SUITS
-        }
-        no_flash = self.model is not None and checks.kernels_refused(self.model).get("flash")
-        # portable has tiles that can be chosen, and computes what flash refuses
-        if (self.attention_block or no_flash) and self.attention_kernel == "auto":
-            decided["attention_kernel"] = "portable"
-        if self.takes_cudnn:
-            decided["attention_kernel"] = "cudnn"
-        if self.hop == "auto":
-            decided["hop"] = "permute"
-        if self.platform == "cpu" and self.mesh.pp > 1:
-            decided |= self._on_simulated_stages()
-        return dataclasses.replace(self, **decided)
-
-    def _on_simulated_stages(self) -> dict[str, Any]:
-        """Return the fields that a pipeline needs on simulated devices, where two things could deadlock. A
-        permute waits for every device of the mesh. And where the backward pass of a stage is cut in two,
-        nothing orders the gathers of experts and those of other weights."""
-        if self.rings and self.hop == "permute":
-            raise ValueError(
-                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
-                " all of them, so it deadlocks inside a pipeline; use hop='exchange'"
-            )
-        split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        # Experts are gathered over the axes that gather other weights, less ep: over another group of
-        # devices.
-        cuts = self.zero_cuts()
-        two_groups = "ep" in cuts and len(cuts) > 1
-        decided: dict[str, Any] = {"hop": "exchange"} if self.hop == "auto" else {}
-        if keeps := split and two_groups and self.gathers == "block":
-            decided["reshard_after_forward"] = False
-        notes = [
-            (
-                self.hop == "auto" and self.rings,
-                "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
-                " wait for all devices of the mesh, and so would deadlock inside a pipeline",
-            ),
-            (
-                keeps,
-                "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
-                " cut, nothing orders the gathers of experts and of other weights, which could deadlock",
-            ),
-        ]
-        return decided | {"on_devices": tuple(note for holds, note in notes if holds)}
-
-    def resolve(
-        self,
-        config: ModelConfig | None = None,
-        devices: str | None = "cpu",
-        batch_size: int | None = None,
-        seq_len: int | None = None,
-    ) -> Resolved:
-        """Return itself, checked, for the same model and devices; for others resolve the requested plan."""
-        if (config, devices) != (self.model, self.devices):
-            return self.requested.resolve(config, devices, batch_size, seq_len)
-        self.check(batch_size, seq_len)
-        return self
 
     # -------------------------------------------------------------------------------------- what is cut where
 
@@ -461,52 +376,6 @@ class Resolved(Plan):
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
 
-    @property
-    def in_order(self) -> bool:
-        """Whether a device's queries and keys are at the same positions, in rising order. Then the program
-        leaves out the tiles that causality masks, unless keys travel in a ring. (It is not so where keys are
-        gathered: they are those of the whole row, and the queries are a part of it.)"""
-        alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
-        return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
-
-    def ring_hops(self, mask: Mask, seq_len: int) -> int:
-        """Return how many hops keys make round the ring of ranks that cut a sequence of this length."""
-        n = self.mesh.along(self.regions["keys"]["s"])
-        return ring_hops(mask, self.sequence_order, n, seq_len // n)
-
-    def order_matters(self, mask: Mask, seq_len: int) -> bool:
-        """Whether the program relies on an order of positions: it leaves out masked blocks, or keys make
-        fewer hops than the n - 1 of a whole ring."""
-        n = self.mesh.along(self.regions["keys"]["s"])
-        if n > 1:
-            return self.ring_hops(mask, seq_len) < n - 1
-        return self.in_order and self.attention_kernel != "flash"
-
-    @property
-    def takes_cudnn(self) -> bool:
-        """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
-        return (
-            self.requested.attention_kernel == "auto"
-            and not self.attention_block
-            and self.platform in (None, "gpu")
-            and self.dtype == "bfloat16"
-            # no mask is needed: whole documents, in order, and their keys in one place
-            and self.documents == "whole"
-            and self.in_order
-            and not self.regions["keys"].get("s")
-            # JAX has it for such heads and layers
-            and self.model is not None
-            and fits_cudnn(self.model.head_width, self.devices or "gpu")
-            and "cudnn" not in checks.kernels_refused(self.model)
-        )
-
-    @property
-    def rings(self) -> bool:
-        """Whether blocks travel round a ring of ranks inside a layer."""
-        return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
-
-    # ------------------------------------------------------------------------------------ logical to physical
-
     def place(self, layout: Layout | str) -> Layout:
         """The physical layout of a logical one (``'attention b s d +n'`` becomes ``'b/dp,fsdp s d +tp'``).
 
@@ -539,9 +408,9 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # After the collectives the value is typed as varying over the axes of the region that it comes
-            # from, except those over which an all-reduce finished a sum. `begin` are the other axes of the
-            # new region: along them the value is equal until `lax.pcast` types it as varying.
+            # For shard_map, whose types say over which axes a value varies (`parallel.collectives`). Behind
+            # the collectives that is over the axes of the region that it comes from, but for those of a
+            # finished all-reduce. Over the other axes of the new region it is to vary from then on.
             varies = set(self.varying(logical.before.region)) - summed
             begin = tuple(a for a in after if a not in varies)
             self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
@@ -606,10 +475,11 @@ class Resolved(Plan):
             return ""
         return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
 
-    @functools.cached_property
-    def tokens(self) -> Layout:
-        """The layout of a batch's tokens."""
-        return self.place("data b s")
+    def stored(self, dims: str) -> Layout:
+        """A weight's layout between steps."""
+        return self.layouts_of(dims).stored
+
+    # ---------------------------------------------------------------------------------- what else a step asks
 
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
@@ -641,9 +511,132 @@ class Resolved(Plan):
         kinds = [place.kind for place in places.places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
-    def stored(self, dims: str) -> Layout:
-        """A weight's layout between steps."""
-        return self.layouts_of(dims).stored
+    @property
+    def in_order(self) -> bool:
+        """Whether a device's queries and keys are at the same positions, in rising order. Then the program
+        leaves out the tiles that causality masks, unless keys travel in a ring. (It is not so where keys are
+        gathered: they are those of the whole row, and the queries are a part of it.)"""
+        alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
+        return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
+
+    def ring_hops(self, mask: Mask, seq_len: int) -> int:
+        """Return how many hops keys make round the ring of ranks that cut a sequence of this length."""
+        n = self.mesh.along(self.regions["keys"]["s"])
+        return ring_hops(mask, self.sequence_order, n, seq_len // n)
+
+    def order_matters(self, mask: Mask, seq_len: int) -> bool:
+        """Whether the program relies on an order of positions: it leaves out masked blocks, or keys make
+        fewer hops than the n - 1 of a whole ring."""
+        n = self.mesh.along(self.regions["keys"]["s"])
+        if n > 1:
+            return self.ring_hops(mask, seq_len) < n - 1
+        return self.in_order and self.attention_kernel != "flash"
+
+    @property
+    def rings(self) -> bool:
+        """Whether blocks travel round a ring of ranks inside a layer."""
+        return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
+
+    # ------------------------------------------------------------------------------------- how it was decided
+
+    def resolve(
+        self,
+        config: ModelConfig | None = None,
+        devices: str | None = "cpu",
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+    ) -> Resolved:
+        """Return itself, checked, for the same model and devices; for others resolve the requested plan."""
+        if (config, devices) != (self.model, self.devices):
+            return self.requested.resolve(config, devices, batch_size, seq_len)
+        self.check(batch_size, seq_len)
+        return self
+
+    def check(self, batch_size: int | None, seq_len: int | None) -> None:
+        """Refuse what cannot be cut evenly; nothing where a size is not known."""
+        if batch_size is not None and seq_len is not None:
+            checks.check_plan(self, batch_size, seq_len)
+
+    def _on(self, devices: str) -> Resolved:
+        """Decide what is left to the devices."""
+        decided: dict[str, Any] = {
+            name: suited(name, getattr(self, name), devices) for name in SUITS
+        }
+        no_flash = self.model is not None and checks.kernels_refused(self.model).get("flash")
+        # portable has tiles that can be chosen, and computes what flash refuses
+        if (self.attention_block or no_flash) and self.attention_kernel == "auto":
+            decided["attention_kernel"] = "portable"
+        if self.takes_cudnn:
+            decided["attention_kernel"] = "cudnn"
+        if self.hop == "auto":
+            decided["hop"] = "permute"
+        if self.platform == "cpu" and self.mesh.pp > 1:
+            decided |= self._on_simulated_stages()
+        return dataclasses.replace(self, **decided)
+
+    def _on_simulated_stages(self) -> dict[str, Any]:
+        """Return the fields that a pipeline needs on simulated devices, where two things could deadlock. A
+        permute waits for every device of the mesh. And where the backward pass of a stage is cut in two,
+        nothing orders the gathers of experts and those of other weights."""
+        if self.rings and self.hop == "permute":
+            raise ValueError(
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
+                " all of them, so it deadlocks inside a pipeline; use hop='exchange'"
+            )
+        decided, notes = dict[str, Any](), list[str]()
+        if self.hop == "auto":
+            decided["hop"] = "exchange"
+        if self.hop == "auto" and self.rings:
+            notes.append(
+                "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
+                " wait for all devices of the mesh, and so would deadlock inside a pipeline"
+            )
+        split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
+        cuts = (
+            self.zero_cuts()
+        )  # experts are gathered over these less ep: over another group of devices
+        if split and "ep" in cuts and len(cuts) > 1 and self.gathers == "block":
+            decided["reshard_after_forward"] = False
+            notes.append(
+                "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
+                " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
+            )
+        return decided | {"on_devices": tuple(notes)}
+
+    @property
+    def takes_cudnn(self) -> bool:
+        """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
+        return (
+            self.requested.attention_kernel == "auto"
+            and not self.attention_block
+            and self.platform in (None, "gpu")
+            and self.dtype == "bfloat16"
+            # no mask is needed: whole documents, in order, and their keys in one place
+            and self.documents == "whole"
+            and self.in_order
+            and not self.regions["keys"].get("s")
+            # JAX has it for such heads and layers
+            and self.model is not None
+            and fits_cudnn(self.model.head_width, self.devices or "gpu")
+            and "cudnn" not in checks.kernels_refused(self.model)
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know, in sentences."""
+        return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
+
+    def unused_of(self, given: Iterable[str]) -> list[str]:
+        """Return a sentence on each ``given`` field that decides nothing and is at its default. `unused` has
+        only fields that were changed."""
+        own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
+        return checks.unused_notes(self.requested, own)
+
+    @property
+    def effective(self) -> Plan:
+        """The requested plan without the fields that decide nothing."""
+        defaults = {name: getattr(Plan, name) for name in self.unused}
+        return dataclasses.replace(self.requested, **defaults)
 
 
 def _cut_more(layout: Layout, name: str, axes: tuple[str, ...]) -> Layout:

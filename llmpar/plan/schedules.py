@@ -4,8 +4,8 @@ An operation is F (forward), B (backward) or W (weight gradient) of one microbat
 layers. In a schedule that splits the backward, B computes the input gradient only and W the weights'
 gradient; elsewhere B is both. An order written as text has one line per stage, `F0 F1 B0 W0`; `F3.1` is chunk
 1; `F3&B0&W0` is one cell, whose parts start together and whose results leave together. Letters are the
-papers': p stages, m microbatches, v chunks per stage, i the stage, u a microbatch, c a chunk. `timetable`
-proves an order legal and measures it.
+papers': p stages, m microbatches, v chunks per stage, i the stage, u a microbatch, c a chunk. `lockstep`
+proves an order legal, `timetable` measures it.
 
 Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); breadth-first (Lamy-Poirier
 2022); zero bubble (Qi 2023, arXiv 2401.10241); V shapes (Qi 2024, arXiv 2405.15362); DualPipe (DeepSeek-V3
@@ -60,7 +60,7 @@ def deal(num_layers: int, num_cells: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order and its placement. Nothing is proved before `timetable.timetable`."""
+    """An order and its placement. Nothing is proved before `lockstep.lockstep`."""
 
     name: str
     rows: tuple[_Row, ...]  # the operations of each stage, in order

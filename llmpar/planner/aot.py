@@ -28,6 +28,7 @@ from llmpar.planner import planner
 from llmpar.planner.targets import Target, need_compiler
 from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
+from llmpar.predict.traffic import full_share
 from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import AT_ONCE, Step, compiler_options
 
@@ -188,7 +189,7 @@ def _busiest(
         "flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own
     )
     seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, config.mask)
-    full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
+    full = full_share(config.experts, seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [
         roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches
     ]

@@ -21,6 +21,7 @@ from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ExpertConfig, ModelConfig, from_dict
 from llmpar.plan.presets import PRESETS, described_model
 from llmpar.predict import hardware
+from llmpar.predict.serving import shared_matrices
 from llmpar.predict.time import step_time
 from llmpar.predict.workload import POLICIES, PUBLICATIONS, SOFTWARE, Run
 
@@ -465,7 +466,7 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     if experts:
         inner += 2 * experts.top_k * 2.0 * t * d
     # what queries, and keys and values, are made from
-    heads += 2.0 * t * sum(weight.shape[1] for weight in c.shared_matrices)
+    heads += 2.0 * t * sum(weight.shape[1] for weight in shared_matrices(c))
     masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
     scores = 5.0 * run.score_elements()
     whole = 2.0 * t * d

@@ -126,7 +126,9 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
             filled = " + ".join(f"{n:,} × 4 B / {ranks}" for ranks, n in cut.most_common())
             filled = f"2 × ({filled})" if name == "moments" else filled
         if name == "batch":
-            tokens = math.prod(plan.tokens.shard_shape((q.batch_size, q.seq_len), plan.mesh.sizes))
+            tokens = math.prod(
+                plan.place("data b s").shard_shape((q.batch_size, q.seq_len), plan.mesh.sizes)
+            )
             filled = f"{len(memory.BATCH)} × 4 B × {tokens:,} + 8 B"
         out.append(_term(name, value, "B", filled))
     return [*out, _term("total", one.total_bytes, "B", " + ".join(f"{x.value:,} B" for x in out))]

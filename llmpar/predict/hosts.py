@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.plan import Resolved
-from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import ring_share
 from llmpar.predict.traffic import NEXT_STAGE, OPPOSITE_STAGE, PREVIOUS_STAGE, step_traffic
 
@@ -85,7 +85,7 @@ def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
         return [(i, p - 1 - i) for i in range(p)]
     if plan.pipeline is None or arrow not in steps:
         return []
-    step, send = steps[arrow], slots(timetable(plan.pipeline)).send
+    step, send = steps[arrow], slots(lockstep(plan.pipeline)).send
     return [
         (stage, (stage + step) % p) for stage in range(p) if any(row[stage] == step for row in send)
     ]

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from llmpar.plan.lockstep import most_slots
 from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dims
 from llmpar.plan.places import chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
-from llmpar.plan.timetable import most_slots
-from llmpar.predict.traffic import FLOAT32, ITEMSIZE
+from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
 
 PART_NAMES = {
     "params": "weights",
@@ -135,7 +135,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
 
 def _tokens(plan: Resolved, batch_size: int, seq_len: int) -> int:
     """Return the tokens of a batch on each device."""
-    return math.prod(plan.tokens.shard_shape((batch_size, seq_len), plan.mesh.sizes))
+    return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), plan.mesh.sizes))
 
 
 def argument_bytes(
@@ -278,11 +278,11 @@ def _staged_parts(
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
     # a branch keeps the weights of layers that not all chunks have; on CPUs layers with experts do
-    every = plan.config.experts and plan.platform == "cpu"
+    every = plan.config.experts is not None and plan.platform == "cpu"
     num_kept = sum(
         len(loop.kinds) * loop.times
         for loop in chunk_loops(plan.config.layer_kinds, order.cells)
-        if every or not loop.always
+        if every or not all(loop.filled)
     )
     chunk += num_kept * weights["layer used"] * ITEMSIZE[plan.dtype] // FLOAT32
     running = weights["blocks unreduced"] // order.visits + work
@@ -387,7 +387,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
-        ffn = hidden + shared + (num_slots + visits) * config.routed_width * item
+        ffn = hidden + shared + (num_slots + visits) * routed_width(config) * item
     scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
@@ -421,7 +421,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
     inner = (
-        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * config.routed_width * item
+        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
         if config.experts
         else (5 + falls) * ffn
     )

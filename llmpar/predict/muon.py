@@ -24,7 +24,7 @@ def muon_flops(plan: Resolved) -> int:
         matrix = matrix_dims(weight.dims)
         if plan.muon != "none" and matrix and not weight.frozen:
             sizes = dict(zip(parse_layout(weight.dims).letters, weight.shape, strict=True))
-            rows, columns = (math.prod(map(sizes.get, part)) for part in matrix)
+            rows, columns = (math.prod(sizes[letter] for letter in part) for part in matrix)
             numbers = math.prod(layouts.whole.shard_shape(weight.shape, plan.mesh.sizes))
             total += numbers // (rows * columns) * newton_schulz_flops(rows, columns)
     return total

@@ -44,8 +44,8 @@ def place(loads: Sequence[float], devices: int, slots: int, swaps: int = 1000) -
             for j, f in enumerate(own)
             if share[e] > share[f]
         ]
-        best = min(moves, key=lambda move: move[0], default=(top,))
-        if best[0] >= top * (1 - 1e-12):
+        best = min(moves, key=lambda move: move[0], default=None)
+        if best is None or best[0] >= top * (1 - 1e-12):
             break
         _, i, j, own = best
         fullest[i], own[j] = own[j], fullest[i]

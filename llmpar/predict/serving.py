@@ -13,7 +13,7 @@ import math
 from collections import Counter
 
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.model_config import ModelConfig, Weight
 from llmpar.plan.serving import CACHE, Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
@@ -28,6 +28,13 @@ EIGHT_BITS_AT_LEAST = "h100", "h200", "gh200"
 ENGINE_SHARE = 0.85
 """Of a GPU's memory, what weights and cache may have: vLLM takes 0.92 (``gpu_memory_utilization`` of its
 CacheConfig), and the arrays of a forward pass and its recorded graphs are part of that."""
+
+
+def shared_matrices(config: ModelConfig) -> list[Weight]:
+    """Return, of latent attention, the matrices down to what all heads share, which tp does not cut."""
+    down = ("attention d c", "attention d z")
+    rows = config.block_weights().values() if config.shares_cache else ()
+    return [weight for weight in rows if weight.dims in down]
 
 
 def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float:
@@ -237,7 +244,7 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
     shared = sum(
         count * math.prod(weight.shape)
         for count, block in config.blocks
-        for weight in block.shared_matrices
+        for weight in shared_matrices(block)
     )
     return shared + (params - shared) / tp
 

@@ -34,6 +34,7 @@ from llmpar.predict.traffic import (
     WHOLE_PASS,
     Prediction,
     Transfer,
+    routed_width,
     step_traffic,
 )
 from llmpar.predict.workload import Matmul, Run, message_width
@@ -225,7 +226,7 @@ class Clock:
             links[SEQUENCE_LINKS] = self.along_sequence(c, attention)
         if c.experts and mesh.ep > 1:
             once = 2 * self.exchange(
-                2.0 * (run.tokens if self.ours else run.stream_tokens) * c.routed_width
+                2.0 * (run.tokens if self.ours else run.stream_tokens) * routed_width(c)
             )
             links[EXPERT_LINKS] = (once, once)
         return links

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from llmpar.plan import places
 from llmpar.plan.layout import SCALED, TRANSPOSES, Arrow
+from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving
-from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import visited_share, whole_ring_bytes
 
 FLOAT32 = 4
@@ -205,6 +205,21 @@ class Runs:
     attended: int = 0  # calls of a stack of layers, each of which gathers its tokens' ids once
 
 
+def routed_width(config: ModelConfig) -> int:
+    """Return the width of a token on its way to experts: the model's, or that of their own latent (Nemotron
+    3)."""
+    rows = config.described.rows if config.described else ()
+    widths = (row.shape[1] for _, row in rows if row.dims == "experts e d m")
+    return next(widths, config.width)
+
+
+def full_share(experts: ExpertConfig, tokens: int, ranks: int) -> float:
+    """Return the share of its slots for a rank (`ExpertConfig.slots`) that a device fills where all choices
+    of experts are equally likely: a token needs none if all of its experts are on other ranks."""
+    visited = visited_share(experts.num_experts, experts.top_k, ranks)
+    return min(1.0, visited * tokens / experts.slots(tokens, 1, ranks))
+
+
 def runs(plan: Resolved, seq_len: int, stage: int = 0) -> list[Runs]:
     """Count how often a stage runs each part of the model in a step of ``plan`` on sequences of this length,
     layers by their kind; what layers share is with the first kind.
@@ -247,7 +262,7 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
     every = Runs(embed=ends[0], loss=ends[1], backward=n)
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
-        twice = n + cells * sum(count for loop, count in own if loop.always)
+        twice = n + cells * sum(count for loop, count in own if all(loop.filled))
         # What B computes anew from the batch gathers the ids where `attention.as_promised` does.
         masks = [block.mask for _, block in plan.config.blocks]
         gathers = any(plan.order_matters(mask, seq_len) for mask in masks)
@@ -587,10 +602,10 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     full_bytes = (
         math.inf
         if plan.dispatch == "padded"
-        else 2.0 * tokens * config.routed_width * (ranks * visited)
+        else 2.0 * tokens * routed_width(config) * (ranks * visited)
     )
     of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
-    buffer = groups, ranks, slots, config.routed_width
+    buffer = groups, ranks, slots, routed_width(config)
     routes = {
         "ffn b e c d -> experts b e c d": layers,
         "experts b e c d +m -> ffn b e c d +m": run.forward,
@@ -672,7 +687,7 @@ def _states(values: Values, state_size: int, run: Runs) -> None:
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
     """Add what goes to the next stage of a pipeline, activations, and to the previous one, gradients."""
-    send = slots(timetable(schedule)).send
+    send = slots(lockstep(schedule)).send
     size = values.itemsize * values.local_size("stream b s d", values.b, values.s, config.width)
     for direction, arrow in {1: NEXT_STAGE, -1: PREVIOUS_STAGE}.items():
         of = Transfer("activations and their gradients", arrow, STAGE_LINKS)

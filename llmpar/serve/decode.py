@@ -4,7 +4,7 @@ A row is a slot for a request, at a position of its own. In one step some rows t
 others the one token that they chose last (chunked prefill: Agrawal et al. 2023, Sarathi). The cache is cut by
 every axis that can: its rows by dp, fsdp and ep, its KV heads by tp, its positions by sp, every sp-th one to
 a rank. A token's query goes to all ranks of sp; each looks at its own share, and two small sums per layer
-join what they found (`attention.attend_cache`; Pope et al. 2022 describe the cuts). Nothing of the cache
+join what they found (`attend_cache`; Pope et al. 2022 describe the cuts). Nothing of the cache
 travels. Rows know nothing of one another: a request is answered alike whatever runs beside it, but for
 rounding.
 """
@@ -12,7 +12,7 @@ rounding.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
+from llmpar.kernels.flash import KV, Q
 from llmpar.model import attention
 from llmpar.model.llama import logits_of
 from llmpar.model.weights import Tree, model_graph, weight_dims
-from llmpar.parallel.collectives import at, vary
+from llmpar.parallel.collectives import at, scope, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import Layout
@@ -151,7 +152,48 @@ class _Cached(Manual):
         seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
         keys, *values = at(self.both, self.layer)
         seen |= {"axis": axes, "mask": mask, "sinks": sinks}
-        return attention.attend_cache(q, keys, *values or [keys], **seen)
+        return attend_cache(q, keys, *values or [keys], **seen)
+
+    def attend_latents(self, q, latent, up_cnh, config: ModelConfig, positions):
+        """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
+        keys of them multiplies the queries, the one of values the result (DeepSeek-V2, section 2.1.2)."""
+        num_latent, width = up_cnh.shape[0], config.value_width
+        r = latent.shape[-1] - num_latent
+        to_keys, to_values = up_cnh[..., :-width], up_cnh[..., -width:]
+        q_bsnc = jnp.einsum("bsnh,cnh->bsnc", q[..., :-r], to_keys)
+        q_bsnc = jnp.concatenate([q_bsnc, q[..., -r:]], axis=-1)
+        # The cache divides scores by the root of c + r, and they want that of h.
+        q_bsnc = q_bsnc * jnp.asarray((q_bsnc.shape[-1] / q.shape[-1]) ** 0.5, q.dtype)
+        y = self.attend(q_bsnc[:, :, None], latent[:, :, None], None, positions, config.mask)
+        return jnp.einsum("bsnc,cnh->bsnh", y[:, :, 0, :, :num_latent], to_values)
+
+
+def attend_cache(
+    q: Q,
+    k_cache: KV,
+    v_cache: attention.V,
+    *,
+    axis: str | tuple[str, ...],
+    sinks: Float[Array, "k r"] | None = None,
+    **options: Any,
+) -> attention.Out:
+    """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
+
+    Each call sends one maximum of b s k r numbers and one sum of b s k r (h+1). A slot of the cache that is
+    not written yet must have a position after every query's. No gradient: a maximum over ranks has none.
+    `options` are those of `full`.
+    """
+    out, lse = attention.full(q, k_cache, v_cache, **options)
+    if not axis:
+        return out if sinks is None else attention.with_sinks(out, lse, sinks)
+    with scope("cache b s k r +t -> attention b s k r"):
+        top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
+        weight = jnp.exp(lse - top)[..., None]
+        sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
+    out, total = sums[..., :-1], sums[..., -1:]
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32)[None, None] - top)[..., None]
+    return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)
 
 
 def choose_tokens(

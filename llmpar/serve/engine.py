@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from llmpar.files import Allowed, check_fields
+from llmpar.files import Allowed, CheckedFields, check_fields
 from llmpar.model.weights import Tree
 from llmpar.plan.model_config import Count, ModelConfig, Rate, Share
 from llmpar.plan.plan import Plan
@@ -24,7 +24,7 @@ from llmpar.serve.decode import Decoder, DecoderInput
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(CheckedFields):
     """What to continue, and how."""
 
     tokens: tuple[int, ...]
@@ -38,9 +38,6 @@ class Request:
         None  # so many of the likeliest
     )
     echo: bool = False  # report the prompt's tokens too
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,12 @@
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import json
 import math
 import os
 import pathlib
-import shutil
-import socket
-import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from llmpar.model.weights import Tree
 from llmpar.plan.model_config import ModelConfig, from_dict
+from llmpar.training.folder_lock import FolderLock, hindered
 from llmpar.training.state import State
 
 Tell = Callable[[str], None]
@@ -34,16 +30,6 @@ Tell = Callable[[str], None]
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
 # How many of the newest checkpoints stay, besides the best.
 _KEPT = 2
-# Errors of a machine, which say nothing about what a file holds.
-HINDRANCES = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EIO,
-    errno.ESTALE,
-)
 # What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared.
 Record = dict[str, Any] | None
 
@@ -66,7 +52,7 @@ class Checkpoints:
         if every < 1:
             raise ValueError(f"checkpoints every {every} steps: use 1 or more")
         self.every, self.take_best, self.folder = every, take_best, pathlib.Path(folder).absolute()
-        self._lock_file: Any = None
+        self._lock = FolderLock(self.folder)
         self._writes = False
         self._read_step: int | None = None
         if self.folder.exists() and not self.folder.is_dir():
@@ -131,62 +117,17 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Let no other process write into the folder; refuse where one does, or where nothing can be written.
-
-        The lock is the kernel's, so it ends with the process that holds it, whatever ended that; the file
-        stays. On a file system without locks there is none. Leftovers of saves that were interrupted are
-        removed.
-        """
+        """Let no other process write into the folder (`FolderLock`); refuse where one does, or where nothing
+        can be written."""
         with contextlib.ExitStack() as stack:
             self._writes = True
             stack.callback(setattr, self, "_writes", False)
             if jax.process_index() == 0:
-                self._lock(stack)
+                self._lock.take(stack)
             if jax.process_count() > 1:
-                self._check_shared()
+                self._lock.check_shared()
             self._manager.reload()  # what was written before the lock was ours
             yield
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self._lock_file = stack.enter_context(open(self.folder / "lock", "a+"))
-            stack.callback(setattr, self, "_lock_file", None)
-            # no Unix, or no locks on this file system
-            with contextlib.suppress(ImportError, OSError):
-                self._take(file)
-            for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(torn)
-            file.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
-        except OSError as error:
-            raise ValueError(
-                f"cannot write checkpoints to {self.folder}: {error.strerror}; give a folder that can be"
-                " written"
-            ) from error
-
-    def _take(self, file) -> None:
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"{file.read() or 'another process'} is writing checkpoints to {self.folder}; wait for it,"
-                " or give another folder"
-            ) from None
-
-    def _is_ours(self) -> bool:
-        """Tell whether the folder still has the lock that this process took: a lock goes with a file, not
-        with its name."""
-        if self._lock_file is None:
-            return True
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.path.samestat(
-                os.fstat(self._lock_file.fileno()), os.stat(self.folder / "lock")
-            )
-        return False
 
     def _save_aside(self, number: int, step: int, *what: Any) -> None:
         """Save into a new folder, since this one is no longer ours, and end with that."""
@@ -198,26 +139,6 @@ class Checkpoints:
             " go on with --checkpoints there"
         )
 
-    def _check_shared(self) -> None:
-        """Refuse a folder that is not the first process's: all write into one."""
-        # Who looks for a file before it is there may see it late on a network's file system.
-        own = self._lock_sum() if jax.process_index() == 0 else 0
-        first = int(multihost_utils.broadcast_one_to_all(np.uint32(own)))
-        until = time.monotonic() + 5
-        while (seen := self._lock_sum()) != first and time.monotonic() < until:
-            time.sleep(0.2)
-        if seen != first:
-            raise ValueError(
-                f"process {jax.process_index()} on {socket.gethostname()} does not see what process 0 writes"
-                f" in {self.folder}; give a folder that all hosts share"
-            )
-
-    def _lock_sum(self) -> int:
-        """Return a checksum of the lock as this process sees it; 0 where it sees none."""
-        with contextlib.suppress(OSError):
-            return zlib.crc32((self.folder / "lock").read_bytes())
-        return 0
-
     def save(
         self,
         step: int,
@@ -228,7 +149,7 @@ class Checkpoints:
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
         finished, or as if it had never begun. Then older ones are deleted, but for one that is being read."""
-        if stranger := agreed(0 if self._is_ours() else os.getpid()):
+        if stranger := agreed(0 if self._lock.is_ours() else os.getpid()):
             self._save_aside(stranger, step, state, config, made, score)
         self._read_step = None
         about = {"config": dataclasses.asdict(config), "made": made or {}, "score": score}
@@ -262,36 +183,15 @@ class Checkpoints:
             best = self.best() or 0
         best = agreed(best)
         for old in sorted(self._manager.all_steps())[:-_KEPT] if best >= 0 else ():
-            is_free = jax.process_index() != 0 or self._is_free(old)
+            is_free = jax.process_index() != 0 or self._lock.is_free(old)
             if old != best and agreed(is_free):
                 self._manager.delete(old)
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
-        ours = agreed(self._is_ours())
+        ours = agreed(self._lock.is_ours())
         if step in self._manager.all_steps() and ours:
             self._manager.delete(step)
-
-    def _hold(self, step: int, alone: bool = False) -> int:
-        """Open a checkpoint's folder and lock it, with others that read it or ``alone``."""
-        import fcntl
-
-        file = os.open(self.folder / str(step), os.O_RDONLY)
-        try:
-            fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
-        except OSError:
-            os.close(file)
-            raise
-        return file
-
-    def _is_free(self, step: int) -> bool:
-        """Tell whether no process is reading a checkpoint; without locks on a file system none is known."""
-        with contextlib.suppress(OSError, ImportError):
-            try:
-                os.close(self._hold(step, alone=True))
-            except BlockingIOError:
-                return False
-        return True
 
     def about(self) -> dict[str, Any]:
         """Return what was written beside the state: the model's ``config``, what ``made`` it, ``checksums``,
@@ -321,7 +221,7 @@ class Checkpoints:
         try:
             if not self._writes and known is None:  # it stays until this object is gone
                 with contextlib.suppress(OSError, ImportError):
-                    weakref.finalize(self, os.close, self._hold(step or 0))
+                    weakref.finalize(self, os.close, self._lock.hold(step or 0))
             return self._read("about", ocp.args.JsonRestore())
         except ValueError:
             if again or known is not None or jax.process_count() > 1:
@@ -432,8 +332,8 @@ class Checkpoints:
         return f"the checkpoint of step {self.chosen} in {self.folder}"
 
     def _refuse(self, why: str, error: Exception | None = None):
-        if error and (hindered := _hindered(self.folder / str(self.chosen), error)):
-            raise ValueError(f"{self._which} cannot be read now: {hindered}") from error
+        if error and (why_not := hindered(self.folder / str(self.chosen), error)):
+            raise ValueError(f"{self._which} cannot be read now: {why_not}") from error
         raise ValueError(
             f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.chosen} there to"
             " resume from the one before"
@@ -448,35 +348,6 @@ def _placed(
     return jax.ShapeDtypeStruct(
         shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding
     )
-
-
-def _hindered(path: pathlib.Path, error: BaseException | None) -> str | None:
-    """Return what hindered reading a checkpoint, where that is no damage: it was deleted, or this machine
-    refused. None: all files can be read, and their content is not what was written."""
-    if not path.is_dir():
-        return "it was taken away meanwhile, as a training does with older ones; run the same command again"
-    while error:
-        for number in HINDRANCES:
-            if (
-                isinstance(error, OSError)
-                and error.errno == number
-                or os.strerror(number) in str(error)
-            ):
-                return f"{os.strerror(number)}; mend that, and run the same command again"
-        error = error.__cause__ or error.__context__
-    try:
-        for folder, _, names in os.walk(path, onerror=_raise):
-            for name in names:
-                with open(os.path.join(folder, name), "rb") as file:
-                    while file.read(1 << 20):
-                        pass
-    except OSError as other:
-        return f"{other.strerror}: '{other.filename}'; mend that, and run the same command again"
-    return None
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,47 +1,29 @@
-"""Text to batches, in plain numpy: documents, tokenizers, packed rows.
+"""Text to batches, in plain numpy: documents as tokens, packed rows.
 
 The step's number alone decides the batch. There is no iterator to save, so a run that resumes at step k, on
 whatever mesh, reads what the uninterrupted run would have read, and each process of a cluster makes only its
 own rows.
 """
 
-import codecs
-import contextlib
 import functools
-import glob
 import hashlib
-import itertools
-import json
-import os
-import pathlib
-import platform
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, SupportsInt
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Int32
 
-from llmpar.files import Allowed, check_fields, check_ordinary
+from llmpar.files import Allowed, check_fields
 from llmpar.training.apart import open_chat
-from llmpar.training.chat import Chat, check_messages
-from llmpar.training.token_files import FileTokenizer
+from llmpar.training.text_files import Conversation, read_texts
+from llmpar.training.tokenizers import Tokenizer, open_tokenizer
 
 _Batch = dict[str, Int32[np.ndarray, "b s"]]
 
-MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
 DOCUMENT_S = (
     60.0  # processor time that a chat template and a tokenizer may take for one conversation
 )
-LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
-# Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local
-# settings.
-SKIPPED_FOLDERS = (
-    "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
-)
-SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-ANSWERS = ("answer", "completion", "response")  # what the answer to a line's prompt may be called
 
 
 @dataclass(frozen=True)
@@ -83,191 +65,6 @@ class DataConfig:
             )
 
 
-def find_files(patterns: Sequence[str]) -> list[str]:
-    """Return the files that paths and globs name: patterns as given, the files of each sorted, none twice."""
-    paths: dict[str, None] = {}
-    for pattern in patterns:
-        path = os.path.expanduser(pattern)
-        if os.path.isdir(path):
-            raise ValueError(
-                f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'"
-            )
-        matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-        matches = [f for f in matches if not os.path.isdir(f)]
-        for file in filter(os.path.exists, matches):
-            check_ordinary(file, "data file")
-        if not matches:
-            raise ValueError(
-                f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file; give a file or a"
-                " glob such as 'texts/**/*.txt'"
-            )
-        paths |= dict.fromkeys(matches)
-    return list(paths)
-
-
-def library_files(root: str = "") -> list[str]:
-    """Return the licence, where one is installed, then the sorted sources of this Python's standard
-    library."""
-    root = root or sysconfig.get_paths()["stdlib"]
-    sources = []
-    for folder, inside, files in os.walk(root):
-        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
-        files = [f for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
-        sources += [os.path.join(folder, f) for f in files]
-    licences = [
-        os.path.join(d, f)
-        for d in (root, os.path.dirname(root))
-        for f in ("LICENSE.txt", "LICENSE")
-    ]
-    return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
-
-
-class Conversation(NamedTuple):
-    """Messages with at least one answer, and the line that they are from."""
-
-    messages: list[dict[str, str]]
-    where: str
-
-    def tokens(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Return its ids, and which of them count."""
-        try:
-            ids, counted = chat.tokens(self.messages, ask=False)
-        except ValueError as error:
-            raise ValueError(f"{self.where}: {error}") from error
-        if not counted.any():
-            raise ValueError(
-                f"{self.where}: the chat template writes none of its answers as they would be asked for;"
-                " leave the line out, or mend the template"
-            )
-        return ids, counted
-
-
-def _document(line: str, where: str) -> str | Conversation:
-    """Parse a line of JSONL."""
-    row = json.loads(line)
-    answers = [name for name in ANSWERS if name in row and "prompt" in row]
-    forms = [name for name in ("text", "messages") if name in row] + answers
-    if len(forms) > 1:
-        raise ValueError(f"it has {' and '.join(forms)}: leave all but one out")
-    if not answers and "messages" not in row:
-        row["text"].encode()  # fails for what is no string, and for half of a surrogate pair
-        return row["text"]
-    pairs = (
-        zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
-    )
-    messages = check_messages([dict(role=r, content=c) for r, c in pairs] or row["messages"])
-    contents = [
-        message["content"].strip() for message in messages if message["role"] == "assistant"
-    ]
-    if not all(contents) or not contents:
-        raise ValueError(f"it has {'an empty answer' if contents else 'no answer'}: leave it out")
-    return Conversation(messages, where)
-
-
-def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
-    """Return the documents of one file: a text, read little farther than ``limit_bytes``, or a JSONL's
-    lines."""
-    lines = file.endswith((".jsonl", ".ndjson"))
-    try:
-        with open(file, "rb") as opened:
-            raw = opened.read(-1 if lines else min(limit_bytes + 4, os.path.getsize(file)))
-            decoder = codecs.getincrementaldecoder(
-                "utf-8"
-            )()  # does not mind a last character that is cut
-            text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
-    except OSError as error:
-        raise ValueError(
-            f"cannot read data file '{file}': {error.strerror}; check its path and permissions"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data file '{file}' is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset"
-            f" {error.start}; unpack it if it is compressed, convert it if it is in another encoding"
-        ) from None
-    if not lines:
-        yield text
-        return
-    # not splitlines: JSON strings may hold U+2028
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"data file '{file}', line {number}"
-        try:
-            yield _document(line, where)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            own = {
-                UnicodeEncodeError: "half of a surrogate pair",
-                RecursionError: "nested too deeply",
-            }
-            why = own.get(
-                type(error), f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
-            )
-            raise ValueError(
-                f'{where}, is no document ({why}); each line must look like {{"text": "…"}},'
-                ' {"prompt": "…", "answer": "…"} or {"messages": […]}'
-            ) from None
-
-
-class ByteTokenizer:
-    """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
-
-    name, vocab_size, start_id, end_ids, longest = "bytes", 257, 256, frozenset([256]), 1
-    identity = {"name": "bytes", "fingerprint": "bytes"}
-
-    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """Return the bytes of a text, without the document-start token."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """Encode several texts."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """Return the text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become
-        U+FFFD."""
-        kept = [number for number in map(int, ids) if number != self.start_id]
-        raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
-        return raw.decode(errors="replace")
-
-
-Tokenizer = ByteTokenizer | FileTokenizer
-
-
-def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
-    """Open the tokenizer ``bytes``, or a Hugging Face ``tokenizer.json`` by its path."""
-    if name != "bytes":
-        return FileTokenizer(name, start_token)
-    if start_token is not None:
-        raise ValueError(
-            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
-        )
-    return ByteTokenizer()
-
-
-def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
-    """Return the tokenizer of the run that ``made`` describes (`train.made_of`), if it does; refuse
-    another."""
-    kept = (made or {}).get("tokenizer")
-    if kept is None:
-        return open_tokenizer(requested or "bytes")
-    tokenizer = open_tokenizer(requested or kept["name"], kept.get("start_token"))
-    if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
-        raise ValueError(
-            f"the checkpoint was trained with tokenizer '{kept['name']}', and '{tokenizer.name}' is another;"
-            " give the file that it was trained with"
-        )
-    return tokenizer
-
-
-def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
-    if (size := tokenizer.vocab_size) > vocab_size:
-        raise ValueError(
-            f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size};"
-            f" use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Tokenised documents end to end: document i begins at ``offsets[i]``, with its start token."""
@@ -287,16 +84,6 @@ class Corpus:
         return hashlib.sha256(b"".join(x.tobytes() for x in parts)).hexdigest()[:16]
 
 
-def host_bytes() -> int:
-    """Return the memory of this machine, or of the container that this runs in; 0 where it is not known."""
-    sizes = []
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(ValueError, OSError):
-        sizes.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(sizes, default=0)
-
-
 def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read and tokenise; ``source`` says what was read and whether a limit stopped it. Empty documents are
     dropped.
@@ -305,7 +92,7 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     every seed.
     """
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.start_token)
-    texts, source = _read_texts(config)
+    texts, source = read_texts(config.data, config.limit_bytes)
     order = _shuffled(len(texts), np.random.PCG64(0))
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     talks = sum(isinstance(text, Conversation) for text in texts)
@@ -336,51 +123,6 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
         source += f", {long} documents are longer than a row of {config.seq_len}" if long else ""
     offsets, mask = np.cumsum([0, *lengths]), np.concatenate(counts) if talks else None
     return Corpus(np.concatenate(pieces), offsets, tokenizer, source, mask)
-
-
-def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
-    """Read the documents up to the limit, and say what was read."""
-    files = find_files(config.data) if config.data else library_files()
-    source = " ".join(config.data) or f"the standard library of Python {platform.python_version()}"
-    if not config.data and not any(f.endswith(".py") for f in files):
-        source += ", which comes without its sources here,"
-    limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
-    _check_memory(source, min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f))))
-    texts: list[str | Conversation] = []
-    size = num_read = 0
-    for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
-        num_read += 1
-        if isinstance(text, Conversation):
-            size += sum(len(message["content"].encode()) for message in text.messages)
-            if size <= limit:
-                texts.append(text)
-        else:
-            raw = text.encode()[: limit - size]
-            size += len(raw)
-            # the limit may fall inside a character
-            texts += filter(None, [raw.decode(errors="ignore")])
-        if size >= limit:
-            break
-    if not texts:
-        raise ValueError(
-            f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data"
-        )
-    limited = f", up to limit_bytes {limit}" if size >= limit else ""
-    return (
-        texts,
-        f"{source} ({len(files)} files; {len(texts)} documents, {size} bytes read{limited})",
-    )
-
-
-def _check_memory(source: str, num_bytes: int) -> None:
-    """Refuse a text that needs more memory than there is."""
-    memory, need = host_bytes(), MEMORY_PER_BYTE * num_bytes
-    if 0 < memory < need:
-        raise ValueError(
-            f"{source} would take {need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text;"
-            f" nothing is streamed), and this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes"
-            f" {memory // MEMORY_PER_BYTE}, or less data"
-        )
 
 
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
@@ -429,13 +171,10 @@ class Batches:
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
-    def batch(self, step: int) -> _Batch:
-        """Return all rows of a step: tokens, targets (-1 where the next token is another document's or does
-        not count), positions in the row, segments (documents, from 1 in each row)."""
-        return self.local_batch(step, slice(None))
-
-    def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> _Batch:
-        """Return some of the rows of a step, numbered from 0, without making the others."""
+    def batch(self, step: int, rows: slice | Sequence[int] | np.ndarray = slice(None)) -> _Batch:
+        """Return a step's rows, or some of them without making the others: tokens, targets (-1 where the next
+        token is another document's or does not count), positions in the row, segments (documents, from 1 in
+        each row)."""
         if step < 0:
             raise ValueError(f"step {step} has no batch; steps count from 0")
         size, s = self.config.batch_size, self.config.seq_len

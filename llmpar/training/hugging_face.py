@@ -33,10 +33,10 @@ from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import axes_of
 from llmpar.plan import families
 from llmpar.plan.config_json import TABLES, family
+from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import ModelConfig, Weight, kind_of
 from llmpar.plan.presets import to_hugging_face
-from llmpar.training.data import Tokenizer
-from llmpar.training.token_files import FileTokenizer
+from llmpar.training.tokenizers import FileTokenizer, Tokenizer
 
 # Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused.
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
@@ -473,3 +473,34 @@ def _put_json(path: pathlib.Path, entries: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(entries, indent=2) + "\n")
     os.replace(part, path)
+
+
+# ------------------------------------------------------------------------------------------- adapters of LoRA
+
+
+def adapters_of(path: str, config: ModelConfig) -> list[str]:
+    """Return the paths of a weight's adapters, A and B; none where it has none."""
+    (part, _, name), weights = path.rpartition("."), config.weights()
+    return [x for x in (f"{part}.lora.{name}_a", f"{part}.lora.{name}_b") if x in weights]
+
+
+def merged(params: Any, config: ModelConfig) -> Any:
+    """Return a tree of weights, or a part of one, without adapters: W + A B · alpha / rank, added up in
+    float32 with W's sharding, one matrix of all layers after the other."""
+    flat, weights = flatten_dict(params, sep="."), config.weights()
+    for path in list(flat):
+        if (lora := config.lora) and (pair := adapters_of(path, config)):
+            w, a, b = (parse_layout(weights[name].dims).letters for name in (path, *pair))
+            add = functools.partial(_add_product, f"{a},{b}->{w}", lora.scale)
+            sharding = getattr(flat[path], "sharding", None)
+            flat[path] = jax.jit(add, out_shardings=sharding)(
+                flat[path], *(flat.pop(name) for name in pair)
+            )
+    return unflatten_dict(flat, sep=".")
+
+
+def _add_product(
+    equation: str, scale: float, w: jax.Array, a: jax.Array, b: jax.Array
+) -> jax.Array:
+    w, a, b = (x.astype("float32") for x in (w, a, b))
+    return w + scale * jnp.einsum(equation, a, b, precision="highest")

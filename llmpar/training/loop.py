@@ -513,7 +513,7 @@ def _place(step: Step, stream: Batches, number: int) -> dict:
 
     @functools.cache
     def rows(begin: int, end: int) -> dict[str, np.ndarray]:
-        batch = stream.local_batch(number, slice(begin, end))
+        batch = stream.batch(number, slice(begin, end))
         for name in ("tokens", "targets"):
             check_tokens(name, batch[name], step.config.vocab_size)
         return batch

@@ -60,36 +60,9 @@ from llmpar.training.state import (
     state_shapes,
 )
 
-# JAX makes keys of 32 bits.
-_MAX_SEED = 2**32 - 1
-# The layout of the routers' tallies ``l (e+2)`` (`moe.route`), summed over all tokens.
+# What routers count, ``l (e+2)``: for each layer the tokens of each expert, then two sums (`moe.route`).
 _ROUTED = (Dim("l"), Dim("e"))
-AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
-
-
-def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
-
-    By default XLA keeps one collective in flight: of a ring's two hops one waits for the other, and weights
-    from other hosts wait while a host's experts exchange tokens. With rings 4 are allowed, else 2.
-
-    By default XLA starts no collective early in a program with a ragged all-to-all, whose time it cannot
-    estimate. There its latency-hiding scheduler is switched on, with the analytical estimator where that does
-    not abort."""
-    ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
-    if plan.platform != "gpu" or not (ragged or plan.rings):
-        return {}
-    # With the analytical estimator JAX 0.12's compiler aborts, and 0.10's for GPUs since Blackwell (10.0).
-    aborts = jax.__version_info__ >= (0, 11) or (plan.devices or "").startswith("gpu 1")
-    early = EARLY[: 1 if aborts else 2] if ragged else ()
-    return {AT_ONCE: 4 if plan.rings else 2} | dict.fromkeys(early, True)
-
-
-def cut_in_microbatches(batch: Batch, count: int) -> Batch:
-    """Give the batch a leading dim of microbatches. Microbatch i has the rows i, i + count, …: so each is cut
-    over devices as the batch is."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+_MAX_SEED = 2**32 - 1  # JAX makes keys of 32 bits
 
 
 class Step:
@@ -124,7 +97,7 @@ class Step:
             raise ValueError(why)
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
-        # Two meshes of the same devices: sharding constraints of the update need automatic axes.
+        # two meshes of the same devices: the optimizer needs automatic axes
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._parallel()
@@ -141,7 +114,8 @@ class Step:
                 " llmpar.training.muon.muon(rate, config), or leave muon out"
             )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self.batch_sharding = sharding(self.mesh, plan.tokens)
+        self._tokens = plan.place("data b s")
+        self.batch_sharding = sharding(self.mesh, self._tokens)
         run = jax.jit(
             self.train_step,
             in_shardings=(self.shardings, self.batch_sharding),
@@ -176,7 +150,7 @@ class Step:
         """Return gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity
         tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            layouts, results = (self.stored, self.plan.tokens), (self.reduced, WHOLE)
+            layouts, results = (self.stored, self._tokens), (self.reduced, WHOLE)
             return self._on_devices(self._gradients, layouts, results)(params, batch)
 
     def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
@@ -271,9 +245,12 @@ class Step:
         return jax.tree.map(one, tree, self.weight_layouts, self.dims)
 
     def _with_open_sums(self, params: Tree) -> Tree:
-        """Type the weights so that autodiff does not sum their gradients over replicas: `_reduce` does it
-        later. Manual: by varying axes (`vary`). Explicit: by JAX's types, only with ``reduce="end"``. Auto:
-        they stay as they are."""
+        """Return the weights, with types by which autodiff leaves their gradients as sums that are still open
+        (`WeightLayouts.unreduced`); `_reduce` finishes these later.
+
+        A gradient gets its weight's type. In Manual a weight that is typed as varying over dp has a gradient
+        that differs over dp: each device's own term. Explicit marks the weights for that, with
+        ``reduce="end"`` alone. In Auto XLA decides."""
         par = self.par
         if isinstance(par, Manual):
             differ = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
@@ -285,7 +262,8 @@ class Step:
         return joined(params, jax.tree.map(mark, learned, self.weight_layouts, self.dims))
 
     def _zeros(self) -> tuple[Loss, Tree]:
-        """Return loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
+        """Return loss, routers' counts and gradients of no microbatches: zeros, typed like what will be added
+        to them."""
         config, plan = self.config, self.plan
         loss, counts = jnp.float32(0), None
         if isinstance(self.par, Manual):
@@ -355,7 +333,8 @@ class Step:
 
     def _count_once(self, x: Array) -> Array:
         """Return ``x`` on one of the devices that hold the same value, and 0 on the others: a sum over all
-        devices then counts it once."""
+        devices then counts it once. (Type and value are the same along the axes over which ``x`` does not
+        vary; the first device along these keeps it.)"""
         same = tuple(a for a in self._live if a not in varying(x))
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
@@ -368,8 +347,8 @@ class Step:
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
-        """Return `_update`; in Explicit under `auto_axes`, since optimizers are not written for explicit
-        types."""
+        """Return `_update`, for arrays on a mesh of automatic axes: optimizers are not written for explicit
+        types, which the arrays of Explicit have outside."""
         if not isinstance(self.par, Explicit):
             return update
         reduced = jax.tree.map(functools.partial(sharding, self.mesh), self.reduced)
@@ -396,7 +375,9 @@ class Step:
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
-                own_le = direction_le[kinds == kind]
+                own_le = direction_le[
+                    kinds == kind
+                ]  # the layers of this kind, in the model's order
                 if not self._is_model_order:
                     own_le = in_order(own_le, self.layer_orders[kind], 0)
                 flat[path] = bias_le + rise * own_le
@@ -405,7 +386,8 @@ class Step:
     # --------------------------------------------------------------------------------------------- the state
 
     def _describe_state(self) -> None:
-        """Set the state's shapes and shardings, with its layers as stages hold them and as the model does."""
+        """Set the state's shapes and shardings: with its layers as stages hold them, some slots empty
+        (``in_stages``), and in the model's order (``in_model``)."""
         config, plan = self.config, self.plan
         orders = places.layer_orders(plan.pipeline, config.layer_kinds)
         self.layer_orders = [np.array(order) for order in orders]
@@ -461,7 +443,8 @@ class Step:
         """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
         above."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
-        # the inverse permutations: empty slots are sorted to the end, and left out
+        # The inverse permutations: argsort says at which slot each layer is. Empty slots, whose number is
+        # larger than any layer's, come last, and are left out.
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
         return self._reorder(state, orders, self.abstract_in_model_order, donate)
 
@@ -510,3 +493,33 @@ class Step:
         manual = lambda params, batch: self._sum_over_devices(sums(Manual(plan), params, batch))
         mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
         return Checked(jax.jit(mapped), self.config.vocab_size)
+
+
+def cut_in_microbatches(batch: Batch, count: int) -> Batch:
+    """Give the batch a leading dim of microbatches. Microbatch i has the rows i, i + count, …: so each is cut
+    over devices as the batch is."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+
+
+# ---------------------------------------------------------------------------------------------- XLA's options
+
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
+
+
+def compiler_options(plan: Resolved) -> dict[str, bool | int]:
+    """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
+
+    By default XLA keeps one collective in flight: of a ring's two hops one waits for the other, and weights
+    from other hosts wait while a host's experts exchange tokens. With rings 4 are allowed, else 2.
+
+    By default XLA starts no collective early in a program with a ragged all-to-all, whose time it cannot
+    estimate. There its latency-hiding scheduler is switched on, with the analytical estimator where that does
+    not abort."""
+    ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
+    if plan.platform != "gpu" or not (ragged or plan.rings):
+        return {}
+    # With the analytical estimator JAX 0.12's compiler aborts, and 0.10's for GPUs since Blackwell (10.0).
+    aborts = jax.__version_info__ >= (0, 11) or (plan.devices or "").startswith("gpu 1")
+    early = EARLY[: 1 if aborts else 2] if ragged else ()
+    return {AT_ONCE: 4 if plan.rings else 2} | dict.fromkeys(early, True)

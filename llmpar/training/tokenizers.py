@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model: its ``tokenizer.json``, and what the files beside it say."""
+"""Tokenizers: bytes, or the ``tokenizer.json`` of a Hugging Face model and what the files beside it say."""
 
 import functools
 import hashlib
@@ -112,3 +112,63 @@ class FileTokenizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.hub.encode_special_tokens = True  # its package forgets it
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
+
+    name, vocab_size, start_id, end_ids, longest = "bytes", 257, 256, frozenset([256]), 1
+    identity = {"name": "bytes", "fingerprint": "bytes"}
+
+    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
+        """Return the bytes of a text, without the document-start token."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Encode several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
+        """Return the text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become
+        U+FFFD."""
+        kept = [number for number in map(int, ids) if number != self.start_id]
+        raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
+        return raw.decode(errors="replace")
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
+    """Open the tokenizer ``bytes``, or a Hugging Face ``tokenizer.json`` by its path."""
+    if name != "bytes":
+        return FileTokenizer(name, start_token)
+    if start_token is not None:
+        raise ValueError(
+            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
+        )
+    return ByteTokenizer()
+
+
+def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
+    """Return the tokenizer of the run that ``made`` describes (`train.made_of`), if it does; refuse
+    another."""
+    kept = (made or {}).get("tokenizer")
+    if kept is None:
+        return open_tokenizer(requested or "bytes")
+    tokenizer = open_tokenizer(requested or kept["name"], kept.get("start_token"))
+    if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
+        raise ValueError(
+            f"the checkpoint was trained with tokenizer '{kept['name']}', and '{tokenizer.name}' is another;"
+            " give the file that it was trained with"
+        )
+    return tokenizer
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
+    if (size := tokenizer.vocab_size) > vocab_size:
+        raise ValueError(
+            f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size};"
+            f" use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
+        )
