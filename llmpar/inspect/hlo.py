@@ -1,6 +1,7 @@
 """Read the text of an HLO module: computations, trips of loops, groups of devices, source lines."""
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from llmpar.draw.geometry import coordinates
 
 # A type ends where the opcode begins; the group is atomic, so that a line is read once. Some texts have no %.
 _OP = re.compile(
@@ -75,7 +76,7 @@ class Instruction(NamedTuple):
     def collective(self) -> str:
         """Return which of `COLLECTIVES` it is or starts; '' for others, and for a send without a target."""
         kind = self.opcode.removesuffix("-start")
-        no_target = kind == "send" and not _groups(self.attrs)
+        no_target = kind == "send" and not _groups(_groups_text(self.attrs))
         return kind if kind in COLLECTIVES and not no_target else ""
 
     def called(self, *keys: str) -> list[str]:
@@ -277,19 +278,24 @@ def _known_as(file: str) -> str:
 
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     """Name the mesh axes along which devices of a group (or of a pair) differ, and a group's size."""
-    sizes = [mesh.shape[a] for a in mesh.axis_names]
-    devices = list(range(math.prod(sizes)))
-    pairs = "source_target_pairs=" in attrs
-    groups = _groups(attrs) or ([] if pairs else [devices])
+    sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names)
+    return _group_axes(_groups_text(attrs), sizes)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _group_axes(text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
+    devices = list(range(math.prod(n for _, n in sizes)))
+    pairs = text.startswith("source_target_pairs=")
+    groups = _groups(text) or ([] if pairs else [devices])
     named = sorted(i for group in groups for i in group)
     if not set(named) <= set(devices) if pairs else named != devices:
         raise ValueError(
-            f"groups {groups} are not of the {len(devices)} devices of mesh {dict(mesh.shape)}"
+            f"groups {groups} are not of the {len(devices)} devices of mesh {dict(sizes)}"
         )
-    places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
-    axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
+    places = [coordinates(dict(sizes), dict(sizes), i) for i in devices]
+    axes = tuple(a for a, _ in sizes if any(len({places[i][a] for i in g}) > 1 for g in groups))
     # of a group that fills these axes; no group leaves them
-    size = math.prod(mesh.shape[a] for a in axes)
+    size = math.prod(n for a, n in sizes if a in axes)
     whole = pairs or all(len(g) == size for g in groups)
     return (axes, size) if whole else (("other",), max(map(len, groups)))
 
@@ -299,8 +305,9 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     along ``axes``, and one device's along the others. A permute is described in words. Return '' where the
     operation does not show it."""
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
-    op, kind, groups = ops[name], ops[name].opcode.removesuffix("-start"), _groups(ops[name].attrs)
-    place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
+    op, kind = ops[name], ops[name].opcode.removesuffix("-start")
+    groups = _groups(_groups_text(op.attrs))
+    place = functools.partial(coordinates, sizes, sizes)
     if axes == ("other",):
         return _among(groups, place, sizes)
     does = {
@@ -396,10 +403,18 @@ def _among(
     return f"among {', '.join(words.values())}"
 
 
+def _groups_text(attrs: str) -> str:
+    """Return the attribute that names groups or pairs; '' where there is none."""
+    names = r"(?:replica_groups|source_target_pairs)"
+    match = re.search(rf"{names}=.*?(?=, (?!device_ids)\w+=|$)", attrs)
+    return match[0] if match else ""
+
+
+@functools.lru_cache(maxsize=1 << 12)
 def _groups(attrs: str) -> list[list[int]]:
     """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); [] for {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
-        return _iota(m[2]).reshape(integers(m[1])).tolist()
+        return _in_rows(_iota(m[2]), integers(m[1])[-1])
     if m := re.search(
         r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs
     ):
@@ -409,23 +424,39 @@ def _groups(attrs: str) -> list[list[int]]:
         m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)
     ):
         return []
-    names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
-    place, size = np.arange(math.prod(map(int, sizes))), 1
-    # first: the position of the group's first device, which is the device's own without its digits along the
-    # chosen axes; inside: those digits, its position in the group
-    first, inside = place, 0 * place
+    names, texts = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
+    sizes = [*map(int, texts)]
+    digits = list[tuple[int, int]]()  # of a device's position, along the chosen axes: stride, size
     for name, start, n in re.findall(r"([^,:\s]+)(?::\((\d+)\)(\d+))?", m[3]):
         start, n = int(start or 1), int(n or sizes[names.index(name)])
-        stride = math.prod(map(int, sizes[names.index(name) :])) // (start * n)
-        digit = place // stride % n
-        first, inside, size = first - digit * stride, inside * n + digit, size * n
-    ids = _iota(m[2]).ravel() if m[2] else place
-    return ids[np.lexsort((inside, first))].reshape(-1, size).tolist()
+        digits.append((math.prod(sizes[names.index(name) :]) // (start * n), n))
+    ids = _iota(m[2]) if m[2] else [*range(math.prod(sizes))]
+
+    def key(position: int) -> tuple[int, int]:
+        """Return the position of the group's first device, and the position inside the group."""
+        first, inside = position, 0
+        for stride, n in digits:
+            digit = position // stride % n
+            first -= digit * stride
+            inside = inside * n + digit
+        return first, inside
+
+    ordered = [ids[i] for i in sorted(range(len(ids)), key=key)]
+    return _in_rows(ordered, math.prod(n for _, n in digits))
 
 
-def _iota(text: str) -> np.ndarray:
-    """Read [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed; a plain list as itself."""
+def _in_rows(numbers: list[int], n: int) -> list[list[int]]:
+    """Return numbers in rows of n."""
+    return [numbers[i : i + n] for i in range(0, len(numbers), n)]
+
+
+def _iota(text: str) -> list[int]:
+    """Read [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed, row by row; a plain list as itself."""
     dims, _, order = text.partition("T")
     numbers = integers(dims)
-    ids = np.arange(math.prod(numbers)).reshape(numbers) if text[0] == "[" else np.array(numbers)
-    return ids.transpose(integers(order)) if order else ids
+    if text[0] != "[":
+        return numbers
+    order_of = integers(order) or [*range(len(numbers))]
+    strides = [math.prod(numbers[i + 1 :]) for i in order_of]
+    places = itertools.product(*(range(numbers[i]) for i in order_of))
+    return [sum(map(operator.mul, at, strides)) for at in places]
