@@ -25,8 +25,10 @@ from llmpar.predict import hardware
 
 _SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
 CALCULATORS = {"mesh": "mesh", "memory": "memory", "sum": "collectives", "timeline": "schedules"}
+CALCULATORS |= {"specs": "layouts", "hlo": "hlo"}
 """The page of the site (LLMPAR_SITE) that shows a kind, whose address a saved page's link has."""
-EXPLORERS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(_SMALL, "small")
+EXPLORERS = {"mesh": "explorer", "given": "given", "specs": "specs", "hlo": "hlo"}
+EXPLORERS |= dict.fromkeys(_SMALL, "small")
 """Where the explorer of each kind is, what a page asks for: `RingExplorer` is in the file `small`."""
 
 
@@ -198,12 +200,14 @@ class MeshExplorer(Explorer):
         super().set(**state)
 
     @classmethod
-    def of(cls, value: Any) -> Explorer:
+    def of(cls, value: Any, shape: Any = None, dtype: Any = "float32") -> Explorer:
         """Return an explorer of what exists: how arrays are sharded, what a compiled program takes, a mesh or
-        a sharding."""
-        from llmpar.inspect.shardings import shardings
+        a sharding; of a sharding alone with the ``shape`` and ``dtype`` of an array that has it."""
+        from llmpar.inspect.shardings import of_shape, shardings
 
-        return by_kind("given", shardings(value))
+        return by_kind(
+            "given", shardings(value if shape is None else of_shape(value, shape, dtype))
+        )
 
     def answer(self, state: dict) -> dict:
         return answers.answer(state)

@@ -314,8 +314,8 @@ def dot_flops(module: Module, comp: str, op: Instruction) -> int:
     """Return the FLOPs of a matmul, or of a GPU library's call for one: 2MNK."""
     in_library = r'"lhs_contracting_dimensions":\s*\["(\d+)"'
     dims = op.called("lhs_contracting_dims") or re.findall(in_library, op.attrs)
-    lhs = module.shape_of(comp, op, 0)
-    return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[int(d)] for d in dims)
+    lhs = {str(i): n for i, n in enumerate(module.shape_of(comp, op, 0))}
+    return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[d] for d in dims)
 
 
 def product_flops(module: Module, comp: str, op: Instruction) -> float:

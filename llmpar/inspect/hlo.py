@@ -134,7 +134,11 @@ class Module:
         if not self.entry:
             raise ValueError(
                 "expected the text of an HLO module, but no line of it begins with ENTRY"
+                + "; this is StableHLO, what .compile().as_text() gives is HLO"
+                * ("stablehlo." in text)
             )
+        if len(re.findall("^}", text, re.M)) < len(self.computations):
+            raise ValueError(f"the text is cut off, inside computation {name}; give all of it")
 
     @functools.cached_property
     def uncounted(self) -> list[str]:
@@ -431,18 +435,10 @@ def _groups(attrs: str) -> list[list[int]]:
         start, n = int(start or 1), int(n or sizes[names.index(name)])
         digits.append((math.prod(sizes[names.index(name) :]) // (start * n), n))
     ids = _iota(m[2]) if m[2] else [*range(math.prod(sizes))]
-
-    def key(position: int) -> tuple[int, int]:
-        """Return the position of the group's first device, and the position inside the group."""
-        first, inside = position, 0
-        for stride, n in digits:
-            digit = position // stride % n
-            first -= digit * stride
-            inside = inside * n + digit
-        return first, inside
-
-    ordered = [ids[i] for i in sorted(range(len(ids)), key=key)]
-    return _in_rows(ordered, math.prod(n for _, n in digits))
+    inside = lambda i: [i // stride % n for stride, n in digits]
+    first = lambda i: i - sum(i // stride % n * stride for stride, n in digits)
+    order = sorted(range(len(ids)), key=lambda i: (first(i), inside(i)))
+    return _in_rows([ids[i] for i in order], math.prod(n for _, n in digits))
 
 
 def _in_rows(numbers: list[int], n: int) -> list[list[int]]:

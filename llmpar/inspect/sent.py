@@ -25,7 +25,9 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
-from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
+from llmpar.inspect.hlo import CALLS, Instruction, Module, group_axes, integers, parsed
+from llmpar.inspect.moves import read_mesh
+from llmpar.plan.mesh_shape import divisors
 
 _HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
 LAST = (
@@ -192,7 +194,7 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
 
     Raises ValueError where the text is none, or is cut off, and where the mesh does not fit."""
     if isinstance(mesh, str):
-        mesh = {axis: int(n) for axis, n in re.findall(r"(\w+)\s*[=:]\s*(\d+)", mesh)}
+        mesh = read_mesh(mesh) if mesh.strip() else None
     sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
     if (n := math.prod(sizes.values())) != devices:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
@@ -200,7 +202,11 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
             f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')"
         )
     places = SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
-    result = read_look(text, places, [], {}, links or {})
+    try:
+        result = read_look(text, places, [], {}, links or {})
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"a part of the text is missing or damaged ({error!r:.80})"
+        raise ValueError(f"{why}; give all that the compiler wrote") from error
     for row in (row for row in result.rows if row["axes"] == ("other",)):
         raise ValueError(
             f"mesh {sizes} is not the program's: groups of the {row['collective']} at"
@@ -208,6 +214,19 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
             " they fill a part as two: X=4 as A=2 B=2"
         )
     return result
+
+
+def fitting_meshes(text: str) -> list[str]:
+    """Name up to three meshes of which the groups of a program fill whole axes, fewest axes first."""
+    module = parsed(text)
+    ops = [op for ops in module.computations.values() for op in ops.values() if op.collective]
+    counts = [n for n in divisors(module.devices) if n > 1]
+    grids = (sizes for k in (1, 2, 3) for sizes in itertools.product(counts, repeat=k))
+    shapes = (dict(zip("XYZ", s, strict=False)) for s in grids if math.prod(s) == module.devices)
+    meshes = (SimpleNamespace(axis_names=tuple(shape), shape=shape) for shape in shapes)
+    whole = lambda mesh: all(group_axes(op.attrs, mesh)[0] != ("other",) for op in ops)
+    fits = itertools.islice(filter(whole, meshes), 3)
+    return [" ".join(f"{axis}={n}" for axis, n in mesh.shape.items()) for mesh in fits]
 
 
 def read_look(
@@ -222,7 +241,6 @@ def read_look(
     elif mesh is None:
         mesh = SimpleNamespace(axis_names=("device",), shape={"device": module.devices})
         notes.append(f"no mesh was found: all {module.devices} devices are one axis here")
-    between = between if mesh else {}
     keyed = list[tuple[dict[str, Any], Collective]]()
     for c in census_hlo(text, mesh) if mesh else []:
         source, others = _line(c.source, lines)

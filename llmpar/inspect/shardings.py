@@ -138,6 +138,13 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     }
 
 
+def of_shape(where: Any, shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape with a sharding; raise ValueError for anything else."""
+    if not isinstance(where, Sharding):
+        raise ValueError(f"a shape goes with a Sharding, and this is a {type(where).__name__}")
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+
 def shardings(value: Any) -> dict:
     """Return the devices of a mesh, and the block of every array that each device holds, as plain data.
 

@@ -27,6 +27,8 @@ DIMS = {
     "u": "microbatches", "z": "inner width of an adapter",
 }  # fmt: skip
 """The tensor dims."""
+LETTERS = "bsdnkrhmevclut"
+"""Names of the dims of a value that has none, in order."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Layout:
         from llmpar import draw
 
         return draw.layout(self)._repr_svg_()
+
+
+def axes_of(cut: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """Return the axes in one dim's entry of a PartitionSpec."""
+    return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 _TOKEN = re.compile(r"\S+")

@@ -1,0 +1,135 @@
+"""Two layouts of an array: who holds what, what moves from the one to the other, and the cheapest moves."""
+
+import math
+import os.path
+from html import escape
+
+from llmpar.draw.layouts import resharded
+from llmpar.draw.scene import Scene, size_text
+from llmpar.explore.answers import offer
+from llmpar.explore.explorer import Explorer
+from llmpar.explore.words import html_table, table_row
+from llmpar.inspect.moves import (
+    MOST_AXES,
+    SPELLINGS,
+    Hop,
+    cheapest_moves,
+    read_layout,
+    read_mesh,
+    spelled,
+)
+from llmpar.plan.layout import LETTERS, Dim, Layout
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float64": 8}
+_MOST_DEVICES, _MOST_DIMS, _MOST_SIZE = 4096, 4, 1 << 40
+
+
+class SpecsExplorer(Explorer):
+    """Who holds what of an array in two layouts, and what moves between them. ``before`` and ``after`` are
+    texts in the spelling of JAX, of torch's DTensor, or ours.
+
+    >>> SpecsExplorer(mesh="X=4 Y=2", shape="8, 16", before="P('X', None)", after="P(None, 'Y')")
+    """
+
+    title, kind = "Who holds what, and what moves?", "specs"
+    sentence = "On mesh {mesh} an array of {shape} {dtype}\ngoes from {before} to {after}"
+    start = {"mesh": "X=4 Y=2", "shape": "8, 16", "dtype": "float32"}
+    start |= {"before": "P('X', None)", "after": "P(None, 'Y')"}
+    controls = [
+        {"name": "mesh", "kind": "text", "label": "mesh: each axis with its size"},
+        {"name": "shape", "kind": "text", "label": "shape of the whole array"},
+        {"name": "dtype", "kind": "choice", "label": "dtype", "options": [*_BYTES]},
+        {"name": "before", "kind": "text", "label": f"layout before: {SPELLINGS}"},
+        {"name": "after", "kind": "text", "label": "layout after, in any of the spellings"},
+    ]
+    areas = [
+        ["picture", "Who holds what", "middle"],
+        ["spellings", "In each spelling", "below"],
+        ["code", "In JAX, on explicit axes", "below"],
+    ]
+
+    def read(self, state: dict) -> tuple[dict[str, int], tuple[int, ...], list[Layout]]:
+        """Return the axes of the mesh, the shape, and the two layouts."""
+        sizes, words = read_mesh(state["mesh"]), state["shape"].strip("()[] ,").split(",")
+        words = [word.strip() for word in words if word.strip()]
+        shape = tuple(int(word) for word in words if word.isdecimal() and len(word) < 13)
+        if len(shape) != len(words) or 0 in shape or len(shape) > _MOST_DIMS:
+            raise ValueError(
+                f"shape '{state['shape']:.60}' is not read; write up to {_MOST_DIMS} whole numbers, as 8, 16"
+            )
+        long, n = sum(n > 1 for n in sizes.values()), math.prod(sizes.values())
+        if long > MOST_AXES or n > _MOST_DEVICES:
+            raise ValueError(
+                f"mesh {sizes} has {n:,} devices on {long} axes longer than 1; at most {_MOST_DEVICES:,} on"
+                f" {MOST_AXES} are drawn"
+            )
+        layouts = [read_layout(state[when], shape, sizes) for when in ("before", "after")]
+        if new := [a for a in layouts[1].sums if a not in layouts[0].sums]:
+            raise ValueError(
+                f"'{state['after']}' is an unfinished sum over {', '.join(new)}, and '{state['before']}' is"
+                " none: only computing starts a sum, a matmul over a dim that is cut"
+            )
+        return sizes, shape, layouts
+
+    def hops(self, state: dict, plain: bool = False) -> tuple[Hop, ...]:
+        """Return the cheapest moves; ``plain``: those that gather all that is cut otherwise after, at which
+        slices follow that send nothing."""
+        sizes, shape, layouts = self.read(state)
+        live = {a: n for a, n in sizes.items() if n > 1}
+        axes_of = lambda one: (*(dim.axes for dim in one.dims), one.sums)
+        before, after = (
+            [tuple(a for a in axes if a in live) for axes in axes_of(one)] for one in layouts
+        )
+        kept = [tuple(os.path.commonprefix(pair)) for pair in zip(before, after, strict=True)]
+        goal = [*kept[:-1], after[-1]] if plain else after
+        itemsize = _BYTES[state["dtype"]]
+        return cheapest_moves(tuple(before), tuple(goal), shape, itemsize, tuple(live.items()))
+
+    def draw(self, state: dict) -> Scene:
+        (sizes, shape, layouts), hops = self.read(state), self.hops(state)
+        steps = [(_words(hop), hop.axes[0], hop.bytes_sent) for hop in hops]
+        route = [layouts[0], *map(_layout, hops)]
+        return resharded(route, steps, shape, sizes, _BYTES[state["dtype"]])
+
+    def answer(self, state: dict) -> dict:
+        reply = super().answer(state)
+        if reply["refusal"]:
+            return reply
+        (sizes, shape, layouts), hops = self.read(state), self.hops(state)
+        sent = sum(hop.bytes_sent for hop in hops)
+        plain = sum(hop.bytes_sent for hop in self.hops(state, plain=True))
+        size = math.prod(shape) * _BYTES[state["dtype"]]
+        holds = [size // math.prod(sizes[a] for a in one.axes) for one in layouts]
+        head = f"Each device sends {size_text(sent)}" if sent else "Nothing is sent"
+        rest = ", then ".join(map(_words, hops)) or "the layouts are the same"
+        of = [size_text(n) for n in (*holds, size)]
+        line = f"A device holds {of[0]} before and {of[1]} after, of {of[2]}."
+        if plain > sent:
+            line += f" Made whole first and sliced then, as XLA often does, it sends {size_text(plain)}."
+        back = offer("the other direction", "swap", before=state["after"], after=state["before"])
+        steps = [back] * (not layouts[0].sums)
+        words = [spelled(one, sizes) for one in layouts]
+        code = lambda name: [f"<code>{escape(one[name])}</code>" for one in words]
+        rows = "".join(table_row(name, code(name)) for name in words[0])
+        moved = "x"
+        for hop in hops:
+            moved = f"jax.sharding.reshard({moved}, jax.{spelled(_layout(hop), sizes)['JAX']})"
+        written = {
+            "spellings": html_table(("", "before", "after"), rows),
+            "code": f"<pre># x is {escape(words[0]['JAX'])}\n{escape(moved)}</pre>",
+        }
+        reply["panels"] |= {name: {"html": html} for name, html in written.items()}
+        reply["verdict"] = {"tone": "good", "head": f"{head}:", "rest": rest, "line": line}
+        reply["verdict"]["steps"] = steps
+        numbers = {"bytes_sent": sent, "gather_first_bytes": plain, "held_bytes": holds}
+        return reply | {"numbers": numbers, "says": f"{head}: {rest}. {line}\n{reply['says']}"}
+
+
+def _layout(hop: Hop) -> Layout:
+    """Return the layout after a move."""
+    return Layout(tuple(map(Dim, LETTERS, hop.cuts[:-1])), hop.cuts[-1])
+
+
+def _words(hop: Hop) -> str:
+    whole_dims = hop.kind == "collective-permute"
+    return f"{hop.kind} of blocks" if whole_dims else f"{hop.kind} over {','.join(hop.axes)}"
