@@ -129,9 +129,10 @@ class PlanCommand(Output):
         if self.versus is not None:
             return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
-        wait = "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
         try:
-            with still_at_work(*wait):
+            with still_at_work(
+                "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
+            ):
                 answer, unread = (
                     self.launched(self.from_flags)
                     if self.from_flags
@@ -315,11 +316,10 @@ class PlanCommand(Output):
 def broken_claims(text: str, row: dict[str, Any]) -> list[str]:
     """Return which claims about a plan, "fits, mfu > 0.4", do not hold of a row of the document, with what
     does. Raises ValueError for a key that a row has not, so that no claim holds by a misprint."""
-    parts = {
-        f"{key}.{name}": x for key in ("memory_bytes", "terms") for name, x in row[key].items()
-    }
-    plain = {name: x for name, x in row.items() if isinstance(x, int | float)}
-    numbers = plain | parts | {"seconds": row["step_s"], "memory": row["memory_bytes"]["total"]}
+    numbers = {name: x for name, x in row.items() if isinstance(x, int | float)}
+    for key in ("memory_bytes", "terms"):
+        numbers |= {f"{key}.{name}": x for name, x in row[key].items()}
+    numbers |= {"seconds": row["step_s"], "memory": row["memory_bytes"]["total"]}
     broken = list[str]()
     for claim in filter(None, map(str.strip, text.split(","))):
         match = _CLAIM.fullmatch(claim)

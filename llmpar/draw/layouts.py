@@ -34,8 +34,8 @@ from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import Chip
 
+# the axes whose colours those of other names have, by their place
 _PALETTE = ("dp", "tp", "fsdp", "sp", "ep", "pp")
-"""Axes whose colours those of other names have, by their place."""
 _MAX_CELLS = 64
 """What a layout shows one by one; of one with more some are left out."""
 
@@ -81,8 +81,7 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
     )
 
 
-def hue(axis: str, sizes: dict[str, int] | None) -> str:
-    """Return the axis whose colour an axis has: its own, or by its place one of ours."""
+def _hue(axis: str, sizes: dict[str, int] | None) -> str:
     others = [a for a in sizes or () if a not in ORDER]
     return (
         axis if axis in ORDER else _PALETTE[others.index(axis) % len(_PALETTE)] if others else "sp"
@@ -119,7 +118,7 @@ def _tensor(
     sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
     num = 2 ** len(sums) if sizes is None else math.prod(sizes[a] for a in sums)
     shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
-    stroke = f"{hue(sums[0], sizes)}-line" if sums else "edge"
+    stroke = f"{_hue(sums[0], sizes)}-line" if sums else "edge"
     sheets: list = []
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
@@ -195,7 +194,7 @@ class _Grid:
         one, two = (_places(self.dims[d].axes, self.sizes, j) for j in (before, i))
         axes = [*_places(self.dims[d].axes, self.sizes, 0)]
         axis = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
-        return Line(points, f"{hue(axis, self.sizes)}-line", 3)
+        return Line(points, f"{_hue(axis, self.sizes)}-line", 3)
 
     def block(self, index: tuple[int, ...], w: float, h: float) -> _Block:
         """Return the cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
@@ -225,7 +224,7 @@ class _Grid:
                     if across
                     else (margin - 8, offset + (kh + ticks_above) / 2)
                 )
-                color = f"{hue(axes[0], self.sizes)}-line" if axes else "soft"
+                color = f"{_hue(axes[0], self.sizes)}-line" if axes else "soft"
                 items.append(
                     small_text(x, y, self.tick(d, i), "middle" if across else "end", color)
                 )
@@ -255,13 +254,18 @@ def _cells(
         index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()
     }
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
-    marks = [("/", f"{hue(a, sizes)}-line") for a in sums[:1]]
+    marks = [("/", f"{_hue(a, sizes)}-line") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
     picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
     grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
     across, down = (math.prod(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
     w = (
-        max([92 if named else 40, *(grid.tick_width(d) for d in range(num)[::-1][::2])])
+        max(
+            [
+                116 if {*sizes} - {*ORDER} else 92 if named else 40,
+                *(grid.tick_width(d) for d in range(num)[::-1][::2]),
+            ]
+        )
         + more[0] / across
     )
     h = (44 if named else 30) + more[1] / down
@@ -303,9 +307,9 @@ def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     used = [a for a in every if a in named and (not sizes or sizes.get(a, 1) > 1)]
     copied = any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
     key: list = [
-        *((hue(a, sizes), f"{a} = {sizes[a]}" if sizes else a) for a in used),
+        *((_hue(a, sizes), f"{a} = {sizes[a]}" if sizes else a) for a in used),
         *(
-            (hue(a, sizes), f"unfinished sum over {a}", "/")
+            (_hue(a, sizes), f"unfinished sum over {a}", "/")
             for a in used
             if any(a in x.sums for x in layouts)
         ),
@@ -374,16 +378,14 @@ def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], sha
     """Return layouts on one scale with an arrow between each two, its words above; below one another where
     they are wide."""
     parts = [_tensor(x, shape, sizes, layouts) for x in layouts]
-    wide = [max(text_width(word, SMALL) for word in some) + 10 for some in words]
+    wide = [max(text_width(word, SMALL) for word in texts) + 10 for texts in words]
     down = sum(bounds(part)[2] for part in parts) + sum(wide) > 1000
-    x, anchor = 14.0, "start"
     blocks = parts[:1]
-    for some, color, width, part in zip(words, colors, wide, parts[1:], strict=True):
-        tall = 18 * len(some)
+    for lines, color, width, part in zip(words, colors, wide, parts[1:], strict=True):
+        tall = 18 * len(lines)
         ends = ((0, -10), (0, tall)) if down else ((0, tall), (width, tall))
-        if not down:
-            x, anchor = width / 2, "middle"
-        texts = (small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(some))
+        x, anchor = (14.0, "start") if down else (width / 2, "middle")
+        texts = (small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(lines))
         blocks += [[Line(ends, color, 2.5, head=True), *texts], part]
     return stack(blocks, 14, across=not down)
 
@@ -394,15 +396,15 @@ def resharded(
     """Draw a value on its way through layouts, with the words of each step, an axis (its colour), and the
     bytes that a device sends. ``sizes`` are those of axes of any names, in the mesh's order."""
     words = [[does, f"{size_text(n)} sent per device"] if n else [does] for does, _, n in steps]
-    colors = [f"{hue(axis, sizes)}-line" for _, axis, _ in steps]
+    colors = [f"{_hue(axis, sizes)}-line" for _, axis, _ in steps]
     facts = ["; ".join(_facts(one, shape, sizes, itemsize)) for one in route]
     lines = [
         facts[0],
-        *(f"{': '.join(some)}\n{fact}" for some, fact in zip(words, facts[1:], strict=True)),
+        *(f"{': '.join(does)}\n{fact}" for does, fact in zip(words, facts[1:], strict=True)),
     ]
     for when, one in {"before": route[0], "after": route[-1]}.items():
         owners = enumerate(holders(one, sizes).values())
         lines += [f"{when}, shard {i}: devices {number_ranges(d)}" for i, d in owners][:_MAX_CELLS]
-    blocks = _chain(route, words, colors, shape, sizes)
     title = " -> ".join(map(str, dict.fromkeys((route[0], route[-1]))))
-    return compose(title, [blocks, _key(route, sizes)], "\n".join(lines))
+    blocks = [_chain(route, words, colors, shape, sizes), _key(route, sizes)]
+    return compose(title, blocks, "\n".join(lines))

@@ -16,7 +16,6 @@ counted: groups of one device (they send nothing), and what `Module.uncounted` n
 """
 
 import contextlib
-import ctypes
 import functools
 import math
 import re
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmpar.inspect.hlo import (
     CALLS,
@@ -39,9 +38,6 @@ from llmpar.inspect.hlo import (
     values_bytes,
 )
 from llmpar.predict import formulas, ring
-
-if TYPE_CHECKING:  # a page reads texts without it
-    import jax
 
 
 @dataclass(frozen=True)
@@ -372,7 +368,7 @@ _CHEAP: dict[str, Any] = {
 }
 
 
-def partitioned_hlo(lowered: "jax.stages.Lowered") -> str:
+def partitioned_hlo(lowered: Any) -> str:
     """Compile a program; return its HLO text just after SPMD partitioning: true dtypes, nothing combined.
 
     It costs a compilation without the persistent cache, which would skip the pass. A program for one device
@@ -381,9 +377,7 @@ def partitioned_hlo(lowered: "jax.stages.Lowered") -> str:
     return read_program(lowered)[1]
 
 
-def read_program(
-    lowered: "jax.stages.Lowered", platform: str = ""
-) -> "tuple[jax.stages.Compiled, str]":
+def read_program(lowered: Any, platform: str = "") -> tuple[Any, str]:
     """Compile a lowered program once, and return the executable and the text of `partitioned_hlo`.
     ``platform`` is the one that it is compiled for, if not that of JAX's own devices.
 
@@ -419,11 +413,13 @@ def read_program(
 
 def _give_back() -> None:
     """Return freed memory back to the system. glibc keeps it otherwise: 0.3 GB behind a small Llama."""
+    import ctypes  # a page has none
+
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def compiled_memory(compiled: "jax.stages.Compiled") -> dict[str, int]:
+def compiled_memory(compiled: Any) -> dict[str, int]:
     """Return a device's bytes as the compiler plans them; peak is their sum, the alias counted once.
 
     Temporaries are those that the compiler reserves. A TPU's compiler reports more than its heap has: there

@@ -23,8 +23,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from llmpar.inspect.moves import layout_from_text, marked, spec_cuts
-from llmpar.plan.layout import LETTERS, Dim, Layout, axes_of, parse_arrow
-from llmpar.plan.mesh_shape import AXES
+from llmpar.plan.layout import LETTERS, Arrow, Dim, Layout, axes_of
 
 _Known = dict[str, Any]  # what a sentence can name
 LONGEST = 4000
@@ -79,17 +78,12 @@ def _layouts(text: str) -> list[Layout]:
 
 
 def _arrow(before: Layout, after: Layout) -> str:
-    """Write an arrow and its moves. The axes may have any names, so the parser gets ours in their place."""
-    text, axis = f"{before} -> {after}", r"(?<=[/,+])\w+"
-    names = dict.fromkeys(re.findall(axis, text))
-    ours, theirs = (dict(zip(*pair, strict=False)) for pair in ((names, AXES), (AXES, names)))
+    """Write an arrow and its moves."""
     try:
-        moves = parse_arrow(re.sub(axis, lambda m: ours.get(m[0], m[0]), text)).moves
-        words = ", then ".join(map(str, moves))
+        words = ", then ".join(map(str, Arrow(before, after).moves))
     except ValueError:  # the blocks of a dim would change their order
         words = "more than one movement"
-    words = re.sub(rf"\b({'|'.join(AXES)})\b", lambda m: theirs.get(m[0], m[0]), words)
-    return f"'{text}' ({words})"
+    return f"'{before} -> {after}' ({words})"
 
 
 def _missing(before: Layout, after: Layout, **more: Any) -> _Known:

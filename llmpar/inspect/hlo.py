@@ -76,7 +76,7 @@ class Instruction(NamedTuple):
     def collective(self) -> str:
         """Return which of `COLLECTIVES` it is or starts; '' for others, and for a send without a target."""
         kind = self.opcode.removesuffix("-start")
-        no_target = kind == "send" and not _groups(_groups_text(self.attrs))
+        no_target = kind == "send" and not _groups(self.attrs)
         return kind if kind in COLLECTIVES and not no_target else ""
 
     def called(self, *keys: str) -> list[str]:
@@ -282,24 +282,19 @@ def _known_as(file: str) -> str:
 
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     """Name the mesh axes along which devices of a group (or of a pair) differ, and a group's size."""
-    sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names)
-    return _group_axes(_groups_text(attrs), sizes)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _group_axes(text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
-    devices = list(range(math.prod(n for _, n in sizes)))
-    pairs = text.startswith("source_target_pairs=")
-    groups = _groups(text) or ([] if pairs else [devices])
+    sizes = [mesh.shape[a] for a in mesh.axis_names]
+    places = [*itertools.product(*map(range, sizes))]
+    pairs = "source_target_pairs=" in attrs
+    groups = _groups(attrs) or ([] if pairs else [[*range(len(places))]])
     named = sorted(i for group in groups for i in group)
-    if not set(named) <= set(devices) if pairs else named != devices:
+    if not {*named} <= {*range(len(places))} if pairs else named != [*range(len(places))]:
         raise ValueError(
-            f"groups {groups} are not of the {len(devices)} devices of mesh {dict(sizes)}"
+            f"groups {groups} are not of the {len(places)} devices of mesh {dict(mesh.shape)}"
         )
-    places = [coordinates(dict(sizes), dict(sizes), i) for i in devices]
-    axes = tuple(a for a, _ in sizes if any(len({places[i][a] for i in g}) > 1 for g in groups))
+    differ = lambda k: any(len({places[i][k] for i in group}) > 1 for group in groups)
+    axes = tuple(a for k, a in enumerate(mesh.axis_names) if differ(k))
     # of a group that fills these axes; no group leaves them
-    size = math.prod(n for a, n in sizes if a in axes)
+    size = math.prod(mesh.shape[a] for a in axes)
     whole = pairs or all(len(g) == size for g in groups)
     return (axes, size) if whole else (("other",), max(map(len, groups)))
 
@@ -310,7 +305,7 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     operation does not show it."""
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
     op, kind = ops[name], ops[name].opcode.removesuffix("-start")
-    groups = _groups(_groups_text(op.attrs))
+    groups = _groups(op.attrs)
     place = functools.partial(coordinates, sizes, sizes)
     if axes == ("other",):
         return _among(groups, place, sizes)
@@ -407,14 +402,6 @@ def _among(
     return f"among {', '.join(words.values())}"
 
 
-def _groups_text(attrs: str) -> str:
-    """Return the attribute that names groups or pairs; '' where there is none."""
-    names = r"(?:replica_groups|source_target_pairs)"
-    match = re.search(rf"{names}=.*?(?=, (?!device_ids)\w+=|$)", attrs)
-    return match[0] if match else ""
-
-
-@functools.lru_cache(maxsize=1 << 12)
 def _groups(attrs: str) -> list[list[int]]:
     """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); [] for {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
@@ -442,10 +429,10 @@ def _groups(attrs: str) -> list[list[int]]:
 
 
 def _in_rows(numbers: list[int], n: int) -> list[list[int]]:
-    """Return numbers in rows of n."""
     return [numbers[i : i + n] for i in range(0, len(numbers), n)]
 
 
+@functools.lru_cache(maxsize=1 << 8)
 def _iota(text: str) -> list[int]:
     """Read [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed, row by row; a plain list as itself."""
     dims, _, order = text.partition("T")

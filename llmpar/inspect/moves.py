@@ -71,11 +71,11 @@ def _moves(
     put = lambda cuts, d, axes: (*cuts[:d], axes, *cuts[d + 1 :])
     flat = sum(cuts, ())
     sums = sum(cuts[rank:], ())
-    for some in (p for k in range(len(sums)) for p in itertools.permutations(sums, k + 1)):
-        added = put(cuts, rank, tuple(a for a in sums if a not in some))
-        yield "all-reduce", some, added
+    for over in (p for k in range(len(sums)) for p in itertools.permutations(sums, k + 1)):
+        added = put(cuts, rank, tuple(a for a in sums if a not in over))
+        yield "all-reduce", over, added
         for d in range(rank):
-            yield "reduce-scatter", some, put(added, d, cuts[d] + some)
+            yield "reduce-scatter", over, put(added, d, cuts[d] + over)
     for d, axes in enumerate(cuts[:rank]):
         for a in sizes.keys() - flat:
             yield "slice", (a,), put(cuts, d, (*axes, a))
@@ -160,10 +160,10 @@ def read_layout(text: str, shape: tuple[int, ...], sizes: dict[str, int]) -> Lay
         raise ValueError(f"'{text}' has {len(cuts)} dims, and the shape {list(shape)} {len(shape)}")
     cuts += [()] * (len(shape) - len(cuts))
     used = [*itertools.chain(*cuts), *sums]
-    if axis := next((a for a in used if a not in sizes), None):
-        raise ValueError(f"'{text}': the mesh has no axis '{axis}'; it has {', '.join(sizes)}")
-    if axis := next((a for a in used if used.count(a) > 1), None):
-        raise ValueError(f"'{text}' uses axis '{axis}' twice; it can cut one dim, or be in a sum")
+    if axis := next((a for a in used if a not in sizes or used.count(a) > 1), None):
+        none = f"is none of the mesh's, {', '.join(sizes)}"
+        twice = "is used twice; it can cut one dim, or be in a sum"
+        raise ValueError(f"'{text}': axis '{axis}' {twice if axis in sizes else none}")
     for i, (n, axes) in enumerate(zip(shape, cuts, strict=True)):
         if n % (parts := math.prod(sizes[a] for a in axes)):
             near = parts * max(1, n // parts)
@@ -180,15 +180,17 @@ def _read(text: str, sizes: dict[str, int]) -> tuple[list[tuple[str, ...]], list
         return [*map(axes_of, spec_cuts(text))], marked(text, "unreduced=")
     words = re.findall(r"\w+\([^()]*\)" if "(" in text else r"\S+", text)
     if "(" not in text:  # ours
-        parts = [re.fullmatch(r"(\+\w+)|[A-Za-z](?:/(\w+(?:,\w+)*))?", word) for word in words]
+        part = r"(\+\w+)|[A-Za-z](?:/(\w+(?:,\w+)*))?"
+        parts: list[Any] = [re.fullmatch(part, word) for word in words]
         dims = [tuple((part[2] or "").split(",")) for part in parts if not part[1]]
         return [(d if d[0] else ()) for d in dims], [part[1][1:] for part in parts if part[1]]
-    cuts, sums = [()] * 9, list[str]()
+    cuts: list[Any] = [()] * 9
+    sums = list[str]()
     for axis, word in zip(sizes, words, strict=True):
         if word in ("Partial()", "Partial('sum')", 'Partial("sum")'):
             sums.append(axis)
         elif word != "Replicate()":
-            cuts[int(re.fullmatch(r"Shard\((?:dim=)?(\d)\)", word)[1])] += (axis,)
+            cuts[int(re.sub(r"^Shard\((?:dim=)?(\d)\)$", r"\1", word))] += (axis,)
     return cuts[: max((i + 1 for i, axes in enumerate(cuts) if axes), default=0)], sums
 
 

@@ -25,17 +25,15 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
-from llmpar.inspect.hlo import CALLS, Instruction, Module, group_axes, integers, parsed
+from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
-from llmpar.plan.mesh_shape import divisors
 
 _HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
 LAST = (
     "the compiler may have merged, split and widened collectives here, and a text from its cache may name old"
     " lines; look at the function instead"
 )
-LOOPS = "loops"
-"""In a table of lines, those of all loops."""
+LOOPS = "loops"  # in a table of lines, those of all loops
 
 
 @dataclass(frozen=True, repr=False)
@@ -214,19 +212,6 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
             " they fill a part as two: X=4 as A=2 B=2"
         )
     return result
-
-
-def fitting_meshes(text: str) -> list[str]:
-    """Name up to three meshes of which the groups of a program fill whole axes, fewest axes first."""
-    module = parsed(text)
-    ops = [op for ops in module.computations.values() for op in ops.values() if op.collective]
-    counts = [n for n in divisors(module.devices) if n > 1]
-    grids = (sizes for k in (1, 2, 3) for sizes in itertools.product(counts, repeat=k))
-    shapes = (dict(zip("XYZ", s, strict=False)) for s in grids if math.prod(s) == module.devices)
-    meshes = (SimpleNamespace(axis_names=tuple(shape), shape=shape) for shape in shapes)
-    whole = lambda mesh: all(group_axes(op.attrs, mesh)[0] != ("other",) for op in ops)
-    fits = itertools.islice(filter(whole, meshes), 3)
-    return [" ".join(f"{axis}={n}" for axis, n in mesh.shape.items()) for mesh in fits]
 
 
 def read_look(

@@ -222,7 +222,7 @@ class Arrow:
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(
             self.after.sums, "+"
         )
-        for axis in sorted(before.keys() | after.keys(), key=ORDER.index):
+        for axis in sorted(before.keys() | after.keys(), key=[*ORDER, *before, *after].index):
             old, new = before.get(axis, ""), after.get(axis, "")
             if old == new:
                 continue
@@ -233,7 +233,7 @@ class Arrow:
             kind = KIND[place(old), place(new)]
             moving.setdefault((kind, old.strip("+"), new), []).append(axis)
         # A move names its axes in the order in which they nest in its dim.
-        nested = [*self.before.axes, *self.after.axes, *ORDER]
+        nested = [*self.before.axes, *self.after.axes, *ORDER, *before]
         moves = [
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
             for (kind, old, new), axes in moving.items()

@@ -1,4 +1,4 @@
-"""Two layouts of an array: who holds what, what moves from the one to the other, and the cheapest moves."""
+"""What is pasted into a page: two layouts of an array, with the moves between them; a compiled program."""
 
 import math
 import os.path
@@ -8,7 +8,7 @@ from llmpar.draw.layouts import resharded
 from llmpar.draw.scene import Scene, size_text
 from llmpar.explore.answers import offer
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import html_table, table_row
+from llmpar.explore.words import html_table, table_row, tagged
 from llmpar.inspect.moves import (
     MOST_AXES,
     SPELLINGS,
@@ -18,6 +18,8 @@ from llmpar.inspect.moves import (
     read_mesh,
     spelled,
 )
+from llmpar.inspect.pins import TITLES, words_of
+from llmpar.inspect.sent import look_at_text
 from llmpar.plan.layout import LETTERS, Dim, Layout
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float64": 8}
@@ -82,8 +84,9 @@ class SpecsExplorer(Explorer):
         )
         kept = [tuple(os.path.commonprefix(pair)) for pair in zip(before, after, strict=True)]
         goal = [*kept[:-1], after[-1]] if plain else after
-        itemsize = _BYTES[state["dtype"]]
-        return cheapest_moves(tuple(before), tuple(goal), shape, itemsize, tuple(live.items()))
+        return cheapest_moves(
+            tuple(before), tuple(goal), shape, _BYTES[state["dtype"]], tuple(live.items())
+        )
 
     def draw(self, state: dict) -> Scene:
         (sizes, shape, layouts), hops = self.read(state), self.hops(state)
@@ -102,34 +105,91 @@ class SpecsExplorer(Explorer):
         holds = [size // math.prod(sizes[a] for a in one.axes) for one in layouts]
         head = f"Each device sends {size_text(sent)}" if sent else "Nothing is sent"
         rest = ", then ".join(map(_words, hops)) or "the layouts are the same"
-        of = [size_text(n) for n in (*holds, size)]
-        line = f"A device holds {of[0]} before and {of[1]} after, of {of[2]}."
+        line = "A device holds {} before and {} after, of {}.".format(
+            *map(size_text, (*holds, size))
+        )
         if plain > sent:
             line += f" Made whole first and sliced then, as XLA often does, it sends {size_text(plain)}."
         back = offer("the other direction", "swap", before=state["after"], after=state["before"])
-        steps = [back] * (not layouts[0].sums)
         words = [spelled(one, sizes) for one in layouts]
         code = lambda name: [f"<code>{escape(one[name])}</code>" for one in words]
         rows = "".join(table_row(name, code(name)) for name in words[0])
         moved = "x"
         for hop in hops:
             moved = f"jax.sharding.reshard({moved}, jax.{spelled(_layout(hop), sizes)['JAX']})"
-        written = {
-            "spellings": html_table(("", "before", "after"), rows),
-            "code": f"<pre># x is {escape(words[0]['JAX'])}\n{escape(moved)}</pre>",
+        reply["panels"] |= {
+            "spellings": {"html": html_table(("", "before", "after"), rows)},
+            "code": {"html": f"<pre># x is {escape(words[0]['JAX'])}\n{escape(moved)}</pre>"},
         }
-        reply["panels"] |= {name: {"html": html} for name, html in written.items()}
-        reply["verdict"] = {"tone": "good", "head": f"{head}:", "rest": rest, "line": line}
-        reply["verdict"]["steps"] = steps
-        numbers = {"bytes_sent": sent, "gather_first_bytes": plain, "held_bytes": holds}
-        return reply | {"numbers": numbers, "says": f"{head}: {rest}. {line}\n{reply['says']}"}
+        verdict = {"tone": "good", "head": f"{head}:", "rest": rest, "line": line}
+        return reply | {
+            "verdict": verdict | {"steps": [back] * (not layouts[0].sums)},
+            "numbers": {"bytes_sent": sent, "gather_first_bytes": plain, "held_bytes": holds},
+            "says": f"{head}: {rest}. {line}\n{reply['says']}",
+        }
+
+
+SAMPLE = """HloModule jit_layer, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[16,512], up: f32[512,256], down: f32[256,512]) -> f32[16,512] {
+  %x = f32[16,512] parameter(0)
+  %up = f32[512,256] parameter(1)
+  %h = f32[16,256] dot(%x, %up), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %down = f32[256,512] parameter(2)
+  %y = f32[16,512] dot(%h, %down), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %all = f32[16,512] all-reduce(%y), replica_groups=[4,2]<=[8], to_apply=%add, metadata={source_file="my/model.py" source_line=13}
+}
+"""  # noqa: E501
+
+
+class HloExplorer(Explorer):
+    """What a compiled program sends, as `llmpar.look` reads its ``text``, on a ``mesh`` of any names."""
+
+    title, kind = "What does this compiled program send?", "hlo"
+    start = {"mesh": "X=4 Y=2", "text": SAMPLE}
+    controls = [
+        {"name": "mesh", "kind": "text", "label": "its mesh, as X=4 Y=2"},
+        {"name": "text", "kind": "lines", "rows": 12, "own": True}
+        | {
+            "label": "HLO text, as jax.jit(f).lower(…).compile().as_text() has it: paste it, or drop a file"
+        },
+    ]
+    areas = [
+        ["table", "Line by line", "middle"],
+        ["picture", "What each line sends", "middle"],
+        ["words", "As llmpar.look prints it", "below"],
+    ]
+
+    def draw(self, state: dict) -> Scene:
+        return look_at_text(state["text"], state["mesh"]).picture()
+
+    def answer(self, state: dict) -> dict:
+        reply = super().answer(state)
+        if reply["refusal"]:
+            return reply
+        seen = look_at_text(state["text"], state["mesh"])
+        rows = "".join(f"<tr>{tagged('td', map(escape, row))}</tr>" for row in words_of(seen.rows))
+        head, _, rest = str(seen).partition("\n")
+        sent = size_text(sum(row["bytes_sent"] for row in seen.rows if not row["per_turn"]))
+        head = head.replace(" sends, per device and run:", f" sends {sent} per device and run")
+        reply["panels"] |= {
+            "table": {"html": html_table(TITLES, rows)},
+            "words": {"html": f"<pre>{escape(rest)}</pre>"},
+        }
+        verdict = {"tone": "good", "head": head, "rest": "", "line": "", "steps": []}
+        return reply | {"verdict": verdict, "numbers": seen.document(), "says": str(seen)}
 
 
 def _layout(hop: Hop) -> Layout:
-    """Return the layout after a move."""
     return Layout(tuple(map(Dim, LETTERS, hop.cuts[:-1])), hop.cuts[-1])
 
 
 def _words(hop: Hop) -> str:
-    whole_dims = hop.kind == "collective-permute"
-    return f"{hop.kind} of blocks" if whole_dims else f"{hop.kind} over {','.join(hop.axes)}"
+    where = "of blocks" if hop.kind == "collective-permute" else f"over {','.join(hop.axes)}"
+    return f"{hop.kind} {where}"
