@@ -23,7 +23,11 @@ from llmpar.inspect.sent import look_at_text
 from llmpar.plan.layout import LETTERS, Dim, Layout
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float64": 8}
-_MOST_DEVICES, _MOST_DIMS, _MOST_SIZE = 4096, 4, 1 << 40
+_MOST_DEVICES, _MOST_DIMS = 4096, 4
+_SCATTERED = (
+    " XLA's partitioner writes a reduce-scatter as an all-reduce, which sends twice as much, and a slice;"
+    " back ends for GPUs and TPUs can join the two."
+)
 
 
 class SpecsExplorer(Explorer):
@@ -108,6 +112,7 @@ class SpecsExplorer(Explorer):
         line = "A device holds {} before and {} after, of {}.".format(
             *map(size_text, (*holds, size))
         )
+        line += _SCATTERED * ("reduce-scatter" in rest)
         if plain > sent:
             line += f" Made whole first and sliced then, as XLA often does, it sends {size_text(plain)}."
         back = offer("the other direction", "swap", before=state["after"], after=state["before"])
@@ -121,9 +126,9 @@ class SpecsExplorer(Explorer):
             "spellings": {"html": html_table(("", "before", "after"), rows)},
             "code": {"html": f"<pre># x is {escape(words[0]['JAX'])}\n{escape(moved)}</pre>"},
         }
-        verdict = {"tone": "good", "head": f"{head}:", "rest": rest, "line": line}
         return reply | {
-            "verdict": verdict | {"steps": [back] * (not layouts[0].sums)},
+            "verdict": {"tone": "good", "head": f"{head}:", "rest": rest, "line": line}
+            | {"steps": [back] * (not layouts[0].sums)},
             "numbers": {"bytes_sent": sent, "gather_first_bytes": plain, "held_bytes": holds},
             "says": f"{head}: {rest}. {line}\n{reply['says']}",
         }
@@ -182,8 +187,11 @@ class HloExplorer(Explorer):
             "table": {"html": html_table(TITLES, rows)},
             "words": {"html": f"<pre>{escape(rest)}</pre>"},
         }
-        verdict = {"tone": "good", "head": head, "rest": "", "line": "", "steps": []}
-        return reply | {"verdict": verdict, "numbers": seen.document(), "says": str(seen)}
+        return reply | {
+            "verdict": {"tone": "good", "head": head, "rest": "", "line": "", "steps": []},
+            "numbers": seen.document(),
+            "says": str(seen),
+        }
 
 
 def _layout(hop: Hop) -> Layout:

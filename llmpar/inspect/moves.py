@@ -178,7 +178,7 @@ def _read(text: str, sizes: dict[str, int]) -> tuple[list[tuple[str, ...]], list
     """Return the axes of each dim, and those of an unfinished sum, in any spelling."""
     if re.fullmatch(_SPEC, text, re.S):
         return [*map(axes_of, spec_cuts(text))], marked(text, "unreduced=")
-    words = re.findall(r"\w+\([^()]*\)" if "(" in text else r"\S+", text)
+    words = re.findall(r"\w+\([^()]*\)", text) or [w for w in text.split() if w != "whole"]
     if "(" not in text:  # ours
         part = r"(\+\w+)|[A-Za-z](?:/(\w+(?:,\w+)*))?"
         parts: list[Any] = [re.fullmatch(part, word) for word in words]
