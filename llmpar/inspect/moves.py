@@ -138,7 +138,7 @@ def marked(text: str, mark: str) -> list[str]:
 
 def read_mesh(text: str) -> dict[str, int]:
     """Read the axes of a mesh with their sizes, ``X=4 Y=2``, and nothing else."""
-    words = re.split(r"[\s,]+", text.strip())
+    words = re.split(r"[\s,]+", re.sub(r"\s*([=:])\s*", r"\1", text.strip()))
     pairs = [re.fullmatch(r"([A-Za-z_]\w*)[=:]([1-9]\d{0,5})", word) for word in words]
     sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
     if len(sizes) != len(words):

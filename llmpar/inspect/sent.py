@@ -192,7 +192,7 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
 
     Raises ValueError where the text is none, or is cut off, and where the mesh does not fit."""
     if isinstance(mesh, str):
-        mesh = read_mesh(mesh) if mesh.strip() else None
+        mesh = read_mesh(mesh) if re.search(r"[=:]\s*\d", mesh) else None
     sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
     if (n := math.prod(sizes.values())) != devices:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
