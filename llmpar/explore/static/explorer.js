@@ -678,7 +678,7 @@ function mount(doc, source, el) {
       const { name, kind } = event.target.dataset, file = event.dataTransfer.files[0];
       if (kind !== "lines" || !file) return;
       event.preventDefault();
-      file.text().then((text) => set({ [name]: text }));
+      file.text().then((text) => set({ [name]: event.target.value = text }));
     }],
     [root, "keydown", key], [root, "click", click], [root, "pointerover", tip],
     [root, "pointerdown", (event) => { dragged = under(event, "[data-op]")?.dataset.op; }],
