@@ -31,7 +31,7 @@ import llmpar
 from llmpar import draw, lessons
 from llmpar.cli.lab import read_lessons
 from llmpar.draw.scene import to_svg
-from llmpar.explore import explorer, page, small
+from llmpar.explore import explorer, page, small, texts
 
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY, ADDRESS = os.environ.get("LLMPAR_REPOSITORY", ""), os.environ.get("LLMPAR_SITE", "")
@@ -46,7 +46,7 @@ RUN = {
     "Colab": "https://colab.research.google.com/github/{}/blob/main/notebooks/{}",
     "Binder": "https://mybinder.org/v2/gh/{}/main?urlpath=lab/tree/notebooks/{}",
 }
-NAMES = {"llmpar": llmpar, "explore": small} | vars(small) | vars(explorer)
+NAMES = {"llmpar": llmpar, "explore": small} | vars(small) | vars(explorer) | vars(texts)
 """What an explorer's expression may name."""
 PYTHON, PICTURE, CITATION = "_static/llmpar", "_images/explorer.png", "_downloads/CITATION.cff"
 FOLD, FOLDED = re.compile(r'<summary aria-label="Toggle.*?</summary>', re.S), "Set-up and checks"

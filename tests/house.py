@@ -35,27 +35,27 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_572,
-    "parallel": 954,
+    "plan": 2_577,
+    "parallel": 949,
     "kernels": 520,
     "model": 904,
     "pipeline": 321,
     "training": 2_381,
     "predict": 2_341,
     "planner": 1_683,
-    "draw": 2_617,
-    "inspect": 2_928,
-    "explore": 1_440,
+    "draw": 2_646,
+    "inspect": 3_032,
+    "explore": 1_541,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_383,
-    "cli": 2_154,
+    "cli": 2_189,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_865,
-    "statements": 24_349,
+    "statements": 24_618,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

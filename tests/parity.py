@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
-from llmpar.inspect.look import unordered
+from llmpar.inspect.sent import unordered
 from llmpar.kernels import grouped
 from llmpar.model import attention, llama, moe
 from llmpar.model.weights import model_graph, trained

@@ -32,6 +32,7 @@ from llmpar.explore.small import (
     RoutingExplorer,
     TimelineExplorer,
 )
+from llmpar.explore.texts import SAMPLE, HloExplorer, SpecsExplorer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
 expect = playwright.expect
@@ -522,6 +523,7 @@ def test_a_redraw_lays_the_page_out_once(tab, devices, most):
 # ---------------------------------------------------------------------------- explorers, with Python behind
 
 EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer, MemoryExplorer, OverlapExplorer, RingExplorer]
+EXPLORERS += [SpecsExplorer, HloExplorer]
 
 
 def mount(page, behind, explorer):
@@ -608,7 +610,7 @@ def small(page, folder, explorer):
     else:
         explorer.save(path, small=True)
     page.goto(path.as_uri())
-    expect(page.locator(".panel svg").first).to_be_visible()
+    expect(page.locator(".panel :is(svg, table):visible").first).to_be_visible()
     assert page.locator("h1").count() == 1
 
 
@@ -624,6 +626,24 @@ def test_small_pages_fit_a_laptop_and_a_phone(tab, tmp_path):
         for width in (1280, 390):
             fits(tab, width, 800)
             assert tab.evaluate(each, width) == [], "a picture scrolls, its words do not shrink"
+
+
+def test_a_pasted_text_stays_in_the_page_and_out_of_its_link(tab, tmp_path):
+    """A dropped file is pasted, too; without Python the page says that it has no answer stored."""
+    small(tab, tmp_path, "hlo")
+    tab.locator('[data-name="mesh"]').fill("A=4 B=2")
+    drop = """(text) => {
+      const data = new DataTransfer();
+      data.items.add(new File([text], "x.txt"));
+      const event = new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+      document.querySelector("textarea").dispatchEvent(event);
+    }"""
+    tab.evaluate(drop, SAMPLE.replace("model.py", "other.py"))
+    expect(tab.locator("textarea")).to_have_value(re.compile("other.py"))
+    expect(tab.locator(".said")).to_contain_text("none for this choice")
+    tab.locator('[data-do="link"]').click()
+    expect(tab.locator(".said")).to_contain_text("#mesh=A=4+B=2")
+    assert "other.py" not in tab.locator(".said").inner_text()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from soak import beside_a_loop, local_mesh, over_devices
 from test_mesh import in_a_fresh_process
 
-from llmpar.inspect.look import unordered
+from llmpar.inspect.sent import unordered
 from llmpar.parallel import _jax
 from llmpar.parallel.mesh import abstract_mesh
 

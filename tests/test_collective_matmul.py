@@ -9,7 +9,7 @@ from parity import BATCH, LLAMA, MOE, SEQ, by_arrow, predicted_by_arrow
 
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.inspect.look import unordered
+from llmpar.inspect.sent import unordered
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
 from llmpar.predict import traffic

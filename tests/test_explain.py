@@ -296,11 +296,127 @@ CURED = {
         jax.jit(gridded(lambda x: within(axis_names={"Y"})(x), axis_names={"X"})),
     ),
 }
+AUTOS, ABSTRACT = (AxisType.Auto,) * 2, jax.sharding.AbstractMesh((4, 2), ("X", "Y"))
+on_grid = lambda *cuts, mesh=GRID: NamedSharding(mesh, P(*cuts))
+HALF = jax.make_mesh((4,), ("X",), devices=jax.devices()[:4], axis_types=AUTOS[:1])
+jitted = lambda f, *shapes, **more: jax.jit(f, **more).lower(*[jnp.ones(shape) for shape in shapes])
+placed = lambda **more: jax.device_put(jnp.ones((16, 4)), **more)
+pieces = lambda where, whole: [
+    jax.device_put(whole[i], d) for d, i in where.addressable_devices_indices_map(whole.shape).items()
+]
+from_blocks = lambda blocks: jax.make_array_from_single_device_arrays((8, 4), on_grid("X"), blocks)
+compiled = lambda: jax.jit(jnp.sum).lower(jnp.ones((4, 4))).compile()
+mapped = lambda spec: jax.vmap(lambda x: lax.with_sharding_constraint(x, on_grid(spec)), spmd_axis_name="X")
+within_auto = lambda **more: jax.sharding.auto_axes(lambda x: x @ x.T, **more)(put("dp"))
+
+
+def set_inside(x):
+    with jax.set_mesh(GRID):
+        return x
+
+
+def called(x):
+    with jax.set_mesh(GRID):
+        return jax.jit(lambda x: x)(x)
+
+
+CURED |= {
+    "a mesh with a name too few": (
+        lambda: jax.make_mesh((4, 2), ("X",), axis_types=AUTOS[:1]),
+        "a size, a name and a type for each axis",
+        lambda: jax.make_mesh((4, 2), ("X", "Y"), axis_types=AUTOS) and 1,
+    ),
+    "a mesh with a type too few": (
+        lambda: jax.make_mesh((4, 2), ("X", "Y"), axis_types=AUTOS[:1]),
+        "these are not as many: ('X', 'Y') and (Auto,)",
+        lambda: jax.make_mesh((4, 2), ("X", "Y"), axis_types=AUTOS) and 1,
+    ),
+    "axis types as words": (
+        lambda: jax.make_mesh((4, 2), ("X", "Y"), axis_types="auto"),
+        "axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names)",
+        lambda: jax.make_mesh((4, 2), ("X", "Y"), axis_types=AUTOS) and 1,
+    ),
+    "a spec as a tuple": (
+        lambda: placed(device=(on_grid("X"), None)),
+        "all cuts of one value in one P(…)",
+        lambda: placed(device=on_grid("X", None)),
+    ),
+    "two shardings of one result": (
+        lambda: jitted(lambda x: x, (16, 4), out_shardings=(on_grid("X"), on_grid("Y"))),
+        "pjit out_shardings is a tuple",
+        lambda: jitted(lambda x: x, (16, 4), out_shardings=on_grid("X", "Y")),
+    ),
+    "in_shardings too few": (
+        lambda: jitted(lambda x, y: x, (8,), (8,), in_shardings=(on_grid("X"),)),
+        "in_shardings has 1 entries for 2 arguments",
+        lambda: jitted(lambda x, y: x, (8,), (8,), in_shardings=(on_grid("X"),) * 2),
+    ),
+    "in_shardings of two meshes": (
+        lambda: jitted(jnp.add, (8,), (8,), in_shardings=(on_grid("X"), on_grid("X", mesh=HALF))),
+        "make both shardings of one mesh",
+        lambda: jitted(jnp.add, (8,), (8,), in_shardings=(on_grid("X"), on_grid())),
+    ),
+    "in_specs as shardings": (
+        gridded(lambda x: x, given=on_grid("X")),
+        "not of type NamedSharding; give the .spec of a NamedSharding",
+        gridded(lambda x: x, given=on_grid("X").spec),
+    ),
+    "manual over no axis of the mesh": (
+        gridded(lambda x: x, axis_names={"Z"}),
+        "of {'Z'} not all are among {'",
+        gridded(lambda x: x, axis_names={"X"}),
+    ),
+    "set_mesh in jit": (
+        lambda: jitted(set_inside, (8,)),
+        "with jax.set_mesh(mesh): f(x)",
+        lambda: called(1.0),
+    ),
+    "set_mesh of an abstract mesh": (
+        lambda: jax.set_mesh(ABSTRACT),
+        "takes a mesh of devices, as jax.make_mesh makes it, and this is of type AbstractMesh",
+        lambda: called(1.0),
+    ),
+    "an axis that cuts and sums": (
+        lambda: P("X", unreduced={"X"}),
+        "one of {'X'} is to do both",
+        lambda: P("Y", unreduced={"X"}) and 1,
+    ),
+    "a tuple in a tuple": (
+        lambda: P(("X", ("Y",))),
+        "P(('X', 'Y'))",
+        lambda: placed(device=on_grid(("X", "Y"))),
+    ),
+    "one block for all devices": (
+        lambda: from_blocks([jnp.ones((2, 4))]),
+        "is made of 8 blocks, one on each of its devices that this process has, and 1 are given",
+        lambda: from_blocks(pieces(on_grid("X"), np.ones((8, 4)))),
+    ),
+    "a compiled program and another shape": (
+        lambda: compiled()(jnp.ones((8, 4))),
+        "of type float32[4,4], and is given float32[8,4]; call the jitted function",
+        lambda: jax.jit(jnp.sum)(jnp.ones((8, 4))),
+    ),
+    "a mapped axis in a constraint": (
+        lambda: mapped("X")(jnp.ones((4, 4))),
+        "leave it out of the constraint inside",
+        lambda: mapped("Y")(jnp.ones((4, 4))),
+    ),
+    "put on an abstract mesh": (
+        lambda: placed(device=on_grid("X", mesh=ABSTRACT)),
+        "make it of the mesh itself",
+        lambda: placed(device=on_grid("X")),
+    ),
+    "auto_axes without a layout": (
+        within_auto,
+        "out_sharding=jax.P()",
+        lambda: within_auto(out_sharding=P()),
+    ),
+}
 
 
 @pytest.mark.parametrize("wrong, says, cured", CURED.values(), ids=CURED)
 def test_a_mistake_is_explained_and_its_cure_runs(wrong, says, cured):
-    with jax.set_mesh(MESH) if "dp" in says else contextlib.nullcontext():
+    with jax.set_mesh(MESH) if "dp" in says or "jax.P()" in says else contextlib.nullcontext():
         with pytest.raises(Exception) as raised:
             wrong()
         assert says in (explain(raised.value) or "")

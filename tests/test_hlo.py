@@ -27,7 +27,8 @@ from llmpar.inspect.census import (
     partitioned_hlo,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.inspect.look import look, unordered
+from llmpar.inspect.look import look
+from llmpar.inspect.sent import unordered
 
 HLO = Path(__file__).parent / "fixtures" / "hlo"
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}

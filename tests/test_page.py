@@ -27,7 +27,7 @@ MESH = by_kind("mesh")
 # Another process, which sees nothing but the files that a page brings.
 ALONE = """
 import importlib, json, sys
-BLOCKED = {"jax", "jaxlib", "flax", "numpy", "matplotlib", "anywidget", "traitlets", "jaxtyping"}
+BLOCKED = {"jax", "jaxlib", "flax", "numpy", "matplotlib", "anywidget", "traitlets", "jaxtyping", "ctypes"}
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -71,6 +71,9 @@ def questions():
     own = {"given": arrays()}
     for kind in sorted(EXPLORERS):
         figure = by_kind(kind, own.get(kind))
+        if kind in ("specs", "hlo"):  # texts
+            yield kind, None, figure.state | {"mesh": "X=2 Y=4"}
+            continue
         first, *_ = figure.controls or [{"name": "device", "options": [5]}]
         values = first.get("options") or [first["min"], first["max"]]
         for value in [figure.state[first["name"]], *(values if kind != "mesh" else [])]:
@@ -83,14 +86,17 @@ def answered(kind, given, state):
 
 
 def test_what_a_page_brings_needs_neither_jax_nor_numpy_and_answers_the_same(tmp_path):
-    asked = [one for one in questions() if one[0] in ("mesh", "given")]
+    asked = [one for one in questions() if one[0] in ("mesh", "given", "specs", "hlo")]
     asked += [("mesh", None, MESH.state | {"mesh": "pp=4 tp=2", "fields": {"microbatches": 8}})]
     done = alone(tmp_path, modules(), asked)
     assert done.returncode == 0, done.stderr
     look._around.cache_clear()  # another test may have looked at more meshes around such a state
     assert json.loads(done.stdout) == [answered(*one) for one in asked]
     folders = {name.split(".")[1] for name in modules() if name.count(".") == 2}
-    assert folders == {*"draw explore kernels lessons plan planner predict".split()} and len(modules()) > 30
+    assert (
+        folders == {*"draw explore inspect kernels lessons plan planner predict".split()}
+        and len(modules()) > 30
+    )
 
 
 def test_a_module_that_needs_numpy_is_seen(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar.inspect.census import census_hlo, partitioned_hlo
 from llmpar.inspect.look import look
-from llmpar.inspect.reshard import cheapest_moves
+from llmpar.inspect.moves import cheapest_moves
 
 MESHES = dict(X=4, Y=2), dict(X=2, Y=4), dict(A=2, B=2, C=2)
 
@@ -59,7 +59,8 @@ def test_the_cheapest_moves_compile_to_the_promised_bytes_and_look_promises_no_m
     rng = random.Random(seed)
     sizes, shape = rng.choice(MESHES), (16, 32, 8)[: rng.choice([2, 3])]
     before, after = (layout(rng, len(shape), sizes) for _ in range(2))
-    promised, path = cheapest_moves(before, after, shape, 4, tuple(sizes.items()))
+    steps = cheapest_moves(before, after, shape, 4, tuple(sizes.items()))
+    promised, path = sum(step.bytes_sent for step in steps), tuple(step.cuts for step in steps)
     if before == after:
         assert (promised, path) == (0, ())
         return

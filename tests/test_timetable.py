@@ -12,8 +12,9 @@ from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli.schedule import text_timeline
+from llmpar.plan.lockstep import most_slots, slots
 from llmpar.plan.schedules import SCHEDULES, STEADY, Op, from_text, make
-from llmpar.plan.timetable import most_slots, slots, timetable
+from llmpar.plan.timetable import timetable
 from llmpar.predict.bubbles import closed_forms
 
 GRID = [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 32)]

@@ -1,10 +1,10 @@
 """Run one command, and turn whatever happens into an exit status and a sentence.
 
-Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end
-(SIGTERM), 129 a lost terminal (SIGHUP); of several processes 75 where one failed, 76 where one was stuck: the
-same command may go on. With ``--json`` a command prints one JSON document on stdout and everything else on
-stderr, where what cannot be written is lost and the work goes on. Nothing heavy is imported before `main`
-runs, so that Ctrl-C is heard from the start.
+Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 3 an assertion that does not hold,
+130 Ctrl-C, 143 asked to end (SIGTERM), 129 a lost terminal (SIGHUP); of several processes 75 where one
+failed, 76 where one was stuck: the same command may go on. With ``--json`` a command prints one JSON document
+on stdout and everything else on stderr, where what cannot be written is lost and the work goes on. Nothing
+heavy is imported before `main` runs, so that Ctrl-C is heard from the start.
 """
 
 import contextlib
@@ -183,7 +183,7 @@ def _status(error: Exception) -> int:
     status after which an engine starts them again. A write that failed because another process ended is no
     refusal."""
     if not (joined := _joined()):
-        return 1
+        return getattr(error, "status", 1)
     refused = isinstance(error, ValueError | OSError | FloatingPointError)
     return 1 if refused and not joined.is_broken(str(error)) else joined.FAILED
 

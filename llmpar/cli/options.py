@@ -58,6 +58,12 @@ class Output:
     json: bool = False
 
 
+class NotHeld(ValueError):
+    """State that what a command was to assert is not so."""
+
+    status = 3
+
+
 def speaks() -> bool:
     """Return whether this process prints and draws: of several, only the first one. Do not start JAX."""
     jax = sys.modules.get("jax")

@@ -1,16 +1,19 @@
 """``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
+import operator
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.table import Column, Table
 
 from llmpar.cli.options import (
     MAX_TOKENS,
     OURS,
     File,
+    NotHeld,
     Number,
     OptionalText,
     Output,
@@ -36,6 +39,11 @@ from llmpar.predict.time import beside_flops
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
+_SIGNS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_KINDS = {"B": "memory", "s": "seconds|step_s|terms"}
+_UNITS = {"": {"": 1.0, "%": 0.01}, "s": {"": 1.0, "s": 1.0, "ms": 1e-3}}
+_UNITS["B"] = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
+_CLAIM = re.compile(r"([\w. ]*\w)(?:\s*([<>]=?)\s*(\d+\.?\d*)\s*(%|[A-Za-z]*))?")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class PlanCommand(Output):
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
+        claims: what must hold of the first plan, else status 3: "fits, seconds < 3, mfu > 0.4, memory < 60
+            GiB", by the keys of plans[0] of --json.
         html: a page to write: the mesh explorer opened on the first plan, the others one click away.
         against: hold the model of time and memory against the measured runs of this file instead.
     """
@@ -95,6 +105,7 @@ class PlanCommand(Output):
     tokens: OptionalText = None
     price: Real = None
     keep: int = 8
+    claims: Annotated[OptionalText, tyro.conf.arg(name="assert")] = None
     html: File = None
     against: File = None
 
@@ -126,12 +137,19 @@ class PlanCommand(Output):
         if self.versus is not None:
             return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
-        with still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
-            answer, unread = (
-                self.launched(self.from_flags)
-                if self.from_flags
-                else (planner.decide(self.question(), self.keep), [])
-            )
+        try:
+            with still_at_work(
+                "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
+            ):
+                answer, unread = (
+                    self.launched(self.from_flags)
+                    if self.from_flags
+                    else (planner.decide(self.question(), self.keep), [])
+                )
+        except ValueError as error:
+            if self.claims and " fits on no mesh of " in str(error):
+                raise NotHeld(f"--assert '{self.claims}' does not hold: {error}") from None
+            raise
         document = planner.document(answer, budget, self.price)
         document["notes"] = [*answer.question.config.notes, *notes(answer), *unread]
         if self.export is not None:
@@ -147,7 +165,11 @@ class PlanCommand(Output):
             inform(f"{document['priced']:,} plans priced; {document['room_is']}")
         for line in document["notes"]:
             inform(line)
-        return give(document, self.json, tables_of(document))
+        broken = broken_claims(self.claims or "", document["plans"][0])
+        give(document, self.json, tables_of(document))
+        if broken:
+            raise NotHeld(f"--assert does not hold: {'; '.join(broken)}")
+        return document
 
     def launched(self, text: str) -> tuple[Any, list[str]]:
         """Return the answer with the plan of another framework's launch line or configuration alone: why it
@@ -202,7 +224,7 @@ class PlanCommand(Output):
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
-        if idle := changed(self, ("tokens", "price", "html")):
+        if idle := changed(self, ("tokens", "price", "html", "claims")):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
         q = self.question()
         own = {name: value for name, value in q.fixed.items() if name not in AXES}
@@ -315,6 +337,30 @@ class PlanCommand(Output):
                 f"unroll={plan.unroll} of a model of {layers} layers; use 0, which is all of them"
             )
         return given
+
+
+def broken_claims(text: str, row: dict[str, Any]) -> list[str]:
+    """Return which claims about a plan, "fits, mfu > 0.4", do not hold of a row of the document, with what
+    does. Raises ValueError for a key that a row has not, so that no claim holds by a misprint."""
+    numbers = {name: x for name, x in row.items() if isinstance(x, int | float)}
+    for key in ("memory_bytes", "terms"):
+        numbers |= {f"{key}.{name}": x for name, x in row[key].items()}
+    numbers |= {"seconds": row["step_s"], "memory": row["memory_bytes"]["total"]}
+    broken = list[str]()
+    for claim in filter(None, map(str.strip, text.split(","))):
+        match = _CLAIM.fullmatch(claim)
+        name, sign, limit, unit = match.groups("") if match else ("",) * 4
+        kind = next((k for k, words in _KINDS.items() if re.match(words, name)), "")
+        if name not in numbers or unit not in _UNITS[kind] or bool(sign) == (name == "fits"):
+            raise ValueError(
+                f"--assert '{claim}' is not read; write fits, or a number and its limit, as memory < 60 GiB;"
+                f" numbers are {', '.join(numbers)}"
+            )
+        if not (
+            _SIGNS[sign](numbers[name], float(limit) * _UNITS[kind][unit]) if sign else row["fits"]
+        ):
+            broken.append(f"{claim}: it is {numbers[name]:,.6g}" if sign else claim)
+    return broken
 
 
 def notes(answer: Any) -> list[str]:

@@ -62,8 +62,9 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
 
     An axis without a size has size 1. Shards come in the order of their first device.
     """
-    sizes = dict.fromkeys(layout.axes, 1) | sizes
-    apart = dict.fromkeys(layout.axes, 1) | strides(sizes, [a for a in ORDER if a in sizes])
+    sizes = sizes | dict.fromkeys([a for a in layout.axes if a not in sizes], 1)
+    order = [a for a in (ORDER if sizes.keys() <= {*ORDER} else sizes) if a in sizes]
+    apart = strides(sizes, order)
     shards: dict[tuple[int, ...], list[int]] = {}
     for device in range(math.prod(sizes.values())):
         at = {a: device // apart[a] % sizes[a] for a in layout.axes}

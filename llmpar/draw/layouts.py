@@ -5,6 +5,7 @@ sum (or what was compiled, beside what was predicted), dots copies; a cell says 
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import Chip
 
+# the axes whose colours those of other names have, by their place
+_PALETTE = ("dp", "tp", "fsdp", "sp", "ep", "pp")
 _MAX_CELLS = 64
 """What a layout shows one by one; of one with more some are left out."""
 
@@ -78,6 +81,13 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
     )
 
 
+def _hue(axis: str, sizes: dict[str, int] | None) -> str:
+    others = [a for a in sizes or () if a not in ORDER]
+    return (
+        axis if axis in ORDER else _PALETTE[others.index(axis) % len(_PALETTE)] if others else "sp"
+    )
+
+
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:
     """Return the coordinates behind a block's index, outermost axis first; axes of size one left out."""
     live = {a: sizes[a] for a in axes if sizes.get(a, 1) > 1}
@@ -93,20 +103,22 @@ def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
 
 
 def _tensor(
-    layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None
+    layout: Layout, shape, sizes: dict[str, int] | None, beside: Iterable[Layout] = ()
 ) -> list:
-    """Return a tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An
+    """Return a tensor of up to four dims as cells, on the same scale as the layouts ``beside`` it. An
     unfinished sum has a sheet for each partial sum, since no two devices along its axes hold the same
     numbers."""
     items, wide, high = _cells(layout, shape, sizes)
-    if beside:
-        _, w, h = _cells(beside, shape, sizes)
-        items, wide, high = _cells(layout, shape, sizes, (max(0, w - wide), max(0, h - high)))
+    others = [_cells(other, shape, sizes)[1:] for other in beside]
+    if others:
+        w, h = map(max, zip(*others, strict=True))
+        more = max(0, w - wide), max(0, h - high)
+        items, wide, high = _cells(layout, shape, sizes, more)
     x, y, *_ = bounds([item for item in flatten(items) if isinstance(item, Rect)])
     sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
     num = 2 ** len(sums) if sizes is None else math.prod(sizes[a] for a in sums)
     shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
-    stroke = f"{sums[0]}-line" if sums and sums[0] in ORDER else "edge"
+    stroke = f"{_hue(sums[0], sizes)}-line" if sums else "edge"
     sheets: list = []
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
@@ -182,7 +194,7 @@ class _Grid:
         one, two = (_places(self.dims[d].axes, self.sizes, j) for j in (before, i))
         axes = [*_places(self.dims[d].axes, self.sizes, 0)]
         axis = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
-        return Line(points, f"{axis}-line", 3)
+        return Line(points, f"{_hue(axis, self.sizes)}-line", 3)
 
     def block(self, index: tuple[int, ...], w: float, h: float) -> _Block:
         """Return the cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
@@ -212,7 +224,7 @@ class _Grid:
                     if across
                     else (margin - 8, offset + (kh + ticks_above) / 2)
                 )
-                color = f"{axes[0]}-line" if axes else "soft"
+                color = f"{_hue(axes[0], self.sizes)}-line" if axes else "soft"
                 items.append(
                     small_text(x, y, self.tick(d, i), "middle" if across else "end", color)
                 )
@@ -242,13 +254,18 @@ def _cells(
         index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()
     }
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
-    marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
+    marks = [("/", f"{_hue(a, sizes)}-line") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
     picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
     grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
     across, down = (math.prod(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
     w = (
-        max([92 if named else 40, *(grid.tick_width(d) for d in range(num)[::-1][::2])])
+        max(
+            [
+                116 if {*sizes} - {*ORDER} else 92 if named else 40,
+                *(grid.tick_width(d) for d in range(num)[::-1][::2]),
+            ]
+        )
         + more[0] / across
     )
     h = (44 if named else 30) + more[1] / down
@@ -286,11 +303,16 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
 
 def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     named = {a for x in layouts for a in x.axes + x.sums}
-    used = [a for a in ORDER if a in named and (not sizes or sizes.get(a, 1) > 1)]
+    every = [*ORDER, *(a for a in sizes or () if a not in ORDER)]
+    used = [a for a in every if a in named and (not sizes or sizes.get(a, 1) > 1)]
     copied = any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
     key: list = [
-        *((a, f"{a} = {sizes[a]}" if sizes else a) for a in used),
-        *((a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)),
+        *((_hue(a, sizes), f"{a} = {sizes[a]}" if sizes else a) for a in used),
+        *(
+            (_hue(a, sizes), f"unfinished sum over {a}", "/")
+            for a in used
+            if any(a in x.sums for x in layouts)
+        ),
         *([("edge", "copies", ".")] if copied else []),
     ]
     return legend(key, 480)
@@ -342,17 +364,47 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known]
     steps = steps or [[str(move)] for move in arrow.moves]
-    both = arrow.before, arrow.after
-    before, after = (_tensor(x, shape, sizes, other) for x, other in (both, both[::-1]))
-    color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
+    both = [arrow.before, arrow.after]
     words = [word for step in steps for word in step] or ["nothing moves"]
-    wide, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)
-    down = bounds(before)[2] + bounds(after)[2] + wide > 1000
-    link = Line(((0, -10), (0, tall)) if down else ((0, tall), (wide, tall)), color, 2.5, head=True)
-    x, anchor = (14, "start") if down else (wide / 2, "middle")
-    middle = [link, *(small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(words))]
-    ends = (("before", arrow.before), ("after", arrow.after))
+    color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
+    blocks = _chain(both, [words], [color], shape, sizes)
+    ends = zip(("before", "after"), both, strict=True)
     facts = [f"{when}: {'; '.join(_facts(one, shape, sizes, itemsize))}" for when, one in ends]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])
-    blocks = stack([before, middle, after], 14, across=not down)
-    return compose(str(arrow), [blocks, _key([arrow.before, arrow.after], sizes)], text, facts)
+    return compose(str(arrow), [blocks, _key(both, sizes)], text, facts)
+
+
+def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], shape, sizes) -> list:
+    """Return layouts on one scale with an arrow between each two, its words above; below one another where
+    they are wide."""
+    parts = [_tensor(x, shape, sizes, layouts) for x in layouts]
+    wide = [max(text_width(word, SMALL) for word in texts) + 10 for texts in words]
+    down = sum(bounds(part)[2] for part in parts) + sum(wide) > 500 * len(parts)
+    blocks = parts[:1]
+    for lines, color, width, part in zip(words, colors, wide, parts[1:], strict=True):
+        tall = 18 * len(lines)
+        ends = ((0, -10), (0, tall)) if down else ((0, tall), (width, tall))
+        x, anchor = (14.0, "start") if down else (width / 2, "middle")
+        texts = (small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(lines))
+        blocks += [[Line(ends, color, 2.5, head=True), *texts], part]
+    return stack(blocks, 14, across=not down)
+
+
+def resharded(
+    route: list[Layout], steps: list[tuple[str, str, int]], shape, sizes, itemsize: int
+) -> Scene:
+    """Draw a value on its way through layouts, with the words of each step, an axis (its colour), and the
+    bytes that a device sends. ``sizes`` are those of axes of any names, in the mesh's order."""
+    words = [[does, f"{size_text(n)} sent per device"] if n else [does] for does, _, n in steps]
+    colors = [f"{_hue(axis, sizes)}-line" for _, axis, _ in steps]
+    facts = ["; ".join(_facts(one, shape, sizes, itemsize)) for one in route]
+    lines = [
+        facts[0],
+        *(f"{': '.join(does)}\n{fact}" for does, fact in zip(words, facts[1:], strict=True)),
+    ]
+    for when, one in {"before": route[0], "after": route[-1]}.items():
+        owners = enumerate(holders(one, sizes).values())
+        lines += [f"{when}, shard {i}: devices {number_ranges(d)}" for i, d in owners][:_MAX_CELLS]
+    title = " -> ".join(map(str, dict.fromkeys((route[0], route[-1]))))
+    blocks = [_chain(route, words, colors, shape, sizes), _key(route, sizes)]
+    return compose(title, blocks, "\n".join(lines))

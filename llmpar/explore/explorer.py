@@ -24,9 +24,21 @@ from llmpar.plan.presets import PRESETS
 from llmpar.predict import hardware
 
 _SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
-CALCULATORS = {"mesh": "mesh", "memory": "memory", "sum": "collectives", "timeline": "schedules"}
+CALCULATORS = {
+    "mesh": "mesh",
+    "memory": "memory",
+    "sum": "collectives",
+    "timeline": "schedules",
+    "specs": "layouts",
+    "hlo": "hlo",
+}
 """The page of the site (LLMPAR_SITE) that shows a kind, whose address a saved page's link has."""
-EXPLORERS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(_SMALL, "small")
+EXPLORERS = {
+    "mesh": "explorer",
+    "given": "given",
+    "specs": "texts",
+    "hlo": "texts",
+} | dict.fromkeys(_SMALL, "small")
 """Where the explorer of each kind is, what a page asks for: `RingExplorer` is in the file `small`."""
 
 
@@ -198,12 +210,12 @@ class MeshExplorer(Explorer):
         super().set(**state)
 
     @classmethod
-    def of(cls, value: Any) -> Explorer:
+    def of(cls, value: Any, shape: Any = None, dtype: Any = "float32") -> Explorer:
         """Return an explorer of what exists: how arrays are sharded, what a compiled program takes, a mesh or
-        a sharding."""
+        a sharding; of a sharding alone with the ``shape`` and ``dtype`` of an array that has it."""
         from llmpar.inspect.shardings import shardings
 
-        return by_kind("given", shardings(value))
+        return by_kind("given", shardings(value, shape, dtype))
 
     def answer(self, state: dict) -> dict:
         return answers.answer(state)

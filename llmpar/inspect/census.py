@@ -16,7 +16,6 @@ counted: groups of one device (they send nothing), and what `Module.uncounted` n
 """
 
 import contextlib
-import ctypes
 import functools
 import math
 import re
@@ -27,21 +26,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
-
 from llmpar.inspect.hlo import (
     CALLS,
     Instruction,
     Module,
     group_axes,
+    integers,
     operand_arrow,
     parsed,
     shapes,
     values_bytes,
 )
-from llmpar.inspect.shardings import program_shardings
-from llmpar.predict import formulas
+from llmpar.predict import formulas, ring
 
 
 @dataclass(frozen=True)
@@ -314,8 +310,56 @@ def dot_flops(module: Module, comp: str, op: Instruction) -> int:
     """Return the FLOPs of a matmul, or of a GPU library's call for one: 2MNK."""
     in_library = r'"lhs_contracting_dimensions":\s*\["(\d+)"'
     dims = op.called("lhs_contracting_dims") or re.findall(in_library, op.attrs)
-    lhs = module.shape_of(comp, op, 0)
-    return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[int(d)] for d in dims)
+    lhs = {str(i): n for i, n in enumerate(module.shape_of(comp, op, 0))}
+    return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[d] for d in dims)
+
+
+def product_flops(module: Module, comp: str, op: Instruction) -> float:
+    """Return the FLOPs of one operation's own matmuls, 2MNK each: dots, the convolutions that TPUs make of
+    them, calls of GPU libraries, and attention kernels."""
+    if is_product(op):
+        return float(dot_flops(module, comp, op))
+    count = _convolution_flops if op.opcode == "convolution" else call_flops
+    return count(module, comp, op)
+
+
+def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
+    """Return the FLOPs of a matmul that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
+
+    A dim of the window whose left side is dilated, or which slides over a padded kernel, stands for a batch
+    or for rows: each output has one product there, however wide the window is.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attrs)
+    if not labels:
+        return 0.0
+    kernel, result = module.shape_of(comp, op, 1), shapes(op.type)[0][1]
+    left = module.shape_of(comp, op, 0)
+    contracted = kernel[labels[2].index("i")]
+    for (
+        spatial
+    ) in "0123456789":  # a window over all of a dim that the result has no more: contracted too
+        if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
+            contracted *= min(left[labels[1].index(spatial)], kernel[labels[2].index(spatial)])
+    return 2.0 * math.prod(result) * contracted
+
+
+def call_flops(module: Module, comp: str, op: Instruction, seen: float = 1.0) -> float:
+    """Return the FLOPs of an attention kernel, which is one call in the program; 0 for other operations.
+
+    cuDNN's call has the shape: QK' and PV forward, five matmuls backward, half of them under a causal mask
+    (Dao 2023, section 4.1). Of this package's own kernel the share ``seen`` of all pairs counts.
+    """
+    if op.opcode != "custom-call":
+        return 0.0
+    if "__cudnn$fmha" in op.attrs:
+        dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
+        width = module.shape_of(comp, op, 0)[-1]
+        each = 5 if "Backward" in op.attrs else 2
+        pairs = math.prod(integers(dims[1])) if dims else 0
+        return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
+    name = next((name for name in ring.PRODUCTS if name in op.scope), "")
+    given = [module.shape_of(comp, op, i) for i in range(len(op.operands))] if name else []
+    return ring.kernel_flops(name, given, seen) if name else 0.0
 
 
 _CHEAP: dict[str, Any] = {
@@ -324,7 +368,7 @@ _CHEAP: dict[str, Any] = {
 }
 
 
-def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
+def partitioned_hlo(lowered: Any) -> str:
     """Compile a program; return its HLO text just after SPMD partitioning: true dtypes, nothing combined.
 
     It costs a compilation without the persistent cache, which would skip the pass. A program for one device
@@ -333,9 +377,7 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
     return read_program(lowered)[1]
 
 
-def read_program(
-    lowered: jax.stages.Lowered, platform: str = ""
-) -> tuple[jax.stages.Compiled, str]:
+def read_program(lowered: Any, platform: str = "") -> tuple[Any, str]:
     """Compile a lowered program once, and return the executable and the text of `partitioned_hlo`.
     ``platform`` is the one that it is compiled for, if not that of JAX's own devices.
 
@@ -343,6 +385,9 @@ def read_program(
     memory are the same. Memory that the compiler has freed is returned to the system, so several programs
     fit.
     """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     platform = platform or jax.default_backend()
     _give_back()
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
@@ -368,17 +413,21 @@ def read_program(
 
 def _give_back() -> None:
     """Return freed memory back to the system. glibc keeps it otherwise: 0.3 GB behind a small Llama."""
+    import ctypes  # a page has none
+
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+def compiled_memory(compiled: Any) -> dict[str, int]:
     """Return a device's bytes as the compiler plans them; peak is their sum, the alias counted once.
 
     Temporaries are those that the compiler reserves. A TPU's compiler reports more than its heap has: there
     they are what is alive at the fullest moment besides arguments and results, a few hundredths less than
     the heap (and its part on the chip). The CPU's own peak lacks temporaries.
     """
+    from llmpar.parallel._jax import program_shardings
+
     stats: Any = compiled.memory_analysis()
     names = "argument", "output", "alias", "temp"
     memory = {f"{name}_bytes": getattr(stats, f"{name}_size_in_bytes") for name in names}

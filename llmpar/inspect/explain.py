@@ -7,7 +7,6 @@ are left alone. Nothing of the user's program is evaluated: what JAX's own funct
 the traceback.
 """
 
-import ast
 import contextlib
 import difflib
 import dis
@@ -23,9 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from llmpar.parallel.mesh import LETTERS, axes_of
-from llmpar.plan.layout import Dim, Layout, parse_arrow
-from llmpar.plan.mesh_shape import AXES
+from llmpar.inspect.moves import layout_from_text, marked, spec_cuts
+from llmpar.plan.layout import LETTERS, Arrow, Dim, Layout, axes_of
 
 _Known = dict[str, Any]  # what a sentence can name
 LONGEST = 4000
@@ -71,30 +69,6 @@ def _sentence(error: BaseException) -> str:
     return ""
 
 
-def layout_from_text(text: str) -> Layout:
-    """Read the layout of a type as JAX prints it, ``float32[8@(dp,fsdp),4]{U:tp}``, or of a spec,
-    ``P(('dp', 'fsdp'), None)``, or of a tuple of cuts; dims are named b, s, d and so on."""
-    if "[" in text:
-        dims = re.sub(
-            r"\([^)]*\)", lambda cut: cut[0].replace(",", " "), re.split(r"[\[\]]", text)[1]
-        )
-        cuts: Any = [dim.partition("@")[2].strip("()").split() for dim in dims.split(",") if dim]
-    else:
-        cuts = _cuts(text)
-    if len(cuts) > len(LETTERS) or not all(
-        str(axis).isidentifier() for cut in cuts for axis in axes_of(cut)
-    ):
-        raise ValueError(f"dims or axes that our notation has no names for: {text}")
-    return Layout(
-        tuple(map(Dim, LETTERS, map(axes_of, cuts))), tuple(sorted(_marked(text, "U:|unreduced=")))
-    )
-
-
-def _cuts(spec: str) -> tuple:
-    """Read the entries of a spec, or of a tuple of cuts, as JAX prints it."""
-    return ast.literal_eval(re.sub(r"^P|,? ?\w*reduced(=\{[^}]*\}|_kind=\w+)", "", spec.strip()))
-
-
 def _layouts(text: str) -> list[Layout]:
     """Read the layouts that a message names: as shardings, as types, as specs, or as tuples of cuts."""
     for pattern in (rf"spec={PRINTED['SPEC']}", PRINTED["TYPE"], PRINTED["SPEC"], PRINTED["TUPLE"]):
@@ -103,26 +77,13 @@ def _layouts(text: str) -> list[Layout]:
     raise LookupError(text)
 
 
-def _marked(text: str, mark: str) -> list[str]:
-    """Read the axes after a mark of a type: ``U:tp`` (unfinished sums), ``V:(dp,tp)`` (values that
-    differ)."""
-    return re.findall(
-        r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", text))
-    )
-
-
 def _arrow(before: Layout, after: Layout) -> str:
-    """Write an arrow and its moves. The axes may have any names, so the parser gets ours in their place."""
-    text, axis = f"{before} -> {after}", r"(?<=[/,+])\w+"
-    names = dict.fromkeys(re.findall(axis, text))
-    ours, theirs = (dict(zip(*pair, strict=False)) for pair in ((names, AXES), (AXES, names)))
+    """Write an arrow and its moves."""
     try:
-        moves = parse_arrow(re.sub(axis, lambda m: ours.get(m[0], m[0]), text)).moves
-        words = ", then ".join(map(str, moves))
+        words = ", then ".join(map(str, Arrow(before, after).moves))
     except ValueError:  # the blocks of a dim would change their order
         words = "more than one movement"
-    words = re.sub(rf"\b({'|'.join(AXES)})\b", lambda m: theirs.get(m[0], m[0]), words)
-    return f"'{text}' ({words})"
+    return f"'{before} -> {after}' ({words})"
 
 
 def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
@@ -260,7 +221,7 @@ def _unsummed(error: BaseException, axes: str = "", but: str = "") -> _Known:
     """Return the all-reduce over ``axes``, or over the axes along which the first type varies and ``but``
     does not."""
     names = (
-        {*_marked(axes, "V:")} - {*_marked(but, "V:")}
+        {*marked(axes, "V:")} - {*marked(but, "V:")}
         if but
         else {*re.findall(r"\w+", axes)} - {"None"}
     )
@@ -343,7 +304,7 @@ def _reshape(error: BaseException, operation: str, text: str, sizes: str = "") -
 def _varies(error: BaseException, first: str, before: str, second: str, after: str) -> _Known:
     """Return the axes along which a loop's value or a branch's result varies at one end, and the other
     end."""
-    a, b = (set(_marked(text, "V:")) for text in (before, after))
+    a, b = (set(marked(text, "V:")) for text in (before, after))
     names = tuple(sorted(b - a or a - b))
     return {"axes": ",".join(names), "names": repr(names), "where": first if b - a else second}
 
@@ -379,7 +340,7 @@ def _unknown(error: BaseException, *words: str) -> _Known:
 
 def _once(error: BaseException, spec: str, axis: str) -> _Known:
     """Return a spec that keeps an axis at its first place alone."""
-    cuts = _first_cuts([axes_of(cut) for cut in _cuts(spec)])
+    cuts = _first_cuts([axes_of(cut) for cut in spec_cuts(spec)])
     return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
 
 
@@ -404,7 +365,7 @@ _RULES: dict[str, Callable[..., _Known]] = {
     "iteration": lambda error, name, wanted, other, given: _between(given, wanted),
     "argument": lambda error, mesh, wanted, given: _between(given, wanted),
     "written": lambda error, text: {"spec": _spec(layout_from_text(text))},
-    "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
+    "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*spec_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
     "product": _product,
     "alike": _alike,

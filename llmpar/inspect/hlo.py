@@ -1,6 +1,7 @@
 """Read the text of an HLO module: computations, trips of loops, groups of devices, source lines."""
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from llmpar.draw.geometry import coordinates
 
 # A type ends where the opcode begins; the group is atomic, so that a line is read once. Some texts have no %.
 _OP = re.compile(
@@ -133,7 +134,11 @@ class Module:
         if not self.entry:
             raise ValueError(
                 "expected the text of an HLO module, but no line of it begins with ENTRY"
+                + "; this is StableHLO, what .compile().as_text() gives is HLO"
+                * ("stablehlo." in text)
             )
+        if len(re.findall("^}", text, re.M)) < len(self.computations):
+            raise ValueError(f"the text is cut off, inside computation {name}; give all of it")
 
     @functools.cached_property
     def uncounted(self) -> list[str]:
@@ -278,16 +283,16 @@ def _known_as(file: str) -> str:
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     """Name the mesh axes along which devices of a group (or of a pair) differ, and a group's size."""
     sizes = [mesh.shape[a] for a in mesh.axis_names]
-    devices = list(range(math.prod(sizes)))
+    places = [*itertools.product(*map(range, sizes))]
     pairs = "source_target_pairs=" in attrs
-    groups = _groups(attrs) or ([] if pairs else [devices])
+    groups = _groups(attrs) or ([] if pairs else [[*range(len(places))]])
     named = sorted(i for group in groups for i in group)
-    if not set(named) <= set(devices) if pairs else named != devices:
+    if not {*named} <= {*range(len(places))} if pairs else named != [*range(len(places))]:
         raise ValueError(
-            f"groups {groups} are not of the {len(devices)} devices of mesh {dict(mesh.shape)}"
+            f"groups {groups} are not of the {len(places)} devices of mesh {dict(mesh.shape)}"
         )
-    places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
-    axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
+    differ = lambda k: any(len({places[i][k] for i in group}) > 1 for group in groups)
+    axes = tuple(a for k, a in enumerate(mesh.axis_names) if differ(k))
     # of a group that fills these axes; no group leaves them
     size = math.prod(mesh.shape[a] for a in axes)
     whole = pairs or all(len(g) == size for g in groups)
@@ -299,8 +304,9 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     along ``axes``, and one device's along the others. A permute is described in words. Return '' where the
     operation does not show it."""
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
-    op, kind, groups = ops[name], ops[name].opcode.removesuffix("-start"), _groups(ops[name].attrs)
-    place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
+    op, kind = ops[name], ops[name].opcode.removesuffix("-start")
+    groups = _groups(op.attrs)
+    place = functools.partial(coordinates, sizes, sizes)
     if axes == ("other",):
         return _among(groups, place, sizes)
     does = {
@@ -399,7 +405,7 @@ def _among(
 def _groups(attrs: str) -> list[list[int]]:
     """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); [] for {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
-        return _iota(m[2]).reshape(integers(m[1])).tolist()
+        return _in_rows(_iota(m[2]), integers(m[1])[-1])
     if m := re.search(
         r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs
     ):
@@ -409,23 +415,31 @@ def _groups(attrs: str) -> list[list[int]]:
         m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)
     ):
         return []
-    names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
-    place, size = np.arange(math.prod(map(int, sizes))), 1
-    # first: the position of the group's first device, which is the device's own without its digits along the
-    # chosen axes; inside: those digits, its position in the group
-    first, inside = place, 0 * place
+    names, texts = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
+    sizes = [*map(int, texts)]
+    digits = list[tuple[int, int]]()  # of a device's position, along the chosen axes: stride, size
     for name, start, n in re.findall(r"([^,:\s]+)(?::\((\d+)\)(\d+))?", m[3]):
         start, n = int(start or 1), int(n or sizes[names.index(name)])
-        stride = math.prod(map(int, sizes[names.index(name) :])) // (start * n)
-        digit = place // stride % n
-        first, inside, size = first - digit * stride, inside * n + digit, size * n
-    ids = _iota(m[2]).ravel() if m[2] else place
-    return ids[np.lexsort((inside, first))].reshape(-1, size).tolist()
+        digits.append((math.prod(sizes[names.index(name) :]) // (start * n), n))
+    ids = _iota(m[2]) if m[2] else [*range(math.prod(sizes))]
+    inside = lambda i: [i // stride % n for stride, n in digits]
+    first = lambda i: i - sum(i // stride % n * stride for stride, n in digits)
+    order = sorted(range(len(ids)), key=lambda i: (first(i), inside(i)))
+    return _in_rows([ids[i] for i in order], math.prod(n for _, n in digits))
 
 
-def _iota(text: str) -> np.ndarray:
-    """Read [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed; a plain list as itself."""
+def _in_rows(numbers: list[int], n: int) -> list[list[int]]:
+    return [numbers[i : i + n] for i in range(0, len(numbers), n)]
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _iota(text: str) -> list[int]:
+    """Read [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed, row by row; a plain list as itself."""
     dims, _, order = text.partition("T")
     numbers = integers(dims)
-    ids = np.arange(math.prod(numbers)).reshape(numbers) if text[0] == "[" else np.array(numbers)
-    return ids.transpose(integers(order)) if order else ids
+    if text[0] != "[":
+        return numbers
+    order_of = integers(order) or [*range(len(numbers))]
+    strides = [math.prod(numbers[i + 1 :]) for i in order_of]
+    places = itertools.product(*(range(numbers[i]) for i in order_of))
+    return [sum(map(operator.mul, at, strides)) for at in places]

@@ -21,6 +21,7 @@ from llmpar.inspect.census import (
     weigh,
 )
 from llmpar.inspect.hlo import COLLECTIVES, innermost
+from llmpar.inspect.sent import LOOPS
 
 _OF_PRIMITIVE = {
     **{kind.replace("-", "_"): kind for kind in COLLECTIVES},
@@ -99,9 +100,6 @@ def _named_collectives(
         dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
         sent = collective_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
-
-
-LOOPS = "loops"
 
 
 def kept_lines(jaxpr: Any) -> dict[str, set[str]]:

@@ -5,81 +5,23 @@ them; to slice first, and then to gather, sends half. A layout is, for each dim,
 """
 
 import functools
-import heapq
-import itertools
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.inspect.census import census_hlo, collective_bytes, partitioned_hlo
+from llmpar.inspect.census import census_hlo, partitioned_hlo
+from llmpar.inspect.moves import MOST_AXES, Cuts, cheapest_moves, local_elements
 from llmpar.inspect.twin import read
 from llmpar.parallel.mesh import axes_of
 
-Cuts = tuple[tuple[str, ...], ...]
-Sizes = tuple[tuple[str, int], ...]
-"""The axes of a mesh with their sizes."""
 _CALLS = {
     "reshard": "jax.sharding.reshard",
     "sharding_constraint": "jax.lax.with_sharding_constraint",
 }
-_MOST = 4
-"""Axes: the layouts on more of them are too many to search."""
 _MOVERS = "all-gather", "all-to-all", "collective-permute"
-
-
-@functools.cache
-def cheapest_moves(
-    before: Cuts, after: Cuts, shape: tuple[int, ...], itemsize: float, sizes: Sizes
-) -> tuple[int, tuple[Cuts, ...]]:
-    """Return the fewest bytes that a device can send from one layout to another, and the layouts on the
-    way to the last one."""
-    queue: list[tuple[int, int, Cuts, tuple[Cuts, ...]]] = [(0, 0, before, ())]
-    done = set[Cuts]()
-    while queue:
-        sent, steps, cuts, path = heapq.heappop(queue)
-        if cuts == after:
-            return sent, path
-        for kind, axes, more in _moves(cuts, dict(sizes)) if cuts not in done else ():
-            if (part := _part(shape, more, dict(sizes))) is not None:
-                group = math.prod(dict(sizes)[a] for a in axes)
-                cost = collective_bytes(kind, group, int(part * itemsize)) if kind else 0
-                heapq.heappush(queue, (sent + cost, steps + 1, more, (*path, more)))
-        done.add(cuts)
-    raise ValueError(f"the layouts {before} and {after} do not divide {shape} evenly")
-
-
-def _part(shape: tuple[int, ...], cuts: Cuts, sizes: dict[str, int]) -> int | None:
-    """Return the elements of a device, None where dims are not divided evenly."""
-    tiles = [math.prod(sizes[a] for a in axes) for axes in cuts]
-    even = all(n % m == 0 for n, m in zip(shape, tiles, strict=True))
-    return math.prod(shape) // math.prod(tiles) if even else None
-
-
-def _moves(cuts: Cuts, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[str, ...], Cuts]]:
-    """List each single move from a layout: its collective ('' of a slice), its axes, the layout after it."""
-    put = lambda cuts, d, axes: (*cuts[:d], axes, *cuts[d + 1 :])
-    flat = sum(cuts, ())
-    for d, axes in enumerate(cuts):
-        for a in sizes.keys() - flat:
-            yield "", (a,), put(cuts, d, (*axes, a))
-        for k in range(len(axes)):
-            rest, inner = put(cuts, d, axes[:k]), axes[k:]
-            yield "all-gather", inner, rest
-            for e in (e for e in range(len(cuts)) if e != d):
-                yield "all-to-all", inner, put(rest, e, (*cuts[e], *inner))
-    tiles = [math.prod(sizes[a] for a in axes) for axes in cuts]
-    for other in itertools.permutations(sizes):
-        more, names = list[tuple[str, ...]](), [*other]
-        for tile in tiles:
-            more.append(())
-            while math.prod(sizes[a] for a in more[-1]) < tile and names:
-                more[-1] += (names.pop(0),)
-        if tiles == [math.prod(sizes[a] for a in axes) for axes in more] and tuple(more) != cuts:
-            yield "collective-permute", other[:1], tuple(more)
 
 
 def cheaper(
@@ -110,10 +52,13 @@ def cheaper(
         )
         used = {*sum(before + after, ())}
         sizes = {a: n for a, n in mesh.shape.items() if n > 1 or a in used}
-        if len(sizes) > _MOST or None in (_part(shape, cuts, sizes) for cuts in (before, after)):
+        if len(sizes) > MOST_AXES or None in (
+            local_elements(shape, cuts, sizes) for cuts in (before, after)
+        ):
             continue
-        fewest, path = cheapest_moves(before, after, shape, dtype.itemsize, (*sizes.items(),))
-        if count * fewest >= sent:
+        steps = cheapest_moves(before, after, shape, dtype.itemsize, (*sizes.items(),))
+        path = tuple(step.cuts for step in steps)
+        if count * sum(step.bytes_sent for step in steps) >= sent:
             continue
         of = functools.partial(_compiled, mesh, name, before, shape, dtype)
         now, then = count * of(path[-1:]), count * of(path)

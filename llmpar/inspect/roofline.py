@@ -20,19 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmpar.inspect.census import Taken, arrow_of, dot_flops, flops_in, is_product, share_of
+from llmpar.inspect.census import Taken, arrow_of, call_flops, flops_in, product_flops, share_of
 from llmpar.inspect.hlo import (
     CALLS,
     COLLECTIVES,
     Instruction,
     Module,
     group_axes,
-    integers,
     shapes,
     values_bytes,
 )
 from llmpar.kernels import grouped
-from llmpar.predict import formulas, ring
+from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip
 
 _PRODUCT_SHARE = 0.70
@@ -410,7 +409,7 @@ class _Schedule:
     def product(self, comp: str, op: Instruction) -> tuple[float, float, str]:
         """Return an operation's FLOPs, the share of peak that they reach, and their term."""
         if op.opcode == "custom-call":
-            if flops := _kernel_flops(self.module, comp, op, self.seen):
+            if flops := call_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
         # TF32 runs at half the rate of bf16
@@ -487,15 +486,6 @@ def _short(op: Instruction, term: str) -> str:
     return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.opcode)
 
 
-def product_flops(module: Module, comp: str, op: Instruction) -> float:
-    """Return the FLOPs of one operation's own matmuls, 2MNK each: dots, the convolutions that TPUs make of
-    them, calls of GPU libraries, and attention kernels."""
-    if is_product(op):
-        return float(dot_flops(module, comp, op))
-    count = _convolution_flops if op.opcode == "convolution" else _kernel_flops
-    return count(module, comp, op)
-
-
 def _iterations(module: Module, comp: str, loop: Instruction) -> int:
     """Return a loop's trip count; where only data decide, 1, and 0 for the loop over experts' overflow."""
     trips = module.trips(comp, loop)
@@ -507,42 +497,3 @@ def all_flops(module: Module) -> Callable[[str, Instruction | None], float]:
     return flops_in(
         module, functools.partial(product_flops, module), functools.partial(_iterations, module)
     )
-
-
-def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
-    """Return the FLOPs of a matmul that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
-
-    A dim of the window whose left side is dilated, or which slides over a padded kernel, stands for a batch
-    or for rows: each output has one product there, however wide the window is.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attrs)
-    if not labels:
-        return 0.0
-    kernel, result = module.shape_of(comp, op, 1), shapes(op.type)[0][1]
-    left = module.shape_of(comp, op, 0)
-    contracted = kernel[labels[2].index("i")]
-    for (
-        spatial
-    ) in "0123456789":  # a window over all of a dim that the result has no more: contracted too
-        if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
-            contracted *= min(left[labels[1].index(spatial)], kernel[labels[2].index(spatial)])
-    return 2.0 * math.prod(result) * contracted
-
-
-def _kernel_flops(module: Module, comp: str, op: Instruction, seen: float = 1.0) -> float:
-    """Return the FLOPs of an attention kernel, which is one call in the program; 0 for other operations.
-
-    cuDNN's call has the shape: QK' and PV forward, five matmuls backward, half of them under a causal mask
-    (Dao 2023, section 4.1). Of this package's own kernel the share ``seen`` of all pairs counts.
-    """
-    if op.opcode != "custom-call":
-        return 0.0
-    if "__cudnn$fmha" in op.attrs:
-        dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
-        width = module.shape_of(comp, op, 0)[-1]
-        each = 5 if "Backward" in op.attrs else 2
-        pairs = math.prod(integers(dims[1])) if dims else 0
-        return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
-    name = next((name for name in ring.PRODUCTS if name in op.scope), "")
-    given = [module.shape_of(comp, op, i) for i in range(len(op.operands))] if name else []
-    return ring.kernel_flops(name, given, seen) if name else 0.0

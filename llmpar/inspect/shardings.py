@@ -138,7 +138,7 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     }
 
 
-def shardings(value: Any) -> dict:
+def shardings(value: Any, shape: Any = None, dtype: Any = "float32") -> dict:
     """Return the devices of a mesh, and the block of every array that each device holds, as plain data.
 
     Blocks come from ``devices_indices_map``; no rule of this package is applied. Their ends are elements, the
@@ -149,7 +149,10 @@ def shardings(value: Any) -> dict:
     Args:
         value: a live array or a tree of them (a state), `jax.ShapeDtypeStruct`s with shardings, a
             `jax.stages.Compiled` (its inputs and outputs), a sharding, or a mesh.
+        shape: of an array with the sharding that is given as the value; its ``dtype``.
     """
+    if shape is not None:
+        value = jax.ShapeDtypeStruct(shape, dtype, sharding=value)
     # Flax wraps what its jit compiles
     inner = value.compiled if hasattr(type(value), "compiled") else None
     value = inner if isinstance(inner, jax.stages.Compiled) else value

@@ -10,13 +10,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from llmpar.parallel import _jax
 from llmpar.parallel.devices import ordered_devices, use_devices  # noqa: F401 (lessons have it from here)
 from llmpar.parallel.placement import device_grid
-from llmpar.plan.layout import Dim, Layout
+from llmpar.plan.layout import LETTERS, Dim, Layout, axes_of
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
 _KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
 """The kind of an abstract mesh's devices, by platform."""
-LETTERS = "bsdnkrhmevclut"
-"""Names of the dims of a value that has none, in order."""
 
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
@@ -96,11 +94,6 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
         )
     sums = tuple(a for a in (mesh.axis_names if mesh else ()) if a in says.unreduced)
     return Layout(tuple(map(Dim, letters, cuts)), sums)
-
-
-def axes_of(cut: Any) -> tuple[str, ...]:
-    """Return the axes in one dim's entry of a PartitionSpec."""
-    return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:

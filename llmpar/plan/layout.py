@@ -37,6 +37,8 @@ DIMS = {
 WIRES = {"same": "", "bfloat16": "bf16", "float8": "e4m3"}
 # Numbers that share a scale, one after the other on their device.
 SCALED = 32
+LETTERS = "bsdnkrhmevclut"
+"""Names of the dims of a value that has none, in order."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class Layout:
         from llmpar import draw
 
         return draw.layout(self)._repr_svg_()
+
+
+def axes_of(cut: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """Return the axes in one dim's entry of a PartitionSpec."""
+    return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 _TOKEN = re.compile(r"\S+")
@@ -251,7 +258,7 @@ class Arrow:
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(
             self.after.sums, "+"
         )
-        for axis in sorted(before.keys() | after.keys(), key=ORDER.index):
+        for axis in sorted(before.keys() | after.keys(), key=[*ORDER, *before, *after].index):
             old, new = before.get(axis, ""), after.get(axis, "")
             if old == new:
                 continue
@@ -262,7 +269,7 @@ class Arrow:
             kind = KIND[place(old), place(new)]
             moving.setdefault((kind, old.strip("+"), new), []).append(axis)
         # A move names its axes in the order in which they nest in its dim.
-        nested = [*self.before.axes, *self.after.axes, *ORDER]
+        nested = [*self.before.axes, *self.after.axes, *ORDER, *before]
         moves = [
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
             for (kind, old, new), axes in moving.items()

@@ -77,7 +77,7 @@ const level = (c, value) => c.words?.[value - c.min] ?? value; // what a slider'
 
 function control(c, value, attribute = "data-name") {
   const name = `${attribute}="${esc(c.name)}" data-kind="${c.kind}" aria-label="${esc(c.label)}"`;
-  if (c.kind === "lines") return `<textarea rows="5" spellcheck="false" ${name}>${esc(value)}</textarea>`;
+  if (c.kind === "lines") return `<textarea rows="${c.rows ?? 5}" spellcheck="false" ${name}>${esc(value)}</textarea>`;
   if (c.kind === "choice") return `<select ${name}>${options(c.options, value)}</select>`;
   const range = `type="range" min="${c.min}" max="${c.max}" step="${c.step ?? 1}"`;
   if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${esc(level(c, value))}</output>`;
@@ -285,6 +285,8 @@ function mount(doc, source, el) {
     if (filled[selector] !== html) find(selector).innerHTML = filled[selector] = html;
   };
   const frames = () => answer.frames || [];
+  const own = (one) => Object.fromEntries(Object.entries(one).filter(([name]) => kinds[name]?.own)); // too long for a link
+  const linked = (from) => toHash({ ...state, ...own(from) }, from);
   const opens = () => Object.values(boxes).filter((box) => !box.section.hidden);
 
   // -------- states and answers
@@ -478,7 +480,7 @@ function mount(doc, source, el) {
 
   // Going back undoes: every state that was rested at is an entry of the browser's history.
   function keepAddress() {
-    const hash = toHash(state, doc.state), url = hash ? `#${hash}` : location.pathname + location.search;
+    const hash = linked(doc.state), url = hash ? `#${hash}` : location.pathname + location.search;
     if (url === rested) return; // the same again, with more of what lies around it
     rested = url;
     const method = undone ? "replaceState" : "pushState";
@@ -494,7 +496,7 @@ function mount(doc, source, el) {
     const [chosen, unread] = fromHash(location.hash, doc.state);
     clearTimeout(address);
     [undone, rested] = [true, ""];
-    follow(chosen, true);
+    follow({ ...chosen, ...own(state) }, true);
     if (unread) say(unread);
   }
 
@@ -504,9 +506,9 @@ function mount(doc, source, el) {
   const name = doc.kind || "explorer";
   const actions = {
     link: () => {
-      if (location.protocol !== "file:") return copy(location.href.replace(/#.*|$/s, `#${toHash(state, doc.state)}`));
+      if (location.protocol !== "file:") return copy(location.href.replace(/#.*|$/s, `#${linked(doc.state)}`));
       if (doc.site) return copy(`${doc.site}#${toHash(state, {})}`); // whole: that page may start elsewhere
-      const hash = `#${toHash(state, doc.state)}`;
+      const hash = `#${linked(doc.state)}`;
       if (hash === "#") return say("This page is a file of yours, and holds this choice: send the file.");
       const where = "it goes behind the page's name in the address bar";
       return copy(hash, `copied: the choice alone, ${hash}. This page is a file of yours: send it too; ${where}.`);
@@ -670,6 +672,13 @@ function mount(doc, source, el) {
       event.target.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take arrows and letters away
       if (group) rove(group, e);
       tip(event);
+    }],
+    [root, "dragover", (event) => event.target.dataset.kind === "lines" && event.preventDefault()],
+    [root, "drop", (event) => { // a file's text
+      const { name, kind } = event.target.dataset, file = event.dataTransfer.files[0];
+      if (kind !== "lines" || !file) return;
+      event.preventDefault();
+      file.text().then((text) => set({ [name]: event.target.value = text }));
     }],
     [root, "keydown", key], [root, "click", click], [root, "pointerover", tip],
     [root, "pointerdown", (event) => { dragged = under(event, "[data-op]")?.dataset.op; }],
