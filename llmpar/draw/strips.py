@@ -4,7 +4,6 @@ A column is a device, with a place for each part of an array. A part has the col
 letter of the device whose numbers it is, a sum those of all whose numbers are in it.
 """
 
-
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
