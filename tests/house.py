@@ -38,7 +38,7 @@ BUDGETS = {
     "pipeline": 322,
     "training": 2_193,
     "predict": 2_108,
-    "planner": 1_507,
+    "planner": 1_487,
     "draw": 2_566,
     "inspect": 2_928,
     "explore": 1_440,
@@ -51,7 +51,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_864,
-    "statements": 23_169,
+    "statements": 23_149,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

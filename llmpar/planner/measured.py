@@ -1,14 +1,13 @@
 """Reads published runs, and compares the model of time and memory with them.
 
 A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
-(what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
-any input may be a list as long as what was measured. `publications.toml` says what each key is (`INPUTS`,
+(what was measured); a sweep has ``rows`` in place of the latter, and ``columns`` that name what was run and
+measured in each. `publications.toml` says what each key is (`INPUTS`,
 `_MEASURED`), what a source says of all its runs (`SOURCES`), and how models are called. A group with a key,
 an axis, a model or another word that is unknown is left out by name.
 """
 
 import os
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,32 +81,14 @@ def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
     """Return the runs of a group: a name, what was run, and what was measured."""
-    name, inputs, expected = (
-        str(group["id"]),
-        dict(group.get("inputs", {})),
-        dict(group.get("expected", {})),
-    )
-    columns = group.get("columns") or inputs.pop("columns", None)
-    what = group.get("rows") or inputs.pop("configs", None)
-    if columns and what:
-        for i, row in enumerate(dict(zip(columns, row, strict=True)) for row in what):
-            own = {k: v for k, v in row.items() if k in _MEASURED}
-            shared = {
-                k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)
-            }
-            yield (
-                f"{name}/{i}",
-                inputs | {k: v for k, v in row.items() if k not in own},
-                own | shared,
-            )
-        return
-    lists = [v for v in inputs.values() if isinstance(v, list)]
-    results = {k: v for k, v in expected.items() if k in _MEASURED}
-    if not results:
-        raise ValueError("it holds no step time, memory or fit: nothing to compare")
-    at = lambda values, i: {k: v[i] if isinstance(v, list) else v for k, v in values.items()}
-    for i in range(max(map(len, lists), default=1)):
-        yield f"{name}/{i}" if lists else name, at(inputs, i), at(results, i)
+    name, inputs, expected = str(group["id"]), group.get("inputs", {}), group.get("expected", {})
+    rows = [dict(zip(group["columns"], row, strict=True)) for row in group.get("rows", ())]
+    for i, row in enumerate(rows or [expected]):
+        results = {key: value for key, value in row.items() if key in _MEASURED}
+        if not results:
+            raise ValueError("it holds no step time, memory or fit: nothing to compare")
+        own = {key: value for key, value in row.items() if rows and key not in results}
+        yield f"{name}/{i}" if rows else name, inputs | own, results
 
 
 def _source(text: str) -> dict[str, Any]:
@@ -131,18 +112,18 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     software = known.get("software", source["software"])
     if software not in SOFTWARE:
         raise ValueError(f"software '{software}' is not known; known are {', '.join(SOFTWARE)}")
-    chip, links = _chip(known, source, group)
+    chip = _chip(known)
     config, ffn_products = _model(known, source, group)
     mesh, slices = _mesh(known, chip)
     if slices > 1 and chip.link == "torus":
-        links = replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
+        chip = replace(chip, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
     rows, microbatches = _batch(known, mesh, software)
     if mesh.fsdp > 1 and software == "megatron":
         software = "fsdp"
     vp = known.get("vp", 1)
     schedule = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "1f1b", "none": "1f1b"}
     run = Run(
-        config, links, mesh, known["seq"], rows, microbatches, SOFTWARE[software],
+        config, chip, mesh, known["seq"], rows, microbatches, SOFTWARE[software],
         3 if mesh.fsdp > 1 or (known.get("fsdp") or 1) > 1 else known.get("zero", source["zero"]),
         schedule="interleaved" if vp > 1 else _one_of(schedule, known.get("schedule", "none"), "schedule"),
         virtual_stages=vp,
@@ -163,23 +144,13 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     return Case(name, group["id"], run, _measured(results, run), group.get("source", ""))
 
 
-def _chip(known: dict, source: dict, group: dict) -> tuple[hardware.Chip, hardware.Chip]:
-    """Return the chip that is named, or else the one of the source's words; and the same with the network's
-    rate."""
-    given = str(known.get("chip", ""))
-    words = f"{given} {group.get('source', '')} ".lower()
-    names = r"gb300|gb200|b300|b200|gh200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4"
-    hit = re.search(names, given.lower() or words)
-    if given and not hit:
-        hardware.chip(given)  # refuses, with the names that are known
-    if not hit and not source["chip"]:
+def _chip(known: dict) -> hardware.Chip:
+    """Return the chip that is named, as it is in the machine."""
+    if "chip" not in known:
         raise ValueError("it names no chip; give one, as 'chip': 'h100'")
-    row = hardware.chip(hit[0] if hit else source["chip"])
-    rates = (rate for text, rate in PUBLICATIONS["networks"].items() if text in words)
-    network = next(rates, source["network_bytes_per_s"])
-    if "H100-96" in given:
-        row = replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
-    return row, replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
+    row = hardware.chip(str(known["chip"]))
+    network = known.get("network") if row.link == "switch" else None
+    return hardware.in_machine(row, network=network, hbm=known.get("hbm"))
 
 
 def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
@@ -258,8 +229,6 @@ def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
 
 
 def _recompute(known: dict, source: dict, run: Run) -> Any:
-    if "full_recompute" in known:
-        return "block" if known["full_recompute"] else "none"
     policy = known.get("recompute", source["recompute"])
     if policy not in ("auto", *POLICIES):
         raise ValueError(
