@@ -39,7 +39,7 @@ BUDGETS = {
     "training": 2_193,
     "predict": 2_108,
     "planner": 1_487,
-    "draw": 2_566,
+    "draw": 2_573,
     "inspect": 2_928,
     "explore": 1_440,
     "serve": 730,
@@ -51,7 +51,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_864,
-    "statements": 23_149,
+    "statements": 23_156,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -4,6 +4,8 @@ A column is a device, with a place for each part of an array. A part has the col
 letter of the device whose numbers it is, a sum those of all whose numbers are in it.
 """
 
+import math
+
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
@@ -37,8 +39,6 @@ PATTERNS = {
     "permute": ("each passes its", "part to the next"),
 }
 """The five collectives, and what each does."""
-_DEVICES = 4
-"""Of `before_after`."""
 
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
@@ -105,35 +105,48 @@ def _words(row: list[str]) -> str:
     return " ".join("+".join(letters) or "·" for letters in row)
 
 
-def before_after(kinds=tuple(PATTERNS)) -> Scene:
-    """Draw what each of four devices holds before a collective and after it: a strip for each of ``kinds``,
-    one below the other."""
+def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> Scene:
+    """Draw what each of 2 to 5 devices holds before a collective and after it: a strip for each of ``kinds``,
+    one below the other; as an ``icon`` small and without words."""
     if unknown := [kind for kind in kinds if kind not in PATTERNS]:
         raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
     w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
-    words = [[1.1 * text_width(x), *(text_width(t, SMALL) for t in PATTERNS[x])] for x in kinds]
-    left, side = max(map(max, words)) + 12, _DEVICES * (w + gap) - gap
-    drawn, lines = Items(), list[str]()
+    if icon:
+        w, h, gap, between = 8.0, 6.0, 2.0, 14.0
+    left = max(
+        max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind]))
+        for kind in kinds
+    )
+    left = 0 if icon else left + 12
+    side, drawn, lines = ranks * (w + gap) - gap, Items(), list[str]()
     for kind in kinds:
-        both, items = pattern(kind, _DEVICES), Items()
+        both, items = pattern(kind, ranks), Items()
         for end, rows in enumerate(both):
             for r, row in enumerate(rows):
-                index = [
-                    str(r) if end else f"{p}" for p in range(_DEVICES * (kind == "all-to-all"))
-                ]
+                index = [str(r if end else p) for p in range(ranks)] if kind == "all-to-all" else ()
                 x = left + end * (side + between) + r * (w + gap)
                 items.append(Group(tuple(column(r, row, w, h, index=index)), x))
         middle = bounds(items)[3] / 2
         ends = (left + side + between * 0.14, middle), (left + side + between * 0.86, middle)
-        items += [Line(ends, "ink", 2.5, head=True), Text(0, h / 2, kind, BODY, bold=True)]
-        placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
-        items += [small_text(0, y, line, "start") for y, line in placed]
+        items.append(Line(ends, "ink", 1 if icon else 2.5, head=True))
+        if not icon:
+            items.append(Text(0, h / 2, kind, BODY, bold=True))
+            placed = (
+                (1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind])
+            )
+            items += [small_text(0, y, line, "start") for y, line in placed]
         drawn.append(items)
         before, after = (
             ", ".join(f"device {r}: {_words(row)}" for r, row in enumerate(rows)) for rows in both
         )
         lines.append(f"{kind} ({' '.join(PATTERNS[kind])}): before {before}; after {after}")
     title = "What each device holds before and after" + f": {kinds[0]}" * (len(kinds) == 1)
+    if icon:
+        block = Group(tuple(stack(drawn, 6)), 2, 2)
+        wide, high = bounds([block])[2:]
+        return Scene(
+            math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,)
+        )
     middles = ((left + side / 2, "before"), (left + 1.5 * side + between, "after"))
     head = [Rect(0, 0, 1, 1), *(Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
     note = "A column is a device, a row a part of the array. Letters and colours: whose numbers these are."
