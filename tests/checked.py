@@ -7,6 +7,8 @@ body are ``x`` (8, 16), cut over dp; ``up`` (16, 32), cut over tp by columns, an
 
 import functools
 import re
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -317,55 +319,8 @@ def two_mistakes(x, up, down, b):
 
 # ----------------------------------------------------------------------------------------- planted mistakes
 
-BLOCKS = {
-    "mlp": ["h = {act}(x @ up{i})", "y = <psum tp|h @ down{i}>", "x = x + {act}(y + b{i})"],
-    "norm": ["r = (x**2).mean(1, keepdims=True)", "x = x * lax.rsqrt(r + 0.1) * (1 + b{i})"],
-    "softmax": [
-        "h = x @ up{i}",
-        "t = <pmax tp|h.max(1, keepdims=True)>",
-        "e = jnp.exp(h - t)",
-        "z = <psum tp|e.sum(1, keepdims=True)>",
-        "y = <psum tp|(e / z) @ down{i}>",
-        "x = jnp.sin(x + y)",
-    ],
-    "centered": ["c = <pmean dp|x.mean(0)>", "x = {act}(x - c)"],
-    "weighted": [
-        "m = jnp.where(x[:, 0] > 0, 1.0, 0.3)",
-        "a = <psum dp|(x * m[:, None]).sum(0)>",
-        "k = <psum dp|m.sum()>",
-        "x = {act}(x - a / k)",
-    ],
-    "gathered": ["w = lax.all_gather(cut{i}, 'dp', tiled=True)", "x = {act}(x @ w)"],
-    "scaled": ["q = <psum tp|(up{i} ** 2).sum()>", "x = x * lax.rsqrt(q / 512)"],
-    "summed columns": [
-        "h = jnp.cos(x @ up{i})",
-        "s = <psum tp|h.sum(1, keepdims=True)>",
-        "x = x + jnp.tanh(s / 32)",
-    ],
-    "scattered": [
-        "h = {act}(x @ up{i}) @ down{i}",
-        "y = lax.psum_scatter(h, 'tp', scatter_dimension=1, tiled=True)",
-        "x = x + {act}(lax.all_gather(y, 'tp', axis=1, tiled=True))",
-    ],
-    "remat": ["f = jax.checkpoint(lambda x: <psum tp|{act}(x @ up{i}) @ down{i}>)", "x = x + {act}(f(x))"],
-    "loop": [
-        "g = lambda x, _: (x + jnp.tanh(<psum tp|jnp.sin(x @ up{i}) @ down{i}>), None)",
-        "x = lax.scan(g, x, None, length=2)[0]",
-    ],
-}
-ENDS = {
-    "rows": ("P('dp')", ["return {act}(x)"]),
-    "loss": ("P()", ["l = (x**2).mean()", "return jnp.sqrt(<pmean dp|l>)"]),
-    "total": ("P()", ["l = (x**2).sum()", "return jnp.log(<psum dp|l>)"]),
-    "gradient": (
-        "P()",
-        [
-            "g = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w)",
-            "g = <psum dp|g>",
-            "return g * lax.rsqrt((g**2).sum() + 100.0)",
-        ],
-    ),
-}
+PARTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+BLOCKS, ENDS = PARTS["blocks"], PARTS["ends"]
 CALL = re.compile(r"<(\w+) (\w+)\|((?:[^<>]|(?<== )>|> 0)*)>")
 OTHER = {"tp": "dp", "dp": "tp"}
 

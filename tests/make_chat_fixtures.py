@@ -2,7 +2,8 @@
 
     python tests/make_chat_fixtures.py
 
-in an environment with transformers and jinja2. The templates are our own, in the manner of public models.
+in an environment with transformers and jinja2. The templates, fixtures/chat/*.jinja, are our own, in the
+manner of public models.
 """
 
 import json
@@ -12,74 +13,8 @@ import tempfile
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "chat.json"
 
-HEADERS = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system + '<|eot_id|>' }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-CHATML = """\
-{% for message in messages %}
-    {% if loop.first and message.role != 'system' %}
-<|im_start|>system
-You are kind.<|im_end|>
-    {% endif %}
-{% if message.role == 'assistant' %}
-<|im_start|>assistant
-{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
-
-{% else %}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{% endif %}
-{% endfor %}
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
-THOUGHTS = """\
-{%- set ns = namespace(last=0) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- if loop.index0 > ns.last %}{% set content = '<think>\\n\\n</think>\\n\\n' + content %}{% endif %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
-BRACKETS = """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}
-    {%- set first = messages[0].content + '\\n\\n' %}
-    {%- set rest = messages[1:] %}
-{%- else %}
-    {%- set first, rest = '', messages %}
-{%- endif %}
-{%- for message in rest %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Roles must alternate: ' + (message | tojson)) }}
-    {%- endif %}
-    {%- if message.role == 'user' %}
-        {{- '[INST] ' + (first if loop.last or loop.revindex == 2 and not add_generation_prompt else '') }}
-        {{- message.content + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + message.content + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
-TEMPLATES = {"headers": HEADERS, "chatml": CHATML, "thoughts": THOUGHTS, "brackets": BRACKETS}
+NAMES = ("headers", "chatml", "thoughts", "brackets")
+TEMPLATES = {name: FIXTURE.with_name("chat").joinpath(f"{name}.jinja").read_text() for name in NAMES}
 SPECIAL = {
     "headers": ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     "chatml": ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),

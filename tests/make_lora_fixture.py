@@ -10,7 +10,7 @@ in an environment with torch, transformers and peft. The file has ``versions``,
 import numpy as np
 import peft
 import torch
-from make_hf_fixtures import FIXTURES, SIZES, make
+from make_hf_fixtures import FIXTURES, TABLE, make
 
 LORA = dict(r=3, lora_alpha=6, target_modules="all-linear", lora_dropout=0.0)
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -25,7 +25,7 @@ def loss_of(model, ids):
 if __name__ == "__main__":
     draw = np.random.default_rng(3)
     model = peft.get_peft_model(make("llama"), peft.LoraConfig(**LORA))
-    ids = draw.integers(0, SIZES["vocab_size"], (8, 17), dtype=np.int32)
+    ids = draw.integers(0, TABLE["sizes"]["vocab_size"], (8, 17), dtype=np.int32)
     weights = {}
     with torch.no_grad():
         for path, weight in model.named_parameters():

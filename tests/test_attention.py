@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from shared import TABLES
 
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -157,18 +158,7 @@ def test_a_kernel_matches_the_definition(contiguous, mask, ratio):
         agree((out, 0, *grads), (want, 0, *expected))
 
 
-ROWS = {  # positions and segments of a row of 8
-    "in order": ([0, 1, 2, 3, 4, 5, 6, 7], [1] * 8),
-    "with gaps": ([0, 1, 5, 6, 20, 21, 22, 30], [1] * 8),
-    "packed": ([0, 1, 2, 3, 4, 5, 6, 7], [1, 1, 1, 2, 2, 2, 2, 3]),
-    "again in each": ([0, 1, 2, 0, 1, 2, 3, 0], [1, 1, 1, 2, 2, 2, 2, 3]),
-    "segments fall": ([0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 3, 1, 1, 1, 1, 2]),
-    "backwards": ([7, 6, 5, 4, 3, 2, 1, 0], [1] * 8),
-    "twice": ([0, 0, 1, 1, 2, 2, 3, 3], [1] * 8),
-    "a zigzag": ([0, 1, 6, 7, 2, 3, 4, 5], [1] * 8),
-    "falls in one": ([0, 1, 2, 0, 1, 0, 3, 0], [1, 1, 1, 2, 2, 2, 2, 3]),
-    "a segment twice": ([5, 6, 7, 0, 1, 2, 3, 4], [1, 1, 1, 2, 2, 2, 1, 1]),
-}
+ROWS = TABLES["rows_of_8"]
 TRUSTED = {"in order", "with gaps", "packed", "again in each", "segments fall"}
 TRUSTED_WHOLE = {"in order", "with gaps"}
 

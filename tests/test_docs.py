@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from shared import TABLES
 
 import llmpar
 from llmpar import MeshExplorer
@@ -28,20 +29,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
-NOT_RUN = {
-    "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
-    "llmpar lab --no-browser": "it waits",
-    "llmpar quiz": "it asks; tests/test_teaching.py answers",
-    'llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --steps 20 --checkpoints kept': (
-        "tests/test_launch.py runs such lines"
-    ),
-    'llmpar launch local --processes 2 --devices 2 --wire 100mbit -- train --mesh "dp=2 tp=2" --steps 5': (
-        "it needs namespaces; tests/test_hosts.py runs such lines where they can be made"
-    ),
-    "python tests/bench.py attention": "it measures for minutes",
-    "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
-    "python tests/rounding.py tf32 notebooks/src/03_data_parallelism.py": "test_accelerator.py rehearses",
-}
+NOT_RUN = TABLES["lines_not_run"]
 SLOW = (
     "llmpar demo",
     "llmpar rl",

@@ -14,115 +14,40 @@ from pathlib import Path
 import engines_table
 import pytest
 import yaml
+from shared import TABLES
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
 from llmpar.launch import jobs, joined, local, traps
-from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
+from llmpar.launch.engines import Place, detect, first_host, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 from llmpar.plan.config_json import QUANTIZED
 from llmpar.plan.presets import preset, to_hugging_face
 
 
 def env(words: str) -> dict[str, str]:
-    """NAME=value NAME=value"""
-    return dict(word.split("=", 1) for word in words.split())
+    """NAME=value NAME=value; a name alone is an engine's, and stands for all that it sets."""
+    found: dict[str, str] = {}
+    for name, given, value in (word.partition("=") for word in words.split()):
+        found |= {name: value} if given else env(TABLES["engine_sets"][name])
+    return found
 
 
-# What engines set, without what nobody reads. Those of Open MPI 5.0.11 and MPICH 5.0.2 are from a run.
-SLURM = env(
-    "SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_NTASKS=6"
-    " SLURM_STEP_NUM_TASKS=6 SLURM_STEP_NODELIST=gpu[07-08,11] SLURM_JOB_NODELIST=gpu[07-08,11]"
-    " SLURM_STEP_TASKS_PER_NODE=2(x3)"
-)
-OPEN_MPI_5 = env(
-    "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1"
-    " OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_VERSION=5.0.11 PMIX_HOSTNAME=vm PMIX_RANK=1"
-    " PMIX_NAMESPACE=prterun-vm-21040@1 PRTE_LAUNCHED=1"
-)
-MPICH = env("MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=11 PMI_RANK=1 PMI_SIZE=2 PWD=/work")
-TORCHRUN = env(
-    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500"
-    " TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0"
-)
-POD = env("KUBERNETES_SERVICE_HOST=10.0.0.1 JOB_COMPLETION_INDEX=1 JAX_NUM_PROCESSES=2")
-JOBSET = POD | env("JAX_COORDINATOR_ADDRESS=llmpar-workers-0-0.llmpar:55527")
-INNER = POD | env("JAX_PROCESS_ID=1 JAX_COORDINATOR_ADDRESS=[fd00::7]:99")
-TPU = env("TPU_WORKER_HOSTNAMES=a,b,c,d TPU_WORKER_ID=2")
-
-FIRST_OF_SLURM = port_of("slurm 4711 0 ")
-PRTE = port_of("prterun-vm-21040@1")
-RECORDED = {
-    "nothing": ({"PATH": "/bin"}, Place()),
-    "slurm": (SLURM, Place("SLURM", 6, 5, f"gpu07:{FIRST_OF_SLURM}", 1, 2)),
-    "slurm, one node": (
-        SLURM | env("SLURM_STEP_TASKS_PER_NODE=6 SLURM_NODEID=0"),
-        Place("SLURM", 6, 5, f"127.0.0.1:{FIRST_OF_SLURM}", 1, 6),
-    ),
-    "srun --mpi=pmi2": (
-        SLURM | env("PMI_RANK=5 PMI_SIZE=6"),
-        Place("SLURM", 6, 5, f"gpu07:{FIRST_OF_SLURM}", 1, 2),
-    ),
-    "open mpi 5": (OPEN_MPI_5, Place("Open MPI", 2, 1, f"127.0.0.1:{PRTE}", 1, 2)),
-    "open mpi 5, two hosts": (
-        OPEN_MPI_5 | env("OMPI_COMM_WORLD_LOCAL_SIZE=1"),
-        Place("Open MPI", 2, 1, f"vm:{PRTE}", 1, 1),
-    ),
-    "open mpi 5 in a SLURM job": (
-        OPEN_MPI_5 | env("OMPI_COMM_WORLD_LOCAL_SIZE=1 SLURM_JOB_ID=9 SLURM_JOB_NODELIST=a[1-2]"),
-        Place("Open MPI under SLURM", 2, 1, f"a1:{PRTE}", 1, 1),
-    ),
-    "mpich": (MPICH, Place("MPICH", 2, 1, f"127.0.0.1:{port_of('/work')}", 1, 2)),
-    "torchrun": (TORCHRUN, Place("torchrun", 4, 3, "n1:29501", 1, 2)),
-    "torchrun under srun": (SLURM | TORCHRUN, Place("torchrun", 4, 3, "n1:29501", 1, 2)),
-    "ray": (env("RAY_JOB_ID=1 RAY_RAYLET_PID=7"), Place("Ray", joined_by="engine")),
-    "jobset": (JOBSET, Place("Kubernetes", 2, 1, "llmpar-workers-0-0.llmpar:55527")),
-    "an IPv6 address": (INNER, Place("Kubernetes", 2, 1, "[fd00::7]:99")),
-    "tpu slice": (TPU, Place("TPU slice", 4, 2, None, 0, 1, "tpu")),
-    "by hand": (
-        env("JAX_COORDINATOR_ADDRESS=10.0.0.5:99 JAX_NUM_PROCESSES=3 JAX_PROCESS_ID=2"),
-        Place("JAX_* variables", 3, 2, "10.0.0.5:99"),
-    ),
-    "an address by hand": (
-        SLURM | env("JAX_COORDINATOR_ADDRESS=10.0.0.5:99"),
-        Place("SLURM", 6, 5, "10.0.0.5:99", 1, 2),
-    ),
-}
+@pytest.mark.parametrize("words, known", TABLES["engine_place"].values(), ids=TABLES["engine_place"])
+def test_an_engine_is_known_by_its_variables(words, known):
+    assert detect(env(words)) == Place(*(None if field == "" else field for field in known))
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_an_engine_is_known_by_its_variables(name):
-    environ, want = RECORDED[name]
-    assert detect(environ) == want
+@pytest.mark.parametrize("words, note", TABLES["engine_alone"].items())
+def test_a_script_that_runs_once_is_alone_and_told_so(words, note):
+    place = detect(env(words))
+    assert place.num_processes == 1 and note in place.note
 
 
-ALONE = {
-    "SLURM_JOB_ID=1 SLURM_NTASKS=4 SLURM_PROCID=0": "write 'srun llmpar …'",
-    "PALS_RANKID=1": "PALS_RANKID is set, but not how many processes there are, so this one runs alone",
-    "KUBERNETES_SERVICE_HOST=1 JOB_COMPLETION_INDEX=0": "as 'llmpar launch jobset' does",
-}
-
-
-@pytest.mark.parametrize("environ", ALONE)
-def test_a_script_that_runs_once_is_alone_and_told_so(environ):
-    place = detect(env(environ))
-    assert place.num_processes == 1 and ALONE[environ] in place.note
-
-
-CONTRADICT = {
-    "JAX_NUM_PROCESSES is set without JAX_PROCESS_ID; set both, or neither": env("JAX_NUM_PROCESSES=2"),
-    "2 without JAX_COORDINATOR_ADDRESS; set it to": env("JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0"),
-    "JAX_NUM_PROCESSES is 'two', which is no number": env("JAX_NUM_PROCESSES=two JAX_PROCESS_ID=0"),
-    "Open MPI numbers this process 2 of 2; numbers count": OPEN_MPI_5 | env("OMPI_COMM_WORLD_RANK=2"),
-    "PMI_SIZE is not set, beside others of the same engine": MPICH | env("PMI_SIZE="),
-    "MPICH on several hosts does not set the host of process 0; set JAX": MPICH | env("MPI_LOCALNRANKS=1"),
-}
-
-
-@pytest.mark.parametrize("words", CONTRADICT)
-def test_variables_that_contradict_each_other_are_refused(words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        detect(CONTRADICT[words])
+@pytest.mark.parametrize("words, why", TABLES["engine_refuses"].items())
+def test_variables_that_contradict_each_other_are_refused(words, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        detect(env(words))
 
 
 def test_lists_of_hosts_and_tasks_are_read():
@@ -168,7 +93,7 @@ def test_an_address_is_checked_before_jax_ends_the_process(monkeypatch):
 def test_processes_of_one_host_meet_on_loopback_whatever_its_name_resolves_to(more):
     """torchrun that has lost its other hosts names the one that is left. All must take the same address."""
     for number in ("0", "1"):
-        left = TORCHRUN | {"WORLD_SIZE": "2", "RANK": number, "LOCAL_RANK": number} | more
+        left = env("TORCHRUN") | {"WORLD_SIZE": "2", "RANK": number, "LOCAL_RANK": number} | more
         assert detect(left).coordinator == ("127.0.0.1:99" if more else "127.0.0.1:29501")
         assert detect(left | {"WORLD_SIZE": "4"}).coordinator == ("n1:99" if more else "n1:29501")
 

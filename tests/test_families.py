@@ -8,6 +8,7 @@ import random
 import re
 
 import pytest
+from shared import TABLES
 
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
@@ -205,27 +206,10 @@ RUNS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
 LLAMA4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 64}
 LLAMA4 |= {"attention_chunk_size": 8, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1}
 ASKS = [
-    ({}, ""),
-    ({"zebra_width": 7}, "its keys zebra_width are not read"),
-    ({"unsloth_version": "2026.1", "layer_types": ["full_attention"] * 4}, ""),
-    ({"embedding_multiplier": 12.0}, "its keys embedding_multiplier are not read"),
-    ({"embedding_multiplier": 1.0}, ""),
-    ({"layer_types": ["sliding_attention"] * 4}, "its family does not read it"),
-    ({"hidden_act": "relu2"}, "activation 'relu2' is not implemented"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not implemented"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": "much"}}, "factor is"),
-    ({"rope_scaling": [1]}, "and no table"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
-    ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "a number from 1"),
-    ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not"),
-    ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
-    ({"vision_config": {"hidden_size": 8}}, "a part for other media (vision_config)"),
-    ({"model_type": "smollm3", "use_sliding_window": True}, "only False is implemented"),
-    ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not"),
-    ({"head_dim": 8, "partial_rotary_factor": 0.4}, "the rotated part of heads is 3 wide"),
+    *TABLES["families_ask"],
     (LLAMA4, ""),
     (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, and only 1 is implemented"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("more, why", ASKS, ids=str)

@@ -133,11 +133,9 @@ REFUSED = {
         lambda _: {"copies": os.path.relpath(ROOT / "notebooks")},
         "is where the lessons are; name another",
     ),
-    "no name": (lambda _: {"copies": ""}, "--copies '' names no folder"),
     "somebody's folder": (foreign, "has files, and no start.ipynb of ours; give --copies a new or empty"),
     "not writable": (locked, r"cannot write 'notes' \(.*\); give --copies a folder that you may write to"),
     "no lessons": (lambda here: {"folder": str(here)}, "there are no lessons in"),
-    "no port": (lambda _: {"port": 0}, "--port 0 is no port"),
 }
 
 

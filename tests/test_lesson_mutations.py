@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from shared import load
+from shared import TABLES, load
 
 from llmpar.plan.layout import parse_layout
 
@@ -128,28 +128,7 @@ def plant(fault, everywhere=False):
     setattr(owner, name, lambda *given, **other: wrong(right, *given, **other))
 
 
-FAULTS = {
-    "00": ("two axes of the mesh exchanged",),
-    "00b": ("two axes of the mesh exchanged",),
-    "01": ("Adam holds one moment",),
-    "02": ("a device sends its own part as well",),
-    "03": ("a sum becomes a mean", "Adam holds one moment"),
-    "04": ("a reduce-scatter takes the mean", "a gather is turned round"),
-    "05": ("a sum becomes a mean", "a gather is turned round"),
-    "06": ("a ring is one hop late",),
-    "07": ("the first stage of GPipe turns round early", "a sum becomes a mean"),
-    "08": ("1F1B runs one forward more ahead",),
-    "09": ("rows go to other experts",),
-    "10": ("a sum forgets all axes but the first",),
-    "11": ("a gather is turned round",),
-    "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
-    "13": ("a device sends its own part as well",),
-    "14": ("a ring is one hop late", "a device sends its own part as well"),
-    "15": ("the network costs nothing",),
-    "16": ("a batch is fixed once it runs",),
-    "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
-    "19": ("two axes of the mesh exchanged",),
-}
+FAULTS = TABLES["lesson_faults"]
 """What is planted for each lesson; the first is what the lesson is about."""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from shared import TABLES
 
 from llmpar.inspect.census import collective_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -51,30 +52,14 @@ def census(f, *args, plan=PLAN):
     return census_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, plan.mesh.sizes)
 
 
-ARROWS = {
-    "d m +dp +fsdp -> d/fsdp m": "reduce-scatter all-reduce",  # of the shard
-    "b s +tp -> b s": "all-reduce",
-    "b s +dp +tp -> b s": "all-reduce",
-    "b s +tp -> b s/tp": "reduce-scatter",
-    "b s/tp -> b s": "all-gather",
-    "b/dp,fsdp s -> b s": "all-gather",
-    "b/tp,dp s -> b s": "all-gather",
-    "b/tp s -> b s/tp": "all-to-all",
-    "b/dp s/fsdp -> b/dp s": "all-gather",
-    "b s -> b s/tp": "slice",
-    "b/dp s +tp -> b/dp,tp s": "reduce-scatter",
-}
-
-
-@pytest.mark.parametrize("text", ARROWS)
-def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text):
+@pytest.mark.parametrize("text, kinds", TABLES["arrow_kinds"].items())
+def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text, kinds):
     arrow, x = parse_arrow(text), value(8, 8)
     run = carried(arrow)
     np.testing.assert_allclose(jax.jit(run)(x), x, rtol=1e-5, atol=1e-5)  # 3x - 2x is not x to the last bit
-    kinds = ARROWS[text].split()
-    assert [m.kind for m in arrow.moves] == kinds
+    assert [m.kind for m in arrow.moves] == kinds.split()
     sent = [(c.kind, c.arrow) for c in census(run, x)]
-    assert sent == [(kind, str(arrow)) for kind in kinds if kind != "slice"]
+    assert sent == [(kind, str(arrow)) for kind in kinds.split() if kind != "slice"]
 
 
 def test_a_maximum_over_devices_is_the_largest():

@@ -378,24 +378,7 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 
 
-CUDNN = {
-    "": "cudnn",
-    "devices=cpu": "portable",
-    "devices=tpu": "flash",
-    "devices=gpu_7.5": "portable",
-    "devices=gpu_gfx942": "portable",
-    "documents=packed": "flash",
-    "dtype=float32": "flash",
-    "mesh=sp=2": "flash",
-    "mesh=sp=2 context_parallel=ulysses": "flash",
-    "mesh=sp=2 context_parallel=ulysses sequence_order=contiguous": "cudnn",
-    "mesh=sp=2 context_parallel=gather sequence_order=contiguous": "flash",
-    "attention_kernel=flash": "flash",
-    "head_width=256": "cudnn",
-    "head_width=264": "flash",
-    "head_width=256 devices=gpu_8.0": "flash",
-    "head_width=36": "flash",
-}
+CUDNN = TABLES["auto_attention"]
 
 
 @pytest.mark.parametrize("words", CUDNN)

@@ -609,8 +609,6 @@ def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
         q = question("llama3-8b", 24, row=hardware.in_machine(H100, node_size=node))
         took[node] = planner.on_mesh(q, parse_mesh("dp=3 fsdp=2 tp=4")).time.terms["tensor-parallel links"]
     assert took[6] > 10 * took[4] and took[24] == took[4]
-    with pytest.raises(ValueError, match="a chip of v3 is 2 devices, so no node has 3"):
-        hardware.in_machine(chip("v3"), node_size=3)
 
 
 # ------------------------------------------------------------------------------------------- other frameworks
@@ -676,10 +674,6 @@ def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
         count, rows, plan = frameworks.planned_by(known, None if name == "maxtext" else 64)
         assert (found, count, rows, unread) == (name, devices, batch_size, left)
         assert plan.mesh == parse_mesh(mesh)
-    with pytest.raises(ValueError, match="no key of torchtitan, megatron"):
-        frameworks.facts_in("python train.py --lr 1e-4")
-    with pytest.raises(ValueError, match="7 devices cannot be cut so"):
-        frameworks.planned_by(frameworks.facts_in("--tensor-model-parallel-size 2")[1], 7)
 
 
 def test_a_launch_line_is_priced_and_translated(capsys):
@@ -707,4 +701,3 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     )
     document = json.loads(call(capsys, *full)[1])
     assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]
-    assert "is none of torchtitan" in call(capsys, "--export", "vllm")[2]

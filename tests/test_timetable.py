@@ -10,6 +10,7 @@ import pytest
 import torch_orders
 from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
+from shared import TABLES
 
 from llmpar.cli.schedule import text_timeline
 from llmpar.plan.lockstep import most_slots, slots
@@ -184,26 +185,13 @@ def test_the_bubble_rate_is_over_the_span_of_a_stage_not_the_makespan():
     assert (table.span, table.makespan, table.ideal) == (15, 16, 12) and table.bubble_rate == 3 / 15
 
 
-LEGAL = "F0 F1 B0 B1\nF0 B0 F1 B1"
-WRONG = [  # an order, and what is said of it: the stage, the tick, who waits, and the circle
-    ("F0 F1 B0 B1\nF0 B0 F1", "stage 1 never runs B1.*stage 0 waits at tick 4 to run B1"),
-    ("F0 F1 B0\nF0 B0 F1 B1", "stage 0 never runs B1; its row stops at tick 4"),
-    ("F0 F1 B0 B1\nF0 B1 F1 B0", "stage 1 waits at tick 2 to run B1, which needs F1 on stage 1"),
-    ("F0 F1 B0 B1\nF0 B1 F1 B0", "Cycle: B1 on stage 1 -> F1 on stage 1 -> B1 on stage 1;"),
-    ("F0 W0 B0", "run W0, which needs B0 on stage 0"),
-    ("F0 B0 F1 B1\nF0 F1 B0 B1", "stage 0 waits at tick 1 to run B0, which needs B0 on stage 1, where it c"),
-    ("F0 B0 F1 B1\nF0 F1 B0 B1", "stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0;"),
-    ("F0.1 F0 B0.1 B0\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0", "Cycle: F0.1 on stage 0 -> F0 on stage 2 -> F0"),
-    (LEGAL.replace("F0 F1 B0 B1", "F0 F1&B0 B1").replace("B0 F1", "F1&B0"), "Cycle"),
-    ("F0 F0 F1 B0 B1\nF0 B0 F1 B1", "stage 0 runs F0 twice, at tick 0 and tick 1"),
-]
-
-
-@pytest.mark.parametrize(("text", "said"), WRONG)
+@pytest.mark.parametrize(("text", "said"), TABLES["orders_refused"])
 def test_an_order_that_cannot_run_is_refused(text, said):
     with pytest.raises(ValueError, match="(?s)" + said) as error:
         timetable(from_text(text))
-    assert timetable(from_text(LEGAL)).makespan == 9 and str(error.value).count("Cycle") < 2
+    assert (
+        timetable(from_text("F0 F1 B0 B1\nF0 B0 F1 B1")).makespan == 9 and str(error.value).count("Cycle") < 2
+    )
 
 
 MUTILATIONS = ("drop", "twice", "swap", "number", "beyond")

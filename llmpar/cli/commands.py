@@ -28,7 +28,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "look": {
         "inspect": "inspect:Inspect",
-        "check": "check:CheckCommand",
+        "check": "inspect:CheckCommand",
         "compile": "compile:Compile",
         "schedule": "schedule:ScheduleCommand",
         "models": "models:Models",

@@ -31,8 +31,6 @@ class Lesson:
     teaching: int
     exercises: int
     needs: tuple[str, ...] = ()
-    objectives: tuple[str, ...] = ()
-    keypoints: tuple[str, ...] = ()
     number = property(lambda self: self.file.partition("_")[0])
     minutes = property(lambda self: self.teaching + self.exercises)
 
@@ -69,9 +67,8 @@ def read_lessons(folder: pathlib.Path) -> list[Lesson]:
             raise ValueError(
                 f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks"
             )
-        lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
         facts = (about[name] for name in ("question", "teaching", "exercises"))
-        lessons.append(Lesson(path.name, title, *facts, *lists))
+        lessons.append(Lesson(path.name, title, *facts, tuple(about.get("needs", ()))))
     return lessons
 
 

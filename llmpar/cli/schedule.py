@@ -16,7 +16,7 @@ from llmpar.cli.options import (
     read_order,
     save_picture,
 )
-from llmpar.plan.schedules import Costs, Schedule, from_text, make
+from llmpar.plan.schedules import Schedule, from_text, make
 from llmpar.plan.timetable import Timetable, timetable
 
 _MAX_CELLS = 40_000
@@ -61,10 +61,9 @@ class ScheduleCommand(Output):
                 f" use at most {_MAX_CELLS:,} of stages x microbatches x chunks"
             )
         check_picture(self.svg)
-        made = self.made()
-        table = timetable(made, (f, b, w), self.hop)
+        table = timetable(self.made(), (f, b, w), self.hop)
         save_picture(self.svg, "the timetable", lambda: draw.timeline(table))
-        document = schedule_document(made, (f, b, w), self.hop)
+        document = schedule_document(table)
         numbers = "makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate".split()
         lines = [f"{name:<20}{document[name]:.4g}" for name in numbers]
         give(
@@ -92,25 +91,24 @@ class ScheduleCommand(Output):
         return order_of_file
 
 
-def schedule_document(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
+def schedule_document(t: Timetable) -> dict:
     """Return what `llmpar schedule --json` prints: times in the costs' unit, `peak_live` in microbatches per
     stage."""
-    t = timetable(schedule, costs, hop)
     cell = lambda op, start, end, tick: {**op._asdict(), "start": start, "end": end, "tick": tick}
-    rows = zip(schedule.rows, t.start, t.end, t.tick, strict=True)
+    rows = zip(t.schedule.rows, t.start, t.end, t.tick, strict=True)
     fields = (
         "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
     )
     return {
-        "name": schedule.name,
-        "stages": schedule.num_stages,
-        "microbatches": schedule.num_microbatches,
-        "chunks": schedule.num_chunks,
-        "placement": schedule.placement,
-        "split_backward": schedule.split_backward,
-        "parameter_copies": schedule.parameter_copies,
-        "costs": list(costs),
-        "hop": hop,
+        "name": t.schedule.name,
+        "stages": t.schedule.num_stages,
+        "microbatches": t.schedule.num_microbatches,
+        "chunks": t.schedule.num_chunks,
+        "placement": t.schedule.placement,
+        "split_backward": t.schedule.split_backward,
+        "parameter_copies": t.schedule.parameter_copies,
+        "costs": list(t.costs),
+        "hop": t.hop,
         **{field: float(getattr(t, field)) for field in fields.split()},
         "peak_live": t.peak_live(),
         "hops": t.hops,

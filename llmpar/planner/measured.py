@@ -1,23 +1,21 @@
 """Reads published runs, and compares the model of time and memory with them.
 
 A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
-(what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
-any input may be a list as long as what was measured. `INPUTS` and `_MEASURED` are the keys, and
-`publications.toml` says what each is, what a source says of all its runs, and how models are called. A group
-with a key, an axis, a model or another word that is unknown is left out by name.
+(what was measured); a sweep has ``rows`` in place of the latter, and ``columns`` that name what was run and
+measured in each. `publications.toml` says what each key is (`INPUTS`,
+`_MEASURED`), what a source says of all its runs (`SOURCES`), and how models are called. A group with a key,
+an axis, a model or another word that is unknown is left out by name.
 """
 
-import math
 import os
-import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmpar.files import read_json
-from llmpar.plan.mesh_shape import AXES, MeshShape
+from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ExpertConfig, ModelConfig, from_dict
 from llmpar.plan.presets import PRESETS, described_model
 from llmpar.predict import hardware
@@ -25,31 +23,11 @@ from llmpar.predict.serving import shared_matrices
 from llmpar.predict.time import step_time
 from llmpar.predict.workload import POLICIES, PUBLICATIONS, SOFTWARE, Run
 
-
-@dataclass(frozen=True)
-class Source:
-    """What a publication says of all its runs: defaults of `INPUTS`, and facts that no key states."""
-
-    software: str
-    chip: str = ""
-    gpt: bool = False
-    ffn_products: int = 3
-    zero: int = 1
-    tp_sequence: bool = False
-    tp_overlap: bool = False
-    recompute: str = "auto"
-    context_parallel: Any = "ring"
-    balanced: bool = True
-    allocated: bool = False  # memory is what the allocator gave, not what the driver sees
-    network_bytes_per_s: float = 0.0
-    inputs: dict[str, Any] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)  # by the model's width
-
-
 INPUTS: dict[str, str] = PUBLICATIONS["inputs"]
 _MEASURED: dict[str, str] = PUBLICATIONS["measured"]
 """What was measured, and which of our answers it is compared with. The rest of ``expected`` is derived."""
-SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
+SOURCES = {word: PUBLICATIONS["usual"] | row for word, row in PUBLICATIONS["sources"].items()}
+"""What a publication says of all its runs, by a word of its name."""
 MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
 _MODELS = {
     **PRESETS,
@@ -59,10 +37,6 @@ _MODELS = {
 }
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of matmuls, by how a precision's name begins."""
-IN_FLOAT32 = re.compile(
-    r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE
-)
-"""Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
 _FRAGMENTS = 0.03
 """Of a device's memory that is left free: fragments of the allocator."""
 WHOLE_BATCH = ("maxtext", "llmpar")
@@ -108,37 +82,19 @@ def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
     """Return the runs of a group: a name, what was run, and what was measured."""
-    name, inputs, expected = (
-        str(group["id"]),
-        dict(group.get("inputs", {})),
-        dict(group.get("expected", {})),
-    )
-    columns = group.get("columns") or inputs.pop("columns", None)
-    what = group.get("rows") or inputs.pop("configs", None)
-    if columns and what:
-        for i, row in enumerate(dict(zip(columns, row, strict=True)) for row in what):
-            own = {k: v for k, v in row.items() if k in _MEASURED}
-            shared = {
-                k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)
-            }
-            yield (
-                f"{name}/{i}",
-                inputs | {k: v for k, v in row.items() if k not in own},
-                own | shared,
-            )
-        return
-    lists = [v for v in inputs.values() if isinstance(v, list)]
-    results = {k: v for k, v in expected.items() if k in _MEASURED}
-    if not results:
-        raise ValueError("it holds no step time, memory or fit: nothing to compare")
-    at = lambda values, i: {k: v[i] if isinstance(v, list) else v for k, v in values.items()}
-    for i in range(max(map(len, lists), default=1)):
-        yield f"{name}/{i}" if lists else name, at(inputs, i), at(results, i)
+    name, inputs, expected = str(group["id"]), group.get("inputs", {}), group.get("expected", {})
+    rows = [dict(zip(group["columns"], row, strict=True)) for row in group.get("rows", ())]
+    for i, row in enumerate(rows or [expected]):
+        results = {key: value for key, value in row.items() if key in _MEASURED}
+        if not results:
+            raise ValueError("it holds no step time, memory or fit: nothing to compare")
+        own = {key: value for key, value in row.items() if rows and key not in results}
+        yield f"{name}/{i}" if rows else name, inputs | own, results
 
 
-def _source(text: str, software: str = "megatron") -> Source:
+def _source(text: str) -> dict[str, Any]:
     rows = (row for word, row in SOURCES.items() if word.lower() in text.lower())
-    return next(rows, Source(software))
+    return next(rows, PUBLICATIONS["usual"])
 
 
 def _one_of(table: dict[str, Any], word: Any, what: str) -> Any:
@@ -152,131 +108,92 @@ def _one_of(table: dict[str, Any], word: Any, what: str) -> Any:
 def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     if unknown := sorted(set(inputs) - set(INPUTS)):
         raise ValueError(f"unknown inputs {', '.join(unknown)}; known are {', '.join(INPUTS)}")
-    source = _source(group.get("source", ""), group.get("inputs", {}).get("software", "megatron"))
-    known = source.inputs | {k: v for k, v in inputs.items() if v is not None}
-    for words, more in PUBLICATIONS["phrases"].items():
-        known = more | known if words in group.get("what", "") else known
-    software, options = known.get("software", source.software), str(known.get("options", ""))
+    source = _source(group.get("source", ""))
+    known = source["inputs"] | {k: v for k, v in inputs.items() if v is not None}
+    software = known.get("software", source["software"])
     if software not in SOFTWARE:
         raise ValueError(f"software '{software}' is not known; known are {', '.join(SOFTWARE)}")
-    chip, links = _chip(known, source, group)
+    chip = _chip(known)
     config, ffn_products = _model(known, source, group)
     mesh, slices = _mesh(known, chip)
     if slices > 1 and chip.link == "torus":
-        links = replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
+        chip = replace(chip, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
     rows, microbatches = _batch(known, mesh, software)
-    if IN_FLOAT32.search(options) and f"{software}-bf16" in SOFTWARE:
-        software = f"{software}-bf16"
     if mesh.fsdp > 1 and software == "megatron":
         software = "fsdp"
     vp = known.get("vp", 1)
     schedule = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "1f1b", "none": "1f1b"}
     run = Run(
-        config, links, mesh, known["seq"], rows, microbatches, SOFTWARE[software],
-        3 if mesh.fsdp > 1 or (known.get("fsdp") or 1) > 1 else known.get("zero", source.zero),
+        config, chip, mesh, known["seq"], rows, microbatches, SOFTWARE[software],
+        3 if mesh.fsdp > 1 or (known.get("fsdp") or 1) > 1 else known.get("zero", source["zero"]),
         schedule="interleaved" if vp > 1 else _one_of(schedule, known.get("schedule", "none"), "schedule"),
         virtual_stages=vp,
-        tp_sequence=source.tp_sequence and mesh.tp > 1,
-        tp_overlap=(source.tp_overlap or chip.link == "torus") and mesh.tp > 1,
-        ep_overlap=source.tp_overlap and vp > 1,
-        context_parallel=source.context_parallel,
+        tp_sequence=source["tp_sequence"] and mesh.tp > 1,
+        tp_overlap=(source["tp_overlap"] or chip.link == "torus") and mesh.tp > 1,
+        ep_overlap=source["tp_overlap"] and vp > 1,
+        context_parallel=source["context_parallel"],
         ffn_products=ffn_products,
-        gpt=source.gpt,
+        gpt=source["gpt"],
         bits=_one_of(_BITS, known.get("precision", "BF16"), "precision"),
         expert_tp=False,
-        balanced=source.balanced,
-        ends_as_layers="embedding" in options and mesh.pp > 1,
+        balanced=source["balanced"],
+        ends_as_layers=known.get("ends_as_layers", False) and mesh.pp > 1,
     )  # fmt: skip
     run = replace(run, recompute=_recompute(known, source, run))
-    may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
-    if software == "maxtext" and may_offload and not fits_memory(run):
+    if software == "maxtext" and "mesh" in known and not fits_memory(run):
         run = replace(run, offload=True)
     return Case(name, group["id"], run, _measured(results, run), group.get("source", ""))
 
 
-def _chip(known: dict, source: Source, group: dict) -> tuple[hardware.Chip, hardware.Chip]:
-    """Return the chip that is named, or else the one of the source's words; and the same with the network's
-    rate."""
-    given = str(known.get("chip", ""))
-    words = f"{given} {group.get('source', '')} {known.get('hardware', '')}".lower()
-    names = r"gb300|gb200|b300|b200|gh200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4"
-    hit = re.search(names, given.lower() or words)
-    if given and not hit:
-        hardware.chip(given)  # refuses, with the names that are known
-    if not hit and not source.chip:
+def _chip(known: dict) -> hardware.Chip:
+    """Return the chip that is named, as it is in the machine."""
+    if "chip" not in known:
         raise ValueError("it names no chip; give one, as 'chip': 'h100'")
-    row = hardware.chip(hit[0] if hit else source.chip)
-    rates = (rate for text, rate in PUBLICATIONS["networks"].items() if text in words)
-    network = next(rates, source.network_bytes_per_s)
-    if "H100-96" in given:
-        row = replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
-    return row, replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
+    row = hardware.chip(str(known["chip"]))
+    network = known.get("network") if row.link == "switch" else None
+    return hardware.in_machine(row, network=network, hbm=known.get("hbm"))
 
 
-def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
+def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
     """Return the model's dims, and the matrices of its feed-forward."""
-    if not {"model", "h", "d", "params"} & set(known):  # a table of one model names it above
-        words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
-        named = [name for name in sorted(_MODELS, key=len) if name in words]
-        known |= {"model": named[-1]} if named else {}
-    gated = {"squared relu, two matrices": 2, "gelu, two matrices": 2, "swiglu, three matrices": 3}
-    matrices = _one_of(gated, known["activation"], "activation") if "activation" in known else 0
+    matrices = known.get("matrices")
     if "model" in known:
-        given = str(known["model"]).lower()
-        kv, dense = re.search(r"kv heads (\d+)", given), re.search(r", (\d+) dense layers?", given)
-        name = re.sub(r"( \(|,).*", "", given).removesuffix(" dims")
+        name = str(known["model"]).lower()
         if name not in _MODELS:
             raise ValueError(
                 f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab"
             )
         config = _MODELS[name]
-        changes: dict[str, Any] = {"num_layers": known.get("layers", config.num_layers)}
-        if config.experts and dense:
-            changes["lead"] = config.lead[:1] * int(dense[1])
-        if kv:
-            changes["num_kv_heads"] = int(kv[1])
+        sizes = {"layers": "num_layers", "kv_heads": "num_kv_heads"}
+        changes: dict[str, Any] = {sizes[key]: n for key, n in known.items() if key in sizes}
+        if config.experts and "dense_layers" in known:
+            changes["lead"] = config.lead[:1] * known["dense_layers"]
         return replace(config, **changes), matrices or MATRICES.get(name, 3)
-    if re.fullmatch(r"\d+b", str(known.get("params", ""))):
-        return _scaled(int(str(known["params"])[:-1])), matrices or 3
-    width = known.get("h", known.get("d"))
+    width = known.get("h")
     if not width or "layers" not in known:
         raise ValueError("it gives no dims of its model: h, layers, heads, ffn, vocab")
-    heads = known.get("heads") or source.heads.get(str(width)) or width // 128
+    heads = known.get("heads") or source["heads"].get(str(width)) or width // 128
     config = ModelConfig(
         group["id"], known.get("vocab", 51_200), width, known["layers"], heads, known.get("kv_heads", heads),
-        width // heads, known.get("ffn", 4 * width), tied=source.gpt,
+        width // heads, known.get("ffn", 4 * width), tied=source["gpt"],
     )  # fmt: skip
     if known.get("experts", 0) > 1:
-        top = known.get("top_k", known.get("topk", 1))
+        top = known.get("top_k", 1)
         many = ExpertConfig(known["experts"], top, num_shared=known.get("shared_experts", 0))
         config = replace(config, experts=many)
-    return config, matrices or source.ffn_products
-
-
-def _scaled(billions: int) -> ModelConfig:
-    """MaxText's ``global_parameter_scale``: powers of two on heads and widths, then width, then depth."""
-    base, rest = divmod(int(math.log2(billions)), 3)
-    heads, width = base + (rest > 0), base + (rest > 1)
-    sizes = 32_000, 2048 << width, 16 << base, 16 << heads, 16 << heads, 128, 7168 << heads
-    return ModelConfig(f"maxtext-{billions}b", *sizes)
+    return config, matrices or source["ffn_products"]
 
 
 def _mesh(known: dict, chip: hardware.Chip) -> tuple[MeshShape, int]:
     """Return the mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
-    many = re.match(r"(\d+)x ", str(known.get("hardware", "")))
-    slices = int(many[1]) if many else known.get("slices", 1)
+    slices = known.get("slices", 1)
     devices = known.get("gpus", known.get("devices", known.get("chips", 0) * chip.devices_per_chip))
-    if "nodes" in known:
-        return MeshShape(dp=known["nodes"], fsdp=8), 1
     if "mesh" in known:
-        sizes = _axes(str(known["mesh"]))
-        if free := next((axis for axis, n in sizes.items() if n == -1), ""):
-            sizes[free] = -devices // slices // math.prod(sizes.values())
-        if devices and devices % math.prod(sizes.values()):
+        text = str(known["mesh"]).replace("cp", "sp")
+        shape = parse_mesh(text, devices // slices if "-1" in text else None)
+        if devices % shape.size:
             raise ValueError(f"mesh '{known['mesh']}' does not divide its {devices} devices")
-        left = devices // math.prod(sizes.values()) if devices else 1
-        sizes["dp"] = sizes.get("dp", 1) * left
-        return MeshShape(**sizes), slices  # type: ignore[arg-type]
+        return replace(shape, dp=shape.dp * max(1, devices // shape.size)), slices
     if "sp" in known and "cp" in known:
         raise ValueError("cp and sp are two names of the same axis; give one")
     tp, pp, cp, ep, fsdp = (known.get(axis) or 1 for axis in ("tp", "pp", "cp", "ep", "fsdp"))
@@ -287,8 +204,6 @@ def _mesh(known: dict, chip: hardware.Chip) -> tuple[MeshShape, int]:
         raise ValueError(
             f"tp={tp} pp={pp} cp={cp} and dp make {given} devices, and it ran on {devices}"
         )
-    if fsdp == 1 and "grad_accum" in known and "dp" not in known and "tp" not in known:
-        return MeshShape(fsdp=devices), slices
     if ep > 1 and fsdp % ep == 0:
         fsdp //= ep
     elif ep > 1 and data % ep == 0 and fsdp == 1:
@@ -298,31 +213,15 @@ def _mesh(known: dict, chip: hardware.Chip) -> tuple[MeshShape, int]:
     return MeshShape(pp=pp, dp=data, fsdp=fsdp, ep=ep, sp=cp, tp=tp), slices
 
 
-def _axes(text: str) -> dict[str, int]:
-    """Return the sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
-    cleaned = re.sub(
-        r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", PUBLICATIONS["meshes"].get(text, text)
-    )
-    sizes = dict[str, int]()
-    for word in cleaned.split():
-        name, _, size = word.replace(":", "=").partition("=")
-        name = {"data": "dp", "cp": "sp"}.get(name, name)
-        if name not in AXES or name in sizes or not re.fullmatch(r"-1|[1-9]\d*", size):
-            raise ValueError(f"mesh '{text}' has '{word}', which is no further axis with its size; axes are"
-                             f" {', '.join(AXES)}, and data (dp) and cp (sp)")  # fmt: skip
-        sizes[name] = int(size)
-    return sizes
-
-
 def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
     """Return the sequences of a microbatch on a data rank, and microbatches."""
     ranks = mesh.dp * mesh.fsdp * mesh.ep
-    rows, many = known.get("micro_batch") or known.get("local_batch"), known.get("microbatches")
+    rows, many = known.get("micro_batch"), known.get("microbatches")
     if "per_device_batch" in known:
         rows = known["per_device_batch"] * mesh.size // ranks
-    many, whole = many or known.get("grad_accum"), known.get("batch", 0) / ranks
+    whole = known.get("batch", 0) / ranks
     if not rows and not whole:
-        raise ValueError("it gives no batch: batch, micro_batch, local_batch or per_device_batch")
+        raise ValueError("it gives no batch: batch, micro_batch or per_device_batch")
     if not rows and not many and whole > 1 and software not in WHOLE_BATCH:
         raise ValueError(f"it gives no microbatch, and each of {ranks} data ranks has {whole:g} sequences of"
                          f" the batch; say micro_batch or microbatches")  # fmt: skip
@@ -330,13 +229,8 @@ def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
     return max(1, round(rows)), many or max(1, round(whole / rows))
 
 
-def _recompute(known: dict, source: Source, run: Run) -> Any:
-    for key in ("full_recompute", "activation_checkpointing"):
-        if key in known:
-            return "block" if known[key] else "none"
-    policy, remat = known.get("recompute", source.recompute), str(known.get("remat", ""))
-    if "recompute" not in known and remat and not remat.startswith("custom"):
-        policy = _one_of(PUBLICATIONS["remat"], remat, "remat")
+def _recompute(known: dict, source: dict, run: Run) -> Any:
+    policy = known.get("recompute", source["recompute"])
     if policy not in ("auto", *POLICIES):
         raise ValueError(
             f"recompute '{policy}' is not known; known are auto, {', '.join(POLICIES)}"
@@ -514,7 +408,7 @@ def against(path: str | Path, own: dict[str, hardware.Rates] | None = None) -> d
 def _row(case: Case, own: dict[str, hardware.Rates] | None) -> dict[str, Any]:
     run, measured = case.run, case.measured
     time = step_time(run, (own or {}).get(run.chip.name))
-    parts = textbook_bytes(run, _source(case.source).allocated)
+    parts = textbook_bytes(run, _source(case.source)["allocated"])
     predicted = {
         "step_s": time.step_s,
         "memory_gb": sum(parts.values()) / 1e9,

@@ -10,12 +10,10 @@ import importlib.util
 import json
 import math
 import re
-import tomllib
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any
 
-from llmpar.predict.hardware import Chip, chip
+from llmpar.predict.hardware import Chip, chip, package_table
 
 COMPILER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # this process computes nothing elsewhere; compilers are asked for by name
@@ -26,9 +24,7 @@ COMPILER_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing is opened that two processes could not share
 }
 """The environment in which compilers run without a device. It must be set before JAX starts."""
-_TABLES = tomllib.loads(
-    resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
-)
+_TABLES = package_table("planner/gpus.toml")
 GPUS: dict[str, dict[str, Any]] = _TABLES["gpu"]
 TPUS = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
 """Chips, and what the compiler calls them."""

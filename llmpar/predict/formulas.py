@@ -146,19 +146,14 @@ def level_bytes_per_s(levels: Sequence[tuple[float, float]]) -> list[float]:
     ]
 
 
-def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds over a tree of switches, levels from the inside: the slowest level hides the others.
+def tree_level_seconds(
+    kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]
+) -> list[float]:
+    """Return the seconds on each level of a tree of switches, from the inside: the slowest hides the others.
 
     All-gather V max (D-1)/(D W) (Book, GPUs); all-reduce twice. An all-to-all does not shrink on its way up:
     the S devices below a child send S local (1 - S/g) out of it. A permute may send all of them at once.
     """
-    return max(tree_level_seconds(kind, message_bytes, levels))
-
-
-def tree_level_seconds(
-    kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]
-) -> list[float]:
-    """Return the seconds of `tree_seconds` on each level."""
     group = math.prod(degree for degree, _ in levels)
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         laps = 2 if kind == "all-reduce" else 1
