@@ -178,7 +178,7 @@ lines = [
     ("measured", seen, "measured", "o", False),
     ("the bubble alone", bubble, "ink", "^", True),
 ]
-axes = list(MEASURED), "microbatches of a step", "extra time of a row, compared with 128"
+axes = list(MEASURED), "microbatches of a step", "extra time of a row, versus 128"
 title = "BLOOM's pipelines, measured"
 scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
 
