@@ -275,7 +275,7 @@ as_on_one_device(*on_mesh(by_hand)(toy, x, counted))
 text = partitioned_hlo(on_mesh(by_hand).lower(toy, x, counted))
 sent_by_hand = census_table(census_hlo(text, mesh))
 for (_, kind), row in sent_by_hand.items():
-    print(f"as on one device, by {row['count']} {kind}s: rows, loss, two weights")
+    print(f"as on one device; {row['count']} {kind}s: row count, loss, 2 gradients")
 assert sent_by_hand.keys() == {("dp", "all-reduce")}
 assert sent_by_hand["dp", "all-reduce"]["count"] == 4
 

@@ -307,7 +307,7 @@ show(
 )
 
 # %% [markdown]
-# ## A head is a group of columns
+# ## How attention is cut
 #
 # Between Wq and Wo no head needs another head. So a device that has all of a head computes its attention alone.
 

@@ -279,7 +279,7 @@ compiled_pairs = {pair for text in listed for pair in text.split("},{")}
 assert compiled_pairs == {f"{source},{target}" for source, target in RING}
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
-print("the ring by hand is full attention, in any order of positions;")
+print("the ring by hand equals full attention, in any order of positions;")
 print(f"the compiled program makes {hops} hops of {hop:,} B")
 
 # %%

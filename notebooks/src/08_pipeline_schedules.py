@@ -94,7 +94,7 @@ met("08.bets", {"first": first, "holds least": least}, "simulated")
 # %% [markdown]
 # "Holds" says how many microbatches stage 0, 1, 2 and 3 hold at most. The hatched time is the bubble.
 #
-# ## 1F1B: the bubble of GPipe, and less to hold
+# ## 1F1B: one forward, one backward
 #
 # A stage runs a backward as soon as one is ready (Narayanan et al. 2021): first some forwards, then alternately one forward and
 # one backward. It takes as long as GPipe, because the first microbatch still goes down all stages and the last one still comes

@@ -197,7 +197,7 @@ sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
 exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}}
 assert table == exchanges
 print("Same output and gradients as one device that runs every expert on every token")
-print("and adds up those that were chosen.")
+print("and adds up the chosen ones.")
 
 # %% [markdown]
 # In the backward pass each all-to-all runs the other way: gradients travel to the experts and back. That makes four exchanges, two

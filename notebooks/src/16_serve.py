@@ -82,7 +82,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 #
 # ## Predict: how many FLOPs per byte of weights?
 #
-# In bfloat16 a weight has 2 bytes. A token multiplies by it once and adds the result: 2 FLOPs. A pass reads all weights
+# In bfloat16 a weight has 2 bytes. Each token uses it in one multiplication and one addition: 2 FLOPs. A pass reads all weights
 # once. **How many FLOPs does a pass do for each byte of weights** with a prompt of 64 tokens? With the next token of 1 request?
 # With the next tokens of 16 requests?
 
