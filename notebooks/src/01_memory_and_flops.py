@@ -14,7 +14,7 @@
 # ---
 
 # %% [markdown]
-# # 01 · An 8B model is 16 GB. Why does it not fit on 80?
+# # 01 · An 8B model is 16 GB. Why does it not fit on 80 GB?
 #
 # Llama 3 8B has 8 billion weights of 2 bytes each: 16 GB. An H100 has 80 GB. If you train it there, memory runs out before the
 # first token is processed.

@@ -90,9 +90,9 @@ if opened("03.exchanged"):
 # ## What replicas exchange
 #
 # All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
-# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis
-# `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a feed-forward): `d m +dp -> d m`. On the left each device has a partial sum;
-# on the right the sum is finished.
+# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh
+# axis `dp`. For a weight the arrow is `d m +dp -> d m` (`d` width of the model, `m` width of a feed-forward). On the left each
+# device has a partial sum; on the right the sum is finished.
 #
 # ## Three candidates for the sum
 #

@@ -105,9 +105,9 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # %% [markdown]
 # ## Predict: how much does a device send?
 #
-# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share
-# one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one device send in the forward
-# pass?**
+# Take one attention layer and one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two
+# query heads share one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one
+# device send in the forward pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
@@ -356,8 +356,8 @@ show(
 #
 # ### Exercise (stretch): write the exchange
 #
-# Ulysses before attention, as one device writes it: `x` has all heads of its own positions, `s/sp k h`. Return all positions of
-# its share of the heads, `s k/sp h`. (No batch dim; dims count from 0.)
+# This is Ulysses' exchange before attention, on one device: `x` has all heads of its own positions, `s/sp k h`. Return all
+# positions of its share of the heads, `s k/sp h`. (No batch dim; dims count from 0.)
 
 
 # %%

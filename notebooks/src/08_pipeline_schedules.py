@@ -15,7 +15,7 @@
 # ---
 
 # %% [markdown]
-# # 08 · Pipeline schedules: who fills the bubble, and who pays for it?
+# # 08 · Pipeline schedules: what fills the bubble, and what does it cost?
 #
 # A stage may choose what it does *next*. Here are the beginnings of five orders of the same work, on four stages with eight
 # microbatches. Every stage has 24 time units of work. Which order finishes first?
@@ -108,7 +108,7 @@ assert plain.peak_live() == [4, 3, 2, 1]
 scene.show(draw.timeline(plain, half=0.5))
 
 # %% [markdown]
-# Sixteen stages, 64 microbatches, 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
+# Take sixteen stages, 64 microbatches and 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
 
 # %%
 microbatches_held = ...

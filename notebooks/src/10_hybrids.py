@@ -80,7 +80,7 @@ attempt("10.share", share_held)
 # %% [markdown]
 # ## Measured: one model on growing meshes
 #
-# One model, one batch, the same weights. Only the mesh grows.
+# All runs have one model, one batch and the same weights. Only the mesh grows.
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -184,7 +184,7 @@ scene.show(draw.mesh(MESHES[-1], devices_per_host=4))
 # %% [markdown]
 # ### Exercise (core): which axis on which link?
 #
-# 16 nodes of 4 A100 each. NVLink joins the four GPUs of a node, a network joins the nodes. The mesh is
+# A cluster has 16 nodes of 4 A100 each. NVLink joins the four GPUs of a node, a network joins the nodes. The mesh is
 # `pp=2 dp=8 tp=4`, its axes in the usual order. Say for each axis whether its groups use `"NVLink"` or the `"network"`.
 
 # %%

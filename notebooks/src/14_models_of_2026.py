@@ -264,8 +264,8 @@ def recurrent(q, k, v):  # s/sp h
 
 
 # %% [markdown]
-# 1,024 positions on `sp=8`, `h` = 16, float32. **How many bytes does a rank send in seven hops of the state? And in seven hops of its keys
-# and values, as in a ring?**
+# Take 1,024 positions on `sp=8`, `h` = 16, float32. **How many bytes does a rank send in seven hops of the state? And in seven
+# hops of its keys and values, as in a ring?**
 
 # %%
 moved = {"state": ..., "keys and values": ...}

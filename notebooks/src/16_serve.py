@@ -390,7 +390,7 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 #
 # 1. Prefill reads the weights once for many tokens, decode once for each token. In bfloat16, FLOPs per byte of weights = tokens in a pass.
 # 2. Requests of a batch share one read of the weights, but no caches.
-# 3. A token leaves 2 · layers · KV heads · head width numbers in the cache.
+# 3. A token adds 2 · layers · KV heads · head width numbers to the cache.
 # 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; the cache itself is never sent.
 # 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine uses both.
 

@@ -246,7 +246,8 @@ if opened("17.equal"):
 met("17.equal", equal, "computed")
 
 # %% [markdown]
-# At T = 4 d, a little less with embedding and head. Large trainings have far more tokens, so tp stays inside a host.
+# They send the same at T = 4 d, or a little less with embedding and head. Large trainings have far more tokens, so tp stays
+# inside a host.
 #
 # ## When a process dies
 #
