@@ -63,14 +63,14 @@ print(f"set-up check: OK (Python {platform.python_version()}, JAX {jax.__version
 show(draw.cube("dp=2 fsdp=2 tp=2", rows=8, cut=("dp", "fsdp"), row=5))
 
 # %% [markdown]
-# A **device** is something with a memory of its own that runs programs: a GPU, a TPU, or one of eight that we simulate in your
-# processor. (Values and bytes are exact on simulated devices. Times mean nothing.) A **mesh** gives devices coordinates, and
-# its directions are the **axes**.
+# A **device** runs programs and has its own memory: a GPU, a TPU, or one of the eight devices that we simulate on your CPU. (On
+# simulated devices values and bytes are exact, but times mean nothing.) A **mesh** gives devices coordinates, and its
+# directions are the **axes**.
 #
 # ## Predict: who holds row 5?
 #
-# Replace the dots and run the cell. `attempt` judges your answer; `hint("00.row")` helps. A figure that answers a question stays shut
-# until you have answered; a guess will do.
+# Replace the dots and run the cell. `attempt` judges your answer; `hint("00.row")` helps. A figure that shows an answer stays
+# hidden until you have answered. A guess is enough.
 
 # %%
 holders = [..., ...]  # two numbers, the smaller one first
@@ -79,13 +79,13 @@ attempt("00.row", holders)
 # %% [markdown]
 # ## A line of text: the layout
 #
-# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh: `b` rows of the batch, cut by `dp` and
-# then by `fsdp`, and `d` width of the model (the numbers in each row), not cut. `b` and `d` are the array's **dims**, its directions; each
-# has one letter. After the slash stand the axes that cut the dim. If the layout does not name an axis, the array is not split along it: devices
-# that differ only in that coordinate hold identical copies.
+# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b`, the rows of the batch, is cut by
+# `dp` and then by `fsdp`. `d`, the width of the model (the numbers in each row), is not cut. `b` and `d` are the array's
+# **dims**, its directions; each has one letter. The axes that cut a dim are written after a slash. If the layout does not name
+# an axis, the array is not split along it: devices that differ only in that coordinate hold identical copies.
 #
-# We put an array on the devices in this layout, and ask JAX which devices have row 5. (The code is folded. `met` prints your first answer
-# beside what was found.)
+# We put an array on the devices in this layout, and ask JAX which devices have row 5. (The code is folded. `met` prints your
+# first answer beside the result.)
 
 # %% tags=["plumbing"]
 cube = parse_mesh("dp=2 fsdp=2 tp=2")
@@ -125,8 +125,8 @@ attempt("00.held", bytes_held, rows=rows, columns=columns, **sizes)
 # %% [markdown]
 # ## Shards × copies = devices
 #
-# A **shard** is the piece that a device holds. Here is one array in six layouts. A colour is a piece; the numbers in it are the devices that
-# hold it:
+# A **shard** is the piece that a device holds. Here is one array in six layouts. Each colour is one shard; the numbers in it
+# are the devices that hold this shard:
 
 
 # %% tags=["plumbing"]
@@ -214,8 +214,8 @@ met("00.held", held, "a device of JAX holds")
 #
 # ### Exercise (core): which layout is this?
 #
-# The mesh is `dp=2 fsdp=2 tp=2`, the array `b d`; rows run down. Each colour is a piece, with the devices that hold it. Write the
-# layout.
+# The mesh is `dp=2 fsdp=2 tp=2`, the array `b d`; rows run down. Each colour is one shard, with the devices that hold it. Write
+# the layout.
 
 # %% tags=["plumbing"]
 quarters = {(0, 0): "0 2", (0, 1): "4 6", (1, 0): "1 3", (1, 1): "5 7"}
@@ -235,9 +235,10 @@ attempt("00.layout_of", layout_seen)
 # %% [markdown]
 # ## Predict: do eight billion weights fit?
 #
-# Now a cluster that you do not have: 16 H100s (GPUs for data centres) train Llama 3 8B, a model of 8.03e9 weights. Training holds 16 bytes
-# for each: the weight, its gradient and two numbers of the optimizer, 4 bytes each. With the mesh `dp=16` nothing of that is cut; with
-# `dp=2 fsdp=4 tp=2` it is cut by `fsdp` and `tp`. **How many GiB (2³⁰ bytes) does each GPU hold?** A program may use 59.3 GiB of it.
+# Imagine a larger cluster: 16 H100s (GPUs for data centres) train Llama 3 8B, a model of 8.03e9 weights. Training holds 16
+# bytes for each: the weight, its gradient and two numbers of the optimizer, 4 bytes each. The mesh `dp=16` cuts none of this.
+# The mesh `dp=2 fsdp=4 tp=2` cuts all of it by `fsdp` and `tp`. **How many GiB (2³⁰ bytes) does each GPU hold?** A program may
+# use 59.3 GiB of it.
 
 # %%
 gib = {"dp=16": ..., "dp=2 fsdp=4 tp=2": ...}
@@ -284,16 +285,16 @@ assert reply["verdict"]["tone"] == "bad", "16 whole copies are too large"
 explorer if opened("00.fits") else None
 
 # %% [markdown]
-# The bar is the memory of one device, with a margin of 8 %. *Activations* are what the forward pass keeps for the backward pass (lesson 01). In a
-# running notebook, change the axes with + and −: give all 16 devices to `dp`. Each then holds all weights, gradients and optimizer numbers, and the model does not
-# fit.
+# The bar is the memory of one device, with a margin of 8 %. *Activations* are what the forward pass keeps for the backward pass
+# (lesson 01). In a running notebook you can change the axes with + and −. Give all 16 devices to `dp`. Each then holds all
+# weights, gradients and optimizer numbers, and the model does not fit.
 #
 # ## Keep: a line of text says who holds what
 #
 # 1. A mesh gives devices coordinates; its directions are the axes.
-# 2. A layout says which axes cut which dim. Along an axis that it does not name there are copies.
+# 2. A layout says which axes cut which dim. Along an axis that it does not name, devices hold copies.
 # 3. Shards times copies is the number of devices.
-# 4. Fewer copies, less memory on each device: that is why a model is cut.
+# 4. With fewer copies each device needs less memory. That is why a model is cut.
 
 # %% [markdown]
 # ## Further

@@ -17,8 +17,8 @@
 # %% [markdown]
 # # 00b · You know PyTorch. Who calls `all_reduce` here?
 #
-# In PyTorch you start a process for each GPU and wrap the model in DDP, which adds up the gradients. Below nothing is
-# wrapped, and no line names a sum. Yet all devices end with the same gradient. Who adds?
+# In PyTorch you start a process for each GPU and wrap the model in DDP, which adds up the gradients. Below nothing is wrapped,
+# and no line calls a sum. But all devices end with the same gradient. Who adds the gradients?
 
 # %% tags=["plumbing"]
 import os
@@ -82,11 +82,12 @@ show(compose("One node with four GPUs", [items], words))
 # - `jax.grad(loss)` is a function. It returns the gradient with respect to the first argument, here `w`. There is no
 #   `.backward()`, and nothing is stored in `w.grad`.
 # - `jax.shard_map` runs a function on every device, as each rank runs your script. `P("dp")` cuts the first dim of `x` over the
-#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy. `in_specs` says so of the arguments, `out_specs` of
-#   the result: here it is the same on all devices.
+#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy. `in_specs` are for the arguments and `out_specs`
+#   for the result, which is the same on all devices here.
 # - `jax.jit` compiles it all, as `torch.compile` does.
 #
-# A **collective** is a message of all devices together; `all_reduce` is one. Count those of the compiled program.
+# A **collective** is a communication in which all devices take part; `all_reduce` is one. Count the collectives in the compiled
+# program.
 
 # %%
 mesh = make_mesh(f"dp={N}")
@@ -168,10 +169,10 @@ except ValueError as error:
 assert "out_specs which require replication" in refused
 
 # %% [markdown]
-# In PyTorch the copies drift apart if a sum is forgotten, without an error. JAX refuses to call such a result shared: with
-# `out_specs=P()` the program above is a `ValueError`.
+# In PyTorch, if a sum is forgotten, the copies drift apart without an error. JAX refuses that: `out_specs=P()` says that all
+# devices have the same result, and with it the program above raises a `ValueError`.
 #
-# ## FSDP2 is one line more: gather the weight before its use
+# ## FSDP2 needs one more line: gather the weight before its use
 #
 # `fully_shard` stores a part of each weight on each GPU. Its hooks gather a layer's weights, use them and forget them:
 
@@ -195,7 +196,8 @@ assert sent_by(fsdp, w, x) == ["all-gather", "reduce-scatter"]
 assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# We did not write the reduce-scatter. `grad` wrote it: the gradient of a gather is a sum, of which each device gets its part.
+# We did not write the reduce-scatter. `grad` wrote it: the backward pass of an all-gather sums over the devices, and gives each
+# device its part of the sum.
 #
 # ## You can read a program before it runs
 #
@@ -215,11 +217,11 @@ held = (w.nbytes + x.nbytes) // N
 assert compiled.memory_analysis().argument_size_in_bytes == held
 
 # %% [markdown]
-# ## A DTensor counts by axes of the mesh, JAX by dims of the array
+# ## A DTensor has an entry for each mesh axis, JAX for each dim of the array
 #
 # Take a mesh of 2 × 4 GPUs and cut the rows of an array over its first axis. A DTensor has a placement for each *axis of the
-# mesh*: `[Shard(0), Replicate()]`. A `PartitionSpec` has an entry for each *dim of the array*: `P("dp", None)`. So has our layout
-# `b/dp d` (`b` rows of the batch, `d` width of the model).
+# mesh*: `[Shard(0), Replicate()]`. A `PartitionSpec` has an entry for each *dim of the array*: `P("dp", None)`. Our layout
+# `b/dp d` also has one (`b` rows of the batch, `d` width of the model).
 
 # %%
 show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
@@ -238,13 +240,13 @@ show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
 # | `dist.all_reduce` | `lax.psum(x, "tp")` | `b d +tp -> b d` |
 # | `dist.all_to_all_single` (dim 0 only) | `lax.all_to_all(x, "tp", 1, 0, tiled=True)` | `b/tp d -> b d/tp` |
 # | `Partial()` of a DTensor | a varying value that is still to be added | `+tp` |
-# | DDP | `grad` with `w` at `P()`, divided by the devices | `d m +dp -> d m` |
+# | DDP | `grad` with `w` at `P()`, divided by the number of devices | `d m +dp -> d m` |
 # | `fully_shard` (FSDP2) | `all_gather` inside the loss | `d/fsdp m -> d m` |
 # | NCCL | XLA calls it on GPUs | |
 # | `torchrun`, a process per GPU | `jax.distributed.initialize()`, a process per host | |
 #
-# (`jax.make_mesh` makes axes along which JAX checks layouts as types, lesson 12. Ours are of the older kind,
-# `AxisType.Auto`.) An arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward.)
+# (Along axes from `jax.make_mesh`, JAX checks layouts as types: lesson 12. Our axes are of the older kind, `AxisType.Auto`.) An
+# arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward.)
 
 
 # %% tags=["plumbing"]
@@ -286,8 +288,8 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 # %% [markdown]
 # ## Keep: you write the loss, `grad` and XLA write the collectives
 #
-# 1. One JAX process runs all devices of its host; `shard_map` is what a rank's script is in PyTorch.
-# 2. The gradient of a shared weight is summed over the devices: DDP without DDP, as a sum and no mean.
+# 1. One JAX process runs all devices of its host; a function in `shard_map` corresponds to a rank's script in PyTorch.
+# 2. The gradient of a shared weight is summed over the devices, as in DDP, but it is a sum and not a mean.
 # 3. `pcast(…, to="varying")` marks a value as each device's own copy. A gradient with respect to that copy is not summed.
 # 4. The gradient of an all-gather is a reduce-scatter: that is FSDP.
 # 5. Read what was compiled, with `lower().compile()`; do not guess.

@@ -8,16 +8,16 @@
 #       is parallel?
 #     objectives:
 #     - Count the parameters, the training state and the FLOPs of a Llama from its dims.
-#     - Tell what grows with the parameters from what grows with the tokens, and what
-#       recomputation buys.
-#     - Decide how many devices memory demands, and how many a deadline demands.
+#     - Say what grows with the parameters, what grows with the tokens, and what
+#       recomputation saves.
+#     - Compute how many devices the memory requires, and how many a deadline requires.
 # ---
 
 # %% [markdown]
-# # 01 · An 8B model is 16 GB. Why does it not fit on 80?
+# # 01 · An 8B model is 16 GB. Why does it not fit on 80 GB?
 #
-# Llama 3 8B has 8 billion weights of 2 bytes each: 16 GB. An H100 has 80 GB. Train it there, and memory runs out before the first token
-# is processed.
+# Llama 3 8B has 8 billion weights of 2 bytes each: 16 GB. An H100 has 80 GB. If you train it there, memory runs out before the
+# first token is processed.
 
 # %% tags=["plumbing"]
 import os
@@ -73,15 +73,15 @@ def bars(parts, title, bet=""):
 held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
-# The weights of all four models fit. The dashed line is what a program may use: JAX takes three quarters of the card's 79 GiB when it
-# starts, unless you tell it otherwise: 59.3 GiB. All lessons draw this line. (1 GB is 1e9 bytes, 1 GiB is 2**30; the card is sold as "80
-# GB".)
+# The weights of all four models fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three
+# quarters of the card's 79 GiB (you can set another share). All lessons draw this line. (1 GB is 1e9 bytes, 1 GiB is 2**30; the
+# card is sold as "80 GB".)
 #
-# ## Predict: what does training hold besides?
+# ## Predict: what else does training hold?
 #
-# For each weight there is a **gradient**, which says how to change it. Adam, the usual **optimizer**, keeps two running means for
-# each weight, its **moments**. In mixed precision a weight and its gradient have 16 bits. The two moments have 32 bits each, and
-# so has a precise copy of the weight, which the optimizer changes.
+# For each weight there is a **gradient**, which says how to change it. Adam, the usual **optimizer**, keeps two running means
+# for each weight, its **moments**. In mixed precision a weight and its gradient have 16 bits. The two moments have 32 bits
+# each. The optimizer also updates a precise copy of the weight, with 32 bits.
 #
 # **How many GB is all that for Llama 3 8B, with its 8.03 billion parameters?**
 
@@ -102,8 +102,8 @@ met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
 #
 # ### Exercise (core): what fits?
 #
-# `least`: the smallest number of A100s with 40 GB whose memory together holds this state of Llama 3 8B, cut evenly. (Count all
-# 40 GB of each card.) `left on 8`: how many GB are left on each of eight.
+# `least` is the smallest number of A100s with 40 GB that together can hold this state of Llama 3 8B, cut evenly. (Count all 40
+# GB of each card.) `left on 8` is how many GB are left on each GPU if there are eight.
 
 # %%
 least, left_on_8 = ..., ...
@@ -112,9 +112,9 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # %% [markdown]
 # ## The compiler reserves exactly what was counted
 #
-# Is that true of a real program? We train a small model with weights and moments of 32 bits: a step takes 12 bytes for each parameter as
-# arguments, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (`remat` chooses what is recomputed;
-# the next part explains it.)
+# Does this count hold for a real program? We train a small model with weights and moments of 32 bits. The arguments of a step
+# are 12 bytes for each parameter, and the tokens of a batch. The compiler says how many bytes it reserves for arguments.
+# (`remat` chooses what is recomputed; the next part explains it.)
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
@@ -196,13 +196,13 @@ for policy, size in KEPT.items():
     print(f", {32 * size / 2**30:4.1f} GiB of all 32")
 
 # %% [markdown]
-# *At work*: temporary memory of the one layer (or the loss) that is running. Without recomputation the step needs more than a program may
-# use; `block` needs about a quarter of that. The 736 MiB of `selective` are a layer's input, queries, keys, values, attention's result,
-# the sum after it and the two wide matmuls of the feed-forward.
+# *At work*: temporary memory of the one layer (or the loss) that is running. Without recomputation (`none`) the step needs more
+# than a program may use; `block` needs about a quarter of what `none` needs. The 736 MiB of `selective` consist of a layer's
+# input, queries, keys, values, attention's result, the sum after it and the two wide matmuls of the feed-forward.
 #
 # ## The compiler agrees, and the losses stay the same
 #
-# The small model, compiled three times: what the compiler reserves beside weights, moments and tokens.
+# We compile the small model three times. The bars are what the compiler reserves beside weights, moments and tokens.
 
 # %%
 temporaries = {
@@ -222,7 +222,8 @@ assert not any(sent.values()), "one device sends nothing"
 assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
-# The same numbers are computed, some of them twice. Every lesson checks these four things. Here there is one device, so nothing is sent.
+# All three compute the same numbers, some of them twice. Every lesson checks the four things in the line above. Here there is
+# one device, so nothing is sent.
 #
 # ## Each weight costs 6 FLOPs a token
 #
@@ -247,7 +248,7 @@ forward = flops_of(lambda x, w: x @ w)
 both = flops_of(jax.value_and_grad(loss, argnums=(0, 1)))
 per = T * D * M  # tokens times weights
 print(f"forward {forward / per:g} FLOPs a weight and token,", end=" ")
-print(f"both ways {both / per:.2f} (the square of the loss is in it)")
+print(f"forward and backward {both / per:.2f} (with the loss's square)")
 assert forward == 2 * per and 6 <= both / per < 6.2
 
 # %% [markdown]
@@ -263,10 +264,10 @@ attempt("01.days", num_days)
 # %% [markdown]
 # ## Predict: when does attention cost more than all weights?
 #
-# Attention has matmuls without weights: every token with every other one. Each token of a sequence of `s` costs `12 l n h s` FLOPs, both
-# ways, where `l` are the layers, `n` the heads and `h` the width of a head. (The PaLM paper counts so, appendix B. A causal mask leaves
-# half of it.) Llama 3 8B has 32 layers, 32 heads and h = 128. Its weights cost 6 FLOPs each, apart from the embedding's, `v d` = 128,256
-# × 4,096, which are looked up and not multiplied.
+# Attention has matmuls without weights: they multiply every token with every other token. Forward and backward, each token of a
+# sequence of `s` costs `12 l n h s` FLOPs, with `l` layers, `n` heads and head width `h`. (The PaLM paper counts in this way,
+# appendix B. A causal mask halves it.) Llama 3 8B has 32 layers, 32 heads and h = 128. Its weights cost 6 FLOPs each, apart
+# from the embedding's, `v d` = 128,256 × 4,096, which are looked up and not multiplied.
 #
 # **From which `s` on does attention cost more?**
 

@@ -9,8 +9,8 @@
 #     - Choose the collective that carries out an arrow, and compute what each device
 #       sends.
 #     - Build an all-reduce out of a ring of permutes.
-#     - Price a collective by its starts, its bytes and the slowest link that it
-#       crosses.
+#     - Compute the time of a collective from its starts, its bytes and the slowest
+#       link that it crosses.
 # ---
 
 # %% [markdown]
@@ -74,8 +74,8 @@ def sent_by(program, *given):
 show(draw.before_after())
 
 # %% [markdown]
-# Programs send in five patterns. They are called **collectives**, because all devices take part. Our eight want the third
-# one, the all-reduce. We begin with the second one.
+# Programs send in five patterns. They are called **collectives**, because all devices take part. Our eight devices need the
+# third one, the all-reduce. We begin with the second one, the reduce-scatter.
 #
 # ## Predict: what does a reduce-scatter send?
 #
@@ -125,12 +125,12 @@ assert np.array_equal(shifted, np.roll(blocks, 1, axis=0))
 # Cut the message into `N` parts, one for each device. A device keeps its own part, and sends `N - 1` parts: `(N - 1)/N` of the message. (For an
 # all-gather the message is the gathered result.) A permute sends the whole buffer.
 #
-# An all-reduce sends nearly twice as much, because it is two others: a reduce-scatter, after which each device has a part of the
-# sum, then an all-gather of these parts.
+# An all-reduce sends nearly twice the buffer, because it consists of two collectives: after a reduce-scatter each device has a
+# part of the sum, then an all-gather collects these parts.
 #
-# ## A thousand devices send hardly more than eight
+# ## With a thousand devices each sends hardly more than with eight
 #
-# Twice `(N - 1)/N` stays below 2, however many devices take part. That is the better way:
+# Twice `(N - 1)/N` stays below 2, however many devices take part. This is the better way that we looked for:
 
 # %% tags=["plumbing"]
 counts = [2**k for k in range(1, 11)]
@@ -147,8 +147,8 @@ show(draw.curves(lines, counts, **axes, title="What one sum costs each device"))
 # %% [markdown]
 # ### Exercise (core): four kinds
 #
-# Four devices, and a message of 8 MB: for an all-gather the gathered result, for the others the buffer of each device. How many
-# **MB** does a device send?
+# Four devices exchange a message of 8 MB. For an all-gather it is the gathered result; for the others it is the buffer of each
+# device. How many **MB** does a device send?
 
 # %%
 all_gather, reduce_scatter, all_reduce, all_to_all = ..., ..., ..., ...
@@ -165,7 +165,7 @@ attempt("02.sent", answer | {"all-reduce": all_reduce, "all-to-all": all_to_all}
 SumExplorer(collective="all-reduce")
 
 # %% [markdown]
-# The same in code. `lax.ppermute` is one hop: it sends a value along `RING`, which lists pairs (from, to).
+# Here is the same in code. `lax.ppermute` is one hop: it sends a value along `RING`, which lists pairs (from, to).
 
 
 # %%
@@ -197,8 +197,8 @@ assert hops == 2 * (N - 1) and sent == formulas.sent_bytes("all-reduce", 2**20, 
 #
 # ## On a mesh, a collective runs in groups
 #
-# A collective over one axis joins the devices that differ in that coordinate only: a **group**. Here each device of a cube gathers the device
-# numbers of its groups:
+# A collective over one axis runs in **groups**: a group is the devices that differ in that coordinate only. Here each device of
+# a cube gathers the device numbers of its groups:
 
 # %%
 show(draw.mesh("dp=2 fsdp=2 tp=2", highlight_axis="fsdp"))
@@ -246,15 +246,15 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 #
 # A permute has no arrow: the layout stays the same. It is one step of a ring.
 #
-# ## Small messages wait for the start, not for the bytes
+# ## Is a small message faster?
 #
-# Each start costs α, and then come the bytes (at β bytes a second):
+# Each start costs α seconds (its latency), and then the bytes take their time (at β bytes a second):
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
-# Simulated devices have no links, so this is a model of H100s: 370 GB/s leave a GPU inside a node (one
-# machine with 8 GPUs) and 50 GB/s between nodes. A ring starts 14 times. For small messages NCCL, the GPUs' library, uses a
-# **tree**: up and down, with 1 + log₂ 8 = 4 starts each.
+# Simulated devices have no links, so this is a model of H100s: 370 GB/s leave a GPU inside a node (one machine with 8 GPUs) and
+# 50 GB/s between nodes. A ring starts 14 times. For small messages NCCL, the GPUs' library, uses a **tree**: 1 + log₂ 8 = 4
+# starts up and 4 starts down.
 
 # %%
 h100, sizes = chip("h100"), [10**k for k in range(3, 10)]

@@ -8,15 +8,15 @@
 #     objectives:
 #     - Write data parallelism by hand, and say what replicas must agree on.
 #     - Recognise the three usual faults in summing gradients.
-#     - Predict what a step sends, and from how many tokens on it can hide behind the
-#       backward pass.
+#     - Predict what a step sends, and how many tokens hide it behind the backward
+#       pass.
 # ---
 
 # %% [markdown]
 # # 03 · What must replicas exchange?
 #
 # Four devices hold the same model. Each computes a gradient from its own rows of the batch, and updates its weights. After one
-# step there are four models. What must they send, so that there is one?
+# step there are four different models. What must the devices send, so that there is one model again?
 
 # %% tags=["plumbing"]
 import os
@@ -90,14 +90,14 @@ if opened("03.exchanged"):
 # ## What replicas exchange
 #
 # All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
-# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis
-# `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a feed-forward): `d m +dp -> d m`. On the left each device has a partial sum;
-# on the right the sum is finished.
+# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh
+# axis `dp`. For a weight the arrow is `d m +dp -> d m` (`d` width of the model, `m` width of a feed-forward). On the left each
+# device has a partial sum; on the right the sum is finished.
 #
-# ## Three sums that look right
+# ## Three candidates for the sum
 #
-# A toy of two matrices, and rows of which not all count, as when a text is padded. On one device the loss is the sum of
-# squared errors, divided by the number of rows that count:
+# Take a toy model of two matrices. Not all rows count, as in a padded text. On one device the loss is the sum of squared
+# errors, divided by the number of rows that count:
 
 
 # %%
@@ -147,8 +147,8 @@ def scaled(tree, factor):
 
 
 # %% [markdown]
-# On several devices each has the gradient of its *own* sum, and its *own* count. `lax.psum(…, "dp")` adds over the devices,
-# `lax.pmean` takes the mean. Three ways to make one gradient; the third also clips it to a norm of 1:
+# On several devices each device has the gradient of its *own* sum, and its *own* count. `lax.psum(…, "dp")` adds over the
+# devices, `lax.pmean` takes the mean. Here are three ways to make one gradient; the third one also clips it to a norm of 1:
 
 
 # %%
@@ -166,7 +166,7 @@ def clip_then_sum(grads, count):
 
 
 # %% [markdown]
-# On one device all three are right. That is why people write them. **Which are right on several devices?**
+# On one device all three are right. **Which are right on several devices?**
 
 # %%
 right = {"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}
@@ -193,8 +193,9 @@ for way, got, right in zip(WAYS, given, wanted, strict=True):
         print(f"{way.__name__:<15} off by {error:.0%} of the largest gradient")
 
 # %% [markdown]
-# The second stood in Hugging Face Transformers until October 2024, with microbatches in place of devices. Divide **the total sum by the
-# total count**, and take the norm only after the sum.
+# All three are wrong, but people write them, because they are right on one device. Hugging Face Transformers had the second one
+# until October 2024, with microbatches in place of devices. Divide **the total sum by the total count**, and take the norm only
+# after the sum.
 #
 # ### Exercise (core): repair the three
 #
@@ -249,8 +250,9 @@ words = (
 show(compose("pcast: nothing forward, an all-reduce backward", [items], words))
 
 # %% [markdown]
-# Its backward pass is an all-reduce. Differentiate with respect to its *output*, as below, and you stop before that all-reduce: each
-# device gets its own gradient, and we write the sum. Differentiate with respect to its *input*, and you get the sum.
+# Its backward pass is an all-reduce. If you differentiate with respect to its *output*, as below, you stop before that
+# all-reduce: each device gets its own gradient, and we write the sum ourselves. If you differentiate with respect to its
+# *input*, you get the sum.
 
 
 # %%
@@ -273,7 +275,7 @@ as_on_one_device(*on_mesh(by_hand)(toy, x, counted))
 text = partitioned_hlo(on_mesh(by_hand).lower(toy, x, counted))
 sent_by_hand = census_table(census_hlo(text, mesh))
 for (_, kind), row in sent_by_hand.items():
-    print(f"as on one device, by {row['count']} {kind}s: rows, loss, two weights")
+    print(f"as on one device; {row['count']} {kind}s: row count, loss, 2 gradients")
 assert sent_by_hand.keys() == {("dp", "all-reduce")}
 assert sent_by_hand["dp", "all-reduce"]["count"] == 4
 
@@ -305,7 +307,8 @@ plans = {
 }
 
 # %% [markdown]
-# The batch is uneven: a fifth of the targets is left out, and the last device has none. (Its own mean would be 0/0.)
+# The batch is uneven: a fifth of the targets does not count, and on the last device no target counts. (Its own mean would be
+# 0/0.)
 
 # %% tags=["plumbing"]
 BATCH, SEQ, RATE, MOMENTUM, STEPS = 2 * N, 16, 0.3, 0.9, 4
@@ -383,13 +386,13 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # %% [markdown]
 # ## What the four plans send
 #
-# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message more (the loss, the number
-# of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
+# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one more small message (the loss,
+# the number of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
 #
-# ## From how many tokens on is the sum hidden?
+# ## How many tokens hide the sum?
 #
-# The gradient of the last layer is ready first. It can be sent while the layers before it compute. **From how many tokens per
-# device on does computing take as long as sending?** Guess, then drag. (`28+` is layers 28 to 31.)
+# The gradient of the last layer is ready first. It can be sent while the layers before it compute. **With how many tokens per
+# device does computing take as long as sending?** Guess, then drag. (`28+` is layers 28 to 31.)
 
 # %%
 OverlapExplorer(tokens=1024)
@@ -420,8 +423,9 @@ for where, (device, rate, published) in thresholds.items():
     print(f"{at_rate:<36} {tokens:4.0f} tokens, published {published}")
 
 # %% [markdown]
-# (Published: Austin et al. 2025.) The figure turns at 2,340 tokens: it takes what large messages reach, 370 of NVLink's
-# 450 GB/s, and the ring's 7/8. From there on a step waits only for the last piece: nothing is left to compute meanwhile.
+# (Published: Austin et al. 2025.) In the figure the threshold is 2,340 tokens, since it uses the rate that large messages
+# reach, 370 of NVLink's 450 GB/s, and the ring's 7/8. With more tokens a step waits only for the last piece, because nothing is
+# left to compute meanwhile.
 #
 # ## Measured: the second node costs most
 #
@@ -436,15 +440,15 @@ look = dict(high=1.1, percent=True, title="On 16 nodes a GPU keeps 76 % of its s
 show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
-# (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. More
-# nodes cost less, for 2(N − 1)/N never reaches 2.
+# (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network.
+# Further nodes cost less, because 2(N − 1)/N never reaches 2.
 #
 # ## Keep: replicas sum their gradients
 #
 # 1. Replicas exchange gradients: one arrow, `d m +dp -> d m`, for each weight.
 # 2. Divide the total sum by the total count. A mean of means and a norm of a partial sum are wrong.
-# 3. Each device sends 2(N − 1)/N times the gradients' bytes, in one message or in many.
-# 4. Sending overlaps with a backward pass of at least C/β tokens per device; the last piece never does.
+# 3. Each device sends 2(N − 1)/N times the gradients' bytes, in one message or in many messages.
+# 4. Sending overlaps with a backward pass of at least C/β tokens per device; the last piece never overlaps.
 # 5. With microbatches a device adds its gradients first, and sends their sum once.
 
 # %% [markdown]

@@ -15,8 +15,8 @@
 # %% [markdown]
 # # 04 · 8B does not fit on 8 GPUs. What can be cut?
 #
-# To train Llama 3 8B, a GPU holds weights, gradients, Adam's state and activations: twice what fits. Eight GPUs do not help: in
-# data parallelism each of them holds a copy of everything. Which parts can be cut, and what does a cut cost to send?
+# To train Llama 3 8B, a GPU holds weights, gradients, Adam's state and activations: twice as much as fits. Eight GPUs do not
+# help: in data parallelism each of them holds a copy of everything. Which parts can be cut, and what does a cut cost to send?
 
 # %% tags=["plumbing"]
 import os
@@ -101,13 +101,13 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
 # Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the *optimizer* (a
-# float32 copy of the weight, and two *moments*). Activations are 2 GiB: each GPU processes one sequence of 8,192 tokens, keeps the
-# input of each layer, and recomputes the rest (lesson 01). The line, 59.3 GiB, is what a program may use of an H100: JAX takes three
-# quarters of its 79.1 GiB. All pictures of this part count in this way.
+# float32 copy of the weight, and two *moments*). Activations are 2 GiB: each GPU processes one sequence of 8,192 tokens, keeps
+# the input of each layer, and recomputes the rest (lesson 01). The line, 59.3 GiB, is what a program may use of an H100: JAX
+# takes three quarters of its 79.1 GiB. All pictures here count in this way.
 #
 # ## When is each part used?
 #
-# One device in one step:
+# The picture is one device in one step:
 
 # %% tags=["plumbing"]
 show(draw.zero_strips(stages=[0]))
@@ -116,9 +116,9 @@ show(draw.zero_strips(stages=[0]))
 # Adam's moments are used only once in a step: in the update. And Adam updates each number without looking at the others, so a device can
 # update a *part* of the weights.
 #
-# *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 1, also called ZeRO-1, cuts the optimizer's state: each of N devices holds one
-# part of N. Stage 2 cuts the gradients too. Stage 3 cuts the weights too, and is also called *FSDP*, fully sharded data parallelism. The mesh
-# axis is called `fsdp`.
+# *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 1, also called ZeRO-1, cuts the optimizer's state: each of N devices
+# holds 1/N of it. Stage 2 cuts the gradients too. Stage 3 cuts the weights too, and is also called *FSDP*, fully sharded data
+# parallelism. The mesh axis is called `fsdp`.
 #
 # ## Predict: what does each device hold?
 #
@@ -168,9 +168,9 @@ assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
 #
 # ## Stage 0: all-reduce, then update
 #
-# Two trainings, with JAX's own functions. The model is four layers of `tanh(x @ w)`: 4 × 32 × 32 weights in float32. Inside
-# `jax.shard_map` you read what one device does. (Adam's formula, `adam`, is folded below. `pcast` gives each device a copy of its own to
-# differentiate: the picture is in [lesson 03](03_data_parallelism.ipynb).)
+# We write the stages with JAX's own functions. The model is four layers of `tanh(x @ w)`: 4 × 32 × 32 weights in float32. A
+# function in `jax.shard_map` is what one device does. (Adam's formula, `adam`, is folded below. `pcast` gives each device its
+# own copy to differentiate: [lesson 03](03_data_parallelism.ipynb) has a picture.)
 
 # %% tags=["plumbing"]
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
@@ -218,8 +218,8 @@ def stage0(w, m1, m2, t, x, y):
 show(draw.before_after(("reduce-scatter", "all-gather")))
 
 # %% [markdown]
-# Stage 1 puts the update between the two. After the reduce-scatter a device has the finished sum for its own rows of each weight. It updates
-# these rows, with its part of Adam's state. What is gathered then is the updated weights. Three lines change:
+# Stage 1 puts the update between the two. After the reduce-scatter a device has the finished sum for its own rows of each
+# weight. It updates these rows, with its part of Adam's state. Then it gathers the updated weights. Three lines change:
 
 
 # %%
@@ -238,8 +238,8 @@ def stage1(w, m1, m2, t, x, y):
 
 
 # %% [markdown]
-# (`tiled`: parts are cut from, or joined along, that dim. `invarying`: all devices get the same. `l` layers; of a weight, `d` width in, the
-# rows, and `m` width out.)
+# (`tiled`: parts are cut or joined along that dim. `invarying`: all devices get the same. There are `l` layers; a weight has
+# `d` rows, its input width, and `m` columns.)
 #
 # ## Stage 3: gather, use, forget
 
@@ -247,8 +247,8 @@ def stage1(w, m1, m2, t, x, y):
 show(draw.gather_use_forget())
 
 # %% [markdown]
-# One layer is whole while it is used, and the next one is fetched meanwhile. `jax.checkpoint` keeps nothing of what a function computed: in
-# the backward pass it runs again, and gathers again.
+# While one layer is used, the next one is gathered. `jax.checkpoint` keeps nothing that a function computed: in the backward
+# pass the function runs again, and gathers again.
 
 
 # %%
@@ -266,8 +266,8 @@ def stage3(w, m1, m2, t, x, y, use=gathered_layer):
 
 
 # %% [markdown]
-# This code has no reduce-scatter, but its program will: **the gradient of a gather is a reduce-scatter.** A weight was copied to
-# all devices, so its gradient is a sum over all devices; each device needs that sum for its own rows alone.
+# This code has no reduce-scatter, but its compiled program has one: **the gradient of a gather is a reduce-scatter.** A weight
+# was copied to all devices, so its gradient is a sum over all devices; each device needs only its own rows of that sum.
 
 # %% tags=["plumbing"]
 WEIGHT_AT = {0: "l d m", 1: "l d m", 2: "l d m", 3: "l d/fsdp m"}
@@ -362,8 +362,8 @@ found = {stage: round(psi) for stage, (_, psi) in programs.items()}
 met("04.sent", {0: found[0], 1: found[1], 2: 2, 3: found[3]}, "Ψ:")
 
 # %% [markdown]
-# So stage 1 divides the optimizer's memory by N and sends what stage 0 sends. Stage 3 sends one Ψ more: the second gather, for the backward
-# pass. (In stage 2, in *Further*, each layer's gradient is scattered as soon as it exists: 2Ψ too.)
+# So stage 1 divides the optimizer's memory by N and sends what stage 0 sends. Stage 3 sends one more Ψ: the second gather, for
+# the backward pass. (In stage 2, in *Further*, each layer's gradient is scattered as soon as it exists: 2Ψ too.)
 #
 # ## Predict: which stages send more with microbatches?
 #
@@ -393,8 +393,8 @@ met("04.accumulated", more, "found")
 #
 # ### Exercise (stretch): make stage 2 from stage 1
 #
-# Below is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
-# stage 2's: return the same shard, `d/fsdp m`, and never add up anything whole.
+# Below is stage 1's sum over microbatches. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
+# stage 2's sum: return the same shard, `d/fsdp m`, but never add whole gradients.
 
 
 # %%
@@ -409,7 +409,7 @@ def stage2_accumulated(gradient, parts): ...
 attempt("04.stage2_accumulated", stage2_accumulated)
 
 # %% [markdown]
-# ## Keep: what a device needs only in part is cut
+# ## Keep: cut what a device uses only in part
 #
 # 1. ZeRO cuts what replicas hold in common: optimizer state (stage 1), gradients (2), weights (3).
 # 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, and sends nothing more.

@@ -4,13 +4,13 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "02"]
-#     question: How are two matmuls cut over devices, what do they send, and why does it stop paying at 8 or so?
+#     question: How are two matmuls cut over devices, what do they send, and up to how many devices is it worth it?
 #     objectives:
 #     - Cut a pair of matmuls by columns, then rows, and place the one all-reduce that
 #       it needs.
 #     - Say how attention, feed-forward and loss become such pairs, and what sequence
 #       parallelism adds.
-#     - Derive from which degree on the links are slower than the matmuls.
+#     - Derive the degree beyond which the links are slower than the matmuls.
 # ---
 
 # %% [markdown]
@@ -86,7 +86,7 @@ cuts = {"W1": ..., "W2": ...}  # "columns" or "rows"
 attempt("05.cut", cuts)
 
 # %% [markdown]
-# In NumPy: each device applies relu to what it has; the results are added up once:
+# In NumPy, each device applies relu to its own numbers; the results are added up once:
 
 # %%
 relu = lambda a: np.maximum(a, 0)
@@ -147,10 +147,10 @@ show(
 # %% [markdown]
 # ## Four orders, and what they send
 #
-# `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units), and `tp`, the mesh axis of the devices.
-# W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The partial sums are `s d +tp`, a sum unfinished over tp, and the pair sends one
-# arrow, `s d +tp -> s d`. The other three orders send wider arrays, or more of them (an all-reduce costs twice a gather of the same
-# array):
+# The letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units); `tp` is the mesh
+# axis. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The partial sums are `s d +tp`, a sum unfinished over tp, and the pair
+# sends one arrow, `s d +tp -> s d`. The other three orders send wider arrays, or more of them (an all-reduce costs twice a
+# gather of the same array):
 
 # %% tags=["plumbing"]
 orders = {
@@ -176,7 +176,7 @@ for order, arrows in orders.items():
     assert order == "columns, rows" or total >= 2.5 * least
 
 # %% [markdown]
-# ## Predict: how many in training?
+# ## Predict: how many all-reduces in training?
 #
 # Stack `L = 4` pairs (dim `l`; `b` are rows of a batch), `x = relu(x @ w1) @ w2`, with a loss on top. **How many all-reduces give the loss and the gradients of all
 # weights?** The input of the first pair is data.
@@ -187,7 +187,7 @@ attempt("05.stack_all_reduces", num_all_reduces, devices=N)
 
 
 # %% [markdown]
-# Inside `jax.shard_map`, what one device does:
+# Inside `jax.shard_map` one device does this:
 
 
 # %%
@@ -274,10 +274,10 @@ met("05.stack_all_reduces", num_found)
 # %% [markdown]
 # ## Backward, the sum is at the other end of the pair
 #
-# Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows the
-# gradient of `x` through its own columns only. In JAX f is `lax.pcast`: nothing forward, an all-reduce backward ([its
-# picture](03_data_parallelism.ipynb)). Here the gradient goes back to `pcast`'s *input*, so the all-reduce runs. The first pair's `x` is
-# data, and needs no gradient: 2L − 1.
+# Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows
+# the gradient of `x` through its own columns only. In JAX f is `lax.pcast`: nothing forward, an all-reduce backward ([its
+# picture](03_data_parallelism.ipynb)). Here the gradient goes back to `pcast`'s *input*, so the all-reduce runs. The first
+# pair's `x` is data, and needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
 #
@@ -307,7 +307,7 @@ show(
 )
 
 # %% [markdown]
-# ## A head is a group of columns
+# ## How attention is cut
 #
 # Between Wq and Wo no head needs another head. So a device that has all of a head computes its attention alone.
 
@@ -327,12 +327,12 @@ attempt("05.gated_pair", gated_pair)
 # %% [markdown]
 # ## A layer of a Llama needs four all-reduces
 #
-# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs stand normalization layers
-# (*norms*). Every device computes the same ones and stores the same inputs.
+# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Normalization layers (*norms*) stand
+# between pairs. Every device computes the same norms and stores the same inputs.
 #
-# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens there (over the same `tp` devices; the axis
-# `sp` of lesson 06 is another thing). Where a pair ends, a reduce-scatter adds up; where the next pair begins, an all-gather gives all
-# tokens to all devices:
+# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens for the norms (over `tp`; the axis
+# `sp` of lesson 06 is different). Where a pair ends, a reduce-scatter adds up; where the next pair begins, an all-gather gives
+# all tokens to all devices:
 
 # %%
 show(
@@ -389,8 +389,8 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# The same bytes: an all-reduce *is* these two. What changes is what is kept. One layer of GPT-3, without
-# attention's scores, which are computed again:
+# It sends the same bytes: an all-reduce *is* these two. But each device keeps less. Here is one layer of GPT-3 (attention's
+# scores are recomputed):
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -412,8 +412,8 @@ show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 # %% [markdown]
 # ## From 8 to 16 devices
 #
-# At N = 8 it is a third: 102 MiB in place of 312. Now time. A GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 in each node. `N`
-# devices along tp share each layer. **From N = 8 to N = 16, how many times as long does a step take?**
+# At N = 8 a device keeps a third: 102 MiB in place of 312. And the time? A GPT of 3.6 billion weights trains on 64 A100s, 8 in
+# each node. `N` devices along tp share each layer. **From N = 8 to N = 16, how many times as long does a step take?**
 
 # %%
 times_as_long = ...
@@ -441,13 +441,13 @@ met("05.beyond_node", seconds[16] / seconds[8], "measured")
 # %% [markdown]
 # ## The work is divided by N, the message is not
 #
-# Measured: beyond the node a step takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two matmuls:
-# 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can overlap with computing: cut the tokens in
-# parts, and compute one while the sum of another is sent. All of it overlaps if
+# Measured: beyond the node a step takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two
+# matmuls: 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can overlap with computing: cut
+# the tokens in parts, and compute one part while the sum of another is sent. All bytes overlap if
 #
 # $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
 #
-# (Austin et al. 2025). Llama 3 70B has m = 28,672. By published peak rates its all-reduces overlap up to:
+# (Austin et al. 2025). Llama 3 70B has m = 28,672. At published peak rates, its all-reduces overlap up to this N:
 
 # %% tags=["plumbing", "nbval-check-output"]
 v5p, h100 = chip("v5p"), chip("h100")
@@ -471,7 +471,7 @@ assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two of them backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, nothing kept N times.
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, but no activation is kept N times.
 # 4. Work is divided by N, messages are not: N < m / (C/β).
 
 # %% [markdown]

@@ -6,9 +6,9 @@
 #     needs: ["02", "05"]
 #     question: What must be sent so that every query sees every key, and why do some ranks wait for others?
 #     objectives:
-#     - Merge attention to parts of the keys, and build a ring of it.
-#     - Say why some ranks wait under a causal mask, and cure it by another order of
-#       positions.
+#     - Merge attention over parts of the keys, and build ring attention from it.
+#     - Say why some ranks wait under a causal mask, and avoid the wait by another order
+#       of positions.
 #     - Choose between ring, zigzag and Ulysses from heads, ranks and links.
 # ---
 
@@ -91,8 +91,8 @@ show(
 )
 
 # %% [markdown]
-# Coloured: what each device can compute from its own queries and keys. Cutting the positions of a sequence is called *context
-# parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*.
+# The coloured part is what each device can compute from its own queries and keys. Cutting the positions of a sequence is called
+# *context parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*.
 #
 # ## Keys go round a ring
 #
@@ -105,9 +105,9 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # %% [markdown]
 # ## Predict: how much does a device send?
 #
-# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share
-# one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one device send in the forward
-# pass?**
+# Take one attention layer and one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two
+# query heads share one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one
+# device send in the forward pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
@@ -127,8 +127,8 @@ attempt("06.hop_bytes", hop_bytes)
 # %% [markdown]
 # ## A softmax can begin before it has seen all keys
 #
-# Softmax divides by a sum over *all* keys. Here is one head; two devices have the same queries, and half of the keys each: `s` positions of queries, `t` positions of keys, `h`
-# width of a head.
+# Softmax divides by a sum over *all* keys. Take one head, and two devices with the same queries and half of the keys each: `s`
+# positions of queries, `t` positions of keys, `h` width of a head.
 
 # %% tags=["plumbing"]
 show(
@@ -142,9 +142,9 @@ show(
 )
 
 # %% [markdown]
-# So a device keeps three things for each query: the weighted sum of values, the sum of weights exp(score), and its own largest score, which it
-# subtracts so that exp cannot overflow. To join, bring both results to the larger score: multiply by exp(own − larger), then add.
-# At the end divide by the sum of weights (Milakov and Gimelshein 2018):
+# So a device keeps three things for each query: the weighted sum of values, the sum of weights exp(score), and its own largest
+# score, which it subtracts so that exp cannot overflow. To join two results, rescale both to the larger score: multiply by
+# exp(own − larger), then add. At the end divide by the sum of weights (Milakov and Gimelshein 2018):
 
 
 # %%
@@ -205,7 +205,7 @@ assert np.allclose(joined, want, atol=1e-5) and np.allclose(merged, want, atol=1
 print("two halves of the keys, joined, give attention to all keys")
 
 # %% [markdown]
-# ## A ring is a look, a hop and a join
+# ## Each step of the ring: look, hop, join
 #
 # This is the code of one device. Each key carries its position; a query uses only keys at its own or an earlier position, and `pairs`
 # counts them. `look_at_all` runs `look` for every head.
@@ -279,20 +279,20 @@ compiled_pairs = {pair for text in listed for pair in text.split("},{")}
 assert compiled_pairs == {f"{source},{target}" for source, target in RING}
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
-print("the ring by hand is full attention, in any order of positions;")
+print("the ring by hand equals full attention, in any order of positions;")
 print(f"the compiled program makes {hops} hops of {hop:,} B")
 
 # %%
 met("06.ring_bytes", kv_bytes)
 
 # %% [markdown]
-# N devices, N − 1 hops: an N-th hop would only bring each piece back to where it began. In the backward pass they go round a second time,
-# followed by their gradients.
+# N devices make N − 1 hops: an N-th hop would only bring each piece back to where it began. In the backward pass the pieces go
+# round again, with their gradients.
 #
 # ## Predict: which rank waits most?
 #
-# A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank 3 the
-# last. **Which of the 4 ranks waits most, and how many times as long as with even work does the ring take?**
+# A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank
+# 3 the last. **Which of the 4 ranks waits most? How many times as long does the ring take as with even work?**
 
 # %%
 waits = {"rank": ..., "times": ...}
@@ -301,8 +301,8 @@ attempt("06.ring_waits", waits)
 # %% [markdown]
 # ## Step by step
 #
-# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is counted in
-# *full squares*: how long a square takes when all of it is filled.
+# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is
+# counted in *full squares*: the time for a square that is completely filled.
 
 # %%
 RingExplorer() if opened("06.ring_waits") else None
@@ -313,7 +313,7 @@ met("06.ring_waits", {"rank": 0, "times": 3.5 / 2}, "simulated")
 # %% [markdown]
 # ## What the simulated ring took
 #
-# The ring takes as long as 3.5 full squares; with even work 2. Rank 0 waits most: most keys are later than its queries.
+# The ring takes 3.5 full squares; with even work it would take 2. Rank 0 waits most: most keys come after its queries.
 #
 # ## Zigzag: an early part and a late part on each rank
 #
@@ -339,7 +339,7 @@ assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 # %% [markdown]
 # ## Ulysses trades positions for heads
 #
-# Another way (Ulysses, Jacobs et al. 2023): before attention, devices exchange parts by an all-to-all, so that each has *all* positions
+# In Ulysses (Jacobs et al. 2023), before attention, devices exchange parts by an all-to-all, so that each has *all* positions
 # of some heads (`n` query heads, `k` KV heads). After attention they exchange back.
 
 # %% tags=["plumbing"]
@@ -356,8 +356,8 @@ show(
 #
 # ### Exercise (stretch): write the exchange
 #
-# Ulysses before attention, as one device writes it: `x` has all heads of its own positions, `s/sp k h`. Return its share of the heads,
-# of all positions, `s k/sp h`. (No batch here; dims count from 0.)
+# This is Ulysses' exchange before attention, on one device: `x` has all heads of its own positions, `s/sp k h`. Return all
+# positions of its share of the heads, `s k/sp h`. (No batch dim; dims count from 0.)
 
 
 # %%
@@ -388,8 +388,8 @@ show(
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
-# Left is the time of a full square's two matmuls, right that of sending a piece. Under a causal mask a zigzag computes half of each
-# square, so a hop needs a piece twice as long to overlap with. In positions per device, by published rates:
+# Left is the time of a full square's two matmuls, right the time to send a piece. Under a causal mask a zigzag computes half of
+# each square, so only a piece twice as long hides a hop. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
@@ -407,14 +407,14 @@ for where, rate in links:
     print(f"{four:.0f} with 4 query heads per KV head")
 
 # %% [markdown]
-# ## Keep: keys are sent N − 1 times, and each rank has an early part
+# ## Keep: keys make N − 1 hops, and each rank gets an early and a late part
 #
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
 # 2. A ring makes N − 1 hops of K and V.
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. A hop overlaps with a piece of C/β · k/n positions, twice that under a causal mask. Gathers do not overlap.
+# 4. A hop overlaps if a piece has C/β · k/n positions, or twice as many under a causal mask. Gathers do not overlap.
 #
-# **Remember N − 1 hops.** With twice the devices you can have twice the sequence, and each holds no more.
+# **Remember N − 1 hops.** With twice the devices a sequence can be twice as long, and no device holds more.
 
 # %% [markdown]
 # ## Further

@@ -4,20 +4,21 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "03"]
-#     question: How much of the time do stages wait, what shortens it, and what does
-#       that cost?
+#     question: How much of the time do stages wait, what shortens the wait, and what
+#       does that cost?
 #     objectives:
 #     - Draw the timetable of a pipeline, and compute its bubble in both conventions.
 #     - Write a pipeline by hand as a scan with one permute per tick.
-#     - Say what microbatches cost in memory, and why a table of cells can skip the
-#       bubble.
+#     - Say what microbatches cost in memory, and why a pipeline that runs a table can
+#       skip the bubble.
 # ---
 
 # %% [markdown]
 # # 07 · Pipelines: what does a stage wait for?
 #
-# A model is too deep for one device, so it is cut between its layers. Four devices are four **stages**: each holds a quarter of the
-# layers and sends its result to the next one. Together they hold four times as much. Are they four times as fast?
+# A model has too many layers for one device, so it is cut between its layers. Four devices are four **stages**: each holds a
+# quarter of the layers and sends its result to the next one. Together they hold four times as much. Are they four times as
+# fast?
 
 # %% tags=["plumbing"]
 import os
@@ -73,24 +74,25 @@ assert naive.bubble_fraction == 3 / 4
 scene.show(draw.timeline(naive, facts=False))
 
 # %% [markdown]
-# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, of one matmul each: `B` computes
-# the gradient of the input, `W` the gradient of the weights. Here `W` always runs right after its `B`, so both are drawn as one long
-# cell, `B`. (The 0 counts batches.) Yellow: what the stage must hold from `F` to `B`. The batch goes down the stages, its gradient comes
-# up again, and three of four devices always wait.
+# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, of one matmul each: `B`
+# computes the gradient of the input, `W` the gradient of the weights. Here `W` always runs right after its `B`, so both are
+# drawn as one long cell, `B`. (0 is the batch's number.) Yellow is what the stage must hold from `F` to `B`. The batch goes
+# down the stages, its gradient comes back up. Three of four devices always wait.
 #
 # ## Cut the batch: microbatches
 #
 # Huang et al. (2018, GPipe) cut the batch into **microbatches**. A stage sends each one on as soon as it is done, and begins the next.
 # Gradients are summed over the microbatches, so the result is that of the whole batch.
 #
-# Four stages and eight microbatches; first all forwards, then all backwards. **For which share of the total time does a stage wait?**
+# Take four stages and eight microbatches: first all forwards, then all backwards. **For which share of the total time does a
+# stage wait?**
 
 # %%
 idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# No formula is built into this figure. It only knows which operation needs which other one. Drag the microbatches from two to eight and
+# This figure uses no formula. It only knows which operation needs which other one. Drag the microbatches from two to eight and
 # beyond.
 
 # %%
@@ -110,9 +112,9 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 # %% [markdown]
 # ## The bubble
 #
-# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first stage waits for p − 1 backwards until the
-# last microbatch is back. This idle time, (p − 1)(F + B + W), is the **bubble**. It does not depend on `u`: more microbatches only make
-# the rest longer.
+# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first stage waits p − 1 backwards until
+# the last microbatch comes back. This idle time, (p − 1)(F + B + W), is the **bubble**. It does not depend on `u`: more
+# microbatches only make the rest longer.
 #
 # Two numbers are called "the bubble", so ask which one is meant:
 #
@@ -151,10 +153,10 @@ axes = COUNTS, "microbatches u", "idle share of the total time"
 scene.show(draw.curves(lines, *axes, percent=True, levels=levels, title="GPipe waits"))
 
 # %% [markdown]
-# ## Measured: a small batch starves the pipeline
+# ## Measured: with a small batch stages wait more
 #
-# The BLOOM project made its batch larger while it trained, on 384 A100s in 12 stages. A step had 32 microbatches in the beginning, and
-# 128 in the end. This is how much more time a row of the batch took with fewer microbatches:
+# The BLOOM project made its batch larger while it trained, on 384 A100s in 12 stages. A step had 32 microbatches at the
+# beginning, and 128 at the end. The picture shows how much more time a row of the batch took with fewer microbatches:
 
 # %% tags=["plumbing"]
 # BigScience, chronicles of BLOOM: microbatches of a step, and its seconds.
@@ -176,7 +178,7 @@ lines = [
     ("measured", seen, "measured", "o", False),
     ("the bubble alone", bubble, "ink", "^", True),
 ]
-axes = list(MEASURED), "microbatches of a step", "a row costs more than at 128, by"
+axes = list(MEASURED), "microbatches of a step", "extra time of a row, versus 128"
 title = "BLOOM's pipelines, measured"
 scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
 
@@ -231,11 +233,12 @@ def by_hand(w, xs):  # a stage's layers; all microbatches
 
 
 # %% [markdown]
-# The scan begins with zeros, which are the same on every stage, and goes on with values that differ. `lax.pcast(…, to="varying")`
-# ([lesson 03](03_data_parallelism.ipynb)) marks the zeros as each stage's own, so that both have one type.
+# The scan begins with zeros, which are the same on every stage, and goes on with values that differ.
+# `lax.pcast(…, to="varying")` ([lesson 03](03_data_parallelism.ipynb)) marks the zeros as each stage's own, so that both have
+# the same type.
 #
-# The weights of all layers are one array. Its letters: `l` layers, `d` width of a layer's input, `m` width of its output. The layout
-# `l/pp d m` cuts the layers over `pp`, the mesh axis of the stages, and no layer itself:
+# The weights of all layers are one array. Its letters: `l` layers, `d` width of a layer's input, `m` width of its output. The
+# layout `l/pp d m` distributes the layers over `pp`, the mesh axis of the stages; no layer is cut:
 
 # %%
 CUT, WHOLE = parse_layout("l/pp d m"), parse_layout("u b d")
@@ -273,15 +276,15 @@ assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
 print(f"matmuls: {executed / useful:.3f} of the useful ones, which is 1 + (p-1)/u")
 
 # %% [markdown]
-# In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. The time is lost just
-# the same, and so is the energy. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021). And all forwards
-# come before all backwards.
+# In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. Time and
+# energy are lost. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021). All forwards come before
+# all backwards.
 #
-# ## A table lets a stage do nothing
+# ## With a table a stage can skip the bubble
 #
-# llmpar, the library of these lessons, does it differently. *What each stage does in which order* is data: a table, called a
-# **schedule**. In each tick a stage runs the `F` or the `B` that the table has for it, or nothing (`·`). GPipe on four stages, with four
-# microbatches:
+# In llmpar, the library of these lessons, a table says what each stage does in which order. It is data, and is called a
+# **schedule**. In each tick a stage runs the `F` or the `B` that the table has for it, or nothing (`·`). This is GPipe on four
+# stages, with four microbatches:
 
 # %%
 ticks_of_all = timetable(make("gpipe", 4, 4)).ticks
@@ -322,10 +325,10 @@ assert together == one_device
 print(f"matmuls: {together / one_device:.3f} of those of one device")
 
 # %% [markdown]
-# It runs not one matmul more than one device does: the bubble is skipped.
+# It runs exactly as many matmuls as one device: the bubble is skipped.
 
 # %% [markdown]
-# ## Keep: microbatches thin the bubble, and fill the memory
+# ## Keep: more microbatches, a smaller bubble, more memory
 #
 # 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back: `pp` is the
 #    axis for the slowest links.

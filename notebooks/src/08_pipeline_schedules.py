@@ -4,21 +4,21 @@
 #     teaching: 25
 #     exercises: 40
 #     needs: ["07"]
-#     question: Which order of a pipeline's work may you use in a memory that is given,
-#       and what is left of the bubble?
+#     question: Which order of a pipeline's work fits into a given memory, and how much
+#       bubble is left?
 #     objectives:
 #     - Write 1F1B as a table, and say what each stage holds.
 #     - Say what chunks, a split backward and two directions do to bubble, memory and
 #       messages.
-#     - Tell the three definitions of the bubble apart, and design a schedule for costs
-#       that are given.
+#     - Say how the three definitions of the bubble differ, and design a schedule for
+#       given costs.
 # ---
 
 # %% [markdown]
-# # 08 · Pipeline schedules: who fills the bubble, and who pays for it?
+# # 08 · Pipeline schedules: what fills the bubble, and what does it cost?
 #
-# A stage may choose what it does *next*. Here are five orders of the same work, four stages and eight microbatches, as they begin. Every
-# stage has 24 time units of work. Which order finishes first?
+# A stage may choose what it does *next*. Here are the beginnings of five orders of the same work, on four stages with eight
+# microbatches. Every stage has 24 time units of work. Which order finishes first?
 
 # %% tags=["plumbing"]
 import os
@@ -68,10 +68,10 @@ orders = {name: timetable(make(name.lower(), 4, U)) for name in NAMES}
 scene.show(draw.timelines(orders, until=9))
 
 # %% [markdown]
-# Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B` computes
-# the gradient of the input, for which the stage before waits; `W` computes the gradient of the weights. If there is no line between B and
-# W, they run together. In two of the orders a stage has two *chunks* of layers, not next to each other; a black bar marks the second
-# chunk.
+# Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B`
+# computes the gradient of the input, and the previous stage waits for it; `W` computes the gradient of the weights. If there is
+# no line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, which are not neighbours;
+# a black bar marks the second chunk.
 #
 # A stage must **hold** the activations of a microbatch until its backward pass is done. **Which order finishes first? And in which do the
 # four stages together hold the fewest microbatches?**
@@ -92,14 +92,13 @@ if opened("08.bets"):
 met("08.bets", {"first": first, "holds least": least}, "simulated")
 
 # %% [markdown]
-# "Holds" says how many microbatches stage 0, 1, 2 and 3 hold at most. The hatched time is the bubble. Each order makes it smaller in its
-# own way.
+# "Holds" says how many microbatches stage 0, 1, 2 and 3 hold at most. The hatched time is the bubble.
 #
-# ## 1F1B: the bubble of GPipe, and less to hold
+# ## 1F1B: one forward, one backward
 #
-# A stage runs a backward as soon as one is ready (Narayanan et al. 2021): first some forwards, then one forward and one backward in turn.
-# It takes as long as GPipe, since the first microbatch still goes down all stages and the last one still comes up. But look at what is
-# held, in yellow:
+# A stage runs a backward as soon as one is ready (Narayanan et al. 2021): first some forwards, then alternately one forward and
+# one backward. It takes as long as GPipe, because the first microbatch still goes down all stages and the last one still comes
+# up. But look at what is held, the yellow parts:
 
 # %% tags=["plumbing"]
 assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4
@@ -109,7 +108,7 @@ assert plain.peak_live() == [4, 3, 2, 1]
 scene.show(draw.timeline(plain, half=0.5))
 
 # %% [markdown]
-# Sixteen stages, 64 microbatches, 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
+# Take sixteen stages, 64 microbatches and 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
 
 # %%
 microbatches_held = ...
@@ -120,7 +119,7 @@ attempt("08.held", microbatches_held)
 met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 
 # %% [markdown]
-# ### Exercise (core): write it down
+# ### Exercise (core): write 1F1B as text
 #
 # A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` and `W0` the halves of its backward. Where no `W`
 # is written, it runs right after its `B`. Write 1F1B for 3 stages and 4 microbatches. How many forwards does each stage run before its
@@ -148,9 +147,9 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # %% [markdown]
 # ## No stage waits for W
 #
-# The stage before waits for B alone. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et al. 2023,
-# zero bubble). Try it. This is 1F1B with each W right after its B: drag an operation to another place of its row. There are five goals;
-# the last one is no bubble at all.
+# The previous stage waits only for B. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et
+# al. 2023, zero bubble). Try it. This is 1F1B with each W right after its B: drag an operation to another place of its row.
+# There are five goals; the last one is no bubble at all.
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -173,8 +172,8 @@ assert "a deadlock" in stuck["refusal"]["why"]
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 
 # %% [markdown]
-# ZB-H1 keeps the order of F and B of 1F1B, and delays W by i microbatches on stage i. A third of the bubble is left. The peak of memory
-# is the same, but now every stage holds 4, where those of 1F1B held 4, 3, 2 and 1.
+# ZB-H1 keeps the order of F and B of 1F1B, and delays W by i microbatches on stage i. A third of the bubble is left. The peak
+# of memory is the same, but now every stage holds 4 microbatches; in 1F1B the stages held 4, 3, 2 and 1.
 #
 # ## ZB-V: three things are called the bubble
 #
@@ -193,13 +192,13 @@ assert max(zb_v.peak_live()) == max(plain.peak_live())
 scene.show(draw.bubbles(zb_v))
 
 # %% [markdown]
-# The first two are those of lesson 07. The zero-bubble papers take each stage's own time, from its first operation to its last. The stage
-# for which that is longest is the **critical stage**; the time for which it is idle in between is their bubble. The dotted corners do not
-# count: the next step can begin in them, if the stages do not wait for one another at the end of this one.
+# The first two are those of lesson 07. The zero-bubble papers take each stage's own time, from its first operation to its last.
+# The stage with the longest such time is the **critical stage**; its idle time in between is their bubble. The dotted corners
+# do not count: the next step can begin in them, if the stages do not wait for one another at the end of this step.
 #
 # ## One executor runs them all
 #
-# Train a Llama of 8 layers under four of the orders. The programs differ in their table, and in nothing else.
+# Train a Llama of 8 layers under four of the orders. The programs differ only in their table.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
@@ -223,9 +222,9 @@ sent = verdicts(runs, solo, weights_within=1e-5)
 # ## Keep: 1F1B holds p − i, and W fills the bubble
 #
 # 1. 1F1B has the bubble of GPipe, but **stage i holds p − i microbatches**, however many there are.
-# 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
+# 2. Interleaving divides the bubble by g. It costs (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) times the memory.
 # 3. No stage waits for W, so it can fill the bubble: a third is left at the same peak of memory (ZB-H1).
-# 4. A schedule is a table. llmpar proves it legal, measures and draws it before anything is compiled; one executor runs them all.
+# 4. A schedule is a table. llmpar proves that it is legal, measures it and draws it before anything is compiled; one executor runs them all.
 # 5. "Bubble" has three definitions. "No bubble" is true of the critical stage; other stages are still idle at the beginning or the end.
 
 # %% [markdown]

@@ -5,12 +5,12 @@
 #     exercises: 30
 #     needs: ["02", "04"]
 #     question: What moves when a token chooses its experts, how much of it is padding,
-#       and what happens when all choose the same one?
+#       and what happens when all tokens choose the same one?
 #     objectives:
 #     - Follow a token to its experts and back, and count what is sent.
-#     - Choose between a capacity, room for everybody and a ragged exchange, knowing what each drops
-#       or pads.
-#     - Name two cures for a hot expert.
+#     - Choose between a capacity, a slot for every token and a ragged exchange, and say what
+#       each drops or pads.
+#     - Name two remedies if most tokens choose one expert.
 # ---
 
 # %% [markdown]
@@ -100,16 +100,17 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 # %% [markdown]
 # ## A buffer with a fixed shape
 #
-# JAX's compiler, XLA, must know every shape before any token has chosen. So a rank puts its copies into a buffer with `c` slots for each
-# of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy has a slot.
+# JAX's compiler, XLA, must know every shape before any token has chosen its experts. So a rank puts its copies into a buffer
+# with `c` slots for each of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy has
+# a slot.
 #
 # The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, a rank has its own tokens (`b/ep`), in slots for all experts.
 # After it, the rank has the slots of its own experts (`e/ep`), from all ranks. (`b` sequences of the batch, here one for each
 # rank; `d` width of the model.) In code, a capital letter is the size of a dim.
 #
-# Which slot does a copy get? The number of earlier copies for the same expert: the first copy for an expert gets slot 0, the next one
-# slot 1. To count them, `one_hot` writes a line for each copy, with a 1 at its expert; the sum of the lines above it is the number of
-# earlier copies. (For three copies to experts 2, 5, 2 the slots are 0, 0, 1.)
+# Which slot does a copy get? Its slot is the number of earlier copies for the same expert: the first copy for an expert gets
+# slot 0, the next one slot 1. To count them, `one_hot` writes a line for each copy, with a 1 at its expert; the sum of all
+# earlier lines is the number of earlier copies. (For three copies to experts 2, 5, 2 the slots are 0, 0, 1.)
 
 
 # %%
@@ -196,7 +197,7 @@ sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
 exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}}
 assert table == exchanges
 print("Same output and gradients as one device that runs every expert on every token")
-print("and adds up those that were chosen.")
+print("and adds up the chosen ones.")
 
 # %% [markdown]
 # In the backward pass each all-to-all runs the other way: gradients travel to the experts and back. That makes four exchanges, two
@@ -214,13 +215,13 @@ print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
 print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A:g}.")
 
 # %% [markdown]
-# Reserving a slot for every token at every expert sends e/a times too much. There are three ways out.
+# Reserving a slot for every token at every expert sends e/a times too much. There are three remedies.
 #
 # * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is *dropped* there.
-# * **Ragged** exchange: send only the full slots. Ranks first send each other the numbers of these. GPUs and TPUs can do this, our
-#   simulated devices cannot.
-# * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and the sum of their results comes back. llmpar,
-#   the library of these lessons, does this ([Further](#Further)).
+# * **Ragged** exchange: send only the full slots. First the ranks exchange the numbers of full slots. GPUs and TPUs can do
+#   this; our simulated devices cannot.
+# * **Pack by rank**: a token is sent to a rank only once, even if several of its experts are there, and the sum of their
+#   results comes back. llmpar, the library of these lessons, does this ([Further](#Further)).
 #
 # ## Fewer slots, or more?
 #
@@ -232,8 +233,8 @@ figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
 figure
 
 # %% [markdown]
-# No number of slots is good at both. Below are the same tokens, with fewer and more slots. 1 is the even share: as many as an
-# expert needs if all are equally popular.
+# No number of slots avoids both dropped choices and empty slots. Below are the same tokens, with fewer and more slots. On the
+# axis, 1 is the even share: as many slots as an expert needs if all experts are equally popular.
 
 # %% tags=["plumbing"]
 popular = np.array(RoutingExplorer(heat=1).logits(figure.state | {"heat": 1}))  # r s e
@@ -256,13 +257,13 @@ assert empty == sorted(empty) and empty[-1] == 1 - A / E
 
 # %%
 lines = [("slots empty", empty[:-1], "other5", "s", False)]
-lines += [("choices left out", dropped[:-1], "other4", "o", False)]
+lines += [("choices dropped", dropped[:-1], "other4", "o", False)]
 options = dict(percent=True, high=1, title="What a capacity costs")
 factors = [f"{factor:g}" for factor in FACTORS]
 scene.show(draw.curves(lines, factors, "slots ÷ even share", "share", **options))
 
 # %% [markdown]
-# ### Exercise (core): how much room?
+# ### Exercise (core): how many slots?
 #
 # One rank has 512 tokens. With `a` = 2 they chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest
 # number of slots for each expert at which at most 1 % of all choices are dropped?
@@ -274,8 +275,8 @@ attempt("09.capacity", slots_per_expert)
 # %% [markdown]
 # ## A Llama with experts learns as on one device
 #
-# `tiny-moe`, a small mixture of experts, has 8 in each layer, and a token visits 2. The same training step runs on one device, and with
-# its experts distributed over `ep`, together with ZeRO-3 (lesson 04).
+# `tiny-moe`, a small mixture of experts, has 8 experts in each layer, and a token visits 2. We run the same training step on
+# one device, and with the experts distributed over `ep`, together with ZeRO-3 (lesson 04).
 
 # %% tags=["plumbing"]
 jax.clear_caches()  # the toys' programs: a lesson stays below 1 GB
@@ -292,11 +293,11 @@ found = verdicts({"experts": run}, solo)["experts"]
 assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 
 # %% [markdown]
-# ## Keep: tokens go to experts, and empty slots with them
+# ## Keep: tokens go to experts, and empty slots are sent too
 #
-# 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or room for the worst case.
-# 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, some tokens are dropped. A ragged exchange
-#    has neither.
+# 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or a buffer for the worst case.
+# 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, some tokens are dropped. A ragged
+#    exchange has neither of these two faults.
 # 3. e/a says two things: the layer has e/a times the expert weights that one token uses; and with a slot for every token at every expert
 #    it sends e/a times too much.
 

@@ -10,14 +10,14 @@
 #     - Say what each axis of a mesh adds to the traffic, and what it takes from the
 #       memory.
 #     - Order axes by the links that they need.
-#     - Tell rounding from a bug by a derived tolerance.
+#     - Distinguish rounding from a bug by a derived tolerance.
 # ---
 
 # %% [markdown]
 # # 10 · Hybrids: what does each mesh axis add?
 #
-# Llama 3 405B was trained on four mesh axes at once ([Llama Team 2024](https://arxiv.org/abs/2407.21783)). Each axis cuts something, and
-# each sends something. Here we add one axis after the other. What does each one add to what is sent?
+# Llama 3 405B was trained on four mesh axes at once ([Llama Team 2024](https://arxiv.org/abs/2407.21783)). Each axis cuts
+# something, and each sends something. Here we add the axes one by one. Which messages does each axis add?
 
 # %% tags=["plumbing"]
 import os
@@ -68,7 +68,7 @@ scene.show(draw.growing(MESHES, "One model: a square is a device, a line is an a
 #
 # The **state** is the weights and the optimizer's two moments.
 #
-# ## Predict: what is left for one device?
+# ## Predict: what share of the weights does one device hold?
 #
 # The feed-forward's weights have `l` layers, `d` width and `m` hidden width. On the last mesh their layout is `l/pp d/fsdp m/tp`. **Which
 # share of them does one of the sixteen devices hold between steps?**
@@ -80,7 +80,7 @@ attempt("10.share", share_held)
 # %% [markdown]
 # ## Measured: one model on growing meshes
 #
-# One model, one batch, the same weights. Only the mesh grows.
+# All runs have one model, one batch and the same weights. Only the mesh grows.
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -132,8 +132,9 @@ def by_axis(meshes):
 scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
 
 # %% [markdown]
-# Three axes shrink the state, and one does not. `dp` saves nothing: its devices hold copies. It is bought for speed. `fsdp` and `tp` halve the state. `pp` halves the layers, but
-# not the embedding and the head, which every stage of this package holds; with 2 layers these are a large part.
+# Three axes shrink the state, and one does not: the devices of `dp` hold copies. `dp` makes steps faster. `fsdp` and `tp` halve
+# the state. `pp` halves the layers, but not the embedding and the head, which every stage of this package holds; with 2 layers
+# these are a large part.
 #
 # ## Each axis adds messages, and shrinks those of the others
 
@@ -144,7 +145,7 @@ scene.show(by_axis([text for text in runs if "pp" not in text]))
 # * `dp` adds up whole gradients.
 # * `fsdp` gathers each weight twice, forward and backward, and scatters its gradient. What `dp` adds up is now a *part* of each
 #   gradient: half the bytes.
-# * `tp` adds up activations in each layer. It cuts the weights once more, so `dp` and `fsdp` send half.
+# * `tp` adds up activations in each layer. It cuts the weights once more, so `dp` and `fsdp` send half as much.
 #
 # ## Bet: what does a pipeline do to fsdp's bytes?
 #
@@ -162,13 +163,14 @@ if opened("10.pipeline"):
     scene.show(by_axis(runs))
 
 # %% [markdown]
-# ## Half of the layers, gathered four times
+# ## What fsdp sends in a pipeline
 #
-# 283 KiB become 711 KiB. A stage has half of the layers, but it gathers their weights **again for each microbatch**: ZeRO-3 does not keep
-# them. Half of the layers, four times: twice the bytes. Embedding and head are on both stages, so theirs are four times as many.
+# 283 KiB become 711 KiB. A stage has half of the layers, but it gathers their weights **again for each microbatch**: ZeRO-3
+# does not keep them. Half of the layers times four gathers makes twice the bytes. Embedding and head are on both stages, so
+# their bytes are four times as many.
 #
-# Grey: sums over `pp` and `dp` together, of the gradients of embedding and head. Llama 3 405B had both axes, and kept a gathered weight
-# after the forward pass, to save the second gather (section 3.3.2).
+# Grey is the sums over `pp` and `dp` together, of the gradients of embedding and head. The training of Llama 3 405B used `pp`
+# and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
 #
 # ## Which axis on which links?
 #
@@ -182,7 +184,7 @@ scene.show(draw.mesh(MESHES[-1], devices_per_host=4))
 # %% [markdown]
 # ### Exercise (core): which axis on which link?
 #
-# 16 nodes of 4 A100 each. NVLink joins the four GPUs of a node, a network joins the nodes. The mesh is
+# A cluster has 16 nodes of 4 A100 each. NVLink joins the four GPUs of a node, a network joins the nodes. The mesh is
 # `pp=2 dp=8 tp=4`, its axes in the usual order. Say for each axis whether its groups use `"NVLink"` or the `"network"`.
 
 # %%
@@ -214,10 +216,10 @@ if len(names) > 1:
     scene.show(draw.curves(lines, names, "mesh", "relative difference", **look))
 
 # %% [markdown]
-# ## Keep: each axis sends something else
+# ## Keep: each axis sends different things
 #
 # 1. Each axis adds its own messages, and shrinks those of the others.
-# 2. `dp` buys speed. `fsdp`, `tp` and `pp` buy memory, and pay with weights, activations and waiting.
+# 2. `dp` makes steps faster. The others save memory, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle time.
 # 3. A pipeline multiplies ZeRO-3's gathers by its microbatches.
 # 4. The axis whose messages cannot overlap belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.

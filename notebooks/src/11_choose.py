@@ -4,12 +4,13 @@
 #     teaching: 30
 #     exercises: 20
 #     needs: ["01", "10"]
-#     question: Which mesh for my model and my machine, and how do I defend it before
-#       people who pay for it?
+#     question: Which mesh is best for my model and my machine, and how do I justify it
+#       to the people who pay for it?
 #     objectives:
 #     - Ask the planner a whole question, and read its answer term by term.
 #     - Find the first scheme to try by three inequalities, without a planner.
-#     - Defend a plan by its losers, by what was compiled and by what was measured.
+#     - Justify a plan by the plans that lost, by what was compiled and by what was
+#       measured.
 # ---
 
 # %% [markdown]
@@ -57,7 +58,8 @@ scene.show(draw.links(RULE, A100))
 
 # %% [markdown]
 # `tp=8` stays inside a node, on fast links. `pp=8` is a pipeline of eight stages, one in each node, over a network that is
-# twelve times slower. Other axes: `dp` replicas, `fsdp` replicas with their state cut (ZeRO-3), `sp` context parallelism.
+# twelve times slower. The other axes are `dp` (replicas), `fsdp` (replicas that cut their state, ZeRO-3) and `sp` (context
+# parallelism).
 #
 # A plan must be legal, must fit, and should be fast, in this order. First: does it fit?
 #
@@ -85,14 +87,15 @@ if opened("11.replicas"):
 met("11.replicas", {mesh: state[mesh] for mesh in ("dp=64", "fsdp=64")}, "predicted")
 
 # %% [markdown]
-# No replica fits. The dashed line is what a program may use: JAX takes three quarters of the card's 79 GiB. Gradients and activations come
-# on top.
+# No GPU can hold a replica. The dashed line is what a program may use: JAX takes three quarters of the card's 79 GiB. Gradients
+# and activations come on top.
 #
 # ## Predict: what can overlap with computing?
 #
-# `C` are the FLOPs per second of a GPU, `β` the bytes per second that leave it. A GPU that computes with T tokens can gather
-# weights meanwhile if **T > C/β** (lessons 03, 04). Tensor parallelism can send meanwhile up to **m/(C/β)** devices, for a feed-forward of
-# width `m` (lesson 05). An A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 GB/s over the network. `m` is 28,672.
+# `C` are the FLOPs per second of a GPU, `β` the bytes per second that leave it. A GPU computes with T tokens. Gathers of
+# weights overlap if **T > C/β** (lessons 03, 04). The messages of tensor parallelism overlap on up to **m/(C/β)** devices, for
+# a feed-forward of width `m` (lesson 05). An A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 GB/s
+# over the network. `m` is 28,672.
 
 # %%
 inside, network, tp_devices = ..., ..., ...  # C/β in a node; over the network; m/(C/β)
@@ -109,14 +112,14 @@ if opened("11.thresholds"):
     print(f"1. state of a replica:  {held:.0f} GiB > {usable / 2**30:.1f}: cut it")
     print(f"2. fsdp inside a node:  {tokens:,} tokens > {near:,.0f}: overlaps")
     print(
-        f"3. fsdp over all nodes: {tokens:,} tokens < {far:,.0f}: does not, by itself"
+        f"3. fsdp over all nodes: {tokens:,} tokens < {far:,.0f}: no overlap by itself"
     )
     print(f"4. tp inside a node:    {A100.node_size} devices < {most:.1f}: overlaps")
 assert held > usable / 2**30 and near < tokens < far and A100.node_size < most
 
 # %% [markdown]
-# The four inequalities say where to begin: **fsdp over the nodes, and some tp inside.** With `tp` a GPU gathers a smaller part of each weight,
-# so the slow network carries less.
+# The four inequalities say where to begin: **fsdp over the nodes, and some tp inside.** With `tp` a GPU gathers a smaller part
+# of each weight, so less crosses the slow network.
 #
 # ## Bet: which mesh is fastest?
 #
@@ -156,7 +159,7 @@ def mesh_map(plans, named, yours):
     y_of = lambda s: 330 * (most - s) / (most - 21)
     band = y_of(first * LIMIT), y_of(first)
     items = [Rect(0, band[0], 620, band[1] - band[0], "cell", "")]
-    words = f"within {planner.ERROR:.0%} of the fastest: as fast, by what is known"
+    words = f"within {planner.ERROR:.0%} of the fastest: counts as equally fast"
     items.append(small_text(8, (band[0] + band[1]) / 2, words, "start", "ink"))
     for gib in range(30, 61, 5):
         items += [Line(((x_of(gib), 0), (x_of(gib), 330)), "grid")]
@@ -210,10 +213,11 @@ if opened("11.bet"):
     scene.show(mesh_map([*others, yours], {"fsdp=16 tp=4", "fsdp=64"}, yours))
 
 # %% [markdown]
-# Each dot is a mesh. Left is less memory, down is less time; a dot has the colour of its largest axis (green `fsdp`, orange `tp`, dark
-# `pp`). (*Yours* is the rule until you bet. 8 % of the usable memory stay free, since temporary memory is an estimate.)
+# Each dot is a mesh. Dots on the left need less memory, lower dots need less time. A dot has the colour of its largest axis
+# (green `fsdp`, orange `tp`, dark `pp`). (Until you bet, *yours* is the mesh of the rule. 8 % of the usable memory stay free,
+# since temporary memory is an estimate.)
 #
-# ## Predict: two terms of the rule's step
+# ## Predict: two terms of a step with the rule's mesh
 #
 # A step's time is a sum of terms. You can compute two of them for `pp=8 tp=8`. **Matmuls** do 6 FLOPs for each parameter and token (64 · 8,192
 # tokens), on 64 GPUs that reach 78 % of their peak. The **bubble**, in which stages wait for each other, adds (p − 1)/(g·u) to 25.1 s of
@@ -262,12 +266,12 @@ assert step_s["fsdp=16 tp=4"] * LIMIT < step_s["fsdp=64"]
 assert step_s["fsdp=64"] * LIMIT < step_s[RULE]
 
 # %% [markdown]
-# (Matmuls of a `tp=8` part are narrow, and reach a little less.) `pp=8 tp=8` keeps only the inputs of its stages, so it computes the forward pass
-# twice: *recomputation*. And one row for each GPU is little for a pipeline: its stages wait. `fsdp=16 tp=4` has room to keep more activations.
-# What overlaps with computing is left out of a bar.
+# (Matmuls that are cut by `tp=8` are narrow, and reach a slightly lower rate.) `pp=8 tp=8` keeps only the inputs of its stages,
+# so it computes the forward pass twice: *recomputation*. And one row for each GPU makes few microbatches, so the stages wait.
+# `fsdp=16 tp=4` has room to keep more activations. The bars leave out what overlaps with computing.
 #
-# The dot is a measured run: torchtitan trained this model on 64 A100s of 80 GB, with FSDP over all of them, at 331 tokens a second and GPU
-# (pytorch/torchtitan, docs/performance.md, 2024). No constant of the planner was fitted to it.
+# The dot is a measured run: torchtitan trained this model on 64 A100s of 80 GB, with FSDP over all of them, at 331 tokens a
+# second and GPU (pytorch/torchtitan, docs/performance.md, 2024). No constant of the planner was fitted to this run.
 #
 # ## Why did the others lose?
 #
@@ -279,7 +283,7 @@ for mesh in ("fsdp=8 tp=8", "fsdp=64", RULE):
     more = {k: s - best.time.terms.get(k, 0.0) for k, s in lost.terms.items()}
     term, longer = max(more, key=more.get), lost.step_s / best.time.step_s
     why = f"+{longer - 1:.0%}, most of it {WORDS.get(term, term)}"
-    print(f"{mesh:<12} {why if longer > LIMIT else 'as fast, by what is known'}")
+    print(f"{mesh:<12} {why if longer > LIMIT else 'equally fast, within the error'}")
 print(
     f"dp=8 fsdp=8  does not fit: {state['dp=8 fsdp=8']:.1f} GiB of weights and moments"
 )
@@ -307,12 +311,13 @@ for what in ("twice the fast links", "twice the network", "on h100") * opened("1
     print(f"{what:<21} {faster[what]:.2f} times as many tokens a second")
 
 # %% [markdown]
-# What overlaps is not bought by faster links. An H100 computes three times as fast, but its links are only 1.5 times as fast, so less overlaps.
+# Faster links do not speed up what already overlaps. An H100 computes three times as fast, but its links are only 1.5 times as
+# fast, so less overlaps.
 #
 # ### Exercise (core): a rack of 72 GPUs
 #
-# In a GB200 NVL72 all 72 GPUs are on fast links: 900 GB/s leave each, which computes 2,398e12 FLOPs per second. Take 64 of them for the same
-# step. **From how many tokens on do gathers over all 64 overlap, and do they here?**
+# In a GB200 NVL72 all 72 GPUs are on fast links. Each GPU sends 900 GB/s and computes 2,398e12 FLOPs per second. Take 64 of
+# them for the same step. **How many tokens must a GPU have, so that gathers over all 64 overlap, and do they overlap here?**
 
 # %%
 rack = {"tokens": ..., "overlap": ...}  # a number; "yes" or "no"
@@ -326,19 +331,19 @@ racked = dataclasses.replace(question, chip=gb200, share=gb200.memory_share)
 alone = estimated("fsdp=64", racked).time
 links_s = sum(s for term, s in alone.terms.items() if "links" in term)
 met("11.rack", {"tokens": limit, "overlap": "yes"}, "computed")
-print(f"fsdp=64 on it: {links_s:.2f} s of {alone.step_s:.2f} s are waits for links")
+print(f"fsdp=64 on it: of {alone.step_s:.2f} s a step waits {links_s:.2f} s for links")
 assert links_s < 0.05 * alone.step_s
 
 # %% [markdown]
-# So inequality 3 is the other way here, and no axis has to stay in a group of eight. "tp inside a node of 8" was a rule about one machine.
-# Fill in the inequalities for *your* machine.
+# So inequality 3 now says "overlaps", and no axis has to stay in a group of eight. "tp inside a node of 8" was a rule about one
+# machine. Fill in the inequalities for *your* machine.
 #
 # ## Keep: four inequalities, then the planner
 #
 # 1. Legal, fits, fast: in this order.
-# 2. Cut as little as memory demands; put the axes that send most on the fastest links.
-# 3. C/β tells what overlaps: compute it for each kind of link of your machine.
-# 4. Say why a mesh lost: which term got longer. That tells what to change or to buy.
+# 2. Cut only as much as memory requires; put the axes that send most on the fastest links.
+# 3. C/β says what overlaps: compute it for each kind of link of your machine.
+# 4. Say why a mesh lost: which term got longer. Then you know what to change or to buy.
 # 5. Bytes are exact. Seconds are estimates: differences below 7 % say nothing.
 
 # %% [markdown]

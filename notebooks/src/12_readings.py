@@ -101,8 +101,9 @@ result, _ = run(manual(feed_forward, check_vma=False))
 scene.show(numbers(result))
 
 # %% [markdown]
-# Each device multiplied by its part of the weights. So it has a *partial sum* for every number, and the right number is the sum over the
-# devices. The program takes one device's partial sums for the answer. The shape does not show it: a partial sum has the shape of the sum.
+# Each device multiplied by its part of the weights. So it has a *partial sum* for every number, and the right number is the sum
+# over the devices. The program takes one device's partial sums as the answer. The shape does not show the mistake: a partial
+# sum has the shape of the sum.
 #
 # ## Predict: what does a device have before the sum?
 #
@@ -125,7 +126,7 @@ attempt("12.unfinished", layout_of_y)
 # | **Auto** | `jax.jit`: the *whole* computation, and the layouts of its arguments and its result | XLA's *partitioner*, which splits it over devices |
 # | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; the layout of a value is part of its *type* | you, in types; JAX checks them |
 #
-# Auto takes `feed_forward` as it stands. The two others add a line:
+# Auto takes `feed_forward` without a change. The two others add a line:
 
 
 # %%
@@ -170,9 +171,9 @@ for name, (value, sent) in results.items():
 # %% [markdown]
 # ## A type can say that a sum is unfinished
 #
-# Explicit gives each value a type. On the left is the type as JAX writes it, on the right our layout of the same value. `U:tp` means
-# "unreduced over tp": each device has a partial sum only. We write `+tp`. The first program forgot the **arrow**, a movement from one
-# layout to another:
+# Explicit gives each value a type. On the left is the type as JAX writes it, on the right our layout of the same value. `U:tp`
+# means "unreduced over tp": each device has a partial sum only. We write `+tp`. The first program lacks this **arrow**, a
+# movement from one layout to another:
 
 # %%
 for name, (kind, layout) in seen.items():
@@ -184,9 +185,9 @@ scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsi
 # %% [markdown]
 # ## Bet: forget the sum in each way
 #
-# Now the sum is missing everywhere. `shard_map` has a check, `check_vma`: it refuses a program that calls a result whole if it may differ
-# between devices. Much published code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result
-# `"right"` or `"wrong"`?**
+# Now the sum is missing everywhere. `shard_map` has a check, `check_vma`: if a program declares that a result is the same on
+# all devices, and it may differ, the check refuses the program. Much published code switches the check off, so there are four
+# programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
 
 # %%
 ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
@@ -233,7 +234,7 @@ fates = {
 }
 met("12.fates", {name: word for name, (word, *_) in fates.items()}, "in truth")
 if opened("12.fates"):
-    scene.show(in_colour({"the sum is forgotten": fates}, "One mistake, three fates"))
+    scene.show(in_colour({"the sum is forgotten": fates}, "One mistake, three results"))
 
 # %% tags=["plumbing"]
 words = {name: word for name, (word, *_) in fates.items()}
@@ -243,8 +244,9 @@ assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 # %% [markdown]
 # ## Why
 #
-# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and then
-# there is no error. Explicit stops *at the line*. JAX's message is long; `explain` turns it into the arrow that is missing:
+# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is
+# off, and then there is no error. Explicit stops *at the line* with the mistake. JAX's message is long; `explain` turns it into
+# the arrow that is missing:
 
 # %%
 error = fates["Explicit"][-1]
@@ -301,7 +303,7 @@ assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 # 1. A shape does not say whether a sum is finished. A layout does (`+tp`), and so does an explicit type (`U:tp`).
 # 2. Manual with its check off gives wrong values without an error. Leave the check on.
 # 3. Auto never gives a wrong value for a wrong layout. It sends more, without an error: count what a compiled program sends.
-# 4. Explicit refuses what is ambiguous, at the line; `explain` names the missing arrow.
+# 4. Explicit refuses a line where a layout is ambiguous; `explain` names the missing arrow.
 
 # %% [markdown]
 # ## Further

@@ -4,10 +4,10 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "02", "12"]
-#     question: What does your own JAX function send, and which of it is not wanted?
+#     question: What does your own JAX function send, and which messages do you not want?
 #     objectives:
 #     - Read what any JAX program sends, line by line, before it runs.
-#     - Find the line where a value loses the cut that you meant it to keep, and cure it by one constraint.
+#     - Find the line where a value loses the cut that it should keep, and repair it by one constraint.
 #     - Say what explicit axes refuse, and name the arrow that is missing.
 # ---
 
@@ -83,8 +83,8 @@ tokens = jax.device_put(text, P("X"))  # the rows of a batch are dealt out
 MeshExplorer.of(params | {"tokens": tokens})
 
 # %% [markdown]
-# In the picture you can choose other arrays: each device holds a part of each weight, and some rows of the tokens. The function predicts
-# the next token; its letters are `b` rows, `s` positions, `d` width:
+# Each device holds a part of each weight, and some rows of the tokens. (You can choose other arrays in the picture.) The
+# function predicts the next token; its letters are `b` rows, `s` positions, `d` width:
 
 
 # %%
@@ -132,23 +132,23 @@ assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
 # %% [markdown]
 # ## What each line sends
 #
-# The program sends 35 times as much as four weights. `In[3]:5` is line 5 of cell 3. After it are the types of a value before and after,
-# as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the all-reduce adds them up. In
-# `f32[64@X,16]` the axis `X` cuts the first dim. The same beside the code:
+# The program sends 35 times as much as four weights. `In[3]:5` is line 5 of cell 3. After it are the types of a value before
+# and after the message, as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the
+# all-reduce adds them up. In `f32[64@X,16]` the axis `X` cuts the first dim. Here is the same beside the code:
 
 # %% tags=["plumbing"]
 show(drawn({"sent": (loss, before)}))
 
 # %% [markdown]
-# All-reduces of `h`, of `y` and of the logits: whole batches of activations. XLA's *partitioner*, which splits the program over the
-# devices, chose that. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of the loss can find it. Which line is the
-# cause?
+# It makes all-reduces of `h`, of `y` and of the logits, which are activations of the whole batch. XLA's *partitioner*, which
+# splits the program over the devices, chose these. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of
+# the loss can find it. Which line is the cause?
 #
 # ## Bet: what is the layout of `x`?
 #
-# A *layout* writes after each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X` with `v` for the
-# words: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then `b/X s d`, `b s d/X` or
-# `b s d`?**
+# A *layout* writes after each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X`, with `v`
+# for the vocabulary: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then
+# `b/X s d`, `b s d/X` or `b s d`?**
 
 # %%
 layout_of_x = ...
@@ -172,8 +172,8 @@ assert str(from_type(x, "bsd")) == "b s d/X"
 #
 # ## Exercise (core): say it in one line
 #
-# `jax.lax.with_sharding_constraint(x, P(…))` sets the layout of a value inside a program. `P` has an entry for each dim, from the first
-# on: an axis, or None. Write the function that returns `x` with its rows on the devices that have their tokens.
+# `jax.lax.with_sharding_constraint(x, P(…))` sets the layout of a value inside a program. `P` has an entry for each dim, in
+# order: an axis, or None. Write the function that returns `x` with each row on the device that has the tokens of this row.
 
 
 # %%
@@ -186,7 +186,7 @@ attempt("13.cure", by_rows)
 by_rows = find("13.cure").solution  # goes on with the right one, whatever stands above
 
 # %% [markdown]
-# The same function with that line:
+# Here is the same function with that line:
 
 
 # %%
@@ -215,8 +215,8 @@ print(f"loss: {right:.5f} on one device, {value:.5f} on {N}")
 # %% [markdown]
 # ## Now it sends weights
 #
-# It sends what FSDP should send, or nearly: of `embed` a device needs the rows of its own tokens only, so the partitioner sends those.
-# The loss is the same. And `x` is cut as the tokens are:
+# It sends nearly what FSDP should send. A device needs only the rows of `embed` for its own tokens, so the partitioner sends
+# only these. The loss is the same. And `x` is cut as the tokens are:
 
 # %% tags=["plumbing"]
 x = jax.jit(lambda params, tokens: by_rows(params["embed"][tokens]))(params, tokens)
@@ -245,8 +245,8 @@ assert steps[0] > 10 * steps[1], steps
 # %% [markdown]
 # ## Explicit axes stop at that line
 #
-# The mesh above has `AxisType.Auto`: the partitioner chooses. Without it `jax.make_mesh` makes *explicit* axes today: where a layout is
-# ambiguous, JAX refuses the line. The same function, the same cuts:
+# The mesh above has `AxisType.Auto`: the partitioner chooses. By default `jax.make_mesh` now makes *explicit* axes: where a
+# layout is ambiguous, JAX refuses the line. Here are the same function and the same cuts:
 
 
 # %%
@@ -266,9 +266,10 @@ with jax.set_mesh(typed):
 say(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# `P('X', None, 'X')`: two dims of `x` would be cut by `X`, and JAX refuses that before anything runs. Published code stops today as well.
-# The first example in chapter 10 of *How to Scale Your Model* (Austin et al. 2025), as first printed, multiplies matrices that are both
-# cut along the dim that is summed. Later printings ask for `AxisType.Auto`. This one is of that kind:
+# `P('X', None, 'X')`: two dims of `x` would be cut by `X`, and JAX refuses that before anything runs. Some published code also
+# stops today. The first example in chapter 10 of *How to Scale Your Model* (Austin et al. 2025), as first printed, multiplies
+# matrices that are both cut along the dim that is summed. Later printings ask for `AxisType.Auto`. The next matmul is also cut
+# like that:
 
 
 # %%
@@ -317,8 +318,8 @@ assert total(seen) == 2 * value.nbytes * (N - 1) // N
 #
 # 1. Right values do not show what was sent. `llmpar.look(f, *args)` shows it for each line, before anything runs.
 # 2. One axis cuts one dim of a value. Where two dims could have it, the partitioner chooses, and later lines follow.
-# 3. Look first for activations of the whole batch. One `with_sharding_constraint` where the cut is lost brings it back.
-# 4. Explicit axes refuse what is ambiguous, at the line. `llmpar.explain` names the arrow that is missing.
+# 3. Look first for activations of the whole batch. One `with_sharding_constraint` at the line that loses the cut restores it.
+# 4. With explicit axes JAX refuses a line where a layout is ambiguous. `llmpar.explain` names the arrow that is missing.
 
 # %% [markdown]
 # ## Further

@@ -17,8 +17,8 @@
 # %% [markdown]
 # # 14 · Models of 2026: what do their layers keep and send?
 #
-# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3 has nine
-# times as many parameters and keeps a fifth of that. Qwen3.5 keeps a tenth. What do their layers do instead?
+# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3
+# has nine times as many parameters and keeps a fifth of these bytes. Qwen3.5 keeps a tenth. What do their layers keep instead?
 
 # %% tags=["plumbing"]
 import os
@@ -102,7 +102,7 @@ assert (
 )  # none has a window
 
 # %% [markdown]
-# What is kept is the *cache*: it is read again for each new token (lesson 16).
+# The kept bytes are the *cache*: it is read again for each new token (lesson 16).
 #
 # ## The layers, one by one
 
@@ -140,16 +140,16 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 
 # %% [markdown]
 # - **Full attention** keeps the key and the value of each token: 2·k·h numbers, with k KV heads of width h.
-# - A **window** looks at the last w tokens only: 1,024 in five of six layers of Gemma 3, 128 in every second one of gpt-oss. Older keys are
-#   forgotten.
-# - **Latent attention** (DeepSeek's MLA) keeps one short vector for all heads: the *latent*, from which their keys and values are
-#   computed, and one *rotary key*, which says where the token stands.
+# - A **window** looks at the last w tokens only: 1,024 in five of six layers of Gemma 3, 128 in every second layer of gpt-oss.
+#   Older keys are forgotten.
+# - **Latent attention** (DeepSeek's MLA) keeps one short vector for all heads: the *latent*, from which their keys and values
+#   are computed, and one *rotary key*, which encodes the token's position.
 # - A **recurrent state** (linear attention) keeps no tokens: one matrix for each head, which each token changes.
 #
-# Below, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers, and has in each other one a *shared* expert that
-# takes all tokens.
+# In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In each other
+# layer one expert is *shared*: it computes for all tokens.
 #
-# ## Predict: what does a token leave in a layer?
+# ## Predict: what does a token add to a layer's cache?
 #
 # Count numbers, not bytes. **(a)** 128 heads, each with a key and a value of 128 numbers. **(b)** Llama 3 70B: 8 KV heads of that size
 # (all query heads share them). **(c)** DeepSeek-V3: a latent of 512 numbers and a rotary key of 64.
@@ -167,15 +167,15 @@ assert counted == {"128 heads": 32_768, "8 KV heads": 2_048, "latent": 576}
 assert round(counted["128 heads"] / counted["latent"]) == 57
 
 # %% [markdown]
-# A latent has a 57th of (a). But all heads read the same latent, so `tp`, which cuts heads, cannot cut this cache: each rank of `tp` keeps
-# all of it. (gpt-oss adds an *attention sink*: one learned number for each head, beside the scores. It is a weight; it leaves nothing in the
-# cache and sends nothing.)
+# A latent with its rotary key has 1/57 of the numbers of (a). But all heads read the same latent, so `tp`, which cuts heads,
+# cannot cut this cache: each rank of `tp` keeps all of it. (gpt-oss adds an *attention sink*: one learned number for each head,
+# beside the scores. It is a weight; it leaves nothing in the cache and sends nothing.)
 #
 # ## Predict: how far must keys travel?
 #
-# A sequence of 64 positions on `sp=8`: rank 0 has the positions 0 to 7, rank 1 has 8 to 15, and so on. In ring attention keys and
-# values hop from rank to rank (lesson 06). **How many hops does a layer of full attention need, and how many a layer whose queries see the last
-# 8 positions, themselves included?**
+# A sequence of 64 positions on `sp=8`: rank 0 has the positions 0 to 7, rank 1 has 8 to 15, and so on. In ring attention keys
+# and values hop from rank to rank (lesson 06). **How many hops does a layer of full attention need? How many does a layer need
+# in which a query sees the last 8 positions, its own included?**
 
 # %%
 hops = {"full": ..., "window": ...}
@@ -249,8 +249,8 @@ jax.clear_caches()  # another program follows, and a small machine has 2 GB
 # %% [markdown]
 # ## Predict: what does a recurrent state send?
 #
-# Linear attention without its refinements: a state `S` begins at 0, each token adds `kᵀ v` to it (`h` × `h` numbers), and its query reads
-# `q S`. A rank needs the sum of all ranks before it:
+# This is linear attention in its simplest form. A state `S` begins at 0, each token adds `kᵀ v` to it (`h` × `h` numbers), and
+# its query reads `q S`. A rank needs the sum of all earlier ranks:
 
 
 # %%
@@ -264,8 +264,8 @@ def recurrent(q, k, v):  # s/sp h
 
 
 # %% [markdown]
-# 1,024 positions on `sp=8`, `h` = 16, float32. **How many bytes does a rank send in seven hops of the state? And in seven hops of its keys
-# and values, as in a ring?**
+# Take 1,024 positions on `sp=8`, `h` = 16, float32. **How many bytes does a rank send in seven hops of the state? And in seven
+# hops of its keys and values, as in a ring?**
 
 # %%
 moved = {"state": ..., "keys and values": ...}
@@ -314,7 +314,8 @@ assert 4 * state.state_size == 4 * 2**20 and attention.cache_width == 1024
 assert 4 * state.state_size // (2 * attention.cache_width) == 2048
 
 # %% [markdown]
-# A state of Qwen3.5 takes 4 MiB in a layer, however long the text. Its full layers keep 2 KiB of each token: more than that from 2,048 tokens on.
+# In Qwen3.5 the state of a layer takes 4 MiB, however long the text is. A full layer keeps 2 KiB of each token, so with more
+# than 2,048 tokens it keeps more than a state.
 #
 # ## Predict: how often do tokens travel to experts?
 #
@@ -353,13 +354,14 @@ _, gathered = predicted["sp", "all-gather"].arrows["attention b s c -> keys b s 
 assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 
 # %% [markdown]
-# And over `sp` this model gathers latents, not keys: 24 numbers for each token and layer, where its eight heads would have 192. 3 layers × 2 rows × 64
-# positions × 24 numbers × 4 bytes, half of it from each of two ranks: 18,432 bytes, as in
+# And over `sp` this model gathers latents, not keys: 24 numbers for each token and layer, where its eight heads would have 192.
+# These are 3 layers × 2 rows × 64 positions × 24 numbers × 4 bytes. Each of two ranks sends half of them: 18,432 bytes, as in
 # the traced program.
 #
-# ## Each kind of layer, and what travels for it
+# ## What each kind of layer sends
 #
-# (The *stream* is what a layer hands on to the next: d numbers for each token. `tp` adds up parts of it, twice in a layer: lesson 05.)
+# (The *stream* is what a layer passes to the next layer: d numbers for each token. `tp` adds up parts of it, twice in a layer:
+# lesson 05.)
 
 # %% tags=["plumbing"]
 assert small_v3.num_heads * (16 + 8) == 192
@@ -380,7 +382,7 @@ SENDS = {
     "attention sink": ("", "", "", ""),
     "recurrent state": ("sums of the stream", "a state, n - 1 hops", "", "one state"),
     "dense or shared": ("sums of the stream", "", "", ""),
-    "experts": ("sums of the stream", "", "tokens, to and fro", ""),
+    "experts": ("sums of the stream", "", "tokens, both ways", ""),
 }
 AXES = "tp", "sp", "ep"
 table = [
@@ -394,7 +396,7 @@ table = [
     for kind, cells in SENDS.items()
 ]
 note = (
-    "pp: for all alike the stream, s·d numbers of each microbatch between two stages."
+    "pp: each kind sends the stream, s·d numbers of a microbatch, between two stages."
 )
 show(
     draw.table(table, (*AXES, "kept"), "What a layer sends, and what it keeps", [note])
@@ -403,9 +405,9 @@ show(
 # %% [markdown]
 # ## Predict: which model fits my mesh?
 #
-# 64 GPUs of one rack (GB200): a program may plan with 127 GiB of each. Training in float32 with Adam holds 16 bytes for each parameter: weight,
-# gradient and two moments, all cut over 64 devices. gpt-oss has 116.8e9 parameters, Qwen3.5 396.3e9, DeepSeek-V3 671.0e9. **How many GiB does each
-# GPU hold of them?** (Which fit, with activations on top?)
+# Take 64 GPUs of one rack (GB200). A plan may use 127 GiB of each. Training in float32 with Adam holds 16 bytes for each
+# parameter: weight, gradient and two moments, all cut over 64 devices. gpt-oss has 116.8e9 parameters, Qwen3.5 396.3e9,
+# DeepSeek-V3 671.0e9. **How many GiB of this does each GPU hold for each model?** (Which models fit, with activations on top?)
 
 # %%
 state_gib = {"gpt-oss-120b": ..., "qwen3.5-397b": ..., "deepseek-v3": ...}
@@ -447,12 +449,13 @@ for name, one in answers.items():
 # %% [markdown]
 # ## Keep: ask each kind of layer two questions
 #
-# 1. What does a token leave? 2·k·h numbers (full), the same for the last w tokens (window), one latent for all heads, or nothing beside one
-#    state.
-# 2. What travels along `sp`? Keys, n − 1 hops; a window's keys, as many ranks as it reaches back; latents; a state, whose size does not depend on the length.
+# 1. What does a token add to the cache? 2·k·h numbers (full), the same for the last w tokens (window), one latent for all
+#    heads, or nothing (a recurrent layer has one state).
+# 2. What travels along `sp`? Keys make n − 1 hops. A window's keys make only as many hops as the window reaches back, in ranks.
+#    Latents are sent in place of keys. A state has the same size for any length.
 # 3. `tp` cuts heads. It cuts no latent: each rank of `tp` keeps it whole.
 # 4. Only layers with experts send tokens over `ep`; dense layers and shared experts do not.
-# 5. State first: bytes per parameter over devices. What does not fit needs more devices, not another mesh.
+# 5. Check the state first: all its bytes, divided by the devices. A state that does not fit needs more devices, not another mesh.
 
 # %% [markdown]
 # ## Further

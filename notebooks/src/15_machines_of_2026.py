@@ -7,8 +7,8 @@
 #     question: Which rules change where 72 GPUs are on fast links, on a torus, or in
 #       eight bits?
 #     objectives:
-#     - Compute for a new machine from how many tokens, how many ranks and how wide experts
-#       messages hide.
+#     - For a new machine, compute which numbers of tokens and ranks, and which widths of
+#       experts, hide their messages.
 #     - Say which decision changes between nodes of 8 and a rack of 72, and which does not.
 #     - Say what eight bits do to both sides of an inequality.
 # ---
@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 15 · Machines of 2026: is "tp inside a node of 8" still right?
 #
-# Tensor parallelism inside a node, experts too, a pipeline between nodes: rules from machines in which eight GPUs share fast links. In a
-# rack of GB200, 72 do; in a pod of TPUs, thousands. Which rule changes, and why?
+# Tensor parallelism and experts belong inside a node, a pipeline between nodes: these rules come from machines in which eight
+# GPUs share fast links. In a rack of GB200, 72 GPUs do; in a pod of TPUs, thousands. Which rule changes, and why?
 
 # %% tags=["plumbing"]
 import os
@@ -73,9 +73,10 @@ def reach(chips):
 show(reach(CHIPS))
 
 # %% [markdown]
-# On a *torus* a chip has links to its neighbours alone, two along each of its axes (three on a TPU v5p), and each axis closes to a ring.
+# On a *torus* a chip has links only to its neighbours, two along each axis (a TPU v5p has three axes). Each axis closes to a
+# ring.
 #
-# ## Predict: from how many tokens on do gathers hide?
+# ## Predict: how many tokens hide a gather?
 #
 # A gather of weights hides behind matmuls if a device computes with more than **C/β** tokens (lesson 03): C are its FLOPs per second, β the
 # bytes per second that leave it. **Compute C/β for the four chips of the picture.**
@@ -112,9 +113,9 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# And beyond the fast links? A gather brings the weights once into a *domain* (the chips that fast links join), for all of them. Each chip has a port of 50 GB/s: 8 of them bring
-# 400 GB/s into a node of H100s, 72 bring 3,600 GB/s into a rack, more than the 900 GB/s that one GPU passes on. So for gathers the network of a rack is no
-# limit.
+# And beyond the fast links? The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for
+# all its chips. Each chip has a network port of 50 GB/s: 8 ports bring 400 GB/s into a node of H100s, 72 bring 3,600 GB/s into
+# a rack, more than the 900 GB/s that one GPU passes on. So the network does not limit the gathers of a rack.
 
 # %% tags=["plumbing"]
 into = {name: c.node_size * c.dcn_bytes_per_s for name, c in CHIPS.items()}
@@ -189,15 +190,16 @@ seconds = [plan.time.step_s for plan in found.values()]
 assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
 
 # %% [markdown]
-# One experiment, by the planner's estimate: the same GPU with the same links, but a switch joins 8 of them, or 72. In nodes of 8 `tp=16` leaves the node, and a step takes
-# four times as long. In the rack it takes 9 % longer than `tp=8`: allowed, and still no gain. A rack of 72 does not mean `tp=72`: **matmuls that are cut too thin
-# are the limit, not the switch.**
+# The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8
+# `tp=16` leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`: it is allowed, but
+# it gains nothing. A rack of 72 does not mean `tp=72`: **matmuls that are cut too thin are the limit, not the switch.**
 #
 # ## Predict: how wide must an expert be?
 #
-# A token goes to an expert and comes back: 4·d bytes in 16 bits. There, three matrices of d × m do 6·d·m FLOPs. The messages hide if 6·d·m/C > 4·d/β.
-# Solve that for m. **How wide must experts be in a rack of GB200 (C/β = 2,664)? And over the network of H100s (C = 989e12, 50 GB/s for each GPU)? Where do the
-# experts of DeepSeek-V3 (m = 2,048) hide: `"rack"`, `"network"`, `"both"` or `"neither"`?**
+# A token goes to an expert and comes back: 4·d bytes in 16 bits. At the expert, three matrices of d × m do 6·d·m FLOPs. The
+# messages hide if 6·d·m/C > 4·d/β. Solve that for m. **How wide must experts be in a rack of GB200 (C/β = 2,664)? And over the
+# network of H100s (C = 989e12, 50 GB/s for each GPU)? Where do the experts of DeepSeek-V3 (m = 2,048) hide their messages:
+# `"rack"`, `"network"`, `"both"` or `"neither"`?**
 
 # %%
 width = {"rack": ..., "network": ..., "hides": ...}
@@ -222,12 +224,13 @@ seconds = [plan.time.step_s for plan in found.values()]
 assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
 
 # %% [markdown]
-# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes half as long again as `ep=8`. In the rack both are as fast, by what is known
-# (± 7 %). The number of tokens does not matter here: both sides grow with it.
+# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack both are
+# equally fast, within the error (± 7 %). The number of tokens does not matter here: both sides grow with it.
 #
 # ## Bet: does 405B still need a pipeline?
 #
-# 256 GB200, 64 rows of 8,192 tokens. **Does the fastest mesh have stages (`pp`), in nodes of 8, and in racks?** Write `"pp"` or `"no pp"`.
+# Take 256 GB200 and 64 rows of 8,192 tokens. **Does the fastest mesh have stages (`pp`) in nodes of 8? And in racks?** Write
+# `"pp"` or `"no pp"`.
 
 # %%
 stages = {"nodes of 8": ..., "rack of 72": ...}
@@ -256,8 +259,8 @@ eight, rack = (plan.time.step_s for plan in best.values())
 assert 1.2 < without.time.step_s / eight < 1.35 and 1.5 < eight / rack < 1.65
 
 # %% [markdown]
-# A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks they do not, and the bubble and the recomputation of the
-# stages are not worth it. With the same GPUs a step takes a third less time.
+# A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks gathers do not wait,
+# so a pipeline only costs its bubble and its recomputation. With the same GPUs a step takes a third less time.
 #
 # ## Predict: what do eight bits change?
 #
@@ -302,16 +305,17 @@ assert rows[2][1]["matmuls"] < rows[0][1]["matmuls"] / 2
 assert run.tokens == 2048 and GB200.rates.eight_bit == 1.7
 
 # %% [markdown]
-# Gathers keep their 16 bits in this estimate. With matmuls of 8 bits a GPU waits for links twice as long. In 4 bits matmuls take less than half of the time, and
-# a step still 86 %. What is sent has to shrink with what is computed. (The planner takes 1.7 for each halving of the bits, as reached, not 2.)
+# Gathers keep their 16 bits in this estimate. With matmuls of 8 bits a GPU waits for links twice as long. In 4 bits matmuls
+# take less than half of the time, but a step still takes 86 %. If matmuls have fewer bits, messages need fewer bits too. (For
+# each halving of the bits the planner takes a speed-up of 1.7, as reached, not 2.)
 #
 # ## Keep: the inequalities stay, the numbers change
 #
 # 1. C/β: compute it again for each machine, and for each kind of its links. Newer chips need more tokens.
-# 2. `tp` ends at m/(C/β), even where 72 GPUs share a switch.
+# 2. `tp` hides its messages up to m/(C/β) devices, even where 72 GPUs share a switch.
 # 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. A rack lets `ep` grow to 64.
 # 4. A pipeline is for slow links. In racks the planner leaves it out.
-# 5. Eight bits double C. Send eight bits too, or messages that were hidden cost time.
+# 5. Eight bits double C. Send eight bits too, or hidden messages become exposed.
 
 # %% [markdown]
 # ## Further

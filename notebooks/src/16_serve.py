@@ -4,9 +4,9 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["01", "05", "06"]
-#     question: What does a token cost to serve, where is its cache, and why an inference engine?
+#     question: What does a token cost to serve, where is its cache, and why does one use an inference engine?
 #     objectives:
-#     - Say why a prompt computes and a token reads, and what a batch changes.
+#     - Say why computing limits a prompt and reading limits a token, and what a batch changes.
 #     - Compute what the cache of a model takes, and which cut of it holds a long context.
 #     - Write the rule of continuous batching, and say what pages are for.
 # ---
@@ -82,7 +82,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 #
 # ## Predict: how many FLOPs per byte of weights?
 #
-# In bfloat16 a weight has 2 bytes. A token multiplies by it once and adds the result: 2 FLOPs. A pass reads all weights
+# In bfloat16 a weight has 2 bytes. Each token uses it in one multiplication and one addition: 2 FLOPs. A pass reads all weights
 # once. **How many FLOPs does a pass do for each byte of weights** with a prompt of 64 tokens? With the next token of 1 request?
 # With the next tokens of 16 requests?
 
@@ -115,14 +115,14 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## What the three passes do
 #
-# A pass for one token reads as much as a pass for a prompt, but computes only 1/64 as much. An H100 could do 295 FLOPs while it reads a
-# byte: 989 TFLOP/s by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long as reading the weights:
-# this is the *balance batch*. A long prompt has so many tokens. Decode needs so many requests.
+# A pass for one token reads as much as a pass for a prompt, but computes only 1/64 as much. An H100 could do 295 FLOPs while it
+# reads a byte: 989 TFLOP/s divided by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long
+# as reading the weights: this is the *balance batch*. A long prompt has enough tokens. Decode needs 295 requests.
 #
 # ## Requests share weights, not caches
 #
-# 16 requests do less than 16 FLOPs per byte: a pass also reads the keys and values of each. For Llama 3 8B
-# (dashed: the 295 of an H100):
+# 16 requests do less than 16 FLOPs per byte: a pass also reads the keys and values of each. The curves are for Llama 3 8B
+# (dashed: an H100's 295):
 
 # %% tags=["plumbing"]
 BATCHES = [1, 4, 16, 64, 256, 1024]
@@ -157,7 +157,7 @@ show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 # %% [markdown]
 # More requests help until their caches have more bytes than the weights. From there on only a smaller cache helps.
 #
-# ### Exercise (core): what a token leaves behind
+# ### Exercise (core): what a token adds to the cache
 #
 # Llama 3 8B: 32 layers, 32 query heads, 8 KV heads of width 128, in bfloat16. How many bytes does a token add to the cache?
 
@@ -196,10 +196,11 @@ title = "16 requests of 8,192 tokens on an H100"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. So does a window:
-# a token sees only the last 4,096. (The line: JAX takes three quarters of the card's 79.1 GiB, unless told otherwise.)
+# Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. A window
+# does too: a token sees only the last 4,096. (The line: JAX takes three quarters of the card's 79.1 GiB, unless told
+# otherwise.)
 #
-# ## Predict: who can hold a long context?
+# ## Predict: can four devices hold a long context?
 #
 # The cache of a long context does not fit on one device. There are four devices; the model has 2 KV heads. `tp` cuts the cache by
 # heads, `sp` by positions. **Which share of the cache does each device hold?**
@@ -222,13 +223,14 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# A column is a position, a number a device. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the cuts
-# are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
+# Columns are positions, numbers are devices. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the
+# cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
 #
 # ## What is sent for a token
 #
-# In a ring (lesson 06) keys are sent to queries. Here every device of `sp` has the query, which is only one token. It attends to its own
-# positions; two small all-reduces in each layer join the results. For the next tokens of four requests a device sends:
+# In a ring (lesson 06) keys are sent to queries. Here every device of `sp` has the query, which is only one token. A device
+# attends to its own positions; two small all-reduces in each layer join the results. For the next tokens of four requests, a
+# device sends this:
 
 # %% tags=["plumbing"]
 sent, steps = [], {}
@@ -259,10 +261,10 @@ show(draw.collectives(sent))
 # Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer of them. `sp` leaves the
 # weights whole. So take `tp` within a node, up to the number of KV heads. Take `sp` if the context does not fit otherwise.
 #
-# ## A slot stands empty while others go on
+# ## Some slots are idle while others compute
 #
-# Eight requests, A to H, need 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four. First A to
-# D, then E to H:
+# Eight requests, A to H, need 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four.
+# First A to D run, then E to H:
 
 # %% tags=["plumbing"]
 WANT = dict(zip("ABCDEFGH", (3, 9, 5, 2, 6, 4, 7, 3), strict=True))
@@ -307,7 +309,7 @@ attempt("16.join", join)
 # %% [markdown]
 # ## A finished request frees its slot
 #
-# The engine behind `llmpar serve` says after each pass which request got a token. From that we draw who had which slot:
+# The engine behind `llmpar serve` says after each pass which request got a token. We draw which request had which slot:
 
 # %%
 plan = Plan(f"sp={N}", dtype="bfloat16")
@@ -350,8 +352,8 @@ print(f"{END} passes become {passes}; each request is answered as if it were alo
 #
 # ## How much reserved memory is used?
 #
-# The length of an answer is not known before, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023) reserves *pages* of
-# 16 tokens, each when it is needed:
+# The length of an answer is not known in advance, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023)
+# reserves *pages* of 16 tokens when they are needed:
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages
@@ -386,11 +388,11 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 #
 # ## Keep: prefill computes, decode reads
 #
-# 1. Prefill reads the weights once for many tokens, decode once for each. In bfloat16, FLOPs per byte of weights = tokens in a pass.
-# 2. Requests of a batch share the reading of the weights. The caches are not shared.
-# 3. A token leaves 2 · layers · KV heads · head width numbers in the cache.
+# 1. Prefill reads the weights once for many tokens, decode once for each token. In bfloat16, FLOPs per byte of weights = tokens in a pass.
+# 2. Requests of a batch share one read of the weights, but no caches.
+# 3. A token adds 2 · layers · KV heads · head width numbers to the cache.
 # 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; the cache itself is never sent.
-# 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine has both.
+# 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine uses both.
 
 # %% [markdown]
 # ## Further

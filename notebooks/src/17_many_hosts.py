@@ -7,9 +7,9 @@
 #     question: Which axis may cross between hosts, what is sent exactly, and what happens
 #       when a host dies?
 #     objectives:
-#     - Run one program in several processes, and hand over each one's own rows.
-#     - Predict what leaves a host, and place the axes of a mesh by it.
-#     - Say what a dead process does to the others, and go on with the same bits.
+#     - Run one program in several processes, and give JAX each process's own rows.
+#     - Predict what leaves a host, and place the axes of a mesh accordingly.
+#     - Say what a dead process does to the others, and continue with the same bits.
 # ---
 
 # %% [markdown]
@@ -99,10 +99,10 @@ scene.show(shown(team.run(feed, everything)))
 # Every row is on two devices (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
 # loss does not show it.**
 #
-# Each host runs a **process** of its own, which sees only its own memory. Values cross the network, here called the **wire**, by
-# collectives only. `team.run(function, …)` runs a function in all processes and gives what each returns. The **mesh** spans the
-# devices of all, numbered host by host. (Two processes on this machine stand for the hosts. Where Linux allows it, each gets a
-# network of its own.)
+# Each host runs a **process** of its own, which sees only its own memory. Only collectives carry values over the network, here
+# called the **wire**. `team.run(function, …)` runs a function in all processes and returns all results. The **mesh** spans the
+# devices of all hosts, numbered host by host. (Two processes on this machine stand for the hosts. Where Linux allows it, each
+# gets a network of its own.)
 #
 # ### Exercise (core): whose rows?
 #
@@ -157,9 +157,9 @@ for name in ("dp across", "tp across"):
 #
 # An all-reduce over two devices sends the message once (lesson 02).
 #
-# * **dp across**: gradients cross, of all weights. Each device has half of them.
-# * **tp across**: activations cross, `b s d` numbers of a device's 16 rows: four sums a layer (lesson 05), and one each for
-#   embedding and head.
+# * **dp across**: the gradients of all weights cross the wire. Each device has half of them.
+# * **tp across**: activations cross the wire. One sum is `b s d` numbers for a device's 16 rows. There are four sums a layer
+#   (lesson 05), and one each for embedding and head.
 
 # %%
 dp_across, tp_across = ..., ...
@@ -190,7 +190,7 @@ for name, ranks in found.items():
 # %% [markdown]
 # ## What Linux counted on the wire
 #
-# The losses are equal, number by number: it is one program. What crosses the wire is not equal. The figures show what Linux counted on
+# All losses are equal, because it is one program. The bytes on the wire are not equal. The figures show what Linux counted on
 # the wire, and the seconds of a step, in a recorded run on a slow wire.
 
 # %%
@@ -205,8 +205,8 @@ for name in found:
 # %% [markdown]
 # ## Other plans on the slow wire
 #
-# These are all plans of four devices. `dp`, `pp` and `fsdp` send once for each weight or stage. `tp` sends activations in every layer,
-# and the next matmul waits for them. So `tp` belongs inside a host.
+# These are all the plans for four devices. `dp`, `pp` and `fsdp` send once for each weight or stage. `tp` sends activations in
+# every layer, and the next matmul waits for them. So `tp` belongs inside a host.
 
 # %%
 bars = []
@@ -220,8 +220,8 @@ scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
 # %% [markdown]
 # ## How many tokens make the difference?
 #
-# A layer of this Llama has 16 d² weights. `dp` sends each of them once, however long the batch. `tp` sends 4 T d numbers for a
-# batch of T = b · s tokens: **T/(4 d)** times as much. **At how many tokens do they send the same?** (`d` is 144.)
+# A layer of this Llama has 16 d² weights. `dp` sends each of them once, however large the batch is. `tp` sends 4 T d numbers
+# for a batch of T = b · s tokens: **T/(4 d)** times as much. **At how many tokens do they send the same?** (`d` is 144.)
 
 # %%
 equal_tokens = ...
@@ -246,12 +246,13 @@ if opened("17.equal"):
 met("17.equal", equal, "computed")
 
 # %% [markdown]
-# At T = 4 d, a little less with embedding and head. Training at scale is far to the right of it: so tp stays inside a host.
+# They send the same at T = 4 d, or a little less with embedding and head. Large trainings have far more tokens, so tp stays
+# inside a host.
 #
 # ## When a process dies
 #
-# A run of 12 steps, numbers 0 to 11, keeps a checkpoint after every 4. Process 1 is killed (`kill -9`) after 7 steps. The same
-# command is started again. **With which step does it go on?**
+# A run of 12 steps, numbered 0 to 11, keeps a checkpoint after every 4 steps. Process 1 is killed (`kill -9`) after 7 steps.
+# The same command is started again. **With which step does it continue?**
 
 # %%
 first_step = ...
@@ -304,7 +305,7 @@ except TeamError as error:
         print(f"process {process} {words.partition(':')[0]}")
 
 # %% [markdown]
-# ## One dead process ends all
+# ## One dead process stops all processes
 #
 # Process 0 did not wait: its collective failed at once. It cannot go on either, because half of the weights are lost. So all processes
 # end, the launcher starts them again, and they read the newest checkpoint:
@@ -326,9 +327,9 @@ print("weights and moments: the same bits as without the kill")
 # ## Keep: count rows and bytes, not losses
 #
 # 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
-# 2. One plan, two placements: the same loss, and four times the bytes on the wire.
+# 2. Two placements of one plan have the same loss, but one sends four times the bytes over the wire.
 # 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: it sends T/(4 d) times as much.
-# 4. One dead process ends all; the same command goes on from the newest checkpoint, with the same bits.
+# 4. One dead process stops all; the same command continues from the newest checkpoint, with the same bits.
 
 # %% [markdown]
 # ## Further

@@ -4,19 +4,20 @@
 #     teaching: 25
 #     exercises: 15
 #     needs: ["03", "04"]
-#     question: The loss falls, and something is wrong. How does one find what?
+#     question: The loss falls, but something is wrong. How do you find the fault?
 #     objectives:
 #     - Recognise five silent failures by what they change, and by what they do not
 #       change.
 #     - Choose the cheapest clue that can tell two suspects apart.
-#     - Show that a cure is one, by running it.
+#     - Prove a cure by running it.
 # ---
 
 # %% [markdown]
 # # 19 · Mysteries: the loss falls, and something is wrong
 #
-# Five real failures of the last years; none gave an error or a warning. The first: a team changes `tp` from 1 to 8, with the same model and
-# batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. Which line did it?
+# Here are five real failures of recent years, without an error or a warning. The first: a team changes `tp` from 1 to 8, with
+# the same model and batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. Which line is
+# wrong?
 
 # %% tags=["plumbing"]
 import os
@@ -92,19 +93,19 @@ axes = dict(x="tp", y="gradient norm", title="The same gradient on more ranks")
 show(draw.curves(lines, [1, 2, 4, 8], **axes))
 
 # %% [markdown]
-# `weight` and `bias` are gradients; the weight's is cut over `tp`. Six suspects:
+# `weight` and `bias` are gradients; that of the weight is cut over `tp`. There are six suspects:
 #
 # | suspect | what it does |
 # |---|---|
-# | missing sum | one rank's partial sum is taken for the whole sum |
-# | counted | a sum over ranks counts what is the same on all of them |
+# | missing sum | one rank's partial sum is used as the whole sum |
+# | counted | a sum over ranks counts a value once for each rank, but all ranks hold the same value |
 # | mean of means | each rank divides by its own count, and then a mean is taken |
 # | same key | each rank draws the same random numbers |
 # | positions | each rank counts its positions from 0 |
-# | copies | each rank holds all of what should be cut |
+# | copies | each rank holds the whole of an array that should be cut |
 #
-# The rules: read the program, then name a suspect. Your first guess is noted, and opens the next clue. In real life a clue costs something:
-# minutes of reading, or a run. Guess again after each clue. In the end the cure is run.
+# The rules: read the program, then name a suspect. Your first guess is noted, and opens the next clue. In real life a clue
+# costs something: minutes of reading, or a run. Guess again after each clue. At the end the cure is run.
 #
 # ## 1. The gradient norm that grows with tp
 
@@ -113,9 +114,9 @@ suspect = ...  # one of the six, such as "same key"
 attempt("19.norm", suspect)
 
 # %% [markdown]
-# **Clue**, for the price of reading twice: each rank has its own columns of `weight`, and all of `bias`.
+# **Clue** (cost: read the program twice): each rank has its own columns of `weight`, and all of `bias`.
 #
-# **Clue**, for the price of a run: `llmpar.check` runs a program on its mesh and on one device, and names the first value that differs:
+# **Clue** (cost: one run): `llmpar.check` runs a program on its mesh and on one device, and names the first value that differs:
 
 # %%
 checked = check(on("tp=8", norm, GIVEN, P()), None, shape(16, 32), shape(32))
@@ -141,10 +142,10 @@ print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.
 # ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8. It does not change the loss of the step, only where
 # clipping begins.)
 #
-# ## 2. More devices, and no less noise
+# ## 2. More devices, but not less noise
 #
-# Dropout sets half of the numbers to 0, at random. With eight times as many rows its noise should be √8 times smaller. It is not. The rows
-# are cut over `dp`:
+# Dropout sets half of the numbers to 0, at random. With eight times as many rows its noise should be √8 times smaller. But it
+# does not get smaller. The rows are cut over `dp`:
 
 
 # %%
@@ -177,7 +178,7 @@ suspect = ...  # one of the six
 attempt("19.noise", suspect)
 
 # %% [markdown]
-# **Clue**, for the price of a run: look at the numbers themselves. Dark is what was set to 0:
+# **Clue** (cost: one run): look at the numbers themselves. Dark numbers were set to 0:
 
 # %% tags=["plumbing"]
 ones = np.ones((16, 12), np.float32)
@@ -213,8 +214,8 @@ print(
 )
 
 # %% [markdown]
-# Each rank must draw numbers of its own: `fold_in` makes a key for each rank. (huggingface/transformers, issue 31412, 2024: one seed on every
-# rank. Along `tp`, where activations are copies, it is the other way: the ranks must draw the *same* numbers.)
+# Each rank must draw numbers of its own: `fold_in` makes a key for each rank. (huggingface/transformers, issue 31412, 2024: one
+# seed on every rank. Along `tp`, where activations are copies, the opposite is right: the ranks must draw the *same* numbers.)
 #
 # ## 3. ZeRO-1 that saves nothing
 #
@@ -233,7 +234,7 @@ suspect = ...  # one of the six
 attempt("19.memory", suspect)
 
 # %% [markdown]
-# **Clue**, for the price of one line: what does a device hold? (`check` has no clue here: all values are right.)
+# **Clue** (cost: one line): what does a device hold? (`check` has no clue here: all values are right.)
 
 
 # %% tags=["plumbing"]
@@ -272,10 +273,10 @@ met("19.memory", "copies", "it was")
 # ## Keep: a falling loss proves little
 #
 # 1. Wrong values, wasted memory and wasted messages need different clues: `check`, bytes on a device, `look`.
-# 2. Ask of each sum over ranks: is what it adds different on each rank? If not, it counts copies.
-# 3. Ask of each random number: should it be the same on all ranks of this axis, or different?
-# 4. Ask of each array: who said that it is cut?
-# 5. A cure is a cure when the program is run again and the numbers agree.
+# 2. Ask about each sum over ranks: does each rank add a different value? If not, the sum counts copies.
+# 3. Ask about each random number: should it be the same on all ranks of this axis, or different?
+# 4. Ask about each array: which line says that it is cut?
+# 5. A cure is proved when the program is run again and the numbers agree.
 
 # %% [markdown]
 # ## Further

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Memory and messages"
 # ## Why one GPU is not enough
 #
-# Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak, one H100 would
-# train an 8B model on 15 trillion tokens for **58 years**.
+# Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak, one H100 needs
+# **58 years** to train an 8B model on 15 trillion tokens.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/01_memory_and_flops</code></footer>
 
@@ -121,7 +121,8 @@ show(picture)
 # %% [markdown] tags=["slide"] minutes=3
 # ## Look at any mesh
 #
-# A model on a cluster that you do not have: does it fit, how long is a step, who holds what, what would be better?
+# Take a model, on a cluster that you do not have. Does it fit? How long is a step? Which device holds what? What would be
+# better?
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make site</code></footer>
 

@@ -1,7 +1,7 @@
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## A movement is an arrow
 #
-# `/tp`: a dim is cut over `tp`. `+tp`: an unfinished sum over `tp`. The collective follows from the two sides.
+# `/tp`: a dim is cut over `tp`. `+tp`: an unfinished sum over `tp`. The two sides of the arrow give the collective.
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in <code>README.md</code></footer>
 
@@ -31,7 +31,7 @@ show(picture)
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## An all-reduce is these two
 #
-# A column is a device, a row a part of the array; a colour says whose numbers these are.
+# Each column is a device, each row a part of the array. The colour says which device's numbers these are.
 #
 # <footer>Bytes read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/02_collectives</code></footer>
 
@@ -120,7 +120,8 @@ show(draw.before_after(kinds), sent(*kinds))
 # %% [markdown] tags=["slide"] minutes=2
 # ## The sum goes round a ring, twice
 #
-# Each device sends one part to the next. In all: twice $(N-1)/N$ of its buffer; without a switch that adds, no algorithm sends less.
+# Each device sends one part to the next. In all, it sends twice $(N-1)/N$ of its buffer; no algorithm sends less, unless a
+# switch adds.
 #
 # <footer>Patarasuk and Yuan 2009 · lesson <code>notebooks/02_collectives</code></footer>
 
@@ -151,7 +152,7 @@ steps(ring)
 # %% [markdown] tags=["slide"] minutes=1
 # ## Poll: how much faster is a small sum?
 #
-# Eight H100s of a node sum 100 kB. How long does 1 kB take?
+# Eight H100s of a node sum 100 kB. How long does 1 kB take, compared with that?
 #
 # | A | B | C |
 # |---|---|---|

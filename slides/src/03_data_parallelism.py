@@ -14,7 +14,7 @@ where("data parallel")
 # %% [markdown] tags=["slide", "short"] minutes=2 section="Data parallelism"
 # ## Data parallelism
 #
-# All weights on every device; each sees its own rows. The gradient is an unfinished sum:<br>`d m +dp -> d m`.
+# Every device holds all weights and sees its own rows. The gradient is an unfinished sum:<br>`d m +dp -> d m`.
 #
 # <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=4</code></footer>
 
@@ -121,8 +121,8 @@ show(
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## Overlap: send while you compute
 #
-# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above $C/\beta$ tokens per
-# GPU: about **2,200** in an H100 node.
+# The last layers' gradients are ready first. They are sent while the backward pass goes on, and are hidden above $C/\beta$
+# tokens per GPU: about **2,200** in an H100 node.
 #
 # <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -158,8 +158,8 @@ assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s),
 # %% [markdown] tags=["slide"] minutes=2
 # ## Measured: replicas over more nodes
 #
-# Llama 2 7B on 8 to 128 H100s, FSDP in a node and replicas over nodes: four sequences of 4,096 a GPU. The second node costs
-# most; later ones cost less.
+# Llama 2 7B on 8 to 128 H100s, FSDP in a node and replicas over nodes. Each GPU has four sequences of 4,096. The second node
+# costs most; later ones cost less.
 #
 # <footer>Measured: MaxText, configs of A3 (Apache-2.0), in <code>tests/measured.json</code> · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -202,8 +202,8 @@ curves(
 # %% [markdown] tags=["slide"] minutes=2
 # ## Buckets and accumulation
 #
-# `reduce=`: the same bytes in fewer messages, each of which pays its latency. With $u$ microbatches gradients travel **once per
-# step**, if they wait for its end.
+# `reduce=` sends the same bytes in fewer messages; each message costs its latency. With $u$ microbatches gradients are sent
+# **once per step**, if they wait for the end of the step.
 #
 # <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
 

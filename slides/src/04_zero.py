@@ -14,8 +14,9 @@ where("ZeRO-1", "ZeRO-3, FSDP")
 # %% [markdown] tags=["slide", "short"] minutes=3 section="ZeRO and FSDP"
 # ## Sharded data parallelism: three levels
 #
-# A device reads most of its state once in a step. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
-# gradients, **3** and the weights. Here 7.5 billion parameters on N = 64 devices. The line: what a program may use of an A100 with 40 GB.
+# A device reads most of its state once in a step. ZeRO cuts it over the replicas: **1** the optimizer, **2** also the
+# gradients, **3** also the weights. Here: 7.5 billion parameters on N = 64 devices. The line: what a program may use of an
+# A100 with 40 GB.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), table 1 · lesson <code>notebooks/04_zero</code></footer>
 
@@ -84,7 +85,7 @@ show(draw.zero_strips(stages=(1, 2, 3), layers=3))
 # ## FSDP2, and the same here
 #
 # PyTorch's `fully_shard(block)` is ZeRO-3 per parameter. Here: `Plan("fsdp=8", zero=3)`. On a 2-D mesh (HSDP):
-# `Plan("dp=2 fsdp=4", zero=3)`. Before its use a weight is gathered over `fsdp` alone:
+# `Plan("dp=2 fsdp=4", zero=3)`. A weight is gathered over `fsdp` only, before its use:
 #
 # <footer>Zhao et al. 2023 (PyTorch FSDP); PyTorch documentation of <code>fully_shard</code> · lesson <code>notebooks/04_zero</code></footer>
 
@@ -155,10 +156,10 @@ show(draw.gather_use_forget(takes=(1.3, 1.3, 2.6)))
 # **Source:** Zhao et al. 2023, section 3.3; Rajbhandari et al. 2020, section 7.2.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## As the compiler for H100s schedules it
+# ## The schedule that the compiler for H100s makes
 #
-# You need no H100 to see the schedule: its compiler runs anywhere. **Filled:** computing waits. One layer: where its forward
-# pass begins, and where its gradients leave.
+# You need no H100 to see the schedule: its compiler runs anywhere. **Filled:** computing waits. The picture shows the
+# beginning of a layer's forward pass, and the sending of its gradients.
 #
 # <footer><code>llmpar compile --target h100:8x8 --model llama3-8b --mesh fsdp=64 --svg schedule.svg</code></footer>
 
@@ -210,7 +211,7 @@ pictures = [
         forward,
         0,
         0.8e-3,
-        f"forward, the first 0.8 of {1e3 * whole_s:.1f} ms: q and k are waited for, {1e6 * waits_s:.0f} µs",
+        f"forward, the first 0.8 of {1e3 * whole_s:.1f} ms: computing waits for q and k, {1e6 * waits_s:.0f} µs",
     ),
     zoomed(
         backward,
@@ -296,7 +297,7 @@ bars = [
 show(draw.memory_bars(bars), f"Llama 3 8B in bfloat16, u = {U}: what a GPU sends in a step")
 
 # %% [markdown]
-# Stage 1 is free. Stage 2 pays when you accumulate, stage 3 for every microbatch (3Ψ if $u = 1$).
+# Stage 1 sends no more. Stage 2 sends more when you accumulate, stage 3 for every microbatch (3Ψ if $u = 1$).
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.
@@ -308,10 +309,10 @@ show(draw.memory_bars(bars), f"Llama 3 8B in bfloat16, u = {U}: what a GPU sends
 # communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a ring.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## Offload: the CPU as a shelf
+# ## Offload: the optimizer on the CPU
 #
-# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500 tokens** per GPU
-# and step, if the CPU's Adam keeps up.
+# Gradients go to the CPU, weights come back: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500
+# tokens** per GPU and step, if the CPU's Adam keeps up.
 #
 # <footer>Ren et al. 2021 (ZeRO-Offload), section 3 · a model, not a measurement · lesson <code>notebooks/04_zero</code></footer>
 
@@ -347,7 +348,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GP
 # ## Tuning with LoRA: gradients go, gathers stay
 #
 # `x W` becomes `x W + (x A) B`; `W` is frozen. It has no gradient and no moments, but layers still multiply by it: gathered
-# forward, and backward for the gradient of `x`. Llama 3 8B, rank 16 (an H100's 59.3 GiB are room for one of the two):
+# forward, and backward for the gradient of `x`. Llama 3 8B, rank 16 (an H100's 59.3 GiB can hold only one of the two):
 #
 # <footer>Hu et al. 2021 (LoRA) · lesson <code>notebooks/04_zero</code> · <code>llmpar train --lora-rank 16</code></footer>
 

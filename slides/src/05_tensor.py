@@ -38,7 +38,7 @@ show(draw.matmul(whole, names=("x", "W1", "x W1", "relu(x W1)", "W2", "y")))
 # %% [markdown] tags=["slide", "short"] minutes=2 section="Tensor parallelism"
 # ## Tensor parallelism: cut the columns
 #
-# `s d` times `d m/tp` gives `s m/tp`: every device computes its own columns. Nothing moves.
+# `s d` times `d m/tp` gives `s m/tp`: every device computes its own columns. Nothing is sent.
 #
 # <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
@@ -271,8 +271,8 @@ show(
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## The 8→16 cliff, measured
 #
-# A GPT of 3.6B on 64 A100s, batch 512; the best of each degree. Inside the node a doubling costs some 10 %. Across it, the
-# step takes **twice as long**.
+# A GPT of 3.6B on 64 A100s, batch 512; the best run of each degree. Inside the node each doubling of N costs some 10 %.
+# Beyond the node, the step takes **twice as long**.
 #
 # <footer>Measured: vTrain (Bang et al. 2024), in <code>tests/measured.json</code> · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
@@ -309,10 +309,10 @@ curves(
 # of Hugging Face (2025) measured the same fall: 10,903 tokens per second and GPU at N = 8, 6,246 at 16.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## How steep? The ports of the node
+# ## How much slower? It depends on the node's ports
 #
-# Products shrink with $N$; the all-reduces do not. Beyond the node they also meet **slower links**. Llama 3 70B on H100s: the share
-# of a layer's time that is spent in matmuls.
+# Matmuls shrink with $N$; all-reduces do not. Beyond the node they also cross **slower links**. Llama 3 70B on H100s: the
+# share of a layer's time that is spent in matmuls.
 #
 # <footer>Narayanan et al. 2021, takeaway 1 · a model, not a measurement · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 

@@ -108,7 +108,7 @@ assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -
 # %% [markdown] tags=["slide"] minutes=1
 # ## Poll: which rank waits most?
 #
-# Causal attention in a ring of four; positions in order. A step ends with its slowest rank.
+# Causal attention in a ring of four ranks, with positions in order. A step ends when its slowest rank is done.
 #
 # | A | B | C |
 # |---|---|---|
@@ -131,7 +131,8 @@ show(draw.causal(quarters, step=0, counts=False))
 # %% [markdown] tags=["slide"] minutes=1
 # ## Zigzag: the same work on each rank
 #
-# Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks: **2 squares of time**, in order 3.5.
+# Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks take **2 squares of time**; with positions in order they
+# take 3.5.
 #
 # <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
 
@@ -183,9 +184,9 @@ steps(*drawn)
 # keys of a rank: four small squares. The shares are counted from the causal mask, for N up to 64.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Two other ways: heads for positions, or gathered keys
+# ## Two other ways: Ulysses, or gathered keys
 #
-# Ulysses, drawn, and what Llama 3 does. For a layer of Llama 3 8B, 131,072 tokens, `sp=8`:
+# The drawing is Ulysses; Llama 3 gathers the keys. For a layer of Llama 3 8B, 131,072 tokens, `sp=8`:
 #
 # <footer>Jacobs et al. 2023 (DeepSpeed-Ulysses) · Llama 3 team 2024, section 3.3.2 · lesson <code>notebooks/06_long_sequences</code></footer>
 

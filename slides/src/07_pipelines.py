@@ -14,7 +14,7 @@ where("pipeline")
 # %% [markdown] tags=["slide", "short"] minutes=2 section="Pipelines"
 # ## Pipelines: stages, and the bubble
 #
-# Each stage holds some layers and hands its result on. With one batch, one of $p$ stages works; the others wait.
+# Each stage holds some layers and sends its result to the next one. With one batch, one of $p$ stages works; the others wait.
 #
 # <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
 
@@ -43,7 +43,7 @@ show(draw.timeline(naive, facts=False))
 # **Source:** Huang et al. 2018 (GPipe), figure 2b. Papers write m for our u, the number of microbatches. B is drawn twice as long as F: two matmuls instead of one.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
-# ## Microbatches fill it
+# ## Microbatches shrink the bubble
 #
 # All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(u+p-1)$. Beware: papers also give idle over
 # *ideal*: $(p-1)/u$.
@@ -144,9 +144,10 @@ curves(
 # **Source:** each point is a simulated timetable; the formula agrees to rounding.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Measured: a small batch starves the pipeline
+# ## Measured: with a small batch stages wait more
 #
-# Twelve stages of the BLOOM project's runs, 384 A100s. The same work per row: with 32 microbatches a row takes **a third more** time than with 128.
+# The BLOOM project's runs had twelve stages on 384 A100s. The work per row is the same: with 32 microbatches a row takes **a
+# third more** time than with 128.
 #
 # <footer>Measured: BigScience, chronicles of BLOOM, in <code>tests/measured.json</code> · lesson <code>notebooks/07_pipelines</code></footer>
 
@@ -171,7 +172,7 @@ curves(
         ("our model", ours, "ink", "o", True),
         ("the bubble alone", formula, "soft", "^", True),
     ],
-    counts, "microbatches u of a step", "a row costs more than at 128, by", high=0.4, percent=True,
+    counts, "microbatches u of a step", "extra time of a row, versus 128", high=0.4, percent=True,
 )  # fmt: skip
 
 # %% [markdown] tags=["notes"]

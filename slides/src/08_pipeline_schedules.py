@@ -1,7 +1,7 @@
 # %% [markdown] tags=["slide"] minutes=1
 # ## Poll: which order finishes first?
 #
-# Five orders of the same work, as they begin. Which finishes first, which holds least?
+# These are the beginnings of five orders of the same work. Which finishes first? Which holds least?
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code></footer>
 
@@ -56,7 +56,7 @@ show(draw.timeline(table, facts=False, shortest=28))
 # %% [markdown] tags=["slide"] minutes=2
 # ## Interleaved: smaller pieces, smaller bubble
 #
-# Each stage holds $g$ chunks of layers, so the pipe fills in $1/g$ of the time. Bubble over ideal: $(p-1)/(gu)$. The
+# Each stage holds $g$ chunks of layers, so the pipeline fills in $1/g$ of the time. Bubble over ideal: $(p-1)/(gu)$. The
 # price: $(gp-1)/(p-1)$ times the messages.
 #
 # <footer>Narayanan et al. 2021 · <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule interleaved --stages 4 --microbatches 4 --costs 1,1,0</code></footer>
@@ -83,7 +83,7 @@ show(draw.timeline(table, facts=False))
 # %% [markdown] tags=["slide"] minutes=2
 # ## Zero bubble: split the backward
 #
-# Only the inputs' gradient **B** is awaited by another stage. The weights' gradient **W** can fill the gaps: a third of 1F1B's
+# Another stage waits only for **B**, the inputs' gradient. **W**, the weights' gradient, can fill the gaps: a third of 1F1B's
 # bubble at the same peak of memory.
 #
 # <footer>Qi et al. 2023 (Zero Bubble), table 2 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-h1 --stages 4 --microbatches 4</code></footer>
@@ -106,7 +106,7 @@ show(draw.timeline(table, facts=False))
 # **Source:** Qi et al. 2023: (p-1)(F+B-W). Its published rates are reproduced by our simulator to four decimals.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## What each order buys
+# ## What each order saves and costs
 #
 # Four stages, eight microbatches, F = B = W = 1. Which order finishes first? Which holds least?
 #
@@ -143,7 +143,7 @@ show(draw.timelines(small, letters=False))
 # %% [markdown] tags=["slide"] minutes=1
 # ## Three things are called the bubble
 #
-# ZB-V is published with a bubble of **zero**. It ends at 25.5 all the same. Ask which bubble is meant.
+# ZB-V is published with a bubble of **zero**. But it ends at 25.5, not at 24. Ask which bubble is meant.
 #
 # <footer>Huang et al. 2018 · Narayanan et al. 2021 · Qi et al. 2023, 2024 · lesson <code>notebooks/08_pipeline_schedules</code></footer>
 

@@ -88,8 +88,8 @@ assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 # %% [markdown] tags=["slide"] minutes=2
 # ## A hot expert: room, drops, balance
 #
-# All wait for the busiest rank. A **capacity** drops who comes late; **dropless** sends room for the worst case; a **balance
-# loss**, or a **bias** that follows the load, makes it rarer.
+# All ranks wait for the busiest one. A **capacity** drops tokens that come late; **dropless** sends a buffer for the worst
+# case; a **balance loss**, or a **bias** that follows the load, makes hot experts rarer.
 #
 # <footer>Fedus et al. 2021; DeepSeek-V3 2024 · <code>notebooks/09_experts</code> · <code>llmpar train --model tiny-moe --mesh ep=4</code></footer>
 

@@ -134,8 +134,8 @@ show(draw.memory_bars(rows, wide=440, **how))
 # %% [markdown] tags=["slide"] minutes=2
 # ## And what each axis saves
 #
-# State of a device: weights and Adam's moments, float32. `dp` saves nothing. `fsdp` and `tp` halve; `pp` halves the blocks
-# only.
+# State of a device: weights and Adam's moments, float32. `dp` saves nothing. `fsdp` and `tp` halve the state; `pp` halves
+# only the blocks.
 #
 # <footer>lesson <code>notebooks/10_hybrids</code> · <code>llmpar inspect --mesh "pp=2 fsdp=2 tp=2" --microbatches 4</code></footer>
 
@@ -160,7 +160,7 @@ show(draw.memory_bars(held, title="State per device", wide=440))
 # %% [markdown] tags=["slide"] minutes=2
 # ## Why two meshes differ from the sixth digit on
 #
-# Sums in another order round otherwise. A sum of $k$ terms is off by about $\sqrt{k}\,u$, not by $k\,u$.
+# Sums in another order round differently. A sum of $k$ terms is off by about $\sqrt{k}\,u$, not by $k\,u$.
 #
 # <footer>Higham 2002; Higham &amp; Mary 2019 · lesson <code>notebooks/10_hybrids</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --tolerance</code></footer>
 

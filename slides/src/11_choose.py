@@ -1,7 +1,7 @@
 # %% [markdown] tags=["slide"] minutes=3 section="Choosing"
 # ## Choose: legal, fits, fast
 #
-# Llama 3 70B on 64 A100s, 524,288 tokens a step. A loser names the term that made it slow. **Differences below 7 % say
+# Llama 3 70B on 64 A100s, 524,288 tokens a step. Each bar shows which term makes a mesh slow. **Differences below 7 % say
 # nothing.**
 #
 # <footer>Dot: torchtitan, 331 tokens/s and GPU · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code> · lesson <code>notebooks/11_choose</code></footer>
@@ -94,8 +94,8 @@ curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=Tr
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Choosing"
 # ## Rules of thumb, beside the planner
 #
-# *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* Good first guesses; sharded state
-# beats two of them here.
+# *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* These are good first guesses; here
+# sharded state beats two of them.
 #
 # <footer>Estimates, ± 16 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
 

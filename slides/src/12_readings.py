@@ -30,8 +30,8 @@ show(draw.table(cells, title="The result, as each device has it"))
 # %% [markdown] tags=["slide"] minutes=1
 # ## Who chooses what is sent?
 #
-# One model. *Solo* sends nothing, in *Manual* you write each collective, in *Auto* XLA's partitioner chooses, in
-# *Explicit* JAX's types say it.
+# For one model: *Solo* sends nothing, in *Manual* you write each collective, in *Auto* XLA's partitioner chooses, in
+# *Explicit* JAX's types decide.
 #
 # <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --mode explicit --types</code></footer>
 
@@ -55,7 +55,8 @@ assert len(lines) == 2 + len(CHOSEN)
 Markdown("\n".join(lines))
 
 # %% [markdown]
-# `U:tp`, unreduced: an unfinished sum over `tp`, our `+tp`. `R:(dp,fsdp)`, reduced: whole, and its *gradient* will be such a sum.
+# `U:tp`, unreduced: an unfinished sum over `tp`, our `+tp`. `R:(dp,fsdp)`, reduced: a whole value, whose *gradient* will be
+# such a sum.
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these values must still be summed, and how do you see it? The ones with `+tp`, in the type `U:tp`: unreduced.
@@ -88,7 +89,7 @@ show(draw.table([*OPEN.items()], ("the sum is forgotten",), "Refused, right or w
 # **Source:** lesson 12 runs all four.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## One mistake, three fates
+# ## One mistake, three results
 #
 # The sum over `tp` is forgotten; or a weight is cut along the wrong dim.
 #

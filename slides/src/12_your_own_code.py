@@ -97,9 +97,9 @@ show(draw.program(lines, {"sent": sent(loss, before, lines)}))
 # **Source:** compiled here, for this slide; JAX 0.10 and 0.12 send the same.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## One axis, and two dims that want it
+# ## One axis, and two dims that could have it
 #
-# `tokens` are `b/X s`, `embed` is `v d/X`: so is `x = embed[tokens]` cut along `b`, or along `d`? One axis cuts one dim.
+# `tokens` are `b/X s`, `embed` is `v d/X`. Is `x = embed[tokens]` then cut along `b`, or along `d`? One axis cuts one dim.
 #
 # <footer>lesson <code>notebooks/13_your_own_code</code> · <code>MeshExplorer.of(x)</code></footer>
 
@@ -120,9 +120,9 @@ for picture, title in zip(pictures, titles, strict=True):
 # **Source:** `MeshExplorer.of` draws what JAX says of real arrays.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## One line more: a 34th is sent
+# ## One more line, and it sends 1/34
 #
-# The constraint says where `x` lies. Weights travel again, once each; **the loss is the same**.
+# The constraint sets the layout of `x`. Weights are sent again, once each; **the loss is the same**.
 #
 # <footer>lesson <code>notebooks/13_your_own_code</code> · <code>jax.lax.with_sharding_constraint</code></footer>
 
@@ -167,7 +167,7 @@ steps(draw.program([*HARMLESS], {"sent": {}}), draw.program([*HARMLESS], {"sent"
 # **Source:** compiled here. Halves are how fused gates and rotary positions are often written.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Explicit axes ask in place of choosing
+# ## Explicit axes refuse instead of choosing
 #
 # `jax.make_mesh` makes them by default now, so published code stops: the first example of the scaling book's chapter 10, in its first
 # printing. `llmpar.explain` names the arrow that is missing:
@@ -197,7 +197,7 @@ Markdown(f'```python\njnp.einsum("bd,df->bf", x * x, w)  # both cut by X along d
 # %% [markdown] tags=["slide"] minutes=1
 # ## Mystery: the norm that grows with tp
 #
-# Gradients `w`, cut over `tp`, and `b`, which is not. Which line did it?
+# Gradients `w`, cut over `tp`, and `b`, which is not. Which line is wrong?
 #
 # ```python
 # s = sum(w**2)

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide", "divider"] minutes=1 section="Many hosts"
 # ## Many hosts: 8 rows go in, 16 are trained on
 #
-# The same program runs on two **hosts**, and one mesh spans all devices. Each host hands over the batch of 8 rows. Nothing fails,
-# and the mean is right.
+# The same program runs on two **hosts**, and one mesh spans all devices. Each host gives JAX the batch of 8 rows. Nothing
+# fails, and the mean is right.
 #
 # <footer>Lesson <code>notebooks/17_many_hosts</code> · <code>llmpar launch local --processes 2 --devices 2 -- train</code></footer>
 
@@ -64,7 +64,7 @@ curves(lines, list(words.values()), "rate of the wire", "seconds a step")
 # **Source:** `llmpar/lessons/two_hosts.json`; the law is `llmpar.predict.hosts`.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## What crosses, placement by placement
+# ## What crosses the wire in each placement
 #
 # <footer>Llama of 0.7 M parameters, 2,048 tokens, two hosts of two devices, 20 Mbit/s · lesson <code>notebooks/17_many_hosts</code></footer>
 
@@ -95,7 +95,7 @@ show(draw.time_bars(bars, title="A step, and what leaves a host in it"))
 # | a process is killed | their collective breaks at once | all end; the same command again |
 # | an exception on one | nothing, for minutes | tell all: seconds |
 # | a host is silent | no heartbeat | dead after 30 s |
-# | one leaves out a collective | **nothing, for ever** | a watchdog that prints stacks |
+# | one skips a collective | **nothing, for ever** | a watchdog that prints stacks |
 # | SIGTERM (time limit) | a flag at the same step | all save, all leave |
 #
 # <footer>lesson <code>notebooks/17_many_hosts</code> · <code>llmpar train --checkpoints kept --stuck-after 600</code></footer>
@@ -125,7 +125,7 @@ show(draw.table(killed))
 # llmpar launch jobset --nodes 2 --site site.toml -- train --mesh fsdp=16 --checkpoints kept
 # ```
 #
-# Each prints the job file of its engine; `--submit` hands it over. What follows `--` does not change. `site.toml` says what the
+# Each prints the job file of its engine; `--submit` submits it. What follows `--` does not change. `site.toml` says what the
 # cluster is: partition, account, hosts, image.
 #
 # <footer>lesson <code>notebooks/17_many_hosts</code> · <code>llmpar doctor</code>, started as the job is, names known traps</footer>

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide"] minutes=2 section="Serving"
 # ## A prompt at once, its answer token by token
 #
-# The prompt is one pass: **prefill**. Every token of the answer is another: **decode**. What earlier tokens are asked for later, their
-# keys and values, stays in a **cache**.
+# The prompt is one pass: **prefill**. Every token of the answer is another: **decode**. The keys and values of earlier tokens
+# are needed again; they stay in a **cache**.
 #
 # <footer>Lesson <code>notebooks/16_serve</code> · <code>llmpar generate "Once upon" --tokens 20</code></footer>
 
@@ -19,9 +19,9 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 # **Source:** lesson 16 counts the FLOPs and bytes of both compiled programs.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## A prompt computes, a token reads
+# ## Prefill computes, decode reads
 #
-# A prompt keeps the matmuls busy. A token reads all weights for little computing; many sequences share that reading.
+# Prefill keeps the matmuls busy. Decode reads all weights for little computing; many sequences share one read.
 #
 # <footer>Llama 3 8B on one H100, estimates · <code>llmpar.predict.serving</code> · lesson <code>notebooks/16_serve</code></footer>
 
@@ -120,7 +120,8 @@ show(draw.cache({mesh: (plan.place(CACHE), plan.mesh.sizes) for mesh, plan in cu
 # %% [markdown] tags=["slide"] minutes=2
 # ## Pages: memory as it is needed
 #
-# The length of an answer is not known before. Hatched: reserved and not used. A page holds the keys and values of **16 tokens**.
+# The length of an answer is not known in advance. Hatched: reserved and not used. A page holds the keys and values of **16
+# tokens**.
 #
 # <footer>Kwon et al. 2023 (PagedAttention) · <code>llmpar.predict.serving</code> · lesson <code>notebooks/16_serve</code></footer>
 

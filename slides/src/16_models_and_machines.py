@@ -49,9 +49,9 @@ show(draw.memory_bars(rows, title="What one conversation leaves", roles=COLOURS)
 # **Source:** computed from the published sizes of each model: 16-bit caches, float32 states; lesson 14.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Each kind of layer sends something else
+# ## Each kind of layer sends different things
 #
-# `pp` is alike for all: the stream between two stages. A latent has no heads: each rank of `tp` keeps all of it.
+# `pp` sends the same for all: the stream between two stages. A latent has no heads: each rank of `tp` keeps all of it.
 #
 # <footer>DeepSeek-V2 2024; Sun et al. 2024 (LASP) · lesson <code>notebooks/14_models_of_2026</code></footer>
 
@@ -182,7 +182,7 @@ bars(rows, ("matmuls", "recomputation", "bubble", "weights and gradients on link
 # %% [markdown] tags=["slide"] minutes=1
 # ## Eight bits move both sides
 #
-# Matmuls are faster, links are not. What hid before waits now, unless messages have fewer bits too.
+# Matmuls are faster, links are not. Hidden messages become exposed, unless they have fewer bits too.
 #
 # <footer>Llama 3 70B, 64 GB200, 2,048 tokens each, gathers of 16 bits · estimates · lesson <code>notebooks/15_machines_of_2026</code></footer>
 

@@ -50,7 +50,7 @@ HTML(f'<p style="font-size: 20px">{LETTERS}</p>')
 # %% [markdown] tags=["slide"] minutes=1
 # ## Read next
 #
-# In colour: the axes that each of them is about.
+# Coloured: the axes that each one covers.
 #
 # <footer>Then the lessons, from <code>notebooks/00_setup</code> on: <code>llmpar lab</code></footer>
 

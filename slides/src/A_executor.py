@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide"] minutes=0 section="Appendix: the executor"
 # ## Where to cut the backward
 #
-# A traced stage is a list of equations. Those that lead to the input's gradient are **B**; what is left is **W**. For any layer,
-# with the same bits. Two layers:
+# A traced stage is a list of equations. Those that lead to the input's gradient are **B**; what is left is **W**. It works
+# for any layer, with the same bits. For two layers:
 #
 # <footer>Qi et al. 2023 (Zero Bubble) · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar train --mesh pp=2 --schedule zb-h1 --microbatches 4</code></footer>
 
@@ -68,10 +68,10 @@ Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "
 # section 2.
 
 # %% [markdown] tags=["slide"] minutes=0
-# ## A schedule is a table; one program walks it
+# ## A schedule is a table; one program runs it
 #
-# In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the code, whatever the table.
-# A Llama of 8 layers, 4 stages, 8 microbatches:
+# In each tick a stage runs its cell **or nothing**: no work on garbage. The code has two permutes, whatever the table is. A
+# Llama of 8 layers, 4 stages, 8 microbatches:
 #
 # <footer>Executor: <code>llmpar/pipeline/executor.py</code> · lesson <code>notebooks/08_pipeline_schedules</code></footer>
 
