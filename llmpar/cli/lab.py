@@ -67,8 +67,8 @@ def read_lessons(folder: pathlib.Path) -> list[Lesson]:
             raise ValueError(
                 f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks"
             )
-        facts = (about[name] for name in ("question", "teaching", "exercises"))
-        lessons.append(Lesson(path.name, title, *facts, tuple(about.get("needs", ()))))
+        facts = {name: about[name] for name in ("question", "teaching", "exercises")}
+        lessons.append(Lesson(path.name, title, needs=tuple(about.get("needs", ())), **facts))
     return lessons
 
 

@@ -122,6 +122,13 @@ class PlanCommand(Output):
         check_range("keep", self.keep, 1, 100)
         if self.serve is not None:
             return self.served(self.serve)
+        self.check()
+        if self.versus is not None:
+            return self.compare()
+        return self.trained()
+
+    def check(self) -> None:
+        """Refuse options that cannot be, before any plan is priced."""
         if self.bits is not None:
             raise ValueError("--bits is of weights that are served; add --serve, as 2048+256")
         if self.price is not None and not 0 < self.price < 1e9:
@@ -134,8 +141,9 @@ class PlanCommand(Output):
             check_free(self.html, OURS[".html"])
         if self.export not in (None, *frameworks.EXPORTS):
             raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
-        if self.versus is not None:
-            return self.compare()
+
+    def trained(self) -> dict:
+        """Plan a training step."""
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
         try:
             with still_at_work(

@@ -181,7 +181,7 @@ class Attention(nnx.Module):
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         return self.to_stream(y_bskrh, par)
 
-    def to_stream(self, y: Float[Array, "b s *heads w"], par: Solo) -> Stream:
+    def to_stream(self, y: Float[Array, "b t *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
