@@ -148,6 +148,7 @@ FAULTS = {
     "15": ("the network costs nothing",),
     "16": ("a batch is fixed once it runs",),
     "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
+    "18": ("a device sends its own part as well",),
     "19": ("two axes of the mesh exchanged",),
 }
 """What is planted for each lesson; the first is what the lesson is about."""
