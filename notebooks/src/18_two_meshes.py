@@ -88,7 +88,8 @@ def sent_by(f, x, before, after, mesh):
 show(two_cuts())
 
 # %% [markdown]
-# We write this as an arrow whose two layouts name their meshes: `d/fsdp m @train -> d m/tp @serve`.
+# We write this as an arrow whose two layouts name their meshes: `d/fsdp m @train -> d m/tp @serve`. `d` width of the model (the rows),
+# `m` width of a feed-forward (the columns).
 #
 # ## Predict: how many bytes must travel?
 #
