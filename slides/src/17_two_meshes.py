@@ -1,4 +1,4 @@
-# %% [markdown] tags=["slide"] minutes=2 section="Two meshes"
+# %% [markdown] tags=["slide"] minutes=2
 # ## A trainer on four devices, a sampler on two others
 #
 # A weight of 8 × 8 numbers, 2 bytes each, from `d/fsdp m` to `d m/tp`. How many bytes must travel: **A** 128 · **B** 256 · **C** 384?
@@ -103,7 +103,7 @@ curves(lines, COUNTS, "microbatches of a step", "Muon's bytes / FSDP's")
 # %% [markdown] tags=["slide"] minutes=2
 # ## Islands: average the weights every H steps
 #
-# Four workers, 100 MB of weights. If H = 1, are the weights those of data parallelism: **A** always · **B** with SGD · **C** with Adam?
+# Four workers, 100 MB of weights. Data parallelism sends 150 MB a step. With H = 10, in the mean: **A** 100 · **B** 15 · **C** 10?
 #
 # <footer>Douillard et al. 2023 (DiLoCo) · lesson <code>notebooks/18_two_meshes</code></footer>
 
@@ -116,7 +116,7 @@ lines.append(("data parallelism", [150] * len(EVERY), "dp-line", None, True))
 curves(lines, EVERY, "H, steps between two averages", "MB a step")
 
 # %% [markdown] tags=["notes"]
-# **Ask:** hands for A, B, C. Then let two people be workers with gradients 1 and -3: Adam's first step is -0.1 and +0.1, and the mean is 0.
+# **Ask:** hands for A, B, C. Then: with H = 1, is it data parallelism? With SGD yes, with Adam no. Let two people be workers with gradients 1 and -3: Adam's first step is -0.1 and +0.1, and the mean is 0.
 #
 # **Misunderstanding:** that fewer averages change nothing but the bytes. It is another algorithm: compare its loss.
 #
