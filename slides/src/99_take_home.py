@@ -108,7 +108,7 @@ def table(lessons, answers=False):
     for lesson in lessons:
         question, exercise = quiz.QUESTIONS[lesson]
         lines.append(
-            f"| {lesson} | {exercise.solution:g} | {exercise.because} |"
+            f"| {lesson} | {exercise.solution:g} | {exercise.says['because']} |"
             if answers
             else f"| {lesson} | {question} |"
         )
