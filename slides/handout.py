@@ -27,7 +27,7 @@ WORDS = HERE.parent / "docs" / "words.md"
 OUT = HERE / "_handout"
 STYLE = (
     "@page{size:A4;margin:10mm 11mm}*{box-sizing:border-box}"
-    "body{font:8.3pt/1.22 Helvetica,Arial,Liberation Sans,DejaVu Sans,sans-serif;"
+    "body{font:8.2pt/1.17 Helvetica,Arial,Liberation Sans,DejaVu Sans,sans-serif;"
     "color:#1a1a1a;background:#fff;"
     "max-width:190mm;margin:0 auto}h1{font-size:15pt;margin:0 0 1mm;color:#005a9e}"
     "h2{font-size:10.5pt;margin:1.8mm 0 .8mm;border-bottom:.3mm solid #0072b2}"
