@@ -233,7 +233,8 @@ def test_every_python_example_runs(example, tmp_path, monkeypatch, capsys):
         (tmp_path / "example.py").write_text(example)  # whose lines errors can show
         exec(compile(example, str(tmp_path / "example.py"), "exec"), {"array": array})
     losses = [float(x) for x in re.findall(r"^\d (\S+)$", capsys.readouterr().out, re.M)]
-    assert "DataConfig" not in example or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
+    trains = "DataConfig" in example and "LocalSteps" not in example  # whose losses are each worker's
+    assert not trains or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
     assert MeshExplorer.save.called == ("mesh.html" in example)
 
 
