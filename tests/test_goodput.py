@@ -62,6 +62,17 @@ def test_llama_3_is_between_what_its_report_leaves_open():
     assert min(shares) < 0.9 < max(shares)
 
 
+def test_the_best_interval_is_one_for_rare_failures_and_for_writes_that_leave_no_other():
+    rare = FailingRun(2e14, 1e-6, 0)
+    assert best_interval(rare) == pytest.approx(young_interval(rare), rel=1e-6)
+    for i in range(1000):  # write_s - stall_s is rounded
+        run = FailingRun(2.0, 51.3 + i / 7, 0, 318.4 + i / 3)
+        assert 0 <= goodput(run, best_interval(run)) < 1
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="use an interval above 0 s"):
+            goodput(rare, wrong)
+
+
 def test_the_command_prints_the_same_numbers_and_refuses_in_a_sentence(capsys):
     assert main(["goodput", "--devices", "1024", "--stall-s", "10", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

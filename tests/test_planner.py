@@ -17,13 +17,16 @@ from llmpar.cli.plan import named_axes
 from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
+from llmpar.plan.model_config import OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.planner import frameworks, planner
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
+from llmpar.predict.muon import muon_flops
 from llmpar.predict.time import beside_flops, step_time
 from llmpar.predict.traffic import most_traffic
+from llmpar.training.optimizer import fitted
 
 H100 = chip("h100")
 
@@ -356,6 +359,20 @@ def read_back(q, plan, names):
     lines += [planner.launch(q, plan).partition(" -- ")[2].partition(" --checkpoints")[0]] * (len(names) > 1)
     found = [parse(shlex.split(line)).step.settle(q.num_devices).requested for line in lines]
     return [*found, Plan(plan.mesh, **planner.fields_of(plan))]
+
+
+def test_muons_iterations_take_time_and_its_command_names_the_optimizer():
+    times = dict[str, planner.Candidate]()
+    for way in ("none", "gather", "owner"):
+        q = question("llama3-8b", 16, muon=way)
+        times[way] = planner.on_mesh(q, parse_mesh("dp=2 fsdp=8"))
+        line = planner.command(q, times[way].plan, "train")
+        assert ("--optimizer muon" in line) == (way != "none")
+        fitted(times[way].plan, OptimizerConfig(**vars(parse(shlex.split(line.partition("llmpar ")[2])).optimizer)))
+    iterations = {way: one.time.terms.get("orthogonalising", 0) for way, one in times.items()}
+    assert iterations["gather"] == pytest.approx(8 * iterations["owner"]) and not iterations["none"]
+    flops = muon_flops(times["owner"].plan.resolve(q.config, None))
+    assert 4 < flops / iterations["owner"] / 1e14 < 5, "float32 on an H100: half of what bfloat16 reaches"
 
 
 @pytest.mark.parametrize("mesh", EVERY)

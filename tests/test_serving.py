@@ -101,6 +101,27 @@ def test_what_is_offered_to_serve_fits_and_nothing_beats_it(capsys):
         assert row["tp"] * row["ep"] * row["copies"] == 32
 
 
+def test_more_devices_never_serve_a_user_slower():
+    """Devices that no copy has room for stay idle: seven are four and three."""
+    rates = lambda n: service.serve(service.Service(preset("gemma-3-27b"), H100, n, 1000, 500, 8))["plans"]
+    first = [rates(n)[0] for n in (1, 2, 4, 7, 8, 12)]
+    users = [row["tokens_per_s_user"] for row in first]
+    assert users == sorted(users) and users[0] < users[1] < users[2] == users[3]
+    assert first[3]["tokens_per_s_device"] == pytest.approx(first[2]["tokens_per_s_device"] * 4 / 7)
+    assert [row["copies"] for row in first] == [1, 1, 1, 1, 2, 3]
+
+
+def test_a_request_keeps_what_windows_leave_and_the_states_of_recurrent_layers():
+    request = lambda name: service.Service(preset(name), H100, 8, 200_000, 1000)
+    windows = preset("gemma-3-27b")
+    sent = service.price(request("gemma-3-27b"), 8, 1, 1)["cache_sent_bytes"]
+    whole, local = (sum(n * b.cache_width for n, b in windows.blocks if bool(b.window) == x) for x in (0, 1))
+    assert sent == 2 * (200_000 * whole + 1024 * local)
+    mamba, held = preset("nemotron-h-56b"), service.request_bytes(request("nemotron-h-56b"), 8, 1000)
+    states = 4 * sum(count * block.state_size for count, block in mamba.blocks) / 8
+    assert held == 2 * serving.cache_of_a_rank(mamba, 8, 1000) + states > states > 0
+
+
 def test_the_books_llama_13b_on_eight_v5e():
     """26 GB of weights and 107 GB of keys and values on 6.56e12 bytes a second."""
     row, config = ROWS["sb.l13b.decode.bs16"], preset("llama2-13b")

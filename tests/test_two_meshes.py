@@ -158,11 +158,18 @@ def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_pu
         ("d +tp @train -> d @serve", MESHES, (8,), "a sum be finished before it is sent"),
         (ARROW, {"train": ("fsdp=2 tp=2", [0, 1, 2, 2]), "serve": "tp=4"}, (64, 128), "4 different devices"),
         ([ARROW, ARROW], MESHES, [(64, 128)], "2 arrows .* and 1 shapes"),
+        (ARROW, MESHES, (-64, 128), "use whole numbers, of bytes and devices 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(arrow, meshes, shape, why):
     with pytest.raises(ValueError, match=why):
         two_meshes(arrow, meshes, shape)
+
+
+@pytest.mark.parametrize("sizes", [{"itemsize": 0}, {"itemsize": 0.5}, {"node_size": 0}, {"node_size": -1}])
+def test_bytes_and_nodes_are_whole_numbers(sizes):
+    with pytest.raises(ValueError, match="use whole numbers, of bytes and devices 1 or more"):
+        two_meshes(ARROW, MESHES, (64, 128), **sizes)
 
 
 def test_other_code_does_not_drop_the_name_of_a_mesh():

@@ -17,9 +17,11 @@ from parity import (
     BATCH,
     LLAMA,
     MOE,
+    QWEN,
     SEQ,
     batch,
     by_arrow,
+    family,
     name,
     natural,
     predicted_by_arrow,
@@ -56,8 +58,16 @@ MORE = [
     (LLAMA, Plan("pp=2 fsdp=4", microbatches=2, **HALF)),
     (LLAMA, Plan("pp=2 dp=2 fsdp=2", microbatches=2, schedule="zb-h1", **NARROW)),
     (LLAMA, Plan("fsdp=4 tp=2", remat="block", dtype="bfloat16", **NARROW)),
+    (QWEN, Plan("fsdp=4 dp=2", **HALF)),  # whose biases have heads, and are vectors
 ]
 PLANS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)]
+
+
+@pytest.mark.parametrize("config", [LLAMA, MOE, QWEN, family("gpt_oss"), family("olmo3")], ids=lambda x: x.name)
+def test_matrices_travel_in_fewer_bits_and_no_vector_does(config):
+    plan = Plan("fsdp=2", **HALF).resolve(config)
+    for path, (weight, layouts) in plan.weight_layouts.items():
+        assert bool(layouts.gather_wire) != weight.is_vector, f"{path} {weight.dims}"
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -445,7 +445,9 @@ class Resolved(Plan):
             later = tuple(a for a in unreduced.sums if a not in zero_axes)
             accumulated = Layout(cut.dims, later)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
-        is_matrix = len(used.letters.replace("l", "")) > 1
+        # embedding, head and routers too, but no biases of heads or experts, which have as many dims
+        others = parse_layout(dims).region in ("vocab", "stream")
+        is_matrix = matrix_dims(dims) or others and len(used.letters.replace("l", "")) > 1
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
         wires = (WIRES[name] for name in names)
         return WeightLayouts(

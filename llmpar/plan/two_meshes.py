@@ -106,11 +106,18 @@ def two_meshes(
         uneven: cut dims that do not divide as XLA pads them: blocks are rounded up, the last ones shorter.
 
     Raises:
-        ValueError: for unknown meshes, unfinished sums, devices named twice, and dims that do not divide.
+        ValueError: for unknown meshes, unfinished sums, devices named twice, dims that do not divide, and
+            sizes that are no whole numbers.
     """
     single = isinstance(arrow, str)
     arrows = tuple(map(parse_arrow, [arrow] if single else arrow))
     shapes = tuple(map(tuple, [shape] if single else shape))
+    numbers = itemsize, node_size, *itertools.chain(*shapes)
+    if min(itemsize, node_size) < 1 or any(n < 0 or n % 1 for n in numbers):
+        raise ValueError(
+            f"shapes {shapes} of elements of {itemsize} bytes, and nodes of {node_size} devices; use whole"
+            " numbers, of bytes and devices 1 or more"
+        )
     known = _sides(meshes, node_size)
     names = {(a.before.mesh, a.after.mesh) for a in arrows}
     if len(arrows) != len(shapes) or len(names) != 1 or not {*min(names)} <= {*known}:

@@ -866,6 +866,8 @@ def command(q: Question, plan: Plan, name: str) -> str:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", str(value)]
+    if name == "train" and plan.muon != "none":
+        words += ["--optimizer", "muon"]
     if q.platform != "tpu":
         words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
     return " ".join(words)

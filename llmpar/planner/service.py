@@ -48,18 +48,31 @@ class Service:
         return max(self.bits, 8)
 
 
+def data_ranks(s: Service, tp: int) -> int:
+    """Return how many groups of tp devices have room, each within a node. What is left over stays idle."""
+    node = s.chip.per_device().node_size
+    nodes, rest = divmod(s.num_devices, node)
+    return nodes * (node // tp) + rest // tp
+
+
+def request_bytes(s: Service, tp: int, tokens: int) -> float:
+    """Return the bytes that a rank keeps of a request: keys and values that windows leave, and the float32
+    states of recurrent layers, whatever the length."""
+    states = sum(count * block.state_size for count, block in s.config.blocks)
+    cache = serving.cache_of_a_rank(s.config, tp, tokens)
+    return cache * s.cache_bits / 8 + 4 * states / tp
+
+
 def cuts(s: Service) -> Iterator[tuple[int, int, float]]:
     """Yield tp, ep and the requests that have room on each data rank: tp within a node, ep over any."""
     experts, free = s.config.experts, serving.ENGINE_SHARE * s.chip.usable_hbm_gib * GIB
-    for tp in divisors(s.num_devices):
-        if tp > s.chip.per_device().node_size or not serving.cuts_evenly(s.config, tp):
+    for tp in range(1, min(s.num_devices, s.chip.per_device().node_size) + 1):
+        if not serving.cuts_evenly(s.config, tp):
             continue
-        for ep in divisors(s.num_devices // tp) if experts else (1,):
-            if experts and experts.num_experts % ep:
-                continue
-            weights = serving.weights_of_a_rank(s.config, tp, ep) * s.bits / 8
-            kept = serving.cache_of_a_rank(s.config, tp, s.prompt + s.answer) * s.cache_bits / 8
-            yield tp, ep, (free - weights) / kept
+        for ep in divisors(experts.num_experts) if experts else (1,):
+            if ep <= data_ranks(s, tp):
+                weights = serving.weights_of_a_rank(s.config, tp, ep) * s.bits / 8
+                yield tp, ep, (free - weights) / request_bytes(s, tp, s.prompt + s.answer)
 
 
 def price(s: Service, tp: int, ep: int, batch: int) -> dict[str, Any]:
@@ -75,17 +88,17 @@ def price(s: Service, tp: int, ep: int, batch: int) -> dict[str, Any]:
         s.config, s.chip, batch, mean, weight_bits=s.bits, cache_bits=s.cache_bits, **sizes
     )
     prefill_s, token_s = sum(prompts.values()) / s.answer, sum(token.values())
-    cache = serving.cache_bytes(s.config, s.prompt, s.cache_bits)
+    copies = data_ranks(s, tp) // ep
     return {
         **sizes,
-        "copies": s.num_devices // (tp * ep),
+        "copies": copies,
         "batch": batch,
         "first_token_s": sum(prompt.values()),
         "tokens_per_s_user": 1 / (token_s + prefill_s),
         "tokens_per_s_user_apart": 1 / token_s,
-        "tokens_per_s_device": batch / (token_s + prefill_s) / tp,
+        "tokens_per_s_device": copies * ep * batch / (token_s + prefill_s) / s.num_devices,
         "prefill_share": prefill_s / (token_s + prefill_s),
-        "cache_sent_bytes": cache,
+        "cache_sent_bytes": request_bytes(s, 1, s.prompt),
         "terms": token,
     }
 

@@ -15,6 +15,7 @@ from llmpar.plan.plan import Plan, Resolved
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import Rates, package_table
+from llmpar.predict.muon import muon_flops
 from llmpar.predict.time import (
     OPTIMIZER_BYTES,
     Clock,
@@ -226,6 +227,9 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
         if name == "optimizer":
             out.append(_added(name, value, "s", _optimizer(clock, *optimizer_params(run, stages))))
             continue
+        if name == "orthogonalising":
+            flops_of_it = muon_flops(run.plan)
+            filled = f"{flops_of_it:.6g} FLOP / {flops_of_it / value:.6g} FLOP/s"
         if name == "bubble":
             filled = f"{step_s:.6g} s × {value / step_s:.6g}"
         if on_links := sum(seconds for (term, _), seconds in sent.items() if term == name):

@@ -59,11 +59,12 @@ def young_interval(job: FailingRun) -> float:
 
 def best_interval(job: FailingRun) -> float:
     """Return the interval of the highest `goodput` among those that leave time for a write: with x = t/M the
-    root of (1 - x) exp(x) = exp(-s/M), by Newton's method, which falls to it from x = 1. Daly
-    (2006, eq. 37) has a series: sqrt(2 s M) - 2/3 s + …"""
+    root of (1 - x) exp(x) = exp(-s/M), by Newton's method, which falls to it from x = 1; 1 is taken from both
+    sides, which are near it. Daly (2006, eq. 37) has a series: sqrt(2 s M) - 2/3 s + …"""
     x = 1.0
     for _ in range(60):
-        x += ((1 - x) * math.exp(x) - math.exp(-job.stall_s / job.mtbf_s)) / (x * math.exp(x))
+        above = (1 - x) * math.expm1(x) - x - math.expm1(-job.stall_s / job.mtbf_s)
+        x += above / (x * math.exp(x))
     return max(x * job.mtbf_s, job.write_s - job.stall_s)
 
 
@@ -78,7 +79,7 @@ def waiting_share(job: FailingRun) -> float:
 def goodput(job: FailingRun, interval_s: float) -> float:
     """Return the expected share of time that is training which is kept, by the formula above."""
     cycle_s = interval_s + job.stall_s
-    if interval_s <= 0 or job.write_s > cycle_s:
+    if not 0 < interval_s < math.inf or job.write_s > cycle_s * (1 + 1e-12):  # what rounding leaves
         raise ValueError(
             f"an interval of {interval_s:g} s and a stall of {job.stall_s:g} s leave {cycle_s:g} s for a"
             f" write of {job.write_s:g} s; use an interval above {max(0, job.write_s - job.stall_s):g} s"

@@ -22,6 +22,7 @@ from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
+from llmpar.predict.muon import muon_flops
 from llmpar.predict.traffic import (
     ATTENTION,
     EXPERT_LINKS,
@@ -509,6 +510,10 @@ def step_time(
         "optimizer",
         (OPTIMIZER_BYTES * updated_params + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s,
     )
+    if run.plan and run.plan.muon != "none":  # in float32, which TPUs multiply as 16 bits
+        slower = clock.rates.eight_bit if run.chip.link == "switch" else 1.0
+        rate = clock.device.flops_per_s * clock.rates.matmuls / slower
+        terms.add("orthogonalising", muon_flops(run.plan) / rate)
     return Time(terms.seconds, terms.terms)
 
 
