@@ -32,7 +32,8 @@ STYLE = (
     "max-width:190mm;margin:0 auto}h1{font-size:15pt;margin:0 0 1mm;color:#005a9e}"
     "h2{font-size:10.5pt;margin:1.8mm 0 .8mm;border-bottom:.3mm solid #0072b2}"
     "table{border-collapse:collapse;width:100%}th,td{text-align:left;vertical-align:top;padding:.3mm 1.5mm;"
-    "border-bottom:.15mm solid #bbb}code{font:7.7pt Liberation Mono,DejaVu Sans Mono,monospace}p{margin:.8mm 0}"
+    "border-bottom:.15mm solid #bbb}p{margin:.8mm 0}"
+    "code{font:7.7pt Liberation Mono,DejaVu Sans Mono,monospace}"
     "svg{display:block}td:has(svg){padding:.3mm 1.5mm}"
     "footer{margin-top:2mm;font-size:8pt;color:#595959}"
 )

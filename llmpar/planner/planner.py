@@ -371,11 +371,11 @@ def priced(q: Question, group: VariantGroup) -> list[Candidate]:
             continue
         try:
             run = q.run(plan)
-        except ValueError:  # an order that is given does not suit this mesh
+            if alike not in clocks:
+                clocks[alike] = Clock(run, exact=False)
+            one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
+        except ValueError:  # what is given, an order or Muon's layers, does not suit this mesh
             continue
-        if alike not in clocks:
-            clocks[alike] = Clock(run, exact=False)
-        one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
         rings = (x for x in reversed(candidates) if x.plan.context_parallel == "ring")
         ring = next(rings, None) if plan.context_parallel == "gather" else None
         if ring and one.time.step_s >= ring.time.step_s:

@@ -228,6 +228,7 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
             out.append(_added(name, value, "s", _optimizer(clock, *optimizer_params(run, stages))))
             continue
         if name == "orthogonalising":
+            assert run.plan
             flops_of_it = muon_flops(run.plan)
             filled = f"{flops_of_it:.6g} FLOP / {flops_of_it / value:.6g} FLOP/s"
         if name == "bubble":
