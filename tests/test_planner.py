@@ -319,7 +319,8 @@ def test_muons_iterations_take_time_and_its_command_names_the_optimizer():
         times[way] = planner.on_mesh(q, parse_mesh("dp=2 fsdp=8"))
         line = planner.command(q, times[way].plan, "train")
         assert ("--optimizer muon" in line) == (way != "none")
-        fitted(times[way].plan, OptimizerConfig(**vars(parse(shlex.split(line.partition("llmpar ")[2])).optimizer)))
+        flags = parse(shlex.split(line.partition("llmpar ")[2])).optimizer
+        fitted(times[way].plan, OptimizerConfig(**vars(flags)))
     iterations = {way: one.time.terms.get("orthogonalising", 0) for way, one in times.items()}
     assert iterations["gather"] == pytest.approx(8 * iterations["owner"]) and not iterations["none"]
     flops = muon_flops(times["owner"].plan.resolve(q.config, None))

@@ -226,8 +226,8 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
             out.append(_added(name, value, "s", _optimizer(clock, *optimizer_params(run, stages))))
             continue
         if name == "orthogonalising":
-            flops_of_it = muon_flops(run.plan)
-            filled = f"{flops_of_it:.6g} FLOP / {flops_of_it / value:.6g} FLOP/s"
+            of_muon = muon_flops(run.plan)
+            filled = f"{of_muon:.6g} FLOP / {of_muon / value:.6g} FLOP/s"
         if name == "bubble":
             filled = f"{step_s:.6g} s × {value / step_s:.6g}"
         if on_links := sum(seconds for (term, _), seconds in sent.items() if term == name):
