@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 520,
     "model": 904,
     "pipeline": 321,
-    "training": 2_381,
+    "training": 2_383,
     "predict": 2_344,
     "planner": 1_615,
     "draw": 2_646,
@@ -54,8 +54,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_869,
-    "statements": 24_553,
+    "statements of the compact package": 5_871,
+    "statements": 24_555,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -361,6 +361,12 @@ def read_back(q, plan, names):
     return [*found, Plan(plan.mesh, **planner.fields_of(plan))]
 
 
+def test_a_mesh_that_muons_layers_do_not_suit_leaves_the_others():
+    """32 layers by owner: on 64 devices dp=2 fsdp=32, and not fsdp=64."""
+    plans = planner.decide(question("llama3-8b", 64, muon="owner")).plans
+    assert plans and all(one.plan.mesh.fsdp < 64 for one in plans)
+
+
 def test_muons_iterations_take_time_and_its_command_names_the_optimizer():
     times = dict[str, planner.Candidate]()
     for way in ("none", "gather", "owner"):
@@ -368,8 +374,8 @@ def test_muons_iterations_take_time_and_its_command_names_the_optimizer():
         times[way] = planner.on_mesh(q, parse_mesh("dp=2 fsdp=8"))
         line = planner.command(q, times[way].plan, "train")
         assert ("--optimizer muon" in line) == (way != "none")
-        read = parse(shlex.split(line.partition("llmpar ")[2])).optimizer
-        fitted(times[way].plan, OptimizerConfig(**vars(read)))
+        flags = parse(shlex.split(line.partition("llmpar ")[2])).optimizer
+        fitted(times[way].plan, OptimizerConfig(**vars(flags)))
     iterations = {way: one.time.terms.get("orthogonalising", 0) for way, one in times.items()}
     assert iterations["gather"] == pytest.approx(8 * iterations["owner"]) and not iterations["none"]
     flops = muon_flops(times["owner"].plan.resolve(q.config, None))

@@ -513,6 +513,7 @@ CURVES = {
         steps=5, options=OptimizerConfig(learning_rate=1e-4)
     ),
     "dtype float32 (asked: bfloat16)": dict(plan=dataclasses.replace(MIXED, dtype="bfloat16")),
+    "reduce_dtype same (asked: bfloat16)": dict(plan=dataclasses.replace(MIXED, reduce_dtype="bfloat16")),
     "dtype None (asked: float32), flavour float32 (asked: None)": {},  # known to one alone
 }
 

@@ -63,9 +63,10 @@ MORE = [
 PLANS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)]
 
 
-@pytest.mark.parametrize(
-    "config", [LLAMA, MOE, QWEN, family("gpt_oss"), family("olmo3")], ids=lambda x: x.name
-)
+FAMILIES = [LLAMA, MOE, QWEN, family("gpt_oss"), family("olmo3")]
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda x: x.name)
 def test_matrices_travel_in_fewer_bits_and_no_vector_does(config):
     plan = Plan("fsdp=2", **HALF).resolve(config)
     for path, (weight, layouts) in plan.weight_layouts.items():

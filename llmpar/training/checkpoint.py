@@ -293,8 +293,9 @@ class Checkpoints:
 
     def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
         """Refuse, or tell, how the requested run differs from the one that wrote. What one of them lacks is
-        None; older ones had one decay."""
-        kept = {"decay": "cosine"} | kept if "learning_rate" in kept else kept
+        None; older ones had one decay, and one dtype on all arrows."""
+        usual = {"decay": "cosine", "gather_dtype": "same", "reduce_dtype": "same"}
+        kept = usual | kept if "learning_rate" in kept else kept
         pairs = {name: (kept.get(name), requested.get(name)) for name in requested | kept}
         differ = {
             name: f"{name} {_words(before)} (asked: {_words(now)})"

@@ -102,9 +102,8 @@ def made_of(
     """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
     out, and of the plan all that changes no loss."""
     corpus, config = stream.corpus, stream.config
-    run: dict[str, Any] = {
-        name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")
-    }
+    rounds = "dtype", "gather_dtype", "reduce_dtype", "attention_kernel", "documents"
+    run: dict[str, Any] = {name: getattr(plan, name) for name in rounds}
     if model.experts and model.experts.capacity_factor:  # tokens that fill an expert before others
         run["expert_piece"] = config.seq_len // (
             plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1)
