@@ -63,7 +63,7 @@ def test_the_formula_on_gpus_that_it_was_not_made_for(target):
     of all logits twice, where the loss is computed in one piece.)"""
     found = errors(target)
     assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
-    assert statistics.median(map(abs, found.values())) <= 0.083  # 0.08 with zero-bubble pipelines
+    assert statistics.median(map(abs, found.values())) <= 0.08
     assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.67 * len(found)
 
 
@@ -96,7 +96,7 @@ def test_bytes_are_exact():
         for name, row in kept["plans"].items()
         if not row["refused"]
     }
-    assert len(rows) >= 208 and not [name for name, row in rows.items() if not row["as_predicted"]]
+    assert len(rows) >= 220 and not [name for name, row in rows.items() if not row["as_predicted"]]
 
 
 def verdicts(target, capacity):
