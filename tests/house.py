@@ -35,7 +35,7 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_581,
+    "plan": 2_582,
     "parallel": 949,
     "kernels": 520,
     "model": 904,
@@ -43,7 +43,7 @@ BUDGETS = {
     "training": 2_383,
     "predict": 2_344,
     "planner": 1_615,
-    "draw": 2_646,
+    "draw": 2_648,
     "inspect": 3_032,
     "explore": 1_541,
     "serve": 819,
@@ -54,8 +54,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_871,
-    "statements": 24_555,
+    "statements of the compact package": 5_872,
+    "statements": 24_558,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -157,6 +157,7 @@ def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_pu
         ("d -> d", {"a": "dp=2"}, (8,), "all the same two of these meshes"),
         ("d +tp @train -> d @serve", MESHES, (8,), "a sum be finished before it is sent"),
         (ARROW, {"train": ("fsdp=2 tp=2", [0, 1, 2, 2]), "serve": "tp=4"}, (64, 128), "4 different devices"),
+        (ARROW, {"train": ("fsdp=2 tp=2", [-1, 0, 1, 2]), "serve": "tp=4"}, (64, 128), "from 0 on"),
         ([ARROW, ARROW], MESHES, [(64, 128)], "2 arrows .* and 1 shapes"),
         (ARROW, MESHES, (-64, 128), "use whole numbers, of bytes and devices 1 or more"),
     ],

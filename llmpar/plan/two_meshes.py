@@ -145,9 +145,11 @@ def _sides(meshes: Mapping[str, Any], node_size: int) -> dict[str, Side]:
             text, *numbers = [given] if isinstance(given, str) else given
             mesh = parse_mesh(text)
             devices = [*numbers[0]] if numbers else [*range(free, free + mesh.size)]
-            if not len({*devices}) == len(devices) == mesh.size:
+            numbered = all(isinstance(n, int) and n >= 0 for n in devices)
+            if not numbered or not len({*devices}) == len(devices) == mesh.size:
                 raise ValueError(
-                    f"mesh {name}, '{mesh}', needs {mesh.size} different devices; given are {devices}"
+                    f"mesh {name}, '{mesh}', needs the numbers of {mesh.size} different devices, from 0 on;"
+                    f" given are {devices}"
                 )
             sides[name] = Side(mesh.sizes, {n: (0, n // node_size) for n in devices})
         free = max(free, 1 + max(sides[name].node_of))
