@@ -1,6 +1,5 @@
 """The pages for people: their commands and Python examples run, their links lead somewhere."""
 
-
 import re
 import shlex
 import textwrap

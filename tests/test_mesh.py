@@ -14,8 +14,8 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from llmpar.parallel.devices import POOL_SIZE
 from llmpar.parallel.mesh import (
-    POOL_SIZE,
     abstract_mesh,
     make_mesh,
     ordered_devices,
@@ -84,7 +84,8 @@ for name in (*POOL_SIZE, ""):
 }
 CHILDREN = """
 import json, os, sys, jax
-from llmpar.parallel.mesh import POOL_SIZE, _enough_threads, make_mesh, use_devices
+from llmpar.parallel.devices import POOL_SIZE, _enough_threads
+from llmpar.parallel.mesh import make_mesh, use_devices
 for name, code in json.loads(sys.stdin.read()).items():
     print("---", name, flush=True)
     if not (child := os.fork()):

@@ -100,7 +100,7 @@ def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[st
     return refused("; ".join(why), [offer(text, "use it", **wrong)]) | {"says": says}
 
 
-def offer(text: str, do: str, **patch: Any) -> dict:
+def offer(text: str, do: str, /, **patch: Any) -> dict:
     """Return a button beside a verdict or a refusal: its text, its verb, and the fields that it sets."""
     return {"text": text, "do": do, "set": patch}
 

@@ -79,8 +79,8 @@ attempt("00.row", holders)
 # %% [markdown]
 # ## A line of text: the layout
 #
-# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b`, the rows of the batch, is cut by
-# `dp` and then by `fsdp`. `d`, the width of the model (the numbers in each row), is not cut. `b` and `d` are the array's
+# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b` is the rows of the batch, cut by
+# `dp` and then by `fsdp`. `d` is the width of the model (the numbers in each row), not cut. `b` and `d` are the array's
 # **dims**, its directions; each has one letter. The axes that cut a dim are written after a slash. If the layout does not name
 # an axis, the array is not split along it: devices that differ only in that coordinate hold identical copies.
 #

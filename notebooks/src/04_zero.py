@@ -238,8 +238,8 @@ def stage1(w, m1, m2, t, x, y):
 
 
 # %% [markdown]
-# (`tiled`: parts are cut or joined along that dim. `invarying`: all devices get the same. There are `l` layers; a weight has
-# `d` rows, its input width, and `m` columns.)
+# (`tiled`: parts are cut or joined along that dim. `invarying`: all devices get the same. There are `l` layers; of a weight,
+# `d` is the width of the input, its rows, and `m` the width of the output, its columns.)
 #
 # ## Stage 3: gather, use, forget
 
