@@ -3,11 +3,10 @@
 Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
 
-import functools
 import itertools
 import math
 
-from llmpar.plan.layout import Layout
+from llmpar.plan.layout import Layout, block
 from llmpar.plan.mesh_shape import ORDER
 
 
@@ -34,12 +33,6 @@ def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
         others = tuple(at[a] for a in at if a not in axes)
         teams.setdefault(others, []).append((*(at[a] for a in axes), device))
     return [[device for *_, device in sorted(team)] for team in teams.values()]
-
-
-def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:
-    """Return which block of every dim the device at ``at`` holds, counted from 0."""
-    step = lambda index, axis: index * sizes[axis] + at[axis]
-    return tuple(functools.reduce(step, dim.axes, 0) for dim in layout.dims)
 
 
 def slices(

@@ -106,6 +106,12 @@ class Layout:
         return draw.layout(self)._repr_svg_()
 
 
+def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:
+    """Return which block of every dim the device at ``at`` holds, counted from 0."""
+    step = lambda index, axis: index * sizes[axis] + at[axis]
+    return tuple(functools.reduce(step, dim.axes, 0) for dim in layout.dims)
+
+
 def axes_of(cut: tuple[str, ...] | str | None) -> tuple[str, ...]:
     """Return the axes in one dim's entry of a PartitionSpec."""
     return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)

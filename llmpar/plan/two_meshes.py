@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmpar.plan.layout import Arrow, Layout, parse_arrow
+from llmpar.plan.layout import Arrow, Layout, block, parse_arrow
 from llmpar.plan.mesh_shape import parse_mesh
 
 Ranges = tuple[tuple[int, int], ...]  # for every dim the first index, and the one after the last
@@ -166,16 +166,15 @@ def boxes(layout: Layout, shape: Sequence[int], side: Side, uneven: bool = False
         )
     if not uneven or len(shape) != len(layout.dims):
         layout.shard_shape(tuple(shape), sizes)  # refuses
-    cuts = [(dim.axes, math.prod(sizes[a] for a in dim.axes)) for dim in layout.dims]
+    parts = [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
+    steps = [-(-size // n) for size, n in zip(shape, parts, strict=True)]
     result, places = Boxes(), itertools.product(*map(range, sizes.values()))
     for device, place in zip(side.node_of, places, strict=True):
-        at, box = dict(zip(sizes, place, strict=True)), []
-        for size, (axes, parts) in zip(shape, cuts, strict=True):
-            inner = (math.prod(sizes[a] for a in axes[n + 1 :]) for n in range(len(axes)))
-            index = sum(at[a] * n for a, n in zip(axes, inner, strict=True))
-            step = -(-size // parts)
-            box.append((min(size, index * step), min(size, (index + 1) * step)))
-        result[device] = tuple(box)
+        index = block(layout, sizes, dict(zip(sizes, place, strict=True)))
+        result[device] = tuple(
+            (min(size, i * step), min(size, (i + 1) * step))
+            for size, i, step in zip(shape, index, steps, strict=True)
+        )
     return result
 
 
@@ -196,10 +195,10 @@ def _messages(
     lacking = list[tuple[int, Ranges, int, list[int]]]()
     for value, (had, wanted) in enumerate(zip(before, after, strict=True)):
         owners = {box: [n for n in had if had[n] == box] for box in dict.fromkeys(had.values())}
-        for (receiver, want), block in itertools.product(wanted.items(), owners):
-            box = common(block, want)
-            if volume(box) and receiver not in owners[block]:
-                lacking.append((value, box, receiver, owners[block]))
+        for (receiver, want), own in itertools.product(wanted.items(), owners):
+            box = common(own, want)
+            if volume(box) and receiver not in owners[own]:
+                lacking.append((value, box, receiver, owners[own]))
     messages, load = defaultdict[Pair, list[tuple[int, Ranges]]](list), Counter[int]()
     for value, box, receiver, owners_of_it in sorted(lacking, key=lambda it: -volume(it[1])):
         cost = lambda i, to=receiver: (node_of[i] != node_of[to], load[i], i)

@@ -400,6 +400,7 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
         num_pieces = [1, 8]
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
 
+    @functools.cache  # the last policy is asked about twice
     def holding(remat: str, pieces: int) -> Candidate:
         own: Fields = {"remat": remat, "loss_chunks": pieces}
         parts = memory.parts_bytes(dataclasses.replace(runs, **own), q.batch_size, q.seq_len)
