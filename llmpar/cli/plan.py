@@ -71,8 +71,10 @@ class PlanCommand(Output):
         versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
         from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
-            torchtitan, Megatron-LM, MaxText, DeepSpeed or vLLM, and say what would make it fit.
-        export: write the first plan in the words of torchtitan, megatron, maxtext or deepspeed.
+            torchtitan, Megatron-LM, NeMo, MaxText, DeepSpeed, accelerate or vLLM, and say what would make it
+            fit.
+        export: write the first plan in the words of torchtitan, megatron, nemo, maxtext, deepspeed or
+            accelerate.
         serve: plan for serving in place of training: tokens of a prompt and of an answer, as 2048+256.
         bits: of a weight that is served: 16, 8 or 4 (16).
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
@@ -210,6 +212,8 @@ class PlanCommand(Output):
         return planner.Answer(q, [one], cures, 1), [
             *(f"{name} says {entry}, which is not priced" for entry in unread),
             *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
+            *[f"{name} does not say how many devices: {devices} is the fewest; see --devices"]
+            * (self.devices is None and "each" not in known),
         ]
 
     def served(self, text: str) -> dict:

@@ -25,6 +25,7 @@ from llmpar.explore.words import (
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
+from llmpar.planner import frameworks
 from llmpar.planner.planner import Candidate, band, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
@@ -184,8 +185,9 @@ def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
 
 
 def code(seen: View) -> str:
-    """Return the plan as Python and as the commands that train and compile it."""
-    q, plan = seen.question, seen.one.plan
+    """Return the plan as Python, as the commands that train and compile it, and folded, in the keys of other
+    frameworks."""
+    q, plan, folds = seen.question, seen.one.plan, list[str]()
     words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in fields_of(plan).items())])
     lines = [f"Plan({words})"]
     if not q.config.runs:
@@ -195,7 +197,13 @@ def code(seen: View) -> str:
     elif seen.timed:
         made = commands(q, plan)
         lines += [line for line in (made["train"], made["compile"]) if line]
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+    for name in frameworks.EXPORTS:
+        text = escape(frameworks.export(q, plan, name))
+        title = f"for {escape(frameworks.FRAMEWORKS[name]['name'])}"
+        folds.append(
+            f"<details name='export'><summary>{title}</summary><pre>{text}</pre></details>"
+        )
+    return f"<pre>{escape(chr(10).join(lines))}</pre><div class='folds'>{''.join(folds)}</div>"
 
 
 def grid(seen: View) -> Scene:

@@ -47,6 +47,7 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
             "local": local if pp > 1 else local // m,
             "pipe_micro": local // m if pp > 1 else None,
             "micro": local // m,
+            "each": q.num_devices,
             "batch_size": q.batch_size,
             "seq_len": q.seq_len,
         }
@@ -65,6 +66,7 @@ def export(q: planner.Question, plan: Plan, name: str) -> str:
         value = known.get(fact)
         word = words[0].get(str(value).lower()) if words else value
         lost -= {fact} if word is not None else set()
+        word = "true" if word is True and row["form"] == "words" else word
         if word not in ("", None, False) and (
             value != 1 or words or value is True or fact in ("micro", "device_batch")
         ):
@@ -87,7 +89,8 @@ def entries(text: str) -> dict[str, Any]:
     for parse in (lambda t: json.loads(t[t.index("{") : t.rindex("}") + 1]), tomllib.loads):
         with contextlib.suppress(ValueError):
             return _flat(parse(text))
-    text = re.sub(r"(?<!\S)-*([A-Za-z][\w.-]*)(=|:\s+)", r"--\1 ", text.replace("\\\n", " "))
+    text = re.sub(r"(?m)^\s*[\w.-]+:\s*$", "", text.replace("\\\n", " "))  # a section of YAML
+    text = re.sub(r"(?<!\S)-*([A-Za-z][\w.-]*)(=|:\s+)", r"--\1 ", text)
     words = [*shlex.split(text, comments=True), "--"]
     key = lambda word: re.match(r"--?([a-zA-Z]|$)", word)
     return _flat(
@@ -118,17 +121,15 @@ def facts_in(text: str) -> tuple[str, dict[str, Any], list[str]]:
     known, unread = dict(FRAMEWORKS[name]["implies"]), list[str]()
     for key, (fact, *words) in (rows[name] | _flat(TABLE["launchers"])).items():
         value = _number(given.pop(key, None))
-        if words and value not in (None, False) and isinstance(value, str | int):
-            back = {word: x for x, word in reversed(words[0].items()) if word != ""}
-            unread += [] if value in back else [f"{key}={value}"]
+        if words and isinstance(value, str | int):
+            back = {_number(word): x for x, word in reversed(words[0].items()) if word != ""}
+            unread += [] if value in back or value is False else [f"{key}={value}"]
             value = _number(back.get(value))
         kinds = (int, float, str) if words or fact == "model" else (int, float)
         known |= {fact: value} if isinstance(value, kinds) and value not in (1e999, -1e999) else {}
-    return (
-        name,
-        known,
-        unread + [f"{x}={v}" for x, v in given.items() if re.search(TABLE["matters"], x)],
-    )
+    off = (False, None, "none")
+    rest = {x: v for x, v in given.items() if re.search(TABLE["matters"], x)}
+    return name, known, unread + [f"{x}={v}" for x, v in rest.items() if _number(v) not in off]
 
 
 def _number(value: Any) -> Any:

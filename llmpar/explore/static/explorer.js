@@ -513,7 +513,7 @@ function mount(doc, source, el) {
       const where = "it goes behind the page's name in the address bar";
       return copy(hash, `copied: the choice alone, ${hash}. This page is a file of yours: send it too; ${where}.`);
     },
-    code: () => copy(boxes.code.pic.textContent),
+    code: () => copy((boxes.code.pic.querySelector("[open] pre") ?? boxes.code.pic.querySelector("pre")).textContent), // an open fold, else ours
     cite: () => copy(cite()),
     png: () => savePng(still(), `${name}.png`),
     svg: () => download(`${name}.svg`, "image/svg+xml", still()),
