@@ -687,6 +687,10 @@ def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
     line = "torchrun --nproc_per_node=8 --nnodes=4 train.py --tensor-model-parallel-size 4"
     line += " --micro-batch-size=2 --bf16 --global-batch-size 64 --use-distributed-optimizer"
     line += " --fp8-format hybrid --lr 1e-4"
+    tokens = "--parallelism.data_parallel_shard_degree 8 --training.max_context_length 4096"
+    tokens += (
+        " --training.num_tokens_per_microbatch_per_dp_rank 8192 --training.num_tokens_per_train_step 1048576"
+    )
     off = (
         '{"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "bf16": {"enabled": false}}'
     )
@@ -701,6 +705,7 @@ def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
     )
     expected = {
         off: ("deepspeed", 64, 64, "fsdp=64", []),
+        tokens: ("torchtitan", 64, 256, "dp=8 fsdp=8", []),
         hydra: ("nemo", 64, 64, "dp=16 tp=4", []),
         config: ("accelerate", 8, 8, "fsdp=8", ["fsdp_offload_params=true"]),
         trainer: ("accelerate", 16, 128, "fsdp=16", ["fsdp_sharding_strategy=HYBRID"]),
@@ -714,6 +719,7 @@ def test_launch_lines_and_files_of_all_forms_are_read(tmp_path):
         count, rows, plan = frameworks.planned_by(known, None if name == "maxtext" else 64)
         assert (found, count, rows, unread) == (name, devices, batch_size, left)
         assert plan.mesh == parse_mesh(mesh)
+        assert plan.microbatches == 2 or text != tokens
         assert plan.reshard_after_forward is (text != config)  # SHARD_GRAD_OP keeps what was gathered
 
 

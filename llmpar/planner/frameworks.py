@@ -127,6 +127,9 @@ def facts_in(text: str) -> tuple[str, dict[str, Any], list[str]]:
             value = _number(back.get(value))
         kinds = (int, float, str) if words or fact == "model" else (int, float)
         known |= {fact: value} if isinstance(value, kinds) and value not in (1e999, -1e999) else {}
+    for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):
+        if known.get(tokens, 0) > 0:  # else it is -1, for the default
+            known[rows_in] = max(1, known[tokens] // known["seq_len"])
     off = (False, None, "none")
     rest = {x: v for x, v in given.items() if re.search(TABLE["matters"], x)}
     return name, known, unread + [f"{x}={v}" for x, v in rest.items() if _number(v) not in off]
