@@ -39,7 +39,6 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
             "recomputed": 1 if plan.remat == "block" else None,
             "shard": shard,
             "instances": groups,
-            "mics": shard if groups > 1 else 1,
             "microbatches": m,
             "pipe_microbatches": m if pp > 1 else 1,
             "accumulated": 1 if pp > 1 else m,
@@ -62,10 +61,11 @@ def export(q: planner.Question, plan: Plan, name: str) -> str:
         for name in {*planner.fields_of(plan), "remat", "tp", "pp", "sp", "ep"} - {"microbatches"}
         if str(known[name]) != str(row["implies"].get(name, 1))
     }
+    lost |= {"dp"} if known["instances"] > 1 else set()  # copies of the shards
     for key, fact, *words in row["keys"]:
         value = known.get(fact)
         word = words[0].get(str(value).lower()) if words else value
-        lost -= {fact} if word is not None else set()
+        lost -= {"dp" if fact == "instances" else fact} if word is not None else set()
         word = "true" if word is True and row["form"] == "words" else word
         if word not in ("", None, False) and (
             value != 1 or words or value is True or fact in ("micro", "device_batch")
