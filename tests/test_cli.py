@@ -493,6 +493,7 @@ def test_jax_told_of_a_platform_that_is_not_there_is_refused_in_a_sentence():
 def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
     before = signal.getsignal(signal.SIGTERM)
+    of_run = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run under nohup ignores it
     with Stopper() as stopper:
         assert not stopper.requested(), "a step was done"
         os.kill(os.getpid(), signal.SIGHUP)
@@ -509,6 +510,7 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopper.number == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+    signal.signal(signal.SIGHUP, of_run)
     ended = "llmpar: ended at once; checkpoints taken before are intact"
     after = "llmpar: ends after this step; once more ends at once"
     assert capfd.readouterr().err.splitlines() == [after, ended, ended, ended, after]
