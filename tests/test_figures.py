@@ -216,4 +216,5 @@ def test_a_transfer_follows_both_layouts():
         text = figure.scene.text
         plan = two_meshes(f"{before} @t -> {after} @s", {"t": "fsdp=2 tp=2", "s": "tp=4"}, (64, 128))
         assert f"{plan.bound:,} B, rounds: {rounds}." in text and len(plan.rounds) == rounds
-    assert "is not a multiple of tp = 3" in figure.answer(figure.state | {"sampler": "tp=3"})["says"]
+    third = {"sampler": "tp=3", "after": "d m/tp"}
+    assert "is not a multiple of tp = 3" in figure.answer(figure.state | third)["says"]

@@ -1,6 +1,7 @@
 """Workers that train apart and average every H steps: when that is data parallelism, what it sends, and who
 has what after an outer step."""
 
+import dataclasses
 import functools
 import itertools
 import shutil
@@ -10,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import BATCH, LLAMA, SEQ, batch, by_arrow, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, predicted_by_arrow
 
 from llmpar.inspect.census import census_hlo, read_program
+from llmpar.model.weights import trained
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import OptimizerConfig
+from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.plan.plan import Plan
 from llmpar.predict.traffic import outer_traffic, step_traffic
@@ -22,6 +24,7 @@ from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.local_steps import LocalSteps
 from llmpar.training.loop import Callbacks, Evaluation, train
+from llmpar.training.muon import muon
 from llmpar.training.step import Step
 
 PLAN = Plan("dp=2 fsdp=2 tp=2")
@@ -56,9 +59,9 @@ def after_three(local: LocalSteps):
 
 def outer_census(local: LocalSteps, index: int = 0):
     """What the compiled outer step of a fragment sends."""
-    state = local.init()
-    after = local.stack([worker.params for worker in state.workers])
-    outer = local.outer_step.lower(index, after, *state.outer[:2])
+    config, whole = local.config, local.whole.abstract_state
+    after = local._in_all(trained(local.steps[0].abstract_state.params, config))
+    outer = local.outer_step.lower(index, after, trained(whole.params, config), whole.optimizer)
     return by_arrow(census_hlo(read_program(outer)[1], local.mesh))
 
 
@@ -120,23 +123,51 @@ def test_fragments_that_have_no_turn_are_refused(mesh, every, count, outer, says
 
 
 def test_fragments_together_send_what_all_at_once_does_and_each_is_averaged_in_its_own_step():
-    """Two fragments, each every two steps, one step apart."""
-    local, plan = workers(every=2, fragments=2), PLAN.resolve(LLAMA)
+    """Two fragments, each every four steps, two steps apart."""
+    local, plan = workers(every=4, fragments=2), PLAN.resolve(LLAMA)
     parts = [outer_traffic(plan, 2, index) for index in (0, 1)]
     assert sum(part.total_bytes for part in parts) == outer_traffic(plan).total_bytes
     for index, part in enumerate(parts):
         assert part.total_bytes > 0 and outer_census(local, index) == predicted_by_arrow(part)
     state = local.init()
-    for number, due in enumerate([1, 0, 1]):
+    for number, due in enumerate([None, 1, None, 0]):
         before = flat(state.outer.params)
         state, _ = local.run(state, full(number))
         after, own = flat(state.outer.params), [flat(worker.params) for worker in state.workers]
-        rows = fragment({path: len(w) for path, w in after.items()}, 2, due)
+        rows = {} if due is None else fragment({path: len(w) for path, w in after.items()}, 2, due)
         for path, w in after.items():
-            row, other = rows[path], np.ones(len(w), bool)
+            row, other = rows.get(path, slice(0)), np.ones(len(w), bool)
             other[row] = False
             assert np.array_equal(w[other], before[path][other]), path
+            assert not w[row].size or not np.array_equal(w[row], before[path][row]), path
             assert all(np.array_equal(worker[path][row], w[row]) for worker in own), path
+            assert other.sum() == 0 or not np.array_equal(own[0][path][other], own[1][path][other]), path
+
+
+ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(4))
+
+
+@pytest.mark.parametrize(
+    "config, plan, fragments",
+    [
+        (LLAMA, Plan("dp=8"), 2),
+        (LLAMA, Plan("dp=2 tp=4"), 1),
+        (LLAMA, Plan("dp=4 sp=2", zero=1), 2),
+        (LLAMA, Plan("pp=2 dp=2 fsdp=2", microbatches=2), 1),
+        (LLAMA, Plan("dp=2 fsdp=2 tp=2", zero=2, muon="owner"), 2),
+        (MOE, Plan("dp=2 ep=2 tp=2"), 2),
+        (MOE, Plan("dp=2 fsdp=2 ep=2", zero=1), 1),
+        (ADAPTED, Plan("dp=2 fsdp=4"), 2),
+    ],
+    ids=lambda x: str(getattr(x, "mesh", getattr(x, "name", x))),
+)
+def test_every_plan_sends_in_its_outer_steps_what_is_predicted(config, plan, fragments):
+    rule = muon(1e-3, config) if plan.muon != "none" else LINEAR
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    local = LocalSteps(config, plan, make_mesh(plan.mesh), rule, 2, outer, None, fragments)
+    for index in range(fragments):
+        sent = outer_traffic(local.plan, fragments, index)
+        assert sent.total_bytes > 0 and outer_census(local, index) == predicted_by_arrow(sent)
 
 
 @functools.cache
