@@ -177,7 +177,7 @@ def corpus():
 
 def train_to(stop: int, mesh: str, folder=None, **more):
     """Train six steps, or to an earlier stop, with a fragment due after every second one: loss by loss, of
-    held-out text after four and six, and the weights."""
+    held-out text after six, and the weights. (An evaluation on the way would take the state apart, too.)"""
     config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
     text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
     keep = Checkpoints(str(folder), 100) if folder else None
@@ -186,7 +186,7 @@ def train_to(stop: int, mesh: str, folder=None, **more):
     state, report = train(
         *(LLAMA, Plan(mesh), make_mesh(mesh), text, 6, OptimizerConfig(**given)),
         checkpoints=keep,
-        evaluation=Evaluation(held_out, 4),
+        evaluation=Evaluation(held_out, 6),
         callbacks=Callbacks(stop=lambda: next(steps) == stop),
     )
     return report.losses, report.eval_losses, flat(state.params)

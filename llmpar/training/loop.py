@@ -259,11 +259,6 @@ def train(
     evaluation.check()
     if steps < 1:
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
-    if left := options.local_steps and steps % options.local_steps:
-        callbacks.tell(
-            f"{steps} steps are no multiple of {options.local_steps}: what workers learn in the last {left}"
-            " is resumed, but is not in the weights that are evaluated and exported"
-        )
     made = dict[str, Any]()
     if checkpoints or tracker:  # its sums read the whole text
         made = made_of(config, plan.requested, stream, steps, options, seed)
@@ -279,6 +274,11 @@ def train(
         contextlib.ExitStack() as traced,
     ):
         step = stepper(config, plan, mesh, options, steps)
+        if left := options.local_steps and steps % options.local_steps:
+            callbacks.tell(
+                f"{steps} steps are no multiple of {options.local_steps}: what workers learn in the last"
+                f" {left} is resumed, but is not in the weights that are evaluated and exported"
+            )
         # There are never two states: no name but the run's is one.
         run = _Run(
             step,
