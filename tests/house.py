@@ -35,17 +35,17 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_582,
+    "plan": 2_592,
     "parallel": 949,
     "kernels": 520,
     "model": 904,
     "pipeline": 321,
-    "training": 2_383,
-    "predict": 2_344,
+    "training": 2_523,
+    "predict": 2_361,
     "planner": 1_623,
-    "draw": 2_648,
-    "inspect": 3_032,
-    "explore": 1_546,
+    "draw": 2_643,
+    "inspect": 3_068,
+    "explore": 1_561,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_383,
@@ -54,8 +54,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_872,
-    "statements": 24_571,
+    "statements of the compact package": 6_022,
+    "statements": 24_784,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

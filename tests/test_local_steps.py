@@ -3,19 +3,28 @@ has what after an outer step."""
 
 import dataclasses
 import functools
+import itertools
+import shutil
 
 import jax
 import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import BATCH, LLAMA, SEQ, batch, by_arrow, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, predicted_by_arrow
 
 from llmpar.inspect.census import census_hlo, read_program
+from llmpar.model.weights import trained
 from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import LoraConfig, OptimizerConfig
+from llmpar.plan.places import fragment
 from llmpar.plan.plan import Plan
 from llmpar.predict.traffic import outer_traffic, step_traffic
+from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.local_steps import LocalSteps
+from llmpar.training.loop import Callbacks, Evaluation, train
+from llmpar.training.muon import muon
 from llmpar.training.step import Step
 
 PLAN = Plan("dp=2 fsdp=2 tp=2")
@@ -28,8 +37,9 @@ def full(seed: int):
 
 
 @functools.cache
-def workers(rule=LINEAR, every: int = 1, plan: Plan = PLAN):
-    return LocalSteps(LLAMA, plan, make_mesh(plan.mesh), rule, every, optax.sgd(1.0), clip=None)
+def workers(rule=LINEAR, every: int = 1, plan: Plan = PLAN, fragments: int = 1):
+    mesh = make_mesh(plan.mesh)
+    return LocalSteps(LLAMA, plan, mesh, rule, every, optax.sgd(1.0), clip=None, fragments=fragments)
 
 
 def flat(tree):
@@ -42,9 +52,17 @@ def after_three(local: LocalSteps):
     whole = Step(LLAMA, plan, make_mesh(plan.mesh), rule, clip=None)
     state, other = local.init(), whole.init()
     for number in range(3):
-        state, _ = local.run(state, full(number), number)
+        state, _ = local.run(state, full(number))
         other, _ = whole.run(other, jax.device_put(full(number), whole.batch_sharding))
-    return flat(state.shared), flat(other.params), flat(whole.init().params)
+    return flat(state.outer.params), flat(other.params), flat(whole.init().params)
+
+
+def outer_census(local: LocalSteps, index: int = 0):
+    """What the compiled outer step of a fragment sends."""
+    config, whole = local.config, local.whole.abstract_state
+    after = local._in_all(trained(local.steps[0].abstract_state.params, config))
+    outer = local.outer_step.lower(index, after, trained(whole.params, config), whole.optimizer)
+    return by_arrow(census_hlo(read_program(outer)[1], local.mesh))
 
 
 def apart(one: dict, other: dict) -> float:
@@ -70,11 +88,10 @@ def test_the_workers_send_what_is_predicted_and_nothing_over_dp_between_outer_st
     worker = PLAN.resolve(LLAMA).worker.resolve(LLAMA)
     assert found == predicted_by_arrow(step_traffic(worker, BATCH // 2, SEQ))
     assert not any("dp" in axes.split(",") for axes, *_ in found)
-    outer = local.outer_step.lower(local.stack(state), state.shared, state.outer)
     plan = PLAN.resolve(LLAMA)
     sent = predicted_by_arrow(outer_traffic(plan))
-    assert by_arrow(census_hlo(read_program(outer)[1], local.mesh)) == sent
-    block = sum(w.size for w in jax.tree.leaves(state.shared)) / 4  # fsdp and tp cut most
+    assert outer_census(local) == sent
+    block = sum(w.size for w in jax.tree.leaves(state.outer.params)) / 4  # fsdp and tp cut most
     assert 4 * block < outer_traffic(plan).total_bytes < 1.2 * 4 * block
 
 
@@ -83,7 +100,7 @@ def test_the_workers_send_what_is_predicted_and_nothing_over_dp_between_outer_st
     [
         (Plan("fsdp=2"), 10, "dp=1 workers in the mode manual, .*; use dp=2 or more"),
         (Plan("dp=2", mode="auto"), 10, "dp=2 workers in the mode auto, .* mode='manual'"),
-        (Plan("dp=2"), 0, "joined every 0 steps; use .* 1 step or more"),
+        (Plan("dp=2"), 0, "joined every 0 steps, .* 1 step or more"),
     ],
 )
 def test_what_are_no_workers_is_refused(plan, every, says):
@@ -91,5 +108,105 @@ def test_what_are_no_workers_is_refused(plan, every, says):
         LocalSteps(LLAMA, plan, make_mesh(plan.mesh), LINEAR, every)
 
 
-def test_a_worker_has_the_plan_without_its_axis():
-    assert PLAN.resolve(LLAMA).worker == dataclasses.replace(PLAN, mesh=Plan("fsdp=2 tp=2").mesh)
+@pytest.mark.parametrize(
+    "mesh, every, count, outer, says",
+    [
+        ("dp=2", 5, 2, optax.sgd(1.0), "due 5/2 = 2.5 steps after another; use a number that divides 5"),
+        ("dp=2", 6, 3, optax.sgd(1.0), "fragments=3 of 2 layers .* is at most 2"),
+        ("dp=2 pp=2", 4, 2, optax.sgd(1.0), "on pp=2, .* and pp=1"),
+        ("dp=2", 4, 2, optax.adam(1e-3), "an outer optimizer that counts its steps"),
+    ],
+)
+def test_fragments_that_have_no_turn_are_refused(mesh, every, count, outer, says):
+    with pytest.raises(ValueError, match=says):
+        LocalSteps(LLAMA, Plan(mesh), make_mesh(mesh), LINEAR, every, outer, None, count)
+
+
+def test_fragments_together_send_what_all_at_once_does_and_each_is_averaged_in_its_own_step():
+    """Two fragments, each every four steps, two steps apart."""
+    local, plan = workers(every=4, fragments=2), PLAN.resolve(LLAMA)
+    parts = [outer_traffic(plan, 2, index) for index in (0, 1)]
+    assert sum(part.total_bytes for part in parts) == outer_traffic(plan).total_bytes
+    for index, part in enumerate(parts):
+        assert part.total_bytes > 0 and outer_census(local, index) == predicted_by_arrow(part)
+    state = local.init()
+    for number, due in enumerate([None, 1, None, 0]):
+        before = flat(state.outer.params)
+        state, _ = local.run(state, full(number))
+        after, own = flat(state.outer.params), [flat(worker.params) for worker in state.workers]
+        rows = {} if due is None else fragment({path: len(w) for path, w in after.items()}, 2, due)
+        for path, w in after.items():
+            row, other = rows.get(path, slice(0)), np.ones(len(w), bool)
+            other[row] = False
+            assert np.array_equal(w[other], before[path][other]), path
+            assert not w[row].size or not np.array_equal(w[row], before[path][row]), path
+            assert all(np.array_equal(worker[path][row], w[row]) for worker in own), path
+            assert other.sum() == 0 or not np.array_equal(own[0][path][other], own[1][path][other]), path
+
+
+ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(4))
+
+
+@pytest.mark.parametrize(
+    "config, plan, fragments",
+    [
+        (LLAMA, Plan("dp=8"), 2),
+        (LLAMA, Plan("dp=2 tp=4"), 1),
+        (LLAMA, Plan("dp=4 sp=2", zero=1), 2),
+        (LLAMA, Plan("pp=2 dp=2 fsdp=2", microbatches=2), 1),
+        (LLAMA, Plan("dp=2 fsdp=2 tp=2", zero=2, muon="owner"), 2),
+        (MOE, Plan("dp=2 ep=2 tp=2"), 2),
+        (MOE, Plan("dp=2 fsdp=2 ep=2", zero=1), 1),
+        (ADAPTED, Plan("dp=2 fsdp=4"), 2),
+    ],
+    ids=lambda x: str(getattr(x, "mesh", getattr(x, "name", x))),
+)
+def test_every_plan_sends_in_its_outer_steps_what_is_predicted(config, plan, fragments):
+    rule = muon(1e-3, config) if plan.muon != "none" else LINEAR
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    local = LocalSteps(config, plan, make_mesh(plan.mesh), rule, 2, outer, None, fragments)
+    for index in range(fragments):
+        sent = outer_traffic(local.plan, fragments, index)
+        assert sent.total_bytes > 0 and outer_census(local, index) == predicted_by_arrow(sent)
+
+
+@functools.cache
+def corpus():
+    return read_corpus(DataConfig(limit_bytes=50_000))
+
+
+def train_to(stop: int, mesh: str, folder=None, **more):
+    """Train six steps, or to an earlier stop, with a fragment due after every second one: loss by loss, of
+    held-out text after six, and the weights. (An evaluation on the way would take the state apart, too.)"""
+    config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
+    text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
+    keep = Checkpoints(str(folder), 100) if folder else None
+    given = dict(local_steps=4, fragments=2, warmup=1, learning_rate=1e-2) | more
+    steps = itertools.count(1)
+    state, report = train(
+        *(LLAMA, Plan(mesh), make_mesh(mesh), text, 6, OptimizerConfig(**given)),
+        checkpoints=keep,
+        evaluation=Evaluation(held_out, 6),
+        callbacks=Callbacks(stop=lambda: next(steps) == stop),
+    )
+    return report.losses, report.eval_losses, flat(state.params)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
+    """Outer momentum, what the workers moved since the last outer step, and their own optimizers come back:
+    stopped after three steps of a period of four, one after a fragment's outer step."""
+    losses, scores, params = train_to(0, "dp=2 tp=2")
+    first, none, _ = train_to(3, "dp=2 tp=2", tmp_path)
+    assert first == losses[:3] and not none
+    shutil.copytree(tmp_path, other := tmp_path.with_name("other"))
+    same, same_scores, same_params = train_to(0, "dp=2 tp=2", tmp_path)
+    assert same == losses[3:] and same_scores == scores
+    assert all(np.array_equal(same_params[path], w) for path, w in params.items())
+    moved, _, moved_params = train_to(0, "dp=2 fsdp=4", other)
+    np.testing.assert_allclose(moved, losses[3:], rtol=1e-5)
+    assert apart(moved_params, params) < 1e-4 * max(np.abs(w).max() for w in params.values())
+    with pytest.raises(ValueError, match=r"was made with workers 2 \(asked: 4\); ask for that"):
+        train_to(0, "dp=4", other)
+    with pytest.raises(ValueError, match="fragments, outer_rate of an outer optimizer, and local_steps is 0"):
+        train_to(0, "dp=2", local_steps=0, outer_rate=0.5)

@@ -12,7 +12,7 @@ import optax
 import pytest
 from parity import LLAMA
 
-from llmpar import draw, two_meshes
+from llmpar import draw, look, two_meshes
 from llmpar.cli.rl import Rl
 from llmpar.model import llama
 from llmpar.parallel.mesh import make_mesh
@@ -237,3 +237,20 @@ def test_a_sampler_learns_from_a_trainer_and_the_same_again():
 def test_the_task_is_learned_with_each_seed(seed):
     rewards = [row["reward"] for row in Rl(seed=seed).learn()]
     assert np.mean(rewards[-20:]) > 0.95
+
+
+def test_look_names_what_a_mover_and_a_device_put_between_meshes_send():
+    devices = jax.devices()
+    meshes = {"train": make_mesh("fsdp=2 tp=2", devices[:4]), "serve": make_mesh("tp=4", devices[4:])}
+    plan = two_meshes(ARROW, meshes, (8, 16))
+    move, x = Mover(plan), jnp.ones((8, 16))
+    there, x = move.results[0], jax.device_put(x, move.given[0])
+    shown = look(move)
+    assert [row["arrow"] for row in shown.rows] == [ARROW] and "512 B from devices" in str(shown)
+    assert shown.rows[0]["bytes_sent"] == max(link_loads(plan).values()) == 128
+    for f in (lambda t: jax.device_put(t, there), jax.jit(lambda t: jax.device_put(t, there))):
+        seen = look(f, {"w": x})
+        (row,) = seen.rows
+        assert row["arrow"] == "b/fsdp s/tp @first -> b s/tp @second" and row["bytes_sent"] == 128
+        assert "test_two_meshes.py" in row["source"] and "no program runs on both meshes" in seen.notes[-1]
+    assert look(lambda x: jax.device_put(x, there), jax.device_put(x, there)).rows == []

@@ -20,7 +20,9 @@ from llmpar.inspect.links import axis_links
 from llmpar.inspect.reshard import cheaper
 from llmpar.inspect.sent import Look, look_at_text, read_look
 from llmpar.inspect.shardings import PACKED, _leaves
+from llmpar.inspect.transfers import transfers
 from llmpar.parallel.mesh import axes_of, platform_of
+from llmpar.plan.two_meshes import TwoMeshes
 
 _SMALL = 0.01
 """Replicated values below this share of the arguments are summed into one row."""
@@ -59,7 +61,10 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     notes, lines = [_WHOLE] if hasattr(f, "eqns") else [], dict[str, set[str]]()
     jaxpr: Any = None
     try:
-        program = _staged(f, args, kwargs)
+        is_mover = isinstance(getattr(f, "plan", None), TwoMeshes)
+        program = f if is_mover else _staged(f, args, kwargs)
+        if between := transfers(program, (args, kwargs)):
+            return between
         meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
         if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
             meshes += _meshes("the program", jaxpr := program.jaxpr)

@@ -593,6 +593,12 @@ class OptimizerConfig(CheckedFields):
         decay: after it the rate falls to a tenth along a cosine or a line, or stays.
         weight_decay: of matrices.
         clip: largest global norm of the gradient.
+        local_steps: each rank of dp trains apart for so many steps (DiLoCo), and then an outer optimizer, SGD
+            with Nesterov's momentum, takes the mean of what they moved the weights; 0: gradients are averaged
+            in every step.
+        fragments: each so many of the layers have their outer step at another time (Streaming DiLoCo).
+        outer_rate: the outer optimizer's learning rate.
+        outer_momentum: the outer optimizer's momentum.
     """
 
     optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
@@ -601,3 +607,7 @@ class OptimizerConfig(CheckedFields):
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: Rate = 0.1
     clip: _Positive = 1.0
+    local_steps: Count = 0
+    fragments: Size = 1
+    outer_rate: _Positive = 0.7
+    outer_momentum: Share = 0.9

@@ -12,7 +12,7 @@ two stages:
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -120,3 +120,16 @@ def positions(schedule: Schedule) -> list[list[int]]:
     numbers = {cell: i for route in schedule.routes for i, cell in enumerate(route)}
     chunks: Sequence[int] = range(len(numbers) // schedule.num_stages)
     return [[numbers[stage, chunk] for chunk in chunks] for stage in range(schedule.num_stages)]
+
+
+def fragment(sizes: Mapping[str, int], count: int, index: int) -> dict[str, slice]:
+    """Return which rows are in one of ``count`` fragments of a model, from the size of each weight's first
+    dim: of a stack layers that follow one another; weights without layers are whole, in the fragments in
+    turn."""
+    whole = sorted(path for path in sizes if not path.startswith("blocks."))
+    own = whole[index::count]
+    cut = lambda n: slice(n * index // count, n * (index + 1) // count)
+    return {
+        path: slice(n if path in own else 0) if path in whole else cut(n)
+        for path, n in sizes.items()
+    }

@@ -326,15 +326,19 @@ def step_traffic(
     return traffic
 
 
-def outer_traffic(plan: Resolved) -> Traffic:
-    """Predict what a device sends in the outer step of `llmpar.training.local_steps`, one of every H steps:
-    an all-reduce over dp of its block of each trained weight, in float32. Its inner steps are those of
-    `Resolved.worker`."""
+def outer_traffic(plan: Resolved, fragments: int = 1, index: int = 0) -> Traffic:
+    """Predict what a device sends in the outer step of `llmpar.training.local_steps`: an all-reduce over dp
+    of its block of each trained weight, in float32, or of the rows in one of so many fragments. It is one of
+    every H steps; inner steps are those of `Resolved.worker`."""
     traffic, worker = Traffic(plan.mesh), plan.worker.resolve(plan.config, None)
-    for weight, layouts in worker.weight_layouts.values():
-        block = math.prod(layouts.stored.shard_shape(weight.shape, plan.mesh.sizes))
+    learned = {path: pair for path, pair in worker.weight_layouts.items() if not pair[0].frozen}
+    sizes = {path: weight.shape[0] for path, (weight, _) in learned.items()}
+    rows = places.fragment(sizes, fragments, index)
+    for path, (weight, layouts) in learned.items():
+        shape = rows[path].stop - (rows[path].start or 0), *weight.shape[1:]
+        block = math.prod(layouts.stored.shard_shape(shape, plan.mesh.sizes))
         of = Transfer("what workers moved a weight", f"difference {weight.dims}", LATE)
-        traffic.carry(layouts.difference, FLOAT32 * block, of, not weight.frozen)
+        traffic.carry(layouts.difference, FLOAT32 * block, of, block > 0)
     return traffic
 
 

@@ -27,7 +27,8 @@ Tell = Callable[[str], None]
 # What a run keeps from its first step to its last: with another of these a step would not be the one that
 # was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
 # rate, the dtype) is reported.
-FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
+# With another of the last two the state has other shapes.
+FIXED = "data tokenizer seed data_seed held_out batch_size seq_len optimizer workers".split()
 # How many of the newest checkpoints stay, besides the best.
 _KEPT = 2
 # What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared.
@@ -294,8 +295,9 @@ class Checkpoints:
     def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
         """Refuse, or tell, how the requested run differs from the one that wrote. What one of them lacks is
         None; older ones had one decay, and one dtype on all arrows."""
-        usual = {"decay": "cosine", "gather_dtype": "same", "reduce_dtype": "same"}
-        kept = usual | kept if "learning_rate" in kept else kept
+        usual = {"decay": "cosine", "gather_dtype": "same", "reduce_dtype": "same", "workers": 1}
+        outer = {"local_steps": 0, "fragments": 1, "outer_rate": 0.7, "outer_momentum": 0.9}
+        kept = usual | outer | kept if "learning_rate" in kept else kept
         pairs = {name: (kept.get(name), requested.get(name)) for name in requested | kept}
         differ = {
             name: f"{name} {_words(before)} (asked: {_words(now)})"
@@ -303,9 +305,10 @@ class Checkpoints:
             if _id(before) != _id(now)
         }
         fixed = [words for name, words in differ.items() if name in FIXED]
-        if fixed and (not anyway or "optimizer" in differ):
+        shapes = differ.keys() & FIXED[-2:]
+        if fixed and (not anyway or shapes):
             instead = "ask for that, or give another folder"
-            if "optimizer" not in differ:
+            if not shapes:
                 instead += "; --anyway goes on all the same, as another run than was begun"
             raise ValueError(f"{self._which} was made with {', '.join(fixed)}; {instead}")
         if differ:

@@ -1,5 +1,5 @@
 """Local steps: workers train apart, and average what they learned every H steps (DiLoCo, Douillard et al.
-2023).
+2023), all of it at once or in fragments (Streaming DiLoCo, Douillard et al. 2025).
 
 The ranks of dp are the workers. Each has a program of its own, without any sum over dp: the `Step` of the
 same plan with dp=1, on its part of the batch. Every H steps an *outer* step follows, of each weight
@@ -7,27 +7,34 @@ same plan with dp=1, on its part of the batch. Every H steps an *outer* step fol
     difference   d/fsdp m/tp +dp -> d/fsdp m/tp    how far the workers moved it since then, summed
 
 An outer optimizer takes the mean for a gradient, and all workers go on from its result, with the states of
-their own optimizers.
+their own optimizers. Of P fragments (`places.fragment`: layers that follow one another) fragment p has its
+outer step p · H / P steps after fragment 0 has: P times as often a P-th of the bytes.
 
 With H = 1 and ``optax.sgd(1.0)`` for the outer optimizer that is data parallelism, if the inner update is
 linear in the gradients (SGD, with momentum and weight decay too, but not Adam, nor with ``clip``), and if
 each worker's part of the batch has as many targets.
 """
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from llmpar.model.weights import Tree, joined, trained
 from llmpar.parallel.collectives import vary
-from llmpar.parallel.mesh import platform_of, spec, split_axes
+from llmpar.parallel.mesh import platform_of, spec
 from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.places import fragment
 from llmpar.plan.plan import Plan, WeightLayouts
 from llmpar.training.state import State
 from llmpar.training.step import Step
@@ -35,24 +42,33 @@ from llmpar.training.step import Step
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of Douillard et al. 2023, section 3."""
 
-_with_one_more_dim = jax.jit(lambda tree: jax.tree.map(lambda x: x[None], tree))
+_led = jax.jit(lambda tree: jax.tree.map(lambda x: x[None], tree))
+_without_lead = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 class LocalState(NamedTuple):
-    """The state of each worker; the trained weights that they began with; and the outer optimizer's state."""
+    """The state of each worker; and the weights that the outer optimizer made, with its state."""
 
     workers: tuple[State, ...]
-    shared: Tree
-    outer: Tree
+    outer: State
+    step: int
 
 
 class LocalSteps:
-    """The compiled steps of workers, all in this process, and the outer step that joins them.
+    """The compiled steps of workers, all in this process, and the outer step that joins them. The loop takes
+    it in place of a `Step`.
 
     Args:
         config, plan, mesh, optimizer, clip: as of a `Step`; ``plan.mesh.dp`` is the number of workers.
         every: inner steps between two outer steps.
-        outer: any Optax optimizer.
+        outer: any Optax optimizer; with fragments one whose state has the weights' shapes alone.
+        fragments: how many parts of the weights have outer steps of their own.
+
+    Attributes:
+        whole: the outer weights and optimizer, as a step of all workers has them.
+        abstract_in_model_order: shapes and shardings of what is saved: the outer weights; as the optimizer
+            the outer one, and the weights and optimizers of the workers, each with a leading dim cut by dp.
     """
 
     def __init__(
@@ -64,84 +80,249 @@ class LocalSteps:
         every: int,
         outer: optax.GradientTransformation = NESTEROV,
         clip: float | None = 1.0,
+        fragments: int = 1,
     ):
         self.plan = plan = plan.resolve(config, platform_of(mesh))
-        if plan.mesh.dp < 2 or plan.mode != "manual" or every < 1:
-            raise ValueError(
-                f"local steps are of dp={plan.mesh.dp} workers in the mode {plan.mode}, joined every {every}"
-                " steps; use dp=2 or more, mode='manual', and 1 step or more"
-            )
-        self.every, self.outer, self.mesh = every, outer, split_axes(mesh, plan.mesh)
+        self.config, self.every, self.outer, self.fragments = config, every, outer, fragments
+        self._check()
+        # its state is cut as weights are stored
+        stored = dataclasses.replace(plan.requested, muon="none", zero=3 if plan.zero == 3 else 0)
+        self.whole = Step(config, stored, mesh, outer, None)
+        self.mesh, self.batch_sharding = self.whole.mesh, self.whole.batch_sharding
+        self.evaluate, self.abstract_batch = self.whole.evaluate, self.whole.abstract_batch
         dp, names = mesh.axis_names.index("dp"), mesh.axis_names
         own = [Mesh(np.take(mesh.devices, [i], dp), names) for i in range(plan.mesh.dp)]
         self.steps = [Step(config, plan.worker, part, optimizer, clip) for part in own]
+        self._programs: list[Any] = [step.run for step in self.steps]
         self.cut = jax.tree.map(lambda layouts: spec(layouts.stored), self.steps[0].weight_layouts)
         self.stacked = jax.tree.map(lambda cut: PartitionSpec("dp", *cut), self.cut)
-        self.outer_step = jax.jit(self._outer_step, donate_argnums=(0, 1, 2))
+        self._check_outer()
+        shared, worker = self.whole.abstract_in_model_order, self.steps[0].abstract_in_model_order
+        kept = self._in_all(self._kept(worker))
+        self.abstract_in_model_order = State(
+            shared.params, {"outer": shared.optimizer, "workers": kept}, shared.step
+        )
+        place = lambda cut: NamedSharding(self.mesh, cut)
+        self.outer_step = jax.jit(
+            self._outer_step,
+            static_argnums=0,
+            donate_argnums=(1, 2, 3),
+            out_shardings=(
+                jax.tree.map(place, self.stacked),
+                jax.tree.map(place, self.cut),
+                self.whole.shardings.optimizer,
+            ),
+        )
 
-    def init(self, seed: int = 0) -> LocalState:
-        """Make a state in which all workers have the same weights."""
-        workers = tuple(step.init(seed) for step in self.steps)
-        on = lambda x, cut: jax.device_put(jnp.copy(x), NamedSharding(self.mesh, cut))
-        shared = jax.tree.map(on, trained(workers[0].params, self.plan.config), self.cut)
-        return LocalState(workers, shared, self.outer.init(shared))
-
-    def run(self, state: LocalState, batch: Tree, number: int) -> tuple[LocalState, list[dict]]:
-        """Run step ``number``, counted from 0, of each worker on its share of the rows of a batch, then the
-        outer step if it is due. The metrics are each worker's. It takes over the state's memory."""
-        rows = {name: np.split(np.asarray(x), len(self.steps)) for name, x in batch.items()}
-        results = [
-            step.run(
-                worker, jax.device_put({k: x[i] for k, x in rows.items()}, step.batch_sharding)
+    def _check(self) -> None:
+        """Refuse what are no workers, periods or fragments."""
+        plan, every, count, processes = self.plan, self.every, self.fragments, jax.process_count()
+        if plan.mesh.dp < 2 or plan.mode != "manual" or every < 1 or processes > 1:
+            raise ValueError(
+                f"local steps are of dp={plan.mesh.dp} workers in the mode {plan.mode}, joined every {every}"
+                f" steps, in processes: {processes}; use dp=2 or more, mode='manual', 1 step or more, and one"
+                " process"
             )
-            for i, (step, worker) in enumerate(zip(self.steps, state.workers, strict=True))
+        layers, pp = self.config.num_layers, plan.mesh.pp
+        if every % count or count > layers or (count > 1 and pp > 1):
+            raise ValueError(
+                f"fragments={count} of {layers} layers on pp={pp}, each joined every {every} steps: one is"
+                f" due {every}/{count} = {every / count:g} steps after another; use a number that divides"
+                f" {every} and is at most {layers}, and pp=1"
+            )
+
+    def _check_outer(self) -> None:
+        """Refuse fragments where the outer optimizer counts its steps: each fragment would count."""
+        counters = optax.tree_map_params(
+            self.outer, lambda x: None, self.whole.abstract_state.optimizer
+        )
+        if self.fragments > 1 and jax.tree.leaves(counters):
+            raise ValueError(
+                f"fragments={self.fragments} with an outer optimizer that counts its steps: each fragment's"
+                " step would count; use one without a schedule, as SGD with momentum, or fragments=1"
+            )
+
+    # ---------------------------------------------------------------------------------------------- the steps
+
+    def run(self, state: LocalState, batch: Tree) -> tuple[LocalState, list[dict]]:
+        """Run a step of each worker on its share of the rows of a batch, then the outer steps that are due.
+        The metrics are each worker's. It takes over the state's memory."""
+        batch = jax.device_put(batch, self.batch_sharding)
+        results = [
+            program(worker, self._share(i, batch))
+            for i, (program, worker) in enumerate(zip(self._programs, state.workers, strict=True))
         ]
         workers, metrics = zip(*results, strict=True)
-        state = state._replace(workers=workers)
-        return self.join(state) if (number + 1) % self.every == 0 else state, list(metrics)
+        state = LocalState(workers, state.outer, state.step + 1)
+        for index in range(self.fragments):
+            if (state.step - index * self.every // self.fragments) % self.every == 0:
+                state = self.join(state, index)
+        return state, list(metrics)
 
-    def join(self, state: LocalState) -> LocalState:
-        """Run the outer step, and give its result to all workers."""
-        shared, copies, outer = self.outer_step(self.stack(state), state.shared, state.outer)
-        places = [trained(step.shardings.params, step.config) for step in self.steps]
-        workers = (
-            worker._replace(params=joined(worker.params, jax.device_put(copies, place)))
-            for worker, place in zip(state.workers, places, strict=True)
-        )
-        return LocalState(tuple(workers), shared, outer)
+    def compiled(self, state: LocalState, batch: Tree) -> Any:
+        """Compile the workers' steps, each for its devices; from now on they check nothing. The result is
+        called as a compiled `Step` is, and gives the metrics of all workers (`in_all`)."""
+        batches = (self._share(i, batch) for i in range(len(self.steps)))
+        each = zip(self.steps, state.workers, batches, strict=True)
+        self._programs = [step.run.lower(worker, own).compile() for step, worker, own in each]
+        return self
 
-    def stack(self, state: LocalState) -> Tree:
-        """Return the workers' trained weights, each with a leading dim cut by dp. Nothing is sent."""
+    def __call__(self, state: LocalState, batch: Tree) -> tuple[LocalState, dict]:
+        state, metrics = self.run(state, batch)
+        return state, in_all(jax.device_put(metrics, self.mesh.devices.flat[0]))
 
-        def one(cut: PartitionSpec, *copies: Array) -> Array:
-            shape, place = (len(copies), *copies[0].shape[1:]), NamedSharding(self.mesh, cut)
-            blocks = [block.data for copy in copies for block in copy.addressable_shards]
-            return jax.make_array_from_single_device_arrays(shape, place, blocks)
+    def as_text(self) -> str:
+        """Return the compiled text of one worker's step."""
+        return self._programs[0].as_text()
 
-        copies = [
-            _with_one_more_dim(trained(worker.params, self.plan.config)) for worker in state.workers
-        ]
-        return jax.tree.map(one, self.stacked, *copies)
+    def join(self, state: LocalState, index: int = 0) -> LocalState:
+        """Run the outer step of a fragment, and give its result to all workers."""
+        after = self.stack([trained(worker.params, self.config) for worker in state.workers])
+        shared = trained(state.outer.params, self.config)
+        after, shared, kept = self.outer_step(index, after, shared, state.outer.optimizer)
+        outer = State(joined(state.outer.params, shared), kept, state.outer.step)
+        like = lambda step: trained(step.abstract_state.params, self.config)
+        own = [self._own(i, after, like(step)) for i, step in enumerate(self.steps)]
+        pairs = zip(state.workers, own, strict=True)
+        workers = [worker._replace(params=joined(worker.params, w)) for worker, w in pairs]
+        return LocalState(tuple(workers), outer, state.step)
 
-    def _outer_step(self, after: Tree, shared: Tree, outer: Tree) -> tuple[Tree, Tree, Tree]:
-        """Return the shared weights after an update by the mean of what the workers moved them; the same for
-        the workers, which take over its memory; and the outer optimizer's state."""
+    def _outer_step(
+        self, index: int, after: Tree, shared: Tree, outer: Tree
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return the workers' weights with those of a fragment replaced, the shared weights after an update
+        of it by the mean of what the workers moved it, and the outer optimizer's state."""
+        sizes = {path: len(w) for path, w in flatten_dict(shared, sep=".").items()}
+        rows = unflatten_dict(fragment(sizes, self.fragments, index), sep=".")
+        take = lambda x, row: x[row]
+        own = jax.tree.map(take, shared, rows)
+        moved = jax.tree.map(lambda x, row: x[:, row], after, rows)
         given = self.cut, self.stacked
         mean = jax.shard_map(
             self._mean_difference, mesh=self.mesh, in_specs=given, out_specs=self.cut
         )
         with jax.numpy_dtype_promotion("standard"):
-            updates, outer = self.outer.update(mean(shared, after), outer, shared)
-        shared = optax.apply_updates(shared, updates)
-        return shared, jax.tree.map(jnp.copy, shared), outer
+            kept = optax.tree_map_params(self.outer, take, outer, rows)
+            updates, kept = self.outer.update(mean(own, moved), kept, own)
+        own = optax.apply_updates(own, updates)
+        shared = jax.tree.map(_with_rows, shared, own, rows)
+        rows_of_state = optax.tree_map_params(
+            self.outer, lambda x, row: row, outer, rows, transform_non_params=lambda x: slice(0)
+        )
+        outer = jax.tree.map(_with_rows, outer, kept, rows_of_state)
+        for_all = jax.tree.map(lambda new, x: jnp.broadcast_to(new, x.shape), own, moved)
+        after = jax.tree.map(partial(_with_rows, dim=1), after, for_all, rows)
+        return after, shared, outer
 
     def _mean_difference(self, before: Tree, after: Tree) -> Tree:
         """Return the mean over the workers of what each moved its weights: inside shard_map."""
 
         def one(old: Array, new: Array, layouts: WeightLayouts, dims: str) -> Array:
+            if not old.size:  # of another fragment
+                return old
             own = vary(old, ("dp",)) - new[0]
             summed = Manual(self.plan).carry_out(own, layouts.difference, f"difference {dims}")
             return summed / len(self.steps)
 
-        step = self.steps[0]
-        return jax.tree.map(one, before, after, step.weight_layouts, step.dims)
+        return jax.tree.map(one, before, after, self.steps[0].weight_layouts, self.steps[0].dims)
+
+    # ---------------------------------------------------------------------------------------------- the state
+
+    def init(self, seed: int = 0, params: Tree = None) -> LocalState:
+        """Make a state in which all workers have the same weights (`Step.init`)."""
+        outer = self.whole.init(seed, params)
+        weights = self.whole.to_model_order(outer).params
+        workers = (
+            step.init(seed, self._own_weights(i, weights)) for i, step in enumerate(self.steps)
+        )
+        return LocalState(tuple(workers), outer, 0)
+
+    def to_model_order(self, state: LocalState, donate: bool = False) -> State:
+        """Return what is saved, with the layers in the model's order (``abstract_in_model_order``): a state
+        whose weights are the shared ones."""
+        outer = self.whole.to_model_order(state.outer, donate)
+        pairs = zip(self.steps, state.workers, strict=True)
+        kept = [self._kept(step.to_model_order(worker, donate)) for step, worker in pairs]
+        step = jax.device_put(jnp.int32(state.step), self.whole.shardings.step)
+        return State(outer.params, {"outer": outer.optimizer, "workers": self.stack(kept)}, step)
+
+    def from_model_order(self, state: State, donate: bool = False) -> LocalState:
+        """Return the state that `to_model_order` made that of, and so one that was restored."""
+        outer = State(state.params, state.optimizer["outer"], state.step)
+        workers, done = list[State](), np.int32(state.step)
+        for i, step in enumerate(self.steps):
+            like = self._kept(step.abstract_in_model_order)
+            own = self._own(i, state.optimizer["workers"], like)
+            params = joined(self._own_weights(i, state.params), own["params"])
+            count = jax.device_put(done, step.shardings.step)
+            own = State(params, own["optimizer"], count)
+            workers.append(step.from_model_order(own, donate=True))
+        return LocalState(tuple(workers), self.whole.from_model_order(outer, donate), int(done))
+
+    def _kept(self, worker: State) -> dict[str, Tree]:
+        """Return what a checkpoint has of a worker: its frozen weights are those of all."""
+        return {"params": trained(worker.params, self.config), "optimizer": worker.optimizer}
+
+    def _in_all(self, tree: Tree) -> Tree:
+        """Describe the arrays of all workers by those of one."""
+        num_workers = len(self.steps)
+        return jax.tree.map(lambda x: _with_lead(x, self.mesh, num_workers, "dp"), tree)
+
+    def stack(self, trees: Sequence[Tree]) -> Tree:
+        """Return the workers' arrays, each with a leading dim cut by dp. Nothing is sent."""
+
+        def one(like: jax.ShapeDtypeStruct, *copies: Array) -> Array:
+            blocks = [block.data for copy in copies for block in copy.addressable_shards]
+            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, blocks)
+
+        return jax.tree.map(one, self._in_all(trees[0]), *map(_led, trees))
+
+    def _own(self, i: int, tree: Tree, likes: Tree) -> Tree:
+        """Return what worker i has of stacked arrays, copied, and laid out as its own."""
+        one = lambda x: _with_lead(x, self.steps[i].mesh, 1, None)
+        copies = _without_lead(self._blocks(i, tree, jax.tree.map(one, likes)))
+        return jax.device_put(copies, jax.tree.map(lambda x: x.sharding, likes))
+
+    def _own_weights(self, i: int, params: Tree) -> Tree:
+        """Return a copy of all weights for worker i."""
+        likes = self.steps[i].abstract_in_model_order.params
+        copies = _copied(self._blocks(i, params, likes))
+        return jax.device_put(copies, jax.tree.map(lambda x: x.sharding, likes))
+
+    def _share(self, i: int, batch: Tree) -> Tree:
+        """Return the rows of worker i."""
+        num_rows, length = batch["tokens"].shape
+        likes = self.steps[i].abstract_batch(num_rows // len(self.steps), length)
+        return self._blocks(i, {name: batch[name] for name in likes}, likes)
+
+    def _blocks(self, i: int, tree: Tree, likes: Tree) -> Tree:
+        """Return the blocks of arrays on the devices of worker i, as arrays like these."""
+
+        def one(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+            blocks = {block.device: block.data for block in x.addressable_shards}
+            own = [blocks[device] for device in self.steps[i].mesh.devices.flat]
+            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, own)
+
+        return jax.tree.map(one, tree, likes)
+
+
+def _with_lead(x: Any, mesh: Mesh, size: int, axis: str | None) -> jax.ShapeDtypeStruct:
+    """Describe an array that has one more dim in front, of this size and cut by this axis, on a mesh."""
+    cut = NamedSharding(mesh, PartitionSpec(axis, *x.sharding.spec))
+    return jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=cut)
+
+
+def _with_rows(x: Array, rows: Array, row: slice, dim: int = 0) -> Array:
+    """Return an array with some of its rows replaced."""
+    if not rows.size or rows.shape == x.shape:
+        return rows if rows.size else x
+    return lax.dynamic_update_slice_in_dim(x, rows, row.start or 0, dim)
+
+
+@jax.jit
+def in_all(metrics: Sequence[dict]) -> dict:
+    """Return the workers' metrics as one: the mean loss of all targets, the mean of the gradients' norms, and
+    the sums of what is counted."""
+    sums = jax.tree.map(lambda *each: sum(each), *metrics)
+    loss = sum(one["loss"] * one["tokens"] for one in metrics) / sums["tokens"]
+    return sums | {"loss": loss, "grad_norm": sums["grad_norm"] / len(metrics)}

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
@@ -28,6 +29,7 @@ from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints, agreed
 from llmpar.training.data import Batches
+from llmpar.training.local_steps import LocalSteps
 from llmpar.training.optimizer import fitted, make_optimizer
 from llmpar.training.state import State, check_tokens
 from llmpar.training.step import Step
@@ -117,6 +119,7 @@ def made_of(
         "steps": steps,
     }
     run |= {name: getattr(config, name) for name in ("held_out", "batch_size", "seq_len")}
+    run["workers"] = plan.mesh.dp if options.local_steps else 1
     return run | dataclasses.asdict(options)
 
 
@@ -149,7 +152,7 @@ class Evaluation:
         every = self.eval_every if self.held_out else 0
         return every > 0 and (done % every == 0 or done == steps)
 
-    def score(self, step: Step, state: State) -> dict[str, Any]:
+    def score(self, step: Step | LocalSteps, state: State) -> dict[str, Any]:
         """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and
         what it is ``of``: losses of the same alone can be compared."""
         assert self.held_out
@@ -270,7 +273,12 @@ def train(
         tracking(tracker, about, callbacks.tell) as send,
         contextlib.ExitStack() as traced,
     ):
-        step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
+        step = stepper(config, plan, mesh, options, steps)
+        if left := options.local_steps and steps % options.local_steps:
+            callbacks.tell(
+                f"{steps} steps are no multiple of {options.local_steps}: what workers learn in the last"
+                f" {left} is resumed, but is not in the weights that are evaluated and exported"
+            )
         # There are never two states: no name but the run's is one.
         run = _Run(
             step,
@@ -311,15 +319,33 @@ def train(
             return run.in_order(), run.report
 
 
+def stepper(
+    config: ModelConfig, plan: Plan, mesh: Mesh, options: OptimizerConfig, steps: int
+) -> Step | LocalSteps:
+    """Make the step that these options ask for."""
+    optimizer = make_optimizer(options, steps, config)
+    if not options.local_steps:
+        names = "fragments", "outer_rate", "outer_momentum"
+        if outer := [name for name in names if getattr(options, name) != getattr(ADAMW, name)]:
+            raise ValueError(
+                f"{', '.join(outer)} of an outer optimizer, and local_steps is 0, without one; use"
+                " local_steps=10 (--local-steps 10), say, or leave them out"
+            )
+        return Step(config, plan, mesh, optimizer, options.clip)
+    outer = optax.sgd(options.outer_rate, options.outer_momentum, nesterov=True)
+    how_often = options.local_steps, outer, options.clip, options.fragments
+    return LocalSteps(config, plan, mesh, optimizer, *how_often)
+
+
 def _first_state(
-    step: Step,
+    step: Step | LocalSteps,
     checkpoints: Checkpoints | None,
     made: dict[str, Any],
     anyway: bool,
     seed: int,
     begin: Callable[[Tree], Tree] | None,
     tell: Callable[[str], None],
-) -> State:
+) -> Any:
     """Restore the newest checkpoint, or make a state."""
     abstract = step.abstract_in_model_order
     if checkpoints and (state := checkpoints.restore(abstract, step.config, made, anyway, tell)):
@@ -341,8 +367,8 @@ class _Run:
         failed: why the log can no longer be written: training is to save, and to end with that.
     """
 
-    step: Step
-    state: State
+    step: Step | LocalSteps
+    state: Any
     checkpoints: Checkpoints | None
     made: dict[str, Any]
     evaluation: Evaluation
@@ -495,18 +521,22 @@ def _is_finite(metrics: dict) -> bool:
     return math.isfinite(float(metrics["loss"]) + float(metrics["grad_norm"]))
 
 
-def _compiled(step: Step, state: State, batch: dict, barrier: Callable) -> Any:
+def _compiled(step: Step | LocalSteps, state: Any, batch: dict, barrier: Callable) -> Any:
     """Compile the step. Processes wait for one another before the first of them runs it.
 
     Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
     that), and later as long as they must. On a busy machine one process compiles longer than that.
     """
-    run = step.run.lower(state, batch).compile()
+    program = (
+        step.compiled(state, batch)
+        if isinstance(step, LocalSteps)
+        else step.run.lower(state, batch).compile()
+    )
     barrier()
-    return run
+    return program
 
 
-def _place(step: Step, stream: Batches, number: int) -> dict:
+def _place(step: Step | LocalSteps, stream: Batches, number: int) -> dict:
     """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
     shape = stream.config.batch_size, stream.config.seq_len
 
