@@ -7,6 +7,7 @@ from typing import Any
 
 from llmpar.draw.scene import (
     BODY,
+    LIGHT,
     Items,
     Line,
     Rect,
@@ -36,7 +37,11 @@ def curves(
     """
     say = text or ("{:.0%}" if percent else "{:.3g}").format
     by_place = lambda values: dict(values if isinstance(values, Mapping) else enumerate(values))
-    rows = [(name, sorted(by_place(values).items()), *look) for name, values, *look in lines]
+    ink = lambda role: f"{role}-line" if f"{role}-line" in LIGHT else role
+    rows = [
+        (name, sorted(by_place(values).items()), ink(color), *look)
+        for name, values, color, *look in lines
+    ]
     known = lambda value: value is not None and math.isfinite(value)
     places = [place for _, row, *_ in rows for place, _ in row] + [len(ticks) - 1, 1]
     values = [value for _, row, *_ in rows for _, value in row if known(value)] or [1.0]
