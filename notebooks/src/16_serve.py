@@ -419,9 +419,9 @@ passes = round(prefill_s / decode_s)  # that a prefill takes the time of
 prompt, wait = ["P"] * passes, [""] * 4
 busy = ["d"] * 4 + prompt + ["d"] * 8 + prompt + ["d"] * 2
 apart = {
-    "One GPU does both: answers wait": [("GPU 0", busy)],
+    "One GPU does both: answers wait": [("GPU for all", busy)],
     "Apart: only the first token waits": [
-        ("prefill GPU", wait + prompt + wait * 2 + prompt),
+        ("prefill GPU", wait + prompt + wait * 2 + prompt + [""] * 2),
         ("decode GPU", ["d"] * len(busy)),
     ],
 }
@@ -525,7 +525,7 @@ show(draw.slots(rows, "Keys and values of two requests; =: equal in all layers")
 GUESSES, RIGHT = 4, (4, 1, 3)
 tokens = [["g"] * n + ["M"] + ["/"] * (GUESSES - n) for n in RIGHT]
 count = sum(RIGHT) + len(RIGHT)
-title = f"{len(RIGHT)} passes, {count} tokens. g: a guess, M: the model's own token"
+title = f"{len(RIGHT)} passes, {count} tokens. g: a guess, M: the model's own"
 guessed = {
     "Hatched: guessed, and dropped": [
         (f"pass {i}", row) for i, row in enumerate(tokens)
@@ -564,7 +564,7 @@ plain, faster = zip(*map(rates, users), strict=True)
 assert faster[0] > 1.5 * plain[0] and faster[-1] < 1.1 * plain[-1]
 lines = [
     ("four guesses", faster, "tp-line", "o", False),
-    ("none", plain, "ink", "s", False),
+    ("no guesses", plain, "ink", "s", False),
 ]
 
 # %%
