@@ -15,10 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-import build
 import nbformat
 
 from llmpar import lessons
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import build
 
 GUIDE = build.HERE.parent / "INSTRUCTOR.md"
 WORDS_A_MINUTE, WRONG = 200, 2

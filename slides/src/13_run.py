@@ -223,7 +223,8 @@ FRAMEWORKS = {
     "MaxText": ("data, fsdp", "tensor", "context", "circular", "expert"),
     "llmpar": ("dp, fsdp", "tp", "sp", "pp, any", "ep"),
 }
-rows = [(name, [*zip(words, PARTS.values(), strict=True)]) for name, words in FRAMEWORKS.items()]
+grounds = {name: ["cell"] * len(PARTS) for name in FRAMEWORKS} | {"llmpar": [*PARTS.values()]}
+rows = [(name, [*zip(words, grounds[name], strict=True)]) for name, words in FRAMEWORKS.items()]
 show(draw.table(rows, tuple(PARTS), "The same strategies, other names"))
 
 # %% [markdown] tags=["notes"]

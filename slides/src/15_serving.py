@@ -273,7 +273,7 @@ show(draw.slots(rows, "Hatched: not computed again; or guessed, and dropped", ac
 # %%
 from IPython.display import Markdown
 
-KINDS = {"memory": OTHERS[0], "batches": OTHERS[1], "besides": OTHERS[2]}
+KINDS = {"cache": OTHERS[0], "batches": OTHERS[1], "besides": OTHERS[2]}
 ENGINES = {
     "vLLM": ("pages", "join at every token", ""),
     "SGLang": ("pages", "join at every token", "beginnings kept in a tree"),
