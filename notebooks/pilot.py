@@ -76,7 +76,7 @@ def walk(source: Path) -> str:
 def main(chosen: list[str]) -> int:
     """Walk, and write the rows into the table of INSTRUCTOR.md."""
     text = GUIDE.read_text(encoding="utf-8")
-    before, head, rest = text.partition(HEAD + "\n")
+    before, _, rest = text.partition(HEAD + "\n")
     rule, *rows = rest.partition("\n\n")[0].splitlines()
     after = rest[rest.index("\n\n") :]
     table = {row.split(" | ")[0]: row for row in rows}
@@ -85,7 +85,7 @@ def main(chosen: list[str]) -> int:
         if not chosen or number in chosen:
             table[f"| {number}"] = walk(source)
             print(table[f"| {number}"], flush=True)
-    GUIDE.write_text(before + "\n".join([head, rule, *(table[key] for key in sorted(table))]) + after)
+    GUIDE.write_text(before + "\n".join([HEAD, rule, *(table[key] for key in sorted(table))]) + after)
     return 0
 
 

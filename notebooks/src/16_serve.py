@@ -43,7 +43,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.lessons import CORRECT, attempt, find, hint, met, say, solution
+from llmpar.lessons import CORRECT, attempt, find, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_table, fresh_state
 from llmpar.parallel.mesh import make_mesh, split_axes
 from llmpar.plan.plan import Plan
@@ -510,7 +510,8 @@ rows = {
 }
 
 # %%
-show(draw.slots(rows, "Keys and values of two requests; =: equal in all layers"))
+if opened("16.prefix"):
+    show(draw.slots(rows, "Keys and values of two requests; =: equal in all layers"))
 
 # %% [markdown]
 # So instructions come first and dates, names and questions last. Services that bill by tokens bill kept ones less.
