@@ -48,14 +48,14 @@ BUDGETS = {
     "explore": 1_541,
     "serve": 819,
     "launch": 1_191,
-    "lessons": 1_424,
-    "cli": 2_203,
+    "lessons": 1_423,
+    "cli": 2_202,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_872,
-    "statements": 24_617,
+    "statements": 24_615,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
