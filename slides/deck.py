@@ -216,7 +216,7 @@ def _devices(axes, cut, now) -> list:
         items.append(scene.Text(148 * k + 69, 219, words, scene.SMALL, "middle", ink, axis in now))
     num, step = 2 ** len(cut), 878 / 64
     items += [scene.Rect(step * k, 241, 12, 16, MINE if not k else "cell", "edge", 0.75) for k in range(num)]
-    items.append(scene.Text(0, 271, f"{num} devices. Yellow is what the first of them has."))
+    items.append(scene.Text(0, 271, f"{num} devices. Filled is what the first of them has."))
     return items
 
 

@@ -105,6 +105,24 @@ def ranks() -> Scene:
     )
 
 
+@letters()
+def chains(heads: list[str], rows: list[tuple[str, ...]]) -> Scene:
+    """Rows of boxes, each of which leads to the next, under what the boxes of a column are; the first of a
+    row is its name."""
+    wides = [max(map(len, column)) * 8.6 + 22 for column in zip(heads, *rows, strict=True)]
+    gap = (WIDE - sum(wides)) / (len(wides) - 1)
+    lefts = [sum(wides[:k]) + gap * k for k in range(len(wides))]
+    items: list = [small_text(x, 0, head, "start") for x, head in zip(lefts, heads, strict=True)]
+    for i, row in enumerate(rows):
+        y = 16 + 40 * i
+        for k, (x, wide, text) in enumerate(zip(lefts, wides, row, strict=True)):
+            fill, middle = "cell" if k else WHO[1], x + wide / 2
+            ground = Rect(x, y, wide, 32, fill, "edge", radius=4)
+            items += [ground, small_text(middle, y + 16, text, fill="ink" if k else "black")]
+            items += [Line(((x - gap + 3, y + 16), (x - 4, y + 16)), "ink", **ARROW)] * bool(k)
+    return canvas("", 16 + 40 * len(rows), items, "; ".join(", ".join(row) for row in rows))
+
+
 PAST = 13  # the hours that the drawing of an elastic job spans
 
 

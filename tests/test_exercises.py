@@ -24,7 +24,7 @@ from jax import lax
 
 from llmpar import lessons
 from llmpar.cli import main
-from llmpar.lessons import hosts, judge, pages, record
+from llmpar.lessons import hosts, judge, pages, record, report
 from llmpar.lessons.pages import sentences
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
@@ -351,6 +351,33 @@ def test_progress_sums_up_and_exports(capsys):
     assert sent["output"].startswith("correct. ") and not sent["extra_data"]["first_correct"]
 
 
+def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_path, capsys):
+    lessons.attempt("16.cache_bytes", "</script><b>1")
+    lessons.attempt("16.cache_bytes", 131_072)
+    lessons.attempt("16.guessed", 4.2)
+    assert main(["progress", "--report", "anna", "--lesson", "16", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out.splitlines()[-1])["reports"]
+    page = (tmp_path / "anna.html").read_text()
+    assert report.read_page("anna.html") == one and page.count("</script>") == 1
+    rows = {row["exercise"]: row for row in one["exercises"]}
+    assert list(rows) == lessons.names("16") and (one["num_given"], one["num_correct"]) == (2, 1)
+    given = [(a["answer"], a["correct"]) for a in rows["16.cache_bytes"]["answers"]]
+    assert given == [("</script><b>1", False), ("131072", True)] and rows["16.guessed"]["tries"] == 1
+    for name in rows:  # what is said of answers stays with the learner
+        said = [text for key, text in lessons.find(name).says.items() if key != "question"]
+        assert not any(line in page for text in said for line in text.splitlines()), name
+    assert "3.3616" not in page
+    for again in ("anna", "anna.html", "nowhere/x"):
+        assert main(["progress", "--report", again]) == 1
+        assert f"cannot write the report '{again}'" in capsys.readouterr().err
+    assert (tmp_path / "anna.html").read_text() == page
+    assert main(["progress", "--report", "."]) == 0
+    assert re.fullmatch(r"anna +2 answered +1 correct\n", capsys.readouterr().out)
+    (tmp_path / "other.html").write_text("<p>")
+    assert main(["progress", "--report", "."]) == 1
+    assert "cannot read the report 'other.html'" in capsys.readouterr().err
+
+
 NOTED = '{"exercise": "03.sent", "answer": "1", "verdict": "not yet", "correct": false, "at": ""}'
 
 
@@ -370,7 +397,7 @@ def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
     (tmp_path / record.FILE).write_text(text)
     assert main(["progress"]) == 1
     said = capsys.readouterr().err
-    assert "is no file of answers" in said and why in said and "Answer(" not in said
+    assert "is no file of answers" in said and why in said and "Attempt(" not in said
     lessons.attempt("03.sent", 1)
     assert (tmp_path / record.FILE).read_text() == text, "nothing of the learner's is overwritten"
 

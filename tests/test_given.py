@@ -456,7 +456,7 @@ def test_a_third_dim_that_is_cut_is_a_bar_and_a_fourth_is_said():
     cube = on((4, 8, 1, 16), "a", "b", None, "c", sizes=(2, 2, 2), names=("a", "b", "c"))
     explorer = MeshExplorer.of(cube)
     boxes, inked = cells(explorer)
-    bars = [i for i in flatten(explorer.scene.items) if isinstance(i, Rect) and i.fill == "other2"]
+    bars = [i for i in flatten(explorer.scene.items) if isinstance(i, Rect) and i.fill == "links"]
     for position, box in boxes.items():
         a, b, c = position // 4, position // 2 % 2, position % 2
         (bar,) = (i for i in bars if i.x == box.x and box.y <= i.y < box.y + box.h)

@@ -95,6 +95,20 @@ def test_a_fault_of_a_plan_is_seen(row, fault):
     assert fault in said
 
 
+def test_no_lesson_is_claimed_to_take_less_than_the_driver_takes():
+    """The rows are those of `notebooks/pilot.py`; words in view are counted again here."""
+    pilot = load("notebooks/pilot.py")
+    rows = re.findall(r"^\| (\d\d\w?) \|" + r" ([\d,]+) \|" * 5 + "$", GUIDE, re.M)
+    assert [row[0] for row in rows] == list(LESSONS) and "**No person was timed.**" in GUIDE
+    for source, (number, words, exercises, _, driver, claimed) in zip(
+        pilot.build.sources(), rows, strict=True
+    ):
+        notebook, least = pilot.core_of(source)
+        told = sum(bool(pilot.ATTEMPT.search(cell.source)) for cell in notebook.cells)
+        assert least < int(words.replace(",", "")) < 4 * least and told == int(exercises), number
+        assert int(driver) < int(claimed) == LESSONS[number].teaching, number
+
+
 def test_every_lesson_has_a_run_of_show_with_one_exercise():
     shown = dict(re.findall(r"^### (\d\d\w?) · (.*?)(?=^##)", GUIDE, re.M | re.S))
     assert list(shown) == list(LESSONS)

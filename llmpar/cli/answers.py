@@ -9,26 +9,42 @@ import sys
 from dataclasses import dataclass
 
 from llmpar import lessons
-from llmpar.cli.options import Folder, OptionalText, Output, give, inform
+from llmpar.cli.options import File, Folder, OptionalText, Output, give, inform
 from llmpar.files import check_ordinary, read_json_lines
-from llmpar.lessons import quiz, record
+from llmpar.lessons import quiz, record, report
 from llmpar.lessons.judge import CORRECT
 
 _FOLDERS = (".", "lessons", "notebooks")
 """Where learners work; the first with a file of answers is taken."""
 
 
+def _names(lesson: str | None) -> list[str]:
+    """List the exercises of a lesson, or of all."""
+    known = lessons.lesson_numbers()
+    if lesson not in (None, *known):
+        raise ValueError(f"lesson {lesson!r} has no exercises; there are {', '.join(known)}")
+    return lessons.names(*filter(None, [lesson]))
+
+
 @dataclass(frozen=True)
-class Progress:
+class Progress(Output):
     """Show which exercises of the lessons are answered, and how often each was tried.
+
+    With --report, write one page for a teacher: your answers, when you gave and changed them, and whether
+    they are right. It holds no solution. Of a folder of such pages, print a table.
 
     Attributes:
         folder: where you answered; by default this folder, lessons or notebooks.
-        json: print one JSON document on stdout, as Otter-Grader and Gradescope read it (results.json).
+        lesson: its number, such as 03; None: all lessons.
+        report: write an HTML page of this name, as anna.html; a file that exists is left as it is. If it is a
+            folder, print a row for each page in it.
+        json: print one JSON document on stdout: what the pages of --report say, else what Otter-Grader and
+            Gradescope read (results.json).
     """
 
     folder: Folder = None
-    json: bool = False
+    lesson: OptionalText = None
+    report: File = None
 
     def run(self) -> None:
         if self.folder is not None and not os.path.isdir(self.folder):
@@ -36,8 +52,11 @@ class Progress:
                 f"there is no folder '{self.folder}'; name the one in which you answered"
             )
         folder = self.folder or next((name for name in _FOLDERS if record.file(name).exists()), ".")
-        levels = {name: lessons.find(name).level for name in lessons.names()}
-        document, lines = record.results(record.answers(folder), levels), []
+        levels = {name: lessons.find(name).level for name in _names(self.lesson)}
+        given = record.answers(folder)
+        if self.report is not None:
+            return self.hand_in(pathlib.Path(self.report), given, levels)
+        document, lines = record.results(given, levels), []
         for test in document["tests"]:
             tries = test["extra_data"]["tries"]
             verdict = "correct" if test["score"] else "not yet" if tries else ""
@@ -49,6 +68,22 @@ class Progress:
         whole = f"; the next one is {left}" if left else ", which is all"
         lines += [f"{document['score']:g} of {document['max_score']:g} correct{whole}"]
         give(document, self.json, lines)
+
+    def hand_in(self, path: pathlib.Path, given, levels: dict[str, str]) -> None:
+        """Write the page, or read a folder of pages; print a row for each."""
+        pages = [report.document(given, levels, path.stem)]
+        try:
+            if path.is_dir():
+                pages = [report.read_page(page) for page in sorted(path.glob("*.html"))]
+            else:
+                with path.with_suffix(".html").open("x", encoding="utf-8") as file:
+                    file.write(report.page(pages[0]))
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the report '{path}' ({error.strerror}); give another name"
+            ) from error
+        row = "{learner:<24}{num_given:>4} answered{num_correct:>4} correct".format
+        give({"reports": pages}, self.json, [row(**page) for page in pages])
 
 
 @dataclass(frozen=True)
@@ -62,13 +97,7 @@ class Solutions(Output):
     lesson: OptionalText = None
 
     def run(self) -> None:
-        known = lessons.lesson_numbers()
-        if self.lesson not in (None, *known):
-            raise ValueError(
-                f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}"
-            )
-        names = lessons.names(self.lesson) if self.lesson else lessons.names()
-        solutions = {name: lessons.solved(name) for name in names}
+        solutions = {name: lessons.solved(name) for name in _names(self.lesson)}
         give({"solutions": solutions}, self.json)
         if not self.json:
             lessons.say("\n\n".join(solutions.values()))

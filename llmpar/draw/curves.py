@@ -7,6 +7,7 @@ from typing import Any
 
 from llmpar.draw.scene import (
     BODY,
+    LIGHT,
     Items,
     Line,
     Rect,
@@ -25,18 +26,23 @@ _WIDE, TALL, DOT = 500, 240, 4.5
 
 def curves(
     lines, ticks, x: str, y: str, *, low: float = 0, high: float | None = None, percent: bool = False,
-    levels=None, marks=(), title: str = "", log: bool = False, text=None,
+    levels=None, marks=(), title: str = "", log: bool = False, text=None, wide: float = _WIDE,
 ) -> Scene:  # fmt: skip
     """Draw curves over equally spaced ``ticks``; each one's name stands at its end, in its colour.
 
     A line is (name, values, role of its colour, marker, dashed). ``values`` are one for each tick, or a dict
     of place: value, where 0 is the first tick and 1 the second; at None or nan the line is broken. Markers
     are ``o``, ``s``, ``^`` or None. ``marks`` are (place, text) of dashed uprights. The axis goes from
-    ``low`` to ``high``, by powers of ten if ``log``, with labels at ``levels``; ``text`` says a value.
+    ``low`` to ``high``, by powers of ten if ``log``, with labels at ``levels``; ``text`` says a value. The
+    plot is ``wide`` pixels, or as many as its ticks need.
     """
     say = text or ("{:.0%}" if percent else "{:.3g}").format
     by_place = lambda values: dict(values if isinstance(values, Mapping) else enumerate(values))
-    rows = [(name, sorted(by_place(values).items()), *look) for name, values, *look in lines]
+    ink = lambda role: f"{role}-line" if f"{role}-line" in LIGHT else role
+    rows = [
+        (name, sorted(by_place(values).items()), ink(color), *look)
+        for name, values, color, *look in lines
+    ]
     known = lambda value: value is not None and math.isfinite(value)
     places = [place for _, row, *_ in rows for place, _ in row] + [len(ticks) - 1, 1]
     values = [value for _, row, *_ in rows for _, value in row if known(value)] or [1.0]
@@ -46,7 +52,7 @@ def curves(
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         low, high, levels = 10.0 ** powers[0], 10.0 ** powers[-1], [10.0**power for power in powers]
     levels = round_numbers(low, high) if levels is None else levels
-    wide = max(_WIDE, (len(ticks) - 1) * (max(text_width(f"{t}", "small") for t in ticks) + 12))
+    wide = max(wide, (len(ticks) - 1) * (max(text_width(f"{t}", "small") for t in ticks) + 12))
     x_of = lambda place: wide * place / max(places)
     height = math.log10 if log else float
     y_of = lambda value: TALL * (height(high) - height(value)) / (height(high) - height(low))

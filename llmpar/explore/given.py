@@ -91,7 +91,7 @@ class GivenExplorer(Explorer):
                 (top, low), (x, right) = side(block, down, h), side(block, across, w - left)
                 items.append(Rect(left + x, top, right - x, low - top, "weights", *edge))
                 top, low = side(block, aside, h)
-                items += [Rect(0, top, 5, low - top, "other2")] * bool(aside)
+                items += [Rect(0, top, 5, low - top, "links")] * bool(aside)
             return (
                 items
                 if self.rows

@@ -22,7 +22,7 @@ MAX_ANSWER = 2_000  # characters of an answer that are kept
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Attempt:
     """One answer to one exercise, and its verdict."""
 
     exercise: str
@@ -54,7 +54,7 @@ def file(folder: str = ".") -> pathlib.Path:
     return pathlib.Path(os.environ.get("LLMPAR_ANSWERS") or pathlib.Path(folder) / FILE)
 
 
-def answers(folder: str = ".") -> list[_Answer]:
+def answers(folder: str = ".") -> list[Attempt]:
     """Read all answers, the oldest first; refuse a file that is something else."""
     path = file(folder)
     if not os.path.lexists(path):
@@ -63,19 +63,19 @@ def answers(folder: str = ".") -> list[_Answer]:
         rows = read_json_lines(path, "file of answers")
         for number, row in enumerate(rows, 1):
             kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
-            if kinds != (fields := get_type_hints(_Answer)):
+            if kinds != (fields := get_type_hints(Attempt)):
                 wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
         raise ValueError(
             f"'{path}' is no file of answers ({error}); move it away, or set LLMPAR_ANSWERS to another name"
         ) from error
-    return [_Answer(**row) for row in rows]
+    return [Attempt(**row) for row in rows]
 
 
 def note(exercise: str, answer: Any, verdict: str) -> str:
     """Add an answer to the file; return a sentence where that cannot be."""
-    given = _Answer(
+    given = Attempt(
         exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now()
     )
     try:
@@ -88,7 +88,7 @@ def note(exercise: str, answer: Any, verdict: str) -> str:
     return ""
 
 
-def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, Any]:
+def results(given: Sequence[Attempt], levels: Mapping[str, str]) -> dict[str, Any]:
     """Sum answers up as course platforms read it: the results.json of Otter-Grader and Gradescope.
 
     An exercise has one point, if it was ever right. ``levels`` names all exercises with their level. Nothing

@@ -2,13 +2,14 @@
 # jupyter:
 #   llmpar:
 #     teaching: 25
-#     exercises: 30
+#     exercises: 45
 #     needs: ["01", "05", "06"]
 #     question: What does a token cost to serve, where is its cache, and why does one use an inference engine?
 #     objectives:
 #     - Say why computing limits a prompt and reading limits a token, and what a batch changes.
 #     - Compute what the cache of a model takes, and which cut of it holds a long context.
 #     - Write the rule of continuous batching, and say what pages are for.
+#     - Say by arithmetic when prefill apart, a kept beginning and guessed tokens help.
 # ---
 
 # %% [markdown]
@@ -29,6 +30,7 @@ devices = use_devices()
 from dataclasses import replace
 
 import jax
+import numpy as np
 import optax
 
 from llmpar import draw
@@ -41,12 +43,13 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.lessons import CORRECT, attempt, find, hint, met, say, solution
+from llmpar.lessons import CORRECT, attempt, find, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_table, fresh_state
 from llmpar.parallel.mesh import make_mesh, split_axes
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.plan.serving import CACHE, serving_plan
+from llmpar.planner.service import Service, price
 from llmpar.predict import serving, traffic
 from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder, DecoderInput
@@ -397,7 +400,183 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 # %% [markdown]
 # ## Further
 #
-# Which line of the model sends what, how a long prompt is read, and how many requests fit.
+# Which line of the model sends what, how a long prompt is read, and how many requests fit. Before that, three things that large
+# services do: prefill apart from decode, a beginning that is kept, and tokens that are guessed.
+#
+# ### Prefill apart from decode
+#
+# While a GPU prefills a prompt, the answers on it get no token. So large services prefill on other GPUs (Zhong et al. 2024), and
+# the cache of the prompt then travels. Llama 3 8B on H100s, prompts of 2,000 tokens, 32 requests in a decode pass:
+
+# %% tags=["plumbing"]
+PROMPT, ANSWER, BATCH = 2000, 500, 32
+prefill_s = sum(serving.prefill_seconds(llama, h100, PROMPT).values())
+decode_s = sum(
+    serving.decode_seconds(llama, h100, BATCH, PROMPT + ANSWER // 2).values()
+)
+assert round(1000 * prefill_s) == 47 and round(1000 * decode_s, 1) == 9.4
+passes = round(prefill_s / decode_s)  # that a prefill takes the time of
+prompt, wait = ["P"] * passes, [""] * 4
+busy = ["d"] * 4 + prompt + ["d"] * 8 + prompt + ["d"] * 2
+apart = {
+    "One GPU does both: answers wait": [("GPU for all", busy)],
+    "Apart: only the first token waits": [
+        ("prefill GPU", wait + prompt + wait * 2 + prompt + [""] * 2),
+        ("decode GPU", ["d"] * len(busy)),
+    ],
+}
+
+# %%
+show(
+    draw.slots(apart, "P: prefill, d: a decode pass of 9.4 ms, a token for each of 32")
+)
+
+# %% [markdown]
+# ### Exercise (stretch): how many GPUs on each side?
+#
+# Prefill takes 47 ms, a decode pass for 32 requests 9.4 ms. An answer has 500 tokens. **How many decode GPUs does one prefill GPU
+# keep busy?** And how many milliseconds does the cache of a prompt need, at 131,072 B for each of 2,000 tokens, over a network of
+# 50 GB/s?
+
+# %%
+one_prefill_gpu = {"decode GPUs": ..., "cache ms": ...}
+attempt("16.apart", one_prefill_gpu)
+
+# %% tags=["plumbing"]
+needs = ANSWER * decode_s / BATCH
+cache_s = serving.cache_bytes(llama, PROMPT) / 50e9
+met(
+    "16.apart",
+    {"decode GPUs": needs / prefill_s, "cache ms": 1000 * cache_s},
+    "by the estimate",
+)
+right = find("16.apart").solution
+assert abs(needs / prefill_s / right["decode GPUs"] - 1) < 0.02
+assert abs(1000 * cache_s / right["cache ms"] - 1) < 0.001
+service = Service(llama, h100, 8, PROMPT, ANSWER)
+row = price(service, tp=1, ep=1, batch=BATCH)
+assert row["cache_sent_bytes"] == serving.cache_bytes(llama, PROMPT)
+together, alone = row["tokens_per_s_user"], row["tokens_per_s_user_apart"]
+say(
+    f"a user gets {together:.0f} tokens/s with prefill beside decode, {alone:.0f} apart"
+)
+
+# %% [markdown]
+# Both are estimates; `llmpar plan --serve` prices all meshes so. The cache can travel layer by layer while later layers are
+# computed, so little of its time is seen.
+#
+# ### A beginning that is kept
+#
+# Many requests begin with the same text: a system prompt, a document, the chat so far. A server keeps its pages and uses them again
+# (a *prefix cache*; Zheng et al. 2024 keep a tree of them). Keys and values at a position depend on the tokens **up to** it.
+#
+# ### Exercise (stretch): where does the question stand?
+#
+# 100 requests share 2,000 tokens of instructions; each has 50 tokens of its own. The cache has room for all. **How many tokens are
+# prefilled** in all, if the own tokens come last? And if they come first?
+
+# %%
+prefilled = {"own last": ..., "own first": ...}
+attempt("16.prefix", prefilled)
+
+# %% [markdown]
+# We run two requests of 24 shared tokens and 4 own ones, and compare the keys and values of the first with those of the second,
+# position by position:
+
+# %% tags=["plumbing"]
+SHARED, OWN = tuple(range(24)), (b"what", b"does")
+ORDERS = {
+    "own last": [SHARED + tuple(own) for own in OWN],
+    "own first": [tuple(own) + SHARED for own in OWN],
+}
+equal = {}
+for name, prompts in ORDERS.items():
+    pair = Engine(
+        TOY, Plan("dp=1", dtype="bfloat16"), make_mesh("dp=1"), WEIGHTS, 2, 32
+    )
+    for tokens in prompts:
+        pair.submit(Request(tokens, max_tokens=1))
+    pair.step()
+    kept = np.stack([np.asarray(x, np.float32) for x in pair.decoder.cache])
+    same = (kept[:, :, 0] == kept[:, :, 1])[:, :, : len(tokens)]
+    equal[name] = same.all((0, 1, 3, 4))
+assert equal["own last"].tolist() == [True] * 24 + [False] * 4
+assert not equal["own first"].any()
+rows = {
+    f"{name}: {same.sum()} of {len(same)} positions are equal": [
+        (f"request {i}", [("=" if one else f"{i}") for one in same]) for i in (0, 1)
+    ]
+    for name, same in equal.items()
+}
+
+# %%
+if opened("16.prefix"):
+    show(draw.slots(rows, "Keys and values of two requests; =: equal in all layers"))
+
+# %% [markdown]
+# So instructions come first and dates, names and questions last. Services that bill by tokens bill kept ones less.
+#
+# ### Tokens that are guessed
+#
+# A decode pass reads all weights for one token of a request; a pass for five tokens takes hardly longer. So a small *draft* model
+# guesses four tokens, and one pass of the large model checks them all (*speculative decoding*; Leviathan et al. 2023). It keeps the
+# guesses before the first wrong one, and adds one token of its own. The answer is that of the large model.
+
+# %% tags=["plumbing"]
+GUESSES, RIGHT = 4, (4, 1, 3)
+tokens = [["g"] * n + ["M"] + ["/"] * (GUESSES - n) for n in RIGHT]
+count = sum(RIGHT) + len(RIGHT)
+title = f"{len(RIGHT)} passes, {count} tokens. g: a guess, M: the model's own"
+guessed = {
+    "Hatched: guessed, and dropped": [
+        (f"pass {i}", row) for i, row in enumerate(tokens)
+    ]
+}
+
+# %%
+show(draw.slots(guessed, title))
+
+# %% [markdown]
+# ### Exercise (stretch): how many tokens does a pass give?
+#
+# Each of four guesses is right with probability 0.8, whatever came before. **How many tokens does a pass give** on average?
+
+# %%
+tokens_of_a_pass = ...
+attempt("16.guessed", tokens_of_a_pass)
+
+# %% tags=["plumbing"]
+draft, gives = preset("llama3.2-1b"), find("16.guessed").solution
+chance = [0.8**n * 0.2 for n in range(GUESSES)] + [0.8**GUESSES]
+assert abs(gives - sum(p * (n + 1) for n, p in enumerate(chance))) < 0.01
+users = BATCHES[:-1]  # requests in the pass, each with 1,000 tokens
+
+
+def rates(requests):
+    """Tokens/s of a user: one token for each pass, and with guesses."""
+    one = serving.decode_seconds(llama, h100, requests, 1000)
+    wide = serving.decode_seconds(llama, h100, requests * (GUESSES + 1), 1000)
+    guess_s = sum(serving.decode_seconds(draft, h100, requests, 1000).values())
+    check_s = sum((one | {"matmuls": wide["matmuls"]}).values())
+    return 1 / sum(one.values()), gives / (check_s + GUESSES * guess_s)
+
+
+plain, faster = zip(*map(rates, users), strict=True)
+assert faster[0] > 1.5 * plain[0] and faster[-1] < 1.1 * plain[-1]
+lines = [
+    ("four guesses", faster, "tp-line", "o", False),
+    ("no guesses", plain, "ink", "s", False),
+]
+
+# %%
+title = "Llama 3 8B on an H100, guesses by Llama 3.2 1B"
+show(
+    draw.curves(lines, users, "requests in the pass", "tokens/s of a user", title=title)
+)
+
+# %% [markdown]
+# For few requests a pass waits for memory, and checking five tokens costs what one does. For many it waits for matmuls, and dropped
+# guesses are paid for.
 #
 # ### Which line sends what
 #

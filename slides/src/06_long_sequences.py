@@ -131,8 +131,7 @@ show(draw.causal(quarters, step=0, counts=False))
 # %% [markdown] tags=["slide"] minutes=1
 # ## Zigzag: the same work on each rank
 #
-# Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks take **2 squares of time**; with positions in order they
-# take 3.5.
+# Rank $i$ gets the parts $i$ and $2N-1-i$. Four ranks take **2 squares of time**, not 3.5.
 #
 # <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
 

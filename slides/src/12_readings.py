@@ -36,7 +36,7 @@ show(draw.table(cells, title="The result, as each device has it"))
 # <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --mode explicit --types</code></footer>
 
 # %%
-from IPython.display import Markdown
+from deck import draw, show
 
 from llmpar.inspect.types import types
 from llmpar.parallel.mesh import use_devices
@@ -47,12 +47,13 @@ use_devices()
 rows = types(preset("tiny"), Plan("dp=2 fsdp=2 tp=2"), 8, 32)
 assert all(row["layout"] == row["type_says"] for row in rows)
 CHOSEN = ("stream b s d", "ffn d m", "ffn b s d +m", "vocab b s d +v")
-lines = ["| in the model | layout of the plan | JAX's type |", "|---|---|---|"]
-for row in rows:
-    if row["value"] in CHOSEN:
-        lines.append(f"| `{row['value']}` | `{row['layout']}` | `{row['type']}` |")
-assert len(lines) == 2 + len(CHOSEN)
-Markdown("\n".join(lines))
+shown = {row["value"]: row for row in rows if row["value"] in CHOSEN}
+assert set(shown) == set(CHOSEN)
+cells = [
+    (value, [(row["layout"], "cell"), (row["type"], "tp" if "U:" in row["type"] else "cell")])
+    for value, row in shown.items()
+]
+show(draw.table(cells, ("layout of the plan", "JAX's type; coloured: still to be added up"), "Types"))
 
 # %% [markdown]
 # `U:tp`, unreduced: an unfinished sum over `tp`, our `+tp`. `R:(dp,fsdp)`, reduced: a whole value, whose *gradient* will be

@@ -213,7 +213,7 @@ logged = [(weight_sq + n * bias_sq) ** 0.5 for n in (1, 2, 4, 8)]
 assert logged[0] < 0.6 * logged[-1]
 names = [("the log says", logged, "measured", "o", False)]
 names += [("one device", [logged[0]] * 4, "soft", None, True)]
-show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm"))
+show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm", wide=320))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** raise a hand: a missing sum, something counted twice, or a mean of means? (Counted: each rank adds the whole bias.)

@@ -34,17 +34,18 @@ steps(*(processes(step, place.coordinator) for step in range(3)))
 # <footer>JAX documentation, <code>jax.distributed</code> · <code>llmpar launch mpi --nodes 2 -- train</code></footer>
 
 # %%
+from deck import show
 from IPython.display import Markdown
+from running import chains
 
-LAUNCHERS = {
-    "`srun` (SLURM)": ("`SLURM_PROCID`, the list of nodes", "`initialize()` finds all"),
-    "`mpirun` (MPI)": ("its own communicator", "`initialize(…)` by `mpi4py`"),
-    "`torchrun`": ("`RANK`, `WORLD_SIZE`, `MASTER_ADDR`", "`initialize(address, size, rank)`"),
-    "Ray": ("an actor on each host", "each actor calls `initialize(…)`"),
-    "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all"),
-}
-head = "| who starts it | what it tells a process | `jax.distributed.` |\n|---|---|---|"
-Markdown("\n".join([head, *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]))
+LAUNCHERS = [
+    ("srun (SLURM)", "SLURM_PROCID, the list of nodes", "initialize() finds all"),
+    ("mpirun (MPI)", "its own communicator", "initialize(…) by mpi4py"),
+    ("torchrun", "RANK, WORLD_SIZE, MASTER_ADDR", "initialize(address, size, rank)"),
+    ("Ray", "an actor on each host", "each actor calls initialize(…)"),
+    ("Kubernetes", "JOB_COMPLETION_INDEX, a service", "initialize() finds all"),
+]
+show(chains(["who starts it", "what it tells a process", "jax.distributed."], LAUNCHERS))
 
 # %% [markdown]
 # ```python
@@ -70,7 +71,6 @@ Markdown("\n".join([head, *(f"| {name} | {' | '.join(row)} |" for name, row in L
 # <footer>Sergeev and Del Balso 2018 (Horovod) · lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=8 --zero 0</code></footer>
 
 # %%
-from deck import show
 from running import ranks
 
 show(ranks())
@@ -209,28 +209,28 @@ assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=Tr
 # <footer>Each project's documentation, as of 2025 · lesson <code>notebooks/12_readings</code></footer>
 
 # %%
+from deck import draw
+
+from llmpar.plan.mesh_shape import AXES
+
+PARTS = {"shards": "fsdp", "tensor": "tp", "sequence": "sp", "pipeline": "pp", "experts": "ep"}
+assert set(PARTS.values()) < set(AXES)
 FRAMEWORKS = {
-    "PyTorch": ("DDP, FSDP2", "DTensor", "context parallel", "`pipelining`", "torchtitan"),
-    "DeepSpeed": ("ZeRO 1–3, offload", "AutoTP", "Ulysses", "yes", "DeepSpeed-MoE"),
-    "Megatron Core, NeMo": (
-        "distributed optimizer, FSDP",
-        "yes, + sequence",
-        "ring (CP)",
-        "1F1B, interleaved",
-        "yes",
-    ),
-    "Colossal-AI": ("Gemini, ZeRO", "1-D to 3-D", "ring, Ulysses", "1F1B, zero bubble", "yes"),
-    "MaxText": ("`data`, `fsdp`", "`tensor`", "`context`", "circular", "`expert`"),
-    "llmpar": ("`dp`, `fsdp`, `zero=`", "`tp`", "`sp`", "`pp`, any table", "`ep`"),
+    "PyTorch": ("DDP, FSDP2", "DTensor", "CP", "pipelining", "torchtitan"),
+    "DeepSpeed": ("ZeRO 1–3", "AutoTP", "Ulysses", "yes", "MoE"),
+    "Megatron": ("ZeRO-1, FSDP", "yes, + sp", "CP, a ring", "1F1B, VPP", "yes"),
+    "Colossal-AI": ("Gemini, ZeRO", "1-D to 3-D", "both", "1F1B, ZB", "yes"),
+    "MaxText": ("data, fsdp", "tensor", "context", "circular", "expert"),
+    "llmpar": ("dp, fsdp", "tp", "sp", "pp, any", "ep"),
 }
-head = "| | replicas, shards | tensor | sequence | pipeline | experts |"
-Markdown(
-    "\n".join(
-        [head, "|---|---|---|---|---|---|", *(f"| {a} | {' | '.join(b)} |" for a, b in FRAMEWORKS.items())]
-    )
-)
+grounds = {name: ["cell"] * len(PARTS) for name in FRAMEWORKS} | {"llmpar": [*PARTS.values()]}
+rows = [(name, [*zip(words, grounds[name], strict=True)]) for name, words in FRAMEWORKS.items()]
+show(draw.table(rows, tuple(PARTS), "The same strategies, other names"))
 
 # %% [markdown] tags=["notes"]
+# *Megatron* is Megatron Core, with NeMo on it; *VPP* its interleaved order, *ZB* a zero-bubble one; *both* are a ring and Ulysses;
+# *pipelining* is `torch.distributed.pipelining`, *torchtitan* and *MoE* (DeepSpeed-MoE) are libraries for experts.
+#
 # Learn the arrow once; the name of the switch is in a manual.
 #
 # **Ask:** which one do you use, and which word in its column is new to you?

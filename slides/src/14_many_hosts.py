@@ -131,21 +131,21 @@ show(draw.table(killed))
 # <footer>lesson <code>notebooks/17_many_hosts</code> · <code>llmpar doctor</code>, started as the job is, names known traps</footer>
 
 # %%
-from IPython.display import Markdown
+from running import chains
 
 from llmpar.launch import jobs
 
 SITE = jobs.Site(hosts=("n1", "n2"), image="registry/llmpar:1")
 JOB = jobs.Job(("train", "--mesh", "fsdp=16", "--checkpoints", "kept"), 2, SITE)
 STARTS = {
-    "slurm": ("srun", "`srun`, a task on each node", "a loop, then `scontrol requeue`"),
-    "mpi": ("mpirun", "`mpirun`, a process on each host", "a loop in the script"),
-    "jobset": ("maxRestarts: 3", "an indexed job, a pod on each node", "`failurePolicy` of the JobSet"),
+    "slurm": ("srun", "srun: a task on each node", "a loop, then scontrol requeue"),
+    "mpi": ("mpirun", "mpirun: a process on each host", "a loop in the script"),
+    "jobset": ("maxRestarts: 3", "an indexed job: a pod on each node", "failurePolicy of the JobSet"),
 }
 assert all(word in jobs.job_file(engine, JOB) for engine, (word, *_) in STARTS.items())
 assert all("for attempt in" in jobs.job_file(engine, JOB) for engine in ("slurm", "mpi"))
-lines = [f"| {engine} | {starts} | {again} |" for engine, (_, starts, again) in STARTS.items()]
-Markdown("\n".join(["| engine | starts | after a failure |", "|---|---|---|", *lines]))
+rows = [(engine, starts, again) for engine, (_, starts, again) in STARTS.items()]
+show(chains(["engine", "starts", "after a failure"], rows))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** who restarts a failed job in each? SLURM: a loop in the batch script, or a requeue. JobSet: its failure policy. `mpirun`:

@@ -9,6 +9,8 @@
 # %%
 from deck import draw, show
 
+from llmpar.draw.scene import OTHERS
+
 show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 
 # %% [markdown] tags=["notes"]
@@ -206,6 +208,63 @@ show(served(f"A free slot takes the next request: {steps_of['joined']} steps", j
 #
 # **Source:** Yu et al. 2022. Eight lengths, made up; both schedules are computed from them. In lesson 16 an engine really runs so.
 
+# %% [markdown] tags=["slide"] minutes=1
+# ## Prefill on other GPUs
+#
+# While a prompt is prefilled, answers wait. Apart, they do not; the prompt's **cache travels**: 262 MB, 5 ms at 50 GB/s.
+#
+# <footer>Zhong et al. 2024 (DistServe) · lesson <code>notebooks/16_serve</code> · <code>llmpar plan --serve 2000+500</code></footer>
+
+# %%
+prefill_s = sum(serving.prefill_seconds(llama, h100, 2000).values())
+decode_s = sum(serving.decode_seconds(llama, h100, 32, 2250).values())
+assert (round(1e3 * prefill_s), round(1e3 * decode_s, 1)) == (47, 9.4)
+assert round(serving.cache_bytes(llama, 2000) / 1e6) == 262
+prompt = ["P"] * round(prefill_s / decode_s)
+busy = ["d"] * 3 + prompt + ["d"] * 7 + prompt + ["d"]
+apart = [""] * 3 + prompt + [""] * 7 + prompt + [""]
+rows = {
+    "One GPU does both": [("one for all", busy)],
+    "Apart": [("prefill GPU", apart), ("decode GPU", ["d"] * len(busy))],
+}
+show(draw.slots(rows, "P: prefill of 2,000 tokens, 47 ms. d: a decode pass for 32 requests, 9.4 ms"))
+
+# %% [markdown] tags=["notes"]
+# P is the prefill of a prompt of 2,000 tokens, 47 ms; d a decode pass for 32 requests, 9.4 ms.
+#
+# **Ask:** answers have 500 tokens. How many decode GPUs does one prefill GPU serve? A request needs 500 · 9.4 / 32 = 147 ms of one,
+# and 47 ms of prefill: three.
+#
+# **Misunderstanding:** that this makes a token cheaper. As much is computed; answers come evenly, and each side has its own mesh.
+#
+# **Source:** Zhong et al. 2024; estimates of `llmpar.predict.serving`, which lesson 16 prints for a service.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## A beginning that is kept, tokens that are guessed
+#
+# Keys and values of a shared **beginning** are computed once. A small model **guesses** four tokens, one pass checks them.
+#
+# <footer>Zheng et al. 2024 (SGLang); Leviathan et al. 2023 · lesson <code>notebooks/16_serve</code></footer>
+
+# %%
+shared = [(f"request {n}", ["S" if i == 0 else "/"] * 6 + [n]) for i, n in enumerate("ABCD")]
+guesses = [("", ["g"] * n + ["M"] + ["/"] * (4 - n)) for n in (4, 1, 3, 0)]
+gives = sum(0.8**n for n in range(5))
+assert abs(gives - 3.36) < 0.01
+rows = {"S: computed once, for all": shared, "Four passes, 12 tokens": guesses}
+show(draw.slots(rows, "Hatched: not computed again; or guessed, and dropped", across=True))
+
+# %% [markdown] tags=["notes"]
+# Left: four requests with the same six pages of instructions; hatched pages are the first one's. Right: a row is a pass, *g* a guess that
+# was right, *M* the model's own token, hatched what was guessed after the first wrong guess.
+#
+# **Ask:** a date stands in front of the instructions. What is kept? Nothing behind it: keys and values depend on all tokens before.
+#
+# **Misunderstanding:** that guesses change the answer. The large model checks each. Four guesses that are right with 0.8 give 3.36 tokens
+# a pass; with many requests the pass computes as long as it reads, and dropped guesses cost time.
+#
+# **Source:** Zheng et al. 2024; Leviathan et al. 2023. Lesson 16 compares the keys and values of two requests, position by position.
+
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Inference engines
 #
@@ -214,23 +273,26 @@ show(served(f"A free slot takes the next request: {steps_of['joined']} steps", j
 # %%
 from IPython.display import Markdown
 
+KINDS = {"cache": OTHERS[0], "batches": OTHERS[1], "besides": OTHERS[2]}
 ENGINES = {
-    "vLLM": "pages of keys and values; new requests join at every token",
-    "SGLang": "the same, and prefixes shared in a tree",
-    "TensorRT-LLM": "kernels built for one NVIDIA chip; Triton Inference Server answers the requests",
-    "DeepSpeed-MII": "blocked cache; prompts and tokens in batches of one size",
-    "vLLM on TPU, JetStream": "XLA's programs, fixed shapes",
+    "vLLM": ("pages", "join at every token", ""),
+    "SGLang": ("pages", "join at every token", "beginnings kept in a tree"),
+    "TensorRT-LLM": ("", "", "kernels for one NVIDIA chip"),
+    "DeepSpeed-MII": ("blocks", "all of one size", ""),
+    "JetStream (TPU)": ("", "of fixed shapes", "XLA's programs"),
 }
-Markdown(
-    "\n".join(
-        ["| engine | what it is known for |", "|---|---|", *(f"| {a} | {b} |" for a, b in ENGINES.items())]
-    )
-)
+cells = [
+    (name, [(text, role if text else "") for text, role in zip(texts, KINDS.values(), strict=True)])
+    for name, texts in ENGINES.items()
+]
+show(draw.table(cells, tuple(KINDS), "What each is known for"))
 
 # %% [markdown]
 # All cut heads over `tp`, most layers over `pp`, experts over `ep`, and run replicas.
 
 # %% [markdown] tags=["notes"]
+# Empty: not what it is known for. TensorRT-LLM's requests are answered by Triton Inference Server. vLLM runs on TPUs, too.
+#
 # **Ask:** which strategy of today does none of them use? FSDP: a gather of the weights for each token.
 #
 # **Misunderstanding:** Triton twice. Triton Inference Server serves models; the language Triton writes kernels. They share a name.
