@@ -9,7 +9,7 @@
 #     - Say why computing limits a prompt and reading limits a token, and what a batch changes.
 #     - Compute what the cache of a model takes, and which cut of it holds a long context.
 #     - Write the rule of continuous batching, and say what pages are for.
-#     - Say by arithmetic when prefill apart, a kept beginning and guessed tokens help.
+#     - Say by arithmetic when prefill apart, a prefix cache and speculative decoding help.
 # ---
 
 # %% [markdown]
@@ -401,7 +401,7 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 # ## Further
 #
 # Which line of the model sends what, how a long prompt is read, and how many requests fit. Before that, three things that large
-# services do: prefill apart from decode, a beginning that is kept, and tokens that are guessed.
+# services do: prefill apart from decode, a prefix cache, and speculative decoding.
 #
 # ### Prefill apart from decode
 #
@@ -465,7 +465,7 @@ say(
 # Both are estimates; `llmpar plan --serve` prices all meshes so. The cache can travel layer by layer while later layers are
 # computed, so little of its time is seen.
 #
-# ### A beginning that is kept
+# ### A prefix cache
 #
 # Many requests begin with the same text: a system prompt, a document, the chat so far. A server keeps its pages and uses them again
 # (a *prefix cache*; Zheng et al. 2024 keep a tree of them). Keys and values at a position depend on the tokens **up to** it.
@@ -516,7 +516,7 @@ if opened("16.prefix"):
 # %% [markdown]
 # So instructions come first and dates, names and questions last. Services that bill by tokens bill kept ones less.
 #
-# ### Tokens that are guessed
+# ### Speculative decoding
 #
 # A decode pass reads all weights for one token of a request; a pass for five tokens takes hardly longer. So a small *draft* model
 # guesses four tokens, and one pass of the large model checks them all (*speculative decoding*; Leviathan et al. 2023). It keeps the

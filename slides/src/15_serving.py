@@ -240,23 +240,23 @@ show(draw.slots(rows, "P: prefill of 2,000 tokens, 47 ms. d: a decode pass for 3
 # **Source:** Zhong et al. 2024; estimates of `llmpar.predict.serving`, which lesson 16 prints for a service.
 
 # %% [markdown] tags=["slide"] minutes=1
-# ## A beginning that is kept, tokens that are guessed
+# ## Prefix caches and speculative decoding
 #
-# Keys and values of a shared **beginning** are computed once. A small model **guesses** four tokens, one pass checks them.
+# Keys and values of a shared **prefix** are computed once. A small model **drafts** four tokens, one pass checks them.
 #
 # <footer>Zheng et al. 2024 (SGLang); Leviathan et al. 2023 · lesson <code>notebooks/16_serve</code></footer>
 
 # %%
 shared = [(f"request {n}", ["S" if i == 0 else "/"] * 6 + [n]) for i, n in enumerate("ABCD")]
-guesses = [("", ["g"] * n + ["M"] + ["/"] * (4 - n)) for n in (4, 1, 3, 0)]
+guesses = [("", ["d"] * n + ["M"] + ["/"] * (4 - n)) for n in (4, 1, 3, 0)]
 gives = sum(0.8**n for n in range(5))
 assert abs(gives - 3.36) < 0.01
-rows = {"S: computed once, for all": shared, "Four passes, 12 tokens": guesses}
-show(draw.slots(rows, "Hatched: not computed again; or guessed, and dropped", across=True))
+rows = {"S: prefix, computed once": shared, "Four passes, 12 tokens": guesses}
+show(draw.slots(rows, "Hatched: not computed again; or drafted, and dropped", across=True))
 
 # %% [markdown] tags=["notes"]
-# Left: four requests with the same six pages of instructions; hatched pages are the first one's. Right: a row is a pass, *g* a guess that
-# was right, *M* the model's own token, hatched what was guessed after the first wrong guess.
+# Left: four requests with the same six pages of instructions; hatched pages are the first one's. Right: a row is a pass, *d* a drafted
+# token that was right, *M* the model's own token, hatched what was drafted after the first wrong one.
 #
 # **Ask:** a date stands in front of the instructions. What is kept? Nothing behind it: keys and values depend on all tokens before.
 #
@@ -276,7 +276,7 @@ from IPython.display import Markdown
 KINDS = {"cache": OTHERS[0], "batches": OTHERS[1], "besides": OTHERS[2]}
 ENGINES = {
     "vLLM": ("pages", "join at every token", ""),
-    "SGLang": ("pages", "join at every token", "beginnings kept in a tree"),
+    "SGLang": ("pages", "join at every token", "prefixes kept in a tree"),
     "TensorRT-LLM": ("", "", "kernels for one NVIDIA chip"),
     "DeepSpeed-MII": ("blocks", "all of one size", ""),
     "JetStream (TPU)": ("", "of fixed shapes", "XLA's programs"),
