@@ -159,6 +159,23 @@ def roofline(
     return schedule.result
 
 
+def alone(
+    module: Module, mesh: Any, chip: Chip
+) -> Callable[[Instruction], dict[str, float]]:
+    """Return a function that estimates ``predicted_s`` of one collective with the links to itself, and has
+    ``link_bytes_per_s``, the rate of a device's links that it uses."""
+    schedule = _Schedule(module, mesh, chip, None, 1.0, 1.0, True, shares(chip))
+    one = chip.per_device()
+    rates = dict(zip(_LINKS, (one.reached_link_bytes_per_s, one.dcn_bytes_per_s), strict=True))
+
+    def of(op: Instruction) -> dict[str, float]:
+        sent = schedule.collective(op)
+        assert sent  # a row has more than one device
+        return {"predicted_s": sent.left, "link_bytes_per_s": rates[sent.link]}
+
+    return of
+
+
 @dataclass(eq=False)
 class _Transfer:
     """State one collective under way: the seconds that it would still take alone, its begin and its end."""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llmpar import draw
-from llmpar.draw.scene import Scene, size_text
+from llmpar.draw.scene import Scene, scaled, size_text, time_text
 from llmpar.inspect import pins
 from llmpar.inspect.census import (
     Collective,
@@ -45,7 +45,7 @@ class Look:
             whole along ``axes``: ``f32[64@X,128] -> f32[64,128]``), ``collective``, ``axes``, ``count``,
             ``bytes_sent``, ``per_turn`` (the loop around it whose trip count is unknown: count and bytes are
             those of one iteration; or ''), ``conditional`` (in the branch that sends most), ``link``,
-            ``dtype``, ``shape`` (of the result), ``direction``.
+            ``dtype``, ``shape`` (of the result), ``direction``; with a profile ``measured``.
         memory: argument, output, alias, temp and peak bytes, as the compiler reserves them; {} for a text.
         replicated: values that are equal on several devices although ``axes`` could cut them: ``bytes`` of
             each, and the bytes ``saved`` by the cut.
@@ -101,7 +101,11 @@ class Look:
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
         rows = [*pins.words_of(self.rows), ("in all", "", "", "", "", f"{sent:,} B")]
         passes = any(row["direction"] for row in self.rows)
-        return text_columns([(*words[:3], *words[3:4] * passes, *words[4:]) for words in rows])
+        cells = [(*words[:3], *words[3:4] * passes, *words[4:]) for words in rows]
+        if any("measured" in row for row in self.rows):
+            times = [*map(words_of_time, self.rows), ("",) * 5]
+            cells = [(*words, *more) for words, more in zip(cells, times, strict=True)]
+        return text_columns(cells)
 
     def pin(self, file: str | os.PathLike) -> "Look":
         """Keep what is sent in a file: written the first time, compared afterwards.
@@ -259,6 +263,21 @@ def read_look(
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     notes = [*dict.fromkeys(notes + uncounted + module.uncounted)]
     return Look(name, sizes, summed(keyed), {}, flops, [], [*pairs], between, notes)
+
+
+def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
+    """Write what was measured of a row as words: executions, seconds, waiting, rates, the prediction."""
+    if not (it := row["measured"]):
+        return ("-",) * 5
+    rate = lambda n: scaled(n, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"), 1000)
+    link, predicted = it["link_bytes_per_s"], it["predicted_s"]
+    return (
+        f"×{it['executions']:,} measured",
+        time_text(it["seconds"]),
+        "waiting -" if it["waiting_s"] is None else f"waiting {time_text(it['waiting_s'])}",
+        rate(it["bytes_per_s"]) + (f" of {rate(link)}" if link else ""),
+        f"predicted {time_text(predicted)}" if predicted else "predicted -",
+    )
 
 
 def _line(line: str, lines: dict[str, set[str]]) -> tuple[str, set[str] | None]:
