@@ -17,13 +17,16 @@ from jax.profiler import ProfileData
 
 from llmpar.draw.scene import time_text
 from llmpar.inspect.census import Collective, collective
-from llmpar.inspect.hlo import CALLS, Instruction, Module, _groups, parsed
+from llmpar.inspect.hlo import Instruction, _groups, parsed
 from llmpar.inspect.roofline import alone
-from llmpar.predict.hardware import guess
 
 _LIKE = r"all-|reduce-scatter|collective-|ragged-|send|recv|nccl|rccl"
 _MOST = 5
 """How many operations of a profile that are in no row are named."""
+_OTHERWISE = (
+    "it may have been compiled otherwise, or for other devices, when it ran: look at it on those, or for them"
+    " (llmpar inspect --target)"
+)
 _UNSHARED = "executions", "link_bytes_per_s"
 """What rows that one message carries do not share by their bytes."""
 Device = tuple[str, int]
@@ -55,10 +58,7 @@ def read_profile(folder: str | os.PathLike) -> dict[str, dict[str, Spans]]:
 
 def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
     """List program, operation, device, start and duration of what ran on devices."""
-    try:
-        planes = list(ProfileData.from_file(str(path)).planes)
-    except Exception as error:  # XLA's own, of several types
-        raise ValueError(f"'{path}' is no profile, or is cut off: {error}") from None
+    planes = list(ProfileData.from_file(str(path)).planes)
     on_device = [plane for plane in planes if re.fullmatch(r"/device:\w+:\d+", plane.name)]
     for plane in on_device or planes:
         lines = {line.name: line for line in plane.lines}
@@ -96,21 +96,22 @@ def measure(
         names = ", ".join(sorted(programs))
         raise ValueError(f"the profile in '{folder}' is of {names}, and this is {module.name}")
     timed = {op: spans for name in of_this for op, spans in programs[name].items()}
-    places, ends = _collectives(module)
-    predicted = _predicted(module, mesh)
+    every = [(comp, *pair) for comp, ops in module.computations.items() for pair in ops.items()]
+    places = {name: comp for comp, name, op in every if op.collective}
+    awaits = {op.operands[0][0]: name for _, name, op in every if op.opcode.endswith("-done")}
+    predicted = alone(module, mesh)
     sums = defaultdict[int, Counter[str]](Counter)
     lost, shared = dict[str, tuple[int, float]](), dict[str, None]()
     for name, spans in timed.items():
-        comp, at = places.get(name, ("", ""))
-        one = collective(module, comp, at, mesh) if at and mesh else None
+        one = collective(module, places[name], name, mesh) if name in places else None
         fits = _rows_of(one, rows, line_of(one.source)) if one else []
         if not one or not fits:
             total = sum(seconds for each in spans.values() for _, seconds in each)
-            if re.match(_LIKE, name) and name not in ends.values():
+            if re.match(_LIKE, name) and name not in awaits.values():
                 lost[name] = max(map(len, spans.values())), total / len(spans) / 1e9
             continue
-        op = module.computations[comp][at]
-        facts = _facts(spans, timed.get(ends.get(name, ""), {}), _members(op, mesh, spans))
+        op = module.computations[places[name]][name]
+        facts = _facts(spans, timed.get(awaits.get(name, ""), {}), _members(op, mesh, spans))
         facts |= {key: n * facts["executions"] for key, n in predicted(op).items()}
         facts["bytes"] = facts["executions"] * one.bytes_sent
         whole = sum(map(_each, fits))
@@ -132,35 +133,13 @@ def _each(row: dict[str, Any]) -> float:
 
 def _unmatched(lost: dict[str, tuple[int, float]], rows: int) -> list[str]:
     """Note what is in the profile and in no row, and how many rows are not in the profile."""
-    notes = [f"not in the profile: {rows} of these lines"] * bool(rows)
-    if lost:
-        total = time_text(sum(seconds for _, seconds in lost.values()))
-        most = sorted(lost.items(), key=lambda item: -item[1][1])
-        words = [f"{name} ×{n} {time_text(seconds)}" for name, (n, seconds) in most[:_MOST]]
-        words += [f"{len(lost) - _MOST} more"] * (len(lost) > _MOST)
-        notes.append(f"in the profile, and in no line: {total} of a device: {', '.join(words)}")
-    if lost and rows:
-        notes.append(
-            "it may have been compiled otherwise, or for other devices, when it ran: look at it on"
-            " those, or for them (llmpar inspect --target)"
-        )
-    return notes
-
-
-def _collectives(module: Module) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-    """Return the place of each collective, by its name and that of the operation that starts it; and by the
-    latter the operation that awaits it."""
-    places, ends = dict[str, tuple[str, str]](), dict[str, str]()
-    for comp, ops in module.computations.items():
-        for name, op in ops.items():
-            inside = op.called(*CALLS["async-start"]) if op.opcode == "async-start" else []
-            pairs = [(callee, at) for callee in inside for at in module.computations[callee]]
-            for callee, at in [(comp, name), *pairs]:
-                if module.computations[callee][at].collective:
-                    places[name] = callee, at
-            if op.opcode.endswith("-done"):
-                ends[op.operands[0][0]] = name
-    return places, ends
+    total = time_text(sum(seconds for _, seconds in lost.values()))
+    most = sorted(lost.items(), key=lambda item: -item[1][1])
+    words = [f"{name} ×{n} {time_text(seconds)}" for name, (n, seconds) in most]
+    words[_MOST:] = [f"{len(lost) - _MOST} more"] * (len(lost) > _MOST)
+    notes = [f"not in the profile: {rows} of these lines"] * (rows > 0)
+    notes += [f"in the profile, and in no line: {total} of a device: {', '.join(words)}"] * bool(lost)
+    return notes + [_OTHERWISE] * bool(lost and rows)
 
 
 def _rows_of(one: Collective, rows: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
@@ -168,37 +147,36 @@ def _rows_of(one: Collective, rows: list[dict[str, Any]], line: str) -> list[dic
     compiler made another kind of collective of them, those of its line and axes."""
     on_axes = [row for row in rows if row["axes"] == one.axes]
     several = one.shape and isinstance(one.shape[0], tuple)
+    likeness = lambda row: (row["source"] == line, row["direction"] == one.direction)
     chosen = list[dict[str, Any]]()
     for shape in one.shape if several else [one.shape]:
-        of_shape = [row for row in on_axes if (row["collective"], row["shape"]) == (one.kind, shape)]
-        fits = [row for row in of_shape if several or row["source"] == line]
-        likeness = lambda row: (row["source"] == line, row["direction"] == one.direction)
-        chosen += sorted((row for row in fits if row not in chosen), key=likeness)[-1:]
+        same = [r for r in on_axes if (r["collective"], r["shape"]) == (one.kind, shape)]
+        fits = [r for r in same if r not in chosen and (several or r["source"] == line)]
+        chosen += sorted(fits, key=likeness)[-1:]
     return chosen or [row for row in on_axes if row["source"] == line]
 
 
 def _members(op: Instruction, mesh: Any, spans: Spans) -> list[list[Device]]:
     """Return the groups of a collective as devices of the profile; none where hosts are several."""
     (file, *others), grid = {file for file, _ in spans}, getattr(mesh, "devices", None)
-    if others or "source_target_pairs" in op.attrs:
-        return []
-    ordinals = range(10**6) if grid is None else [d.local_hardware_id for d in grid.flat]
-    everyone = [range(len(ordinals) if grid is not None else len(spans))]
-    return [[(file, ordinals[i]) for i in group] for group in _groups(op.attrs) or everyone]
+    everyone = range(math.prod(mesh.shape.values()))
+    ordinals = everyone if grid is None else [d.local_hardware_id for d in grid.flat]
+    groups = [] if others or "_pairs=" in op.attrs else _groups(op.attrs) or [everyone]
+    return [[(file, ordinals[i]) for i in group] for group in groups]
 
 
 def _facts(spans: Spans, ends: Spans, groups: list[list[Device]]) -> dict[str, float]:
     """Return the executions of a device, and of all of them, as a mean over devices, the seconds, those of
-    waiting, and those until others arrive; nan where that is not known."""
-    runs = {device: sorted(each) for device, each in spans.items()}
-    for device, last in ends.items():
-        pairs = zip(runs.get(device, []), sorted(last), strict=False)
-        runs[device] = [(a, b + seconds - a) for (a, _), (b, seconds) in pairs]
-    takes = {device: [seconds for _, seconds in each] for device, each in runs.items()}
-    late, per_s = math.nan, 1e9 * len(takes)
-    if not ends and groups and all(device in takes for group in groups for device in group):
-        each = (zip(*(takes[device] for device in group), strict=False) for group in groups)
-        late = sum(sum(one) - len(one) * min(one) for rows in each for one in rows) / per_s
+    waiting, and those until others arrive; nan where that is not known. ``ends`` is what awaits them."""
+    takes, per_s = dict[Device, list[float]](), 1e9 * len(spans)
+    for device, each in spans.items():
+        last = sorted(ends.get(device, []))
+        until = [at + seconds for at, seconds in last] or [sum(span) for span in sorted(each)]
+        takes[device] = [b - a for (a, _), b in zip(sorted(each), until, strict=False)]
+    late = math.nan
+    if not ends and groups and {d for group in groups for d in group} <= {*takes}:
+        runs = [one for group in groups for one in zip(*map(takes.get, group), strict=False)]
+        late = sum(sum(one) - len(one) * min(one) for one in runs) / per_s
     awaited = sum(seconds for each in ends.values() for _, seconds in each) / per_s
     return {
         "executions": max(map(len, takes.values())),
@@ -208,21 +186,9 @@ def _facts(spans: Spans, ends: Spans, groups: list[list[Device]]) -> dict[str, f
     }
 
 
-def _predicted(module: Module, mesh: Any) -> Callable[[Instruction], dict[str, float]]:
-    """Return a function that predicts one execution of a collective, by the chip of the mesh's devices."""
-    grid = getattr(mesh, "devices", None)
-    chip = guess(grid.flat[0].device_kind) if grid is not None else None
-    if not chip or chip.simulated:
-        return lambda op: dict.fromkeys(("predicted_s", "link_bytes_per_s"), math.nan)
-    return alone(module, mesh, chip)
-
-
 def _means(sums: Counter[str]) -> dict[str, Any]:
     """Return what is shown of one execution; None for what is not known."""
     n, of = sums["executions"], lambda key: None if math.isnan(sums[key]) else sums[key] / n
-    late = 0 if math.isnan(sums["late_s"]) else sums["late_s"]
-    return {
-        "executions": n,
-        "seconds": sums["seconds"] / n,
-        "bytes_per_s": sums["bytes"] / max(sums["seconds"] - late, 1e-9),
-    } | {key: of(key) for key in ("waiting_s", "predicted_s", "link_bytes_per_s")}
+    seconds = sums["seconds"] - n * (of("late_s") or 0)
+    known = {key: of(key) for key in ("waiting_s", "predicted_s", "link_bytes_per_s")}
+    return {"executions": n, "seconds": of("seconds"), "bytes_per_s": sums["bytes"] / seconds} | known

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from llmpar import draw
-from llmpar.draw.scene import Scene, scaled, size_text, time_text
+from llmpar.draw.page import html_page, html_part
+from llmpar.draw.scene import Scene, size_text
 from llmpar.inspect import pins
 from llmpar.inspect.census import (
     Collective,
@@ -25,6 +27,7 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
+from llmpar.inspect.drawn import moves_html, words_of_time
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
 
@@ -166,7 +169,8 @@ class Look:
 
     def __sub__(self, other: "Look") -> pins.Difference:
         """Return what this program sends otherwise than another."""
-        return pins.difference(pins.words_of(other.rows), pins.words_of(self.rows))
+        names = other.name, self.name
+        return pins.difference(pins.words_of(other.rows), pins.words_of(self.rows), names)
 
     def markdown(self) -> str:
         """Write the rows as a table in GitHub's Markdown, for a comment."""
@@ -186,9 +190,19 @@ class Look:
         }
         return draw.arrows_sent([row | more(row) for row in self.rows])
 
+    def html(self, file: str | os.PathLike) -> "Look":
+        """Write a page of one file: what is sent, biggest first and by pass, each move drawn, and the rest."""
+        Path(file).write_text(html_page(self.name, self._repr_html_()), encoding="utf-8")
+        return self
+
     def _repr_html_(self) -> str:
-        text = f'<pre style="font-family: monospace; line-height: 1.3">{escape(str(self))}</pre>'
-        return text + (self.picture()._repr_svg_() if self.rows else "")
+        first, *rest = [x for x in str(self).splitlines() if x not in self._sent().splitlines()]
+        parts = list[str]()
+        for name in dict.fromkeys(row["direction"] for row in self.rows):
+            rows = [row for row in self.rows if row["direction"] == name]
+            sent = size_text(sum(row["bytes_sent"] for row in rows if not row["per_turn"]))
+            parts.append(f"<h2>{name or 'no pass'}: {sent}</h2>" + moves_html(rows, self.mesh))
+        return html_part(first, *parts, *(f"<p>{escape(line)}</p>" for line in rest))
 
 
 def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = None) -> Look:
@@ -263,21 +277,6 @@ def read_look(
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     notes = [*dict.fromkeys(notes + uncounted + module.uncounted)]
     return Look(name, sizes, summed(keyed), {}, flops, [], [*pairs], between, notes)
-
-
-def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
-    """Write what was measured of a row as words: executions, seconds, waiting, rates, the prediction."""
-    if not (it := row["measured"]):
-        return ("-",) * 5
-    rate = lambda n: scaled(n, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"), 1000)
-    link, predicted = it["link_bytes_per_s"], it["predicted_s"]
-    return (
-        f"×{it['executions']:,} measured",
-        time_text(it["seconds"]),
-        "waiting -" if it["waiting_s"] is None else f"waiting {time_text(it['waiting_s'])}",
-        rate(it["bytes_per_s"]) + (f" of {rate(link)}" if link else ""),
-        f"predicted {time_text(predicted)}" if predicted else "predicted -",
-    )
 
 
 def _line(line: str, lines: dict[str, set[str]]) -> tuple[str, set[str] | None]:
