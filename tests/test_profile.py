@@ -1,22 +1,26 @@
-"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, and those of GPUs and TPUs
-in the form of xplane (names of planes, lines and stats: openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc)."""
+"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, and those of GPUs
+and TPUs, in the form of xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc)."""
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.profiler import ProfileData
 from jax.sharding import PartitionSpec as P
 
 from llmpar.inspect.look import look
+from llmpar.inspect.profile import measure_rows
+from llmpar.predict import hardware
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=2
 
 ENTRY %main (x: f32[4,256]) -> f32[8,256] {
   %x = f32[4,256]{1,0} parameter(0)
-  %all-gather-start.1 = (f32[4,256]{1,0}, f32[8,256]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %all-gather-start.1 = (f32[4,256], f32[8,256]) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
   ROOT %all-gather-done.1 = f32[8,256]{1,0} all-gather-done(%all-gather-start.1)
 }
 """
@@ -24,7 +28,7 @@ SENT = 4 * 256 * 4  # bytes of one of two devices in a ring
 
 
 def profile(folder, devices, line, events):
-    """Write a profile: on each device events of (name, the stats' hlo_op, start and duration in microseconds)."""
+    """Write a profile: on each device events of (name, hlo_op, start and duration in microseconds)."""
     planes = []
     for device, each in zip(devices, events, strict=True):
         names, body = [], []
@@ -55,8 +59,20 @@ def test_a_kernel_waits_for_the_last_of_its_group(tmp_path):
     assert measured["seconds"] == pytest.approx(15e-6)
     assert measured["waiting_s"] == pytest.approx(5e-6)  # 20 of the first in one run of two, mean of devices
     assert measured["bytes_per_s"] == pytest.approx(SENT / 10e-6)
-    assert "in no line: 3.5 µs of a device: ncclDevKernel_SendRecv ×1" in str(found).replace("\n", " ")
+    assert "in no line: 7 µs of a device: ncclDevKernel_SendRecv ×1" in str(found)
     assert "×2 measured  15 µs  waiting 5 µs  410 MB/s" in str(found)
+
+
+def test_a_known_chip_is_predicted_beside_what_was_measured(tmp_path):
+    chip = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", process_index=0)
+    grid = np.array([SimpleNamespace(**vars(chip), local_hardware_id=i) for i in (1, 0)])
+    mesh = SimpleNamespace(axis_names=("X",), shape={"X": 2}, devices=grid)
+    spans = [("ncclDevKernel_AllGather_RING_LL", "all-gather-start.1", 0, 20)]
+    folder, rows = profile(tmp_path, ["/device:GPU:0"], "Stream #20", [spans]), look(TEXT, "X=2").rows
+    assert measure_rows(rows, TEXT, mesh, folder, str) == []
+    it, link = rows[0]["measured"], hardware.chip("h100").reached_link_bytes_per_s
+    assert it["link_bytes_per_s"] == link and it["waiting_s"] is None  # the other of the group is not in it
+    assert it["predicted_s"] >= SENT / link
 
 
 def test_a_tpu_waits_where_it_awaits(tmp_path):

@@ -41,7 +41,7 @@ class Inspect(Output):
         hlo: look at the text of an HLO module, of the mesh that --mesh names, with axes of any names.
         target: devices for --program that are not here, as llmpar compile takes them.
         pin: keep in this file what --program or --hlo sends, or compare with it: status 1 if it differs.
-        trace: a folder that jax.profiler.trace wrote, whose times stand beside the lines of --program or --hlo.
+        trace: a folder that jax.profiler.trace wrote: its times stand beside the lines of --program or --hlo.
         html: also write what --program or --hlo sends into this page, each move drawn.
         svg: also draw the bytes into this SVG (or PNG).
         types: also trace the step under --mode explicit, and show the plan's layouts beside JAX's types.

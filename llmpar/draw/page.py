@@ -1,4 +1,4 @@
-"""Write tables and drawings as HTML: a fragment for a notebook, or a page in one file that asks for nothing."""
+"""Write tables and drawings as HTML: a part for a notebook, or a page in one file that asks for nothing."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,7 +12,8 @@ _STYLE = """.llmpar-page{font:14px/1.5 system-ui,sans-serif;max-width:76rem}
 border-top:1px solid color-mix(in srgb,currentColor 18%,transparent);background:none}
 .llmpar-page th{font-weight:600;font-size:.85em;opacity:.75;border-top:0}
 .llmpar-page .number{text-align:right;white-space:nowrap}
-.llmpar-page code,.llmpar-page summary{font:.92em/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
+.llmpar-page code,.llmpar-page summary{overflow-wrap:anywhere;
+font:.92em/1.5 ui-monospace,Menlo,Consolas,monospace}
 .llmpar-page summary{cursor:pointer}.llmpar-page summary svg{height:2.2em;width:auto;vertical-align:middle;
 margin-right:.5em;border-radius:3px}
 .llmpar-page details>svg{margin:.5rem 0;border-radius:6px}
@@ -22,12 +23,13 @@ background:color-mix(in srgb,#FDB52A 16%,transparent)}
 @media(max-width:700px){.llmpar-page thead{display:none}.llmpar-page tr{display:block;padding:.5rem 0;
 border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)}
 .llmpar-page td,.llmpar-page .number{display:inline-block;border:0;padding:0 .8rem 0 0;text-align:left}
-.llmpar-page td:empty{display:none}.llmpar-page td.wide{display:block;width:auto;padding:.2rem 0}.llmpar-page .line{width:auto}
+.llmpar-page td:empty{display:none}.llmpar-page .line{width:auto}
+.llmpar-page td.wide{display:block;width:auto;padding:.2rem 0}
 .llmpar-page tr:has(.half){display:grid;grid-template-columns:1fr 1fr}
 .llmpar-page td.half,.llmpar-page td.half:empty{display:block;width:auto}}"""
 
 
-def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> str:
+def page_table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> str:
     """Write rows of cells, which are HTML, under titles; ``kinds`` are the classes of the columns."""
     head = "".join(f'<th class="{k}">{escape(t)}</th>' for t, k in zip(titles, kinds, strict=True))
     cells = lambda row: (f'<td class="{k}">{x}</td>' for x, k in zip(row, kinds, strict=True))
@@ -47,5 +49,5 @@ def html_page(title: str, part: str) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
     )
-    style = "<style>:root{color-scheme:light dark}body{margin:1.2rem;background:Canvas;color:CanvasText}</style>"
+    style = "<style>:root{color-scheme:light dark}body{margin:1.2rem}</style>"
     return f"{head}<title>{escape(title)}</title>{style}</head><body>{part}</body></html>\n"

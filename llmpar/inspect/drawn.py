@@ -8,7 +8,7 @@ from typing import Any
 
 from llmpar import draw
 from llmpar.draw.layouts import resharded
-from llmpar.draw.page import html_table
+from llmpar.draw.page import page_table
 from llmpar.draw.scene import Scene, scaled, time_text
 from llmpar.inspect.hlo import integers
 from llmpar.inspect.moves import layout_from_text
@@ -36,7 +36,7 @@ def moves_html(rows: list[dict[str, Any]], sizes: Mapping[str, int]) -> str:
         if row.get("measured"):
             move += f"<p>{', '.join(filter(None, words_of_time(row)))}</p>"
         cells.append((f"<code>{line}</code>", move, sent, times, num_bytes))
-    return html_table((*TITLES[:3], *TITLES[4:]), cells, _KINDS)
+    return page_table((*TITLES[:3], *TITLES[4:]), cells, _KINDS)
 
 
 def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
         f"×{it['executions']:,} measured",
         time_text(it["seconds"]),
         "waiting -" if it["waiting_s"] is None else f"waiting {time_text(it['waiting_s'])}",
-        rate(it["bytes_per_s"]) + (f" of {rate(link)}" if link else ""),
+        rate(it["bytes_per_s"] or 0) + (f" of {rate(link)}" if link else ""),
         f"predicted {time_text(predicted)}" if predicted else "",
     )
 

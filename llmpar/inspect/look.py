@@ -19,7 +19,7 @@ from llmpar.inspect.explain import explain
 from llmpar.inspect.hlo import short_dtype, typed
 from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
-from llmpar.inspect.profile import measure
+from llmpar.inspect.profile import measure_rows
 from llmpar.inspect.reshard import cheaper
 from llmpar.inspect.sent import Look, _line, look_at_text, read_look
 from llmpar.inspect.shardings import PACKED, _leaves
@@ -36,9 +36,7 @@ _WHOLE = (
 )
 
 
-def look(
-    f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs: Any
-) -> Look:
+def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs: Any) -> Look:
     """Return what a JAX program sends and holds. The program is compiled, and does not run.
 
     Args:
@@ -47,7 +45,7 @@ def look(
         args: f's arguments: arrays or `jax.ShapeDtypeStruct`s, whose shardings name the devices. Arguments
             without an array are static where f is not jitted.
         trace: a folder that `jax.profiler.trace` wrote while the program ran: rows get the ``measured`` times
-            of `profile.measure`.
+            of `profile.measure_rows`.
         kwargs: f's keyword arguments.
 
     Raises:
@@ -104,7 +102,7 @@ def _timed(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], trace
         return result
     if not isinstance(mesh, Mesh):
         mesh = SimpleNamespace(axis_names=(*result.mesh,), shape=result.mesh)
-    notes = measure(result.rows, text, mesh, trace, lambda source: _line(source, lines)[0])
+    notes = measure_rows(result.rows, text, mesh, trace, lambda source: _line(source, lines)[0])
     return replace(result, notes=result.notes + notes)
 
 

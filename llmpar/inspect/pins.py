@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from llmpar.draw.page import html_page, html_part, html_table
+from llmpar.draw.page import html_page, html_part, page_table
 from llmpar.files import read_text
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.hlo import COLLECTIVES
@@ -88,7 +88,7 @@ class Difference:
         cells = [[_cell(*pair), _cell(*reversed(pair))] for pair in self.pairs]
         head = f"{len(self.lines)} moves differ" if self else str(self)
         head += f": {self.names[0]} on the left, {self.names[1]} on the right"
-        return html_part(head, html_table(("before", "after"), cells, ("half", "half")))
+        return html_part(head, page_table(("before", "after"), cells, ("half", "half")))
 
 
 def _cell(words: Words, other: Words) -> str:

@@ -1,13 +1,14 @@
 """Read a profile that `jax.profiler.trace` wrote, and set its times beside what each line sends.
 
-Read is ``*.xplane.pb``, the whole profile; ``trace.json.gz`` beside it is cut at a million events. An operation
-is known by the stat ``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU. A TPU has a
-line ``XLA Ops`` with an event for each operation (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc).
+Read is ``*.xplane.pb``, the whole profile; ``trace.json.gz`` beside it is a part of it. An operation is known
+by the stat ``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU. A TPU has a line
+``XLA Ops`` with an event for each operation (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc).
 """
 
 import math
 import os
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,9 +46,12 @@ def read_profile(folder: str | os.PathLike) -> dict[str, dict[str, Spans]]:
         )
     newest = max(paths, key=lambda path: path.stat().st_mtime).parent
     spans: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for path in (path for path in paths if path.parent == newest):
-        for program, op, ordinal, start, duration in _events(path):
-            spans[program][op][path.name, ordinal].append((start, duration))
+    paths = [path for path in paths if path.parent == newest]
+    # JAX's reader warns as it makes its types; where a warning is an error that ends the process
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        events = [(path.name, *event) for path in paths for event in _events(path)]
+    for host, program, op, ordinal, start, duration in events:
+        spans[program][op][host, ordinal].append((start, duration))
     if not spans:
         raise ValueError(
             f"the profile in '{newest}' names no operation of a device; run the compiled function"
@@ -58,13 +62,14 @@ def read_profile(folder: str | os.PathLike) -> dict[str, dict[str, Spans]]:
 
 def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
     """List program, operation, device, start and duration of what ran on devices."""
-    planes = list(ProfileData.from_file(str(path)).planes)
+    profile = ProfileData.from_file(str(path))
+    planes = list(profile.planes)
     on_device = [plane for plane in planes if re.fullmatch(r"/device:\w+:\d+", plane.name)]
     for plane in on_device or planes:
-        lines = {line.name: line for line in plane.lines}
-        streams = [line for name, line in lines.items() if name.startswith("Stream")]
-        ops = [lines["XLA Ops"]] if "XLA Ops" in lines and not streams else []
-        for event in (e for line in streams or ops or lines.values() for e in line.events):
+        lines = list(plane.lines)
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        ops = [line for line in lines if line.name == "XLA Ops" and not streams]
+        for event in (event for line in streams or ops or lines for event in line.events):
             stats = dict(event.stats)
             name = re.sub(r"^%|[ (].*", "", event.name)
             unnamed = name if ops or streams and re.match(_LIKE, name) else ""
@@ -74,7 +79,7 @@ def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
                 yield program, str(op), ordinal, event.start_ns, event.duration_ns
 
 
-def measure(
+def measure_rows(
     rows: list[dict[str, Any]],
     text: str,
     mesh: Any,
@@ -138,7 +143,8 @@ def _unmatched(lost: dict[str, tuple[int, float]], rows: int) -> list[str]:
     words = [f"{name} ×{n} {time_text(seconds)}" for name, (n, seconds) in most]
     words[_MOST:] = [f"{len(lost) - _MOST} more"] * (len(lost) > _MOST)
     notes = [f"not in the profile: {rows} of these lines"] * (rows > 0)
-    notes += [f"in the profile, and in no line: {total} of a device: {', '.join(words)}"] * bool(lost)
+    text = f"in the profile, and in no line: {total} of a device: {', '.join(words)}"
+    notes += [text] * bool(lost)
     return notes + [_OTHERWISE] * bool(lost and rows)
 
 
@@ -191,4 +197,5 @@ def _means(sums: Counter[str]) -> dict[str, Any]:
     n, of = sums["executions"], lambda key: None if math.isnan(sums[key]) else sums[key] / n
     seconds = sums["seconds"] - n * (of("late_s") or 0)
     known = {key: of(key) for key in ("waiting_s", "predicted_s", "link_bytes_per_s")}
-    return {"executions": n, "seconds": of("seconds"), "bytes_per_s": sums["bytes"] / seconds} | known
+    known["bytes_per_s"] = sums["bytes"] / seconds if seconds > 0 else None
+    return {"executions": n, "seconds": of("seconds")} | known

@@ -191,7 +191,7 @@ class Look:
         return draw.arrows_sent([row | more(row) for row in self.rows])
 
     def html(self, file: str | os.PathLike) -> "Look":
-        """Write a page of one file: what is sent, biggest first and by pass, each move drawn, and the rest."""
+        """Write a page of one file: what is sent, by pass and biggest first, each move drawn."""
         Path(file).write_text(html_page(self.name, self._repr_html_()), encoding="utf-8")
         return self
 
