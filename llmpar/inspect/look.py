@@ -2,9 +2,11 @@
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,8 +19,9 @@ from llmpar.inspect.explain import explain
 from llmpar.inspect.hlo import short_dtype, typed
 from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
+from llmpar.inspect.profile import measure_rows
 from llmpar.inspect.reshard import cheaper
-from llmpar.inspect.sent import Look, look_at_text, read_look
+from llmpar.inspect.sent import Look, _line, look_at_text, read_look
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.inspect.transfers import transfers
 from llmpar.parallel.mesh import axes_of, platform_of
@@ -35,7 +38,7 @@ _WHOLE = (
 )
 
 
-def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
+def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs: Any) -> Look:
     """Return what a JAX program sends and holds. The program is compiled, and does not run.
 
     Args:
@@ -43,6 +46,8 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
             with its mesh as the one argument: a mesh, a dict, or "X=4 Y=2".
         args: f's arguments: arrays or `jax.ShapeDtypeStruct`s, whose shardings name the devices. Arguments
             without an array are static where f is not jitted.
+        trace: a folder that `jax.profiler.trace` wrote while the program ran: rows get the ``measured`` times
+            of `profile.measure_rows`.
         kwargs: f's keyword arguments.
 
     Raises:
@@ -51,7 +56,8 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     """
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
-        return look_at_text(f, given, _links(given))
+        result = look_at_text(f, given, _links(given))
+        return _timed(result, f, given, {}, trace)
     try:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
@@ -91,7 +97,18 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     more = _replicated(leaves, mesh, memory["argument_bytes"])
     given = [where for path, _, where in leaves if re.match(r"in (?!captured)", path)]
     ways = cheaper(jaxpr, given, mesh, result.rows) if jaxpr and isinstance(mesh, Mesh) else []
-    return replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
+    result = replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
+    return _timed(result, compiled.as_text() or "", mesh, lines, trace)
+
+
+def _timed(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], trace: Any) -> Look:
+    """Add what a profile in the folder ``trace`` measured, if there is one, to a look."""
+    if trace is None:
+        return result
+    if not isinstance(mesh, Mesh):
+        mesh = SimpleNamespace(axis_names=(*result.mesh,), shape=result.mesh)
+    notes = measure_rows(result.rows, text, mesh, trace, lambda source: _line(source, lines)[0])
+    return replace(result, notes=result.notes + notes)
 
 
 def _links(mesh: Any) -> dict[str, str]:

@@ -8,10 +8,12 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from llmpar.draw.page import html_page, html_part, page_table
 from llmpar.files import read_text
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.hlo import COLLECTIVES
@@ -58,9 +60,12 @@ def markdown(rows: Iterable[Words], titles: Words = TITLES) -> str:
 @dataclass(frozen=True)
 class Difference:
     """State what one program sends otherwise than another, as marked lines: ``+`` new, ``-`` gone, ``~`` of
-    other counts and bytes than before. It is false where there is none."""
+    other counts and bytes than before. It is false where there is none. ``pairs`` has all rows of both, those
+    that are in one of them beside empty words."""
 
     lines: list[Words]
+    pairs: list[tuple[Words, Words]] = field(default_factory=list)
+    names: tuple[str, str] = ("before", "after")
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -74,21 +79,45 @@ class Difference:
         """Write the lines as a table for a comment on GitHub."""
         return markdown(self.lines, ("", *TITLES, "")) if self else f"{self}\n"
 
+    def html(self, file: str | os.PathLike) -> "Difference":
+        """Write a page of one file with both programs side by side."""
+        Path(file).write_text(html_page("What differs", self._repr_html_()), encoding="utf-8")
+        return self
 
-def difference(before: list[Words], after: list[Words]) -> Difference:
+    def _repr_html_(self) -> str:
+        cells = [[_cell(*pair), _cell(*reversed(pair))] for pair in self.pairs]
+        head = f"{len(self.lines)} moves differ" if self else str(self)
+        head += f": {self.names[0]} on the left, {self.names[1]} on the right"
+        return html_part(head, page_table(("before", "after"), cells, ("half", "half")))
+
+
+def _cell(words: Words, other: Words) -> str:
+    """Write one program's row; marked is what the other program does otherwise."""
+    line, arrow, *sent = map(escape, words)
+    code = f"<code>{line}</code><br><code>{arrow}</code><br>{' '.join(sent)}"
+    mark = "{}" if words[1:] == other[1:] else "<mark>{}</mark>"
+    return mark.format(code) if any(words) else ""
+
+
+def difference(
+    before: list[Words], after: list[Words], names: tuple[str, str] = ("before", "after")
+) -> Difference:
     """Compare two tables. Of rows that are the same, those of the same counts and bytes are paired first."""
     key = lambda words: (re.sub(r":\d+$", "", words[0]), *words[1:4])
     same = lambda words, one: (key(one) == key(words), one[4:] == words[4:])
-    rest, lines = list(before), list[Words]()
+    rest, lines, empty = list(before), list[Words](), ("",) * len(TITLES)
+    pairs = list[tuple[Words, Words]]()
     for words in after:
-        one = max(rest, key=lambda one: same(words, one), default=("",) * len(TITLES))
+        one = max(rest, key=lambda one: same(words, one), default=empty)
+        pairs.append((one if key(one) == key(words) else empty, words))
         if key(one) != key(words):
             lines.append(("+", *words, "new"))
             continue
         rest.remove(one)
         if one[4:] != words[4:]:
             lines.append(("~", *words, f"was {' '.join(one[4:])}"))
-    return Difference(lines + [("-", *words, "gone") for words in rest])
+    pairs += [(words, empty) for words in rest]
+    return Difference(lines + [("-", *words, "gone") for words in rest], pairs, names)
 
 
 def check_pin(

@@ -32,7 +32,7 @@ from llmpar.inspect.hlo import (
 )
 from llmpar.kernels import grouped
 from llmpar.predict import formulas
-from llmpar.predict.hardware import Chip
+from llmpar.predict.hardware import Chip, guess
 
 _PRODUCT_SHARE = 0.70
 """Share of peak that large bf16 matmuls reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA)."""
@@ -157,6 +157,24 @@ def roofline(
     schedule.run(schedule.module.entry, step.events)
     schedule.result.step_s = schedule.now
     return schedule.result
+
+
+def alone(module: Module, mesh: Any) -> Callable[[Instruction], dict[str, float]]:
+    """Return a function that estimates ``predicted_s`` of one collective with the links to itself, and has
+    ``link_bytes_per_s``, the rate of those links of a device; nan where the mesh's chip is not known."""
+    chip = guess(mesh.devices.flat[0].device_kind) if hasattr(mesh, "devices") else None
+    if chip is None or chip.simulated:
+        return lambda op: {"predicted_s": math.nan, "link_bytes_per_s": math.nan}
+    schedule = _Schedule(module, mesh, chip, None, 1.0, 1.0, True, shares(chip))
+    one = chip.per_device()
+    rates = dict(zip(_LINKS, (one.reached_link_bytes_per_s, one.dcn_bytes_per_s), strict=True))
+
+    def predicted(op: Instruction) -> dict[str, float]:
+        sent = schedule.collective(op)
+        assert sent  # a row has more than one device
+        return {"predicted_s": sent.left, "link_bytes_per_s": rates[sent.link]}
+
+    return predicted
 
 
 @dataclass(eq=False)

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from llmpar import draw
+from llmpar.draw.page import html_page, html_part
 from llmpar.draw.scene import Scene, size_text
 from llmpar.inspect import pins
 from llmpar.inspect.census import (
@@ -25,6 +27,7 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
+from llmpar.inspect.drawn import moves_html, words_of_time
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
 
@@ -45,7 +48,7 @@ class Look:
             whole along ``axes``: ``f32[64@X,128] -> f32[64,128]``), ``collective``, ``axes``, ``count``,
             ``bytes_sent``, ``per_turn`` (the loop around it whose trip count is unknown: count and bytes are
             those of one iteration; or ''), ``conditional`` (in the branch that sends most), ``link``,
-            ``dtype``, ``shape`` (of the result), ``direction``.
+            ``dtype``, ``shape`` (of the result), ``direction``; with a profile ``measured``.
         memory: argument, output, alias, temp and peak bytes, as the compiler reserves them; {} for a text.
         replicated: values that are equal on several devices although ``axes`` could cut them: ``bytes`` of
             each, and the bytes ``saved`` by the cut.
@@ -101,7 +104,11 @@ class Look:
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
         rows = [*pins.words_of(self.rows), ("in all", "", "", "", "", f"{sent:,} B")]
         passes = any(row["direction"] for row in self.rows)
-        return text_columns([(*words[:3], *words[3:4] * passes, *words[4:]) for words in rows])
+        cells = [(*words[:3], *words[3:4] * passes, *words[4:]) for words in rows]
+        if any("measured" in row for row in self.rows):
+            times = [*map(words_of_time, self.rows), ("",) * 5]
+            cells = [(*words, *more) for words, more in zip(cells, times, strict=True)]
+        return text_columns(cells)
 
     def pin(self, file: str | os.PathLike) -> "Look":
         """Keep what is sent in a file: written the first time, compared afterwards.
@@ -162,7 +169,8 @@ class Look:
 
     def __sub__(self, other: "Look") -> pins.Difference:
         """Return what this program sends otherwise than another."""
-        return pins.difference(pins.words_of(other.rows), pins.words_of(self.rows))
+        names = other.name, self.name
+        return pins.difference(pins.words_of(other.rows), pins.words_of(self.rows), names)
 
     def markdown(self) -> str:
         """Write the rows as a table in GitHub's Markdown, for a comment."""
@@ -182,9 +190,19 @@ class Look:
         }
         return draw.arrows_sent([row | more(row) for row in self.rows])
 
+    def html(self, file: str | os.PathLike) -> "Look":
+        """Write a page of one file: what is sent, by pass and biggest first, each move drawn."""
+        Path(file).write_text(html_page(self.name, self._repr_html_()), encoding="utf-8")
+        return self
+
     def _repr_html_(self) -> str:
-        text = f'<pre style="font-family: monospace; line-height: 1.3">{escape(str(self))}</pre>'
-        return text + (self.picture()._repr_svg_() if self.rows else "")
+        first, *rest = [x for x in str(self).splitlines() if x not in self._sent().splitlines()]
+        parts = list[str]()
+        for name in dict.fromkeys(row["direction"] for row in self.rows):
+            rows = [row for row in self.rows if row["direction"] == name]
+            sent = size_text(sum(row["bytes_sent"] for row in rows if not row["per_turn"]))
+            parts.append(f"<h2>{name or 'no pass'}: {sent}</h2>" + moves_html(rows, self.mesh))
+        return html_part(first, *parts, *(f"<p>{escape(line)}</p>" for line in rest))
 
 
 def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = None) -> Look:

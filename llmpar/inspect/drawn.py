@@ -1,0 +1,70 @@
+"""Write what programs send as HTML tables, each move with its drawing. No JAX is needed."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from llmpar import draw
+from llmpar.draw.layouts import resharded
+from llmpar.draw.page import page_table
+from llmpar.draw.scene import Scene, scaled, time_text
+from llmpar.inspect.hlo import integers
+from llmpar.inspect.moves import layout_from_text
+from llmpar.inspect.pins import TITLES, words_of
+
+_KINDS = "line", "wide", "", "number", "number"
+_NUMBERS = itertools.count()
+_MOST_DIMS = 4
+"""Dims of a value that is drawn."""
+
+
+def moves_html(rows: list[dict[str, Any]], sizes: Mapping[str, int]) -> str:
+    """Write rows of a look as a table, on a mesh of these ``sizes``; the largest are drawn."""
+    cells = list[tuple[str, ...]]()
+    for i, (row, words) in enumerate(zip(rows, words_of(rows), strict=True)):
+        line, arrow, sent, _, times, num_bytes = map(escape, words)
+        icon, scene = _drawings(row, sizes) if i < draw.charts.ARROWS_DRAWN else ("", None)
+        move = f"{icon}<code>{arrow}</code>"
+        if scene:
+            is_open = " open" * (i == 0)
+            summary = f"<summary>{icon}{arrow}</summary>"
+            # a hatch is looked up by its name, and not seen where the first of that name is hidden
+            svg = re.sub("llmpar-(?=dots|lines)", f"llmpar{next(_NUMBERS)}-", scene._repr_svg_())
+            move = f"<details{is_open}>{summary}{svg}</details>"
+        if row.get("measured"):
+            move += f"<p>{', '.join(filter(None, words_of_time(row)))}</p>"
+        cells.append((f"<code>{line}</code>", move, sent, times, num_bytes))
+    return page_table((*TITLES[:3], *TITLES[4:]), cells, _KINDS)
+
+
+def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
+    """Write what was measured of a row as words: executions, seconds, waiting, rates, the prediction."""
+    if not (it := row["measured"]):
+        return ("-",) * 5
+    rate = lambda n: scaled(n, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"), 1000)
+    link, predicted = it["link_bytes_per_s"], it["predicted_s"]
+    return (
+        f"×{it['executions']:,} measured",
+        time_text(it["seconds"]),
+        "waiting -" if it["waiting_s"] is None else f"waiting {time_text(it['waiting_s'])}",
+        rate(it["bytes_per_s"] or 0) + (f" of {rate(link)}" if link else ""),
+        f"predicted {time_text(predicted)}" if predicted else "",
+    )
+
+
+def _drawings(row: dict[str, Any], sizes: Mapping[str, int]) -> tuple[str, Scene | None]:
+    """Return the icon of a row's collective, and its move drawn if its types show it; a type is whole along
+    the axes of the collective alone, so those are the mesh of the drawing."""
+    kind, over = row["collective"].removeprefix("collective-"), ",".join(row["axes"])
+    icon = draw.before_after([kind], 4, icon=True) if kind in draw.strips.PATTERNS else None
+    types, along = row["arrow"].split(" -> "), {a: sizes[a] for a in row["axes"] if a in sizes}
+    route, scene = [layout_from_text(text) for text in types if "[" in text], None
+    if len(route) == 2 and along and len(route[0].dims) <= _MOST_DIMS:
+        shape = tuple(integers(re.sub(r"@(\w+|\([^)]*\))", "", types[0].partition("[")[2])))
+        each = row["bytes_sent"] // max(row["count"], 1)
+        itemsize = max(1, integers(types[0])[0] // 8)
+        step = f"{row['collective']} over {over}", row["axes"][0], each
+        scene = resharded(route, [step], shape[: len(route[0].dims)], along, itemsize)
+    return icon._repr_svg_() if icon else "", scene

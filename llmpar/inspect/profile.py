@@ -1,0 +1,201 @@
+"""Read a profile that `jax.profiler.trace` wrote, and set its times beside what each line sends.
+
+Read is ``*.xplane.pb``, the whole profile; ``trace.json.gz`` beside it is a part of it. An operation is known
+by the stat ``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU. A TPU has a line
+``XLA Ops`` with an event for each operation (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc).
+"""
+
+import math
+import os
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+from llmpar.draw.scene import time_text
+from llmpar.inspect.census import Collective, collective
+from llmpar.inspect.hlo import Instruction, _groups, parsed
+from llmpar.inspect.roofline import alone
+
+_LIKE = r"all-|reduce-scatter|collective-|ragged-|send|recv|nccl|rccl"
+_MOST = 5
+"""How many operations of a profile that are in no row are named."""
+_OTHERWISE = (
+    "it may have been compiled otherwise, or for other devices, when it ran: look at it on those, or for them"
+    " (llmpar inspect --target)"
+)
+_UNSHARED = "executions", "link_bytes_per_s"
+"""What rows that one message carries do not share by their bytes."""
+Device = tuple[str, int]
+"""A file of the profile, which is a host's, and the place of a device in that host."""
+Spans = dict[Device, list[tuple[float, float]]]
+"""Start and duration of each execution on a device, in nanoseconds."""
+
+
+def read_profile(folder: str | os.PathLike) -> dict[str, dict[str, Spans]]:
+    """Return when operations ran on each device, by program and operation, of the newest profile in a folder.
+    Raises ValueError where there is none, or no operation of a device in it."""
+    paths = [*Path(folder).rglob("*.xplane.pb")]
+    if not paths:
+        raise ValueError(
+            f"'{folder}' has no *.xplane.pb; give the folder that jax.profiler.trace(folder) wrote"
+        )
+    newest = max(paths, key=lambda path: path.stat().st_mtime).parent
+    spans: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    paths = [path for path in paths if path.parent == newest]
+    # JAX's reader warns as it makes its types; where a warning is an error that ends the process
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        events = [(path.name, *event) for path in paths for event in _events(path)]
+    for host, program, op, ordinal, start, duration in events:
+        spans[program][op][host, ordinal].append((start, duration))
+    if not spans:
+        raise ValueError(
+            f"the profile in '{newest}' names no operation of a device; run the compiled function"
+            " inside jax.profiler.trace, and wait for its result there"
+        )
+    return spans
+
+
+def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
+    """List program, operation, device, start and duration of what ran on devices."""
+    profile = ProfileData.from_file(str(path))
+    planes = list(profile.planes)
+    on_device = [plane for plane in planes if re.fullmatch(r"/device:\w+:\d+", plane.name)]
+    for plane in on_device or planes:
+        lines = list(plane.lines)
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        ops = [line for line in lines if line.name == "XLA Ops" and not streams]
+        for event in (event for line in streams or ops or lines for event in line.events):
+            stats = dict(event.stats)
+            name = re.sub(r"^%|[ (].*", "", event.name)
+            unnamed = name if ops or streams and re.match(_LIKE, name) else ""
+            if op := stats.get("hlo_op") or unnamed:
+                ordinal = int(stats.get("device_ordinal", plane.name.rpartition(":")[2]))
+                program = str(stats.get("hlo_module", ""))
+                yield program, str(op), ordinal, event.start_ns, event.duration_ns
+
+
+def measure_rows(
+    rows: list[dict[str, Any]],
+    text: str,
+    mesh: Any,
+    folder: str | os.PathLike,
+    line_of: Callable[[str], str],
+) -> list[str]:
+    """Set ``measured`` in the rows of a look, and return notes: what is in the profile and in no row.
+
+    ``text`` is the program as it ran, whose operations have the names of the profile; ``line_of`` returns the
+    line for which a line of it stands. ``measured`` has ``executions`` of a device, and of one of them, as a
+    mean over devices: ``seconds``; ``waiting_s`` of these, until the last of its group arrives (on TPUs: in
+    the operation that awaits it); ``bytes_per_s`` that a device sends, without the waiting for others;
+    ``predicted_s`` and ``link_bytes_per_s`` of the mesh's chip. None is what is not known. Raises ValueError
+    where the profile is not of this program.
+    """
+    module, programs = parsed(text), read_profile(folder)
+    of_this = [name for name in programs if name.removeprefix("jit_") in (module.name, "")]
+    if not of_this:
+        names = ", ".join(sorted(programs))
+        raise ValueError(f"the profile in '{folder}' is of {names}, and this is {module.name}")
+    timed = {op: spans for name in of_this for op, spans in programs[name].items()}
+    every = [(comp, *pair) for comp, ops in module.computations.items() for pair in ops.items()]
+    places = {name: comp for comp, name, op in every if op.collective}
+    awaits = {op.operands[0][0]: name for _, name, op in every if op.opcode.endswith("-done")}
+    predicted = alone(module, mesh)
+    sums = defaultdict[int, Counter[str]](Counter)
+    lost, shared = dict[str, tuple[int, float]](), dict[str, None]()
+    for name, spans in timed.items():
+        one = collective(module, places[name], name, mesh) if name in places else None
+        fits = _rows_of(one, rows, line_of(one.source)) if one else []
+        if not one or not fits:
+            total = sum(seconds for each in spans.values() for _, seconds in each)
+            if re.match(_LIKE, name) and name not in awaits.values():
+                lost[name] = max(map(len, spans.values())), total / len(spans) / 1e9
+            continue
+        op = module.computations[places[name]][name]
+        facts = _facts(spans, timed.get(awaits.get(name, ""), {}), _members(op, mesh, spans))
+        facts |= {key: n * facts["executions"] for key, n in predicted(op).items()}
+        facts["bytes"] = facts["executions"] * one.bytes_sent
+        whole = sum(map(_each, fits))
+        for row in fits:
+            for key, value in facts.items():
+                sums[id(row)][key] += value if key in _UNSHARED else value * _each(row) / whole
+        if len(fits) > 1:
+            shared[", ".join(dict.fromkeys(row["source"] for row in fits))] = None
+    for row in rows:
+        row["measured"] = _means(sums[id(row)]) if id(row) in sums else {}
+    notes = [f"merged into one message, whose time is shared by bytes: {lines}" for lines in shared]
+    return notes + _unmatched(lost, sum(not row["measured"] for row in rows))
+
+
+def _each(row: dict[str, Any]) -> float:
+    """Return the bytes of one execution of a row."""
+    return row["bytes_sent"] / max(row["count"], 1) or 1
+
+
+def _unmatched(lost: dict[str, tuple[int, float]], rows: int) -> list[str]:
+    """Note what is in the profile and in no row, and how many rows are not in the profile."""
+    total = time_text(sum(seconds for _, seconds in lost.values()))
+    most = sorted(lost.items(), key=lambda item: -item[1][1])
+    words = [f"{name} ×{n} {time_text(seconds)}" for name, (n, seconds) in most]
+    words[_MOST:] = [f"{len(lost) - _MOST} more"] * (len(lost) > _MOST)
+    notes = [f"not in the profile: {rows} of these lines"] * (rows > 0)
+    text = f"in the profile, and in no line: {total} of a device: {', '.join(words)}"
+    notes += [text] * bool(lost)
+    return notes + [_OTHERWISE] * bool(lost and rows)
+
+
+def _rows_of(one: Collective, rows: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
+    """Return the rows that a collective of the final text carries out, one for each of its results. Where the
+    compiler made another kind of collective of them, those of its line and axes."""
+    on_axes = [row for row in rows if row["axes"] == one.axes]
+    several = one.shape and isinstance(one.shape[0], tuple)
+    likeness = lambda row: (row["source"] == line, row["direction"] == one.direction)
+    chosen = list[dict[str, Any]]()
+    for shape in one.shape if several else [one.shape]:
+        same = [r for r in on_axes if (r["collective"], r["shape"]) == (one.kind, shape)]
+        fits = [r for r in same if r not in chosen and (several or r["source"] == line)]
+        chosen += sorted(fits, key=likeness)[-1:]
+    return chosen or [row for row in on_axes if row["source"] == line]
+
+
+def _members(op: Instruction, mesh: Any, spans: Spans) -> list[list[Device]]:
+    """Return the groups of a collective as devices of the profile; none where hosts are several."""
+    (file, *others), grid = {file for file, _ in spans}, getattr(mesh, "devices", None)
+    everyone = range(math.prod(mesh.shape.values()))
+    ordinals = everyone if grid is None else [d.local_hardware_id for d in grid.flat]
+    groups = [] if others or "_pairs=" in op.attrs else _groups(op.attrs) or [everyone]
+    return [[(file, ordinals[i]) for i in group] for group in groups]
+
+
+def _facts(spans: Spans, ends: Spans, groups: list[list[Device]]) -> dict[str, float]:
+    """Return the executions of a device, and of all of them, as a mean over devices, the seconds, those of
+    waiting, and those until others arrive; nan where that is not known. ``ends`` is what awaits them."""
+    takes, per_s = dict[Device, list[float]](), 1e9 * len(spans)
+    for device, each in spans.items():
+        last = sorted(ends.get(device, []))
+        until = [at + seconds for at, seconds in last] or [sum(span) for span in sorted(each)]
+        takes[device] = [b - a for (a, _), b in zip(sorted(each), until, strict=False)]
+    late = math.nan
+    if not ends and groups and {d for group in groups for d in group} <= {*takes}:
+        runs = [one for group in groups for one in zip(*map(takes.get, group), strict=False)]
+        late = sum(sum(one) - len(one) * min(one) for one in runs) / per_s
+    awaited = sum(seconds for each in ends.values() for _, seconds in each) / per_s
+    return {
+        "executions": max(map(len, takes.values())),
+        "seconds": sum(map(sum, takes.values())) / per_s,
+        "waiting_s": awaited if ends else late,
+        "late_s": late,
+    }
+
+
+def _means(sums: Counter[str]) -> dict[str, Any]:
+    """Return what is shown of one execution; None for what is not known."""
+    n, of = sums["executions"], lambda key: None if math.isnan(sums[key]) else sums[key] / n
+    seconds = sums["seconds"] - n * (of("late_s") or 0)
+    known = {key: of(key) for key in ("waiting_s", "predicted_s", "link_bytes_per_s")}
+    known["bytes_per_s"] = sums["bytes"] / seconds if seconds > 0 else None
+    return {"executions": n, "seconds": of("seconds")} | known

@@ -1,0 +1,121 @@
+"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, and those of GPUs
+and TPUs, in the form of xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc)."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+from jax.sharding import PartitionSpec as P
+
+from llmpar.inspect.look import look
+from llmpar.inspect.profile import measure_rows
+from llmpar.predict import hardware
+
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: f32[4,256]) -> f32[8,256] {
+  %x = f32[4,256]{1,0} parameter(0)
+  %all-gather-start.1 = (f32[4,256], f32[8,256]) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  ROOT %all-gather-done.1 = f32[8,256]{1,0} all-gather-done(%all-gather-start.1)
+}
+"""
+SENT = 4 * 256 * 4  # bytes of one of two devices in a ring
+
+
+def profile(folder, devices, line, events):
+    """Write a profile: on each device events of (name, hlo_op, start and duration in microseconds)."""
+    planes = []
+    for device, each in zip(devices, events, strict=True):
+        names, body = [], []
+        for i, (name, op, start, duration) in enumerate(each, 1):
+            stats = f'stats {{ metadata_id: 1 str_value: "{op}" }}' if op else ""
+            stats += ' stats { metadata_id: 2 str_value: "jit_step" }'
+            span = f"offset_ps: {start}000000 duration_ps: {duration}000000"
+            body.append(f"events {{ metadata_id: {i} {span} {stats} }}")
+            names.append(f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}')
+        keys = [f'stat_metadata {{ key: {i} value {{ id: {i} name: "{key}" }} }}'
+                for i, key in enumerate(("hlo_op", "hlo_module"), 1)]  # fmt: skip
+        lines = f'lines {{ id: 1 name: "{line}" {" ".join(body)} }}'
+        planes.append(f'planes {{ name: "{device}" {lines} {" ".join(names + keys)} }}')
+    path = folder / "plugins" / "profile" / "2026_01_01" / "host.xplane.pb"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
+    return folder
+
+
+def test_a_kernel_waits_for_the_last_of_its_group(tmp_path):
+    kernel, op = "ncclDevKernel_AllGather_RING_LL", "all-gather-start.1"
+    late = [(kernel, op, 0, 30), (kernel, op, 100, 10), ("ncclDevKernel_SendRecv", "", 200, 7)]
+    early = [(kernel, op, 20, 10), (kernel, op, 100, 10), ("loop_fusion", "fusion.1", 200, 50)]
+    gpus = "/device:GPU:0", "/device:GPU:1"
+    found = look(TEXT, "X=2", trace=profile(tmp_path, gpus, "Stream #20(Compute)", (late, early)))
+    measured = found.rows[0]["measured"]
+    assert measured["executions"] == 2 and measured["predicted_s"] is None
+    assert measured["seconds"] == pytest.approx(15e-6)
+    assert measured["waiting_s"] == pytest.approx(5e-6)  # 20 of the first in one run of two, mean of devices
+    assert measured["bytes_per_s"] == pytest.approx(SENT / 10e-6)
+    assert "in no line: 7 µs of a device: ncclDevKernel_SendRecv ×1" in str(found)
+    assert "×2 measured  15 µs  waiting 5 µs  410 MB/s" in str(found)
+
+
+def test_a_known_chip_is_predicted_beside_what_was_measured(tmp_path):
+    chip = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", process_index=0)
+    grid = np.array([SimpleNamespace(**vars(chip), local_hardware_id=i) for i in (1, 0)])
+    mesh = SimpleNamespace(axis_names=("X",), shape={"X": 2}, devices=grid)
+    spans = [("ncclDevKernel_AllGather_RING_LL", "all-gather-start.1", 0, 20)]
+    folder, rows = profile(tmp_path, ["/device:GPU:0"], "Stream #20", [spans]), look(TEXT, "X=2").rows
+    assert measure_rows(rows, TEXT, mesh, folder, str) == []
+    it, link = rows[0]["measured"], hardware.chip("h100").reached_link_bytes_per_s
+    assert it["link_bytes_per_s"] == link and it["waiting_s"] is None  # the other of the group is not in it
+    assert it["predicted_s"] >= SENT / link
+
+
+def test_a_tpu_waits_where_it_awaits(tmp_path):
+    spans = [("%all-gather-start.1 = f32[8]", "", 0, 1), ("%all-gather-done.1 = f32[8]", "", 6, 2)]
+    found = look(TEXT, "X=2", trace=profile(tmp_path, ["/device:TPU:0"], "XLA Ops", [spans]))
+    measured = found.rows[0]["measured"]
+    assert measured["seconds"] == pytest.approx(8e-6) and measured["waiting_s"] == pytest.approx(2e-6)
+    assert measured["bytes_per_s"] == pytest.approx(SENT / 8e-6)
+    assert not [note for note in found.notes if "profile" in note]
+
+
+def test_what_is_no_profile_of_this_program_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no \*\.xplane\.pb; give the folder"):
+        look(TEXT, "X=2", trace=tmp_path)
+    folder = profile(tmp_path, ["/device:GPU:0"], "Stream #1", [[("k", "all-gather.7", 0, 1)]])
+    with pytest.raises(ValueError, match="is of jit_step, and this is other"):
+        look(TEXT.replace("jit_step", "jit_other"), "X=2", trace=folder)
+    other = look(TEXT, "X=2", trace=folder)
+    assert other.rows[0]["measured"] == {}
+    assert "not in the profile: 1 of these lines" in other.notes
+    assert any("all-gather.7 ×1" in note for note in other.notes)
+
+
+def test_a_run_is_measured_line_by_line_and_shown_as_a_page(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    inside = lambda x: jax.lax.psum(jax.lax.all_gather(x, "X", tiled=True), "Y")
+    step = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=P("X", "Y"), out_specs=P(), check_vma=False))
+    x = jax.device_put(jnp.ones((8, 128)), jax.NamedSharding(mesh, P("X", "Y")))
+    step(x).block_until_ready()
+    with jax.profiler.trace(tmp_path):
+        for _ in range(2):
+            step(x).block_until_ready()
+    found = look(step, x, trace=tmp_path)
+    assert {row["collective"]: row["measured"]["executions"] for row in found.rows} == {
+        "all-gather": 2,
+        "all-reduce": 2,
+    }
+    for row in found.rows:
+        assert 0 <= row["measured"]["waiting_s"] < row["measured"]["seconds"]
+    assert not [note for note in found.notes if "profile" in note]
+    page = found.html(tmp_path / "step.html") and (tmp_path / "step.html").read_text()
+    assert not re.search(r'\b(?:src|href)="|url\((?!#)|@import', page), "a page asks for nothing"
+    assert page.count("<details") == len(found.rows) == page.count("measured")
+    fewer = dataclasses.replace(found, rows=found.rows[:1])
+    assert (fewer - found)._repr_html_().count("<mark>") == 1
+    assert "both send the same" in (found - found)._repr_html_()
