@@ -42,13 +42,13 @@ class Expanded:
 def block_scaled(name: str, numbers: np.ndarray, scales: Any, block: list[int]) -> Expanded:
     """Return a float8 matrix times the scales of its blocks (DeepSeek-V3 2024, section 3.3.2). Refuses scales
     of another number of blocks."""
-    found, needed = (
+    given, needed = (
         list(scales.get_shape()),
         [-(-n // size) for n, size in zip(numbers.shape, block, strict=True)],
     )
-    if found != needed:
+    if given != needed:
         raise ValueError(
-            f"the scales of '{name}' have shape {found}, and blocks of {block} need {needed}; use the"
+            f"the scales of '{name}' have shape {given}, and blocks of {block} need {needed}; use the"
             " config.json that they came with"
         )
 
