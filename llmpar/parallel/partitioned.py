@@ -150,10 +150,11 @@ class Explicit(Auto):
         return lambda *args: self.move(island(*args), arrow)
 
     def periods(self, stack: Any, times: int) -> Any:
-        """Return the weights with a dim for periods. JAX reshapes no type with marks: a slice each place."""
+        """Return the weights with a dim for periods. JAX reshapes no type with marks, and the gradient of a
+        stack has no rule for them (0.10): slices, each of a place, are joined."""
         num = jax.tree.leaves(stack)[0].shape[0] // times
-        parts = lambda w: [lax.slice_in_dim(w, place, None, num) for place in range(num)]
-        return jax.tree.map(lambda w: jnp.stack(parts(w), 1), stack)
+        part = lambda w, place: lax.expand_dims(lax.slice_in_dim(w, place, None, num), (1,))
+        return jax.tree.map(lambda w: lax.concatenate([part(w, i) for i in range(num)], 1), stack)
 
     def total(self, x: Array, layout: str) -> Array:
         """Sum over all dims, and finish the sum."""

@@ -164,7 +164,7 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"'{config.name}' is no longer what its config.json says; export a model as it was read"
         )
-    return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 _HERE = pathlib.Path(__file__)

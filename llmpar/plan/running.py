@@ -18,9 +18,11 @@ def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) 
     """Refuse, by its key, what a whole file asks for and is not implemented; and keys that nothing reads."""
     if unread:
         raise NotImplementedHere(f"its keys {', '.join(unread)} are not read")
-    if file.get("quantization_config") is not None:
-        what = "its weights are quantized (quantization_config), and those are not read"
-        raise NotImplementedHere(f"{what}; use the model in bfloat16")
+    if not _is_read(quantization := file.get("quantization_config")):
+        what = "its weights are quantized (quantization_config), of which fp8 in blocks (e4m3) and mxfp4 are"
+        raise NotImplementedHere(
+            f"{what} read, not {quantization!r:.60}; use the model in bfloat16"
+        )
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
     others = set(file.get("layer_types") or ()) - {"full_attention"}
@@ -31,6 +33,15 @@ def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) 
         if file.get(key) not in (None, *allowed):
             only = " or ".join(map(repr, allowed))
             raise NotImplementedHere(f"{key} is {file[key]!r:.40}, and only {only} is implemented")
+
+
+def _is_read(quantization: Any) -> bool:
+    """Whether weights of a file are not quantized, or as `training.quantized` reads them."""
+    if not isinstance(quantization, dict):
+        return quantization is None
+    method, numbers, block = map(quantization.get, ("quant_method", "fmt", "weight_block_size"))
+    pair = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
+    return method == "mxfp4" or method == "fp8" and numbers in ("e4m3", "float8_e4m3fn") and pair
 
 
 def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any]) -> dict[str, Any]:

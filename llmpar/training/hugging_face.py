@@ -36,9 +36,10 @@ from llmpar.plan.config_json import TABLES, family
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import ModelConfig, Weight, kind_of
 from llmpar.plan.presets import to_hugging_face
+from llmpar.training.quantized import expanded, float8_tensors
 from llmpar.training.tokenizers import FileTokenizer, Tokenizer
 
-# Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused.
+# Kinds of numbers that are read, as numpy and as safetensors call them; `quantized` makes them of others.
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
 # Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)
 _KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
@@ -306,7 +307,7 @@ def load(
 
 def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
     """Open the tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of
-    the shards that its index.json names."""
+    the shards that its index.json names. Quantized ones are opened as the weights that they stand for."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -327,7 +328,8 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
                     f"tensor '{name}' is in '{file}' and in a file before it; give it once"
                 )
             tensors[name] = opened.get_slice(name)
-    return tensors
+        tensors |= float8_tensors(file)
+    return expanded(tensors, pathlib.Path(folder))
 
 
 def fingerprint(folder: str | os.PathLike) -> str:
