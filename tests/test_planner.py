@@ -13,7 +13,7 @@ import pytest
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
-from llmpar.cli.plan import named_axes
+from llmpar.cli.plan import named_axes, notes
 from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
@@ -633,6 +633,13 @@ def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
         q = question("llama3-8b", 24, row=hardware.in_machine(H100, node_size=node))
         took[node] = planner.on_mesh(q, parse_mesh("dp=3 fsdp=2 tp=4")).time.terms["tensor-parallel links"]
     assert took[6] > 10 * took[4] and took[24] == took[4]
+
+
+def test_an_exchange_of_tokens_that_takes_much_of_a_step_is_said():
+    for model, mesh, slow in (("deepseek-v3", "pp=16 fsdp=2 ep=64", True), ("llama3-8b", "fsdp=2048", False)):
+        q = question(model, 2048, 15360)
+        answer = planner.Answer(q, [planner.on_mesh(q, parse_mesh(mesh))], [], 1)
+        assert any("on their way to experts" in line for line in notes(answer)) is slow
 
 
 # ------------------------------------------------------------------------------------------- other frameworks

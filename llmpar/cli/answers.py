@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmpar import lessons
@@ -69,7 +70,7 @@ class Progress(Output):
         lines += [f"{document['score']:g} of {document['max_score']:g} correct{whole}"]
         give(document, self.json, lines)
 
-    def hand_in(self, path: pathlib.Path, given, levels: dict[str, str]) -> None:
+    def hand_in(self, path: pathlib.Path, given, levels: Mapping[str, str]) -> None:
         """Write the page, or read a folder of pages; print a row for each."""
         pages = [report.document(given, levels, path.stem)]
         try:

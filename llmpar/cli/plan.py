@@ -36,6 +36,7 @@ from llmpar.planner import advice, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
 from llmpar.predict.time import beside_flops
+from llmpar.predict.traffic import EXPERT_LINKS
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
@@ -43,6 +44,7 @@ _SIGNS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.
 _KINDS = {"B": "memory", "s": "seconds|step_s|terms"}
 _UNITS = {"": {"": 1.0, "%": 0.01}, "s": {"": 1.0, "s": 1.0, "ms": 1e-3}}
 _UNITS["B"] = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
+_OWN_EXCHANGE = 0.2  # of a step: from here on it is said how the exchange of tokens is priced
 _CLAIM = re.compile(r"([\w. ]*\w)(?:\s*([<>]=?)\s*(\d+\.?\d*)\s*(%|[A-Za-z]*))?")
 
 
@@ -376,14 +378,23 @@ def broken_claims(text: str, row: dict[str, Any]) -> list[str]:
 
 
 def notes(answer: Any) -> list[str]:
-    """Return the lines about fields given by --fix that change nothing in the first plan, and on why it does
-    not run here, where another of its model does."""
-    q, first = answer.question, answer.plans[0].plan
+    """Return the lines about fields given by --fix that change nothing in the first plan, on why it does not
+    run here, where another of its model does, and on the exchange of tokens, where other software's is
+    several times as fast."""
+    q, best = answer.question, answer.plans[0]
+    first, on_links = best.plan, best.time.terms.get(EXPERT_LINKS, 0.0) / best.time.step_s
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
     plan = q.resolved(replace(first, **own), None)
     lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
     why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
-    return lines + [f"the first plan is priced, and does not run here: {why}"] * bool(why)
+    lines += [f"the first plan is priced, and does not run here: {why}"] * bool(why)
+    if on_links > _OWN_EXCHANGE:
+        lines.append(
+            f"{on_links:.0%} of the step are tokens on their way to experts: here a copy for each expert, and"
+            " nothing computes meanwhile; software that sends a token once to a node and computes beside it"
+            " may be several times as fast (docs/plan.md)"
+        )
+    return lines
 
 
 def named_axes(text: str) -> dict[str, int]:

@@ -9,8 +9,8 @@ import math
 import os
 import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def measure_rows(
     places = {name: comp for comp, name, op in every if op.collective}
     awaits = {op.operands[0][0]: name for _, name, op in every if op.opcode.endswith("-done")}
     predicted = alone(module, mesh)
-    sums = defaultdict[int, Counter[str]](Counter)
+    sums = defaultdict[int, defaultdict[str, float]](lambda: defaultdict(float))
     lost, shared = dict[str, tuple[int, float]](), dict[str, None]()
     for name, spans in timed.items():
         one = collective(module, places[name], name, mesh) if name in places else None
@@ -165,7 +165,7 @@ def _rows_of(one: Collective, rows: list[dict[str, Any]], line: str) -> list[dic
 def _members(op: Instruction, mesh: Any, spans: Spans) -> list[list[Device]]:
     """Return the groups of a collective as devices of the profile; none where hosts are several."""
     (file, *others), grid = {file for file, _ in spans}, getattr(mesh, "devices", None)
-    everyone = range(math.prod(mesh.shape.values()))
+    everyone = list(range(math.prod(mesh.shape.values())))
     ordinals = everyone if grid is None else [d.local_hardware_id for d in grid.flat]
     groups = [] if others or "_pairs=" in op.attrs else _groups(op.attrs) or [everyone]
     return [[(file, ordinals[i]) for i in group] for group in groups]
@@ -192,7 +192,7 @@ def _facts(spans: Spans, ends: Spans, groups: list[list[Device]]) -> dict[str, f
     }
 
 
-def _means(sums: Counter[str]) -> dict[str, Any]:
+def _means(sums: Mapping[str, float]) -> dict[str, Any]:
     """Return what is shown of one execution; None for what is not known."""
     n, of = sums["executions"], lambda key: None if math.isnan(sums[key]) else sums[key] / n
     seconds = sums["seconds"] - n * (of("late_s") or 0)
