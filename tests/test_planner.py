@@ -637,7 +637,7 @@ def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
 
 def test_an_exchange_of_tokens_that_takes_much_of_a_step_is_said():
     for model, mesh, slow in (("deepseek-v3", "pp=16 fsdp=2 ep=64", True), ("llama3-8b", "fsdp=2048", False)):
-        q = question(model, 2048, 15360)
+        q = question(model, 2048, 16384)
         answer = planner.Answer(q, [planner.on_mesh(q, parse_mesh(mesh))], [], 1)
         assert any("on their way to experts" in line for line in notes(answer)) is slow
 

@@ -198,4 +198,4 @@ def _means(sums: Mapping[str, float]) -> dict[str, Any]:
     seconds = sums["seconds"] - n * (of("late_s") or 0)
     known = {key: of(key) for key in ("waiting_s", "predicted_s", "link_bytes_per_s")}
     known["bytes_per_s"] = sums["bytes"] / seconds if seconds > 0 else None
-    return {"executions": n, "seconds": of("seconds")} | known
+    return {"executions": round(n), "seconds": of("seconds")} | known
