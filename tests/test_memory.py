@@ -276,8 +276,8 @@ def test_what_a_slot_holds_is_what_is_traced(name, monkeypatch):
 
 
 def test_random_plans_that_the_formula_once_missed():
-    """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.5 times: unrolled layers,
-    adapters, weights that travel in 8 bits, matrices of Muon, pieces in the slots of a pipeline, GELU."""
+    """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.5 times: unrolled
+    layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU."""
     rows = json.loads(compare_memory.RECORD.with_name("missed_memory.json").read_text())
     for row in rows:
         config = described_model("by lot", row["file"]) if "file" in row else from_dict(row["config"])

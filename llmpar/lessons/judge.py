@@ -468,8 +468,8 @@ def _as_text(answer: Any, right: str) -> Any:
 
 
 def as_spec(answer: Any) -> Any:
-    """Read a layout that is spelled as a sharding, as a call of P, or as a list of its entries or dims; return
-    any other answer as it is."""
+    """Read a layout that is spelled as a sharding, as a call of P, or as a list of its entries or dims. Any
+    other answer stays."""
     answer = getattr(answer, "spec", answer)
     if isinstance(answer, list | tuple):
         answer = " ".join(map(str, answer)) if "/" in str(answer) else str(tuple(answer))
