@@ -333,6 +333,13 @@ def test_a_collective_of_a_small_group_is_explained_round_by_round(mesh, rounds)
     assert ("all-gather over fsdp, devices 1 3 5 7: 3 rounds" in said) == bool(rounds)
 
 
+@pytest.mark.parametrize("muon", ["gather", "owner", "layer"])
+def test_a_step_with_muon_is_drawn(muon):
+    """Its iterations are a part of the step, with a colour."""
+    reply = answers.answer(on(look.START, "fsdp=4 tp=2", muon=muon))
+    assert not reply["refusal"] and "orthogonalising" in reply["panels"]["step"]["svg"]
+
+
 SIDE = BIG | {"mesh": "fsdp=8 tp=8", "agreed": 64}
 
 

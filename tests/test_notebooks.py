@@ -423,6 +423,7 @@ by_columns = (
     )
 )
 rows_cut = lambda x: lax.with_sharding_constraint(x, P("X"))
+named_cut = lambda *cut: jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), P(*cut))
 FREE = P.UNCONSTRAINED
 
 
@@ -463,7 +464,15 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("00.layout_of", P("tp", "dp"), "^correct"),
     ("00.layout_of", P("tp", ("dp", "fsdp")), "one device per shard"),
     ("00.layout_of", P("tp", FREE), "unconstrained"),
-    ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Text is asked for, and this is a value of type P.*: P"),
+    ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Rows of W1 leave unfinished sums"),
+    ("05.cut", {"W1": P(None, "tp"), "W2": P("tp")}, "^correct"),
+    ("00.layout_of", ["b/tp", "d/dp"], "^correct"),
+    ("00.layout_of", (None, "tp"), "^not yet", "raised"),
+    ("00.row", jax.devices()[4:6], "^correct"),
+    ("03.bucket", [2], "^correct"),
+    ("13.cure", lambda x: rows_cut(rows_cut(x)), "^correct"),
+    ("13.cure", lambda x: jax.device_put(x, named_cut("X")), "^correct"),
+    ("13.cure", lambda x: jax.device_put(x, named_cut(None, "X")), "That is s"),
     ("12.unfinished", P("dp", None, None, unreduced={"tp"}), "^correct"),
     ("13.missing", lax.psum, "^correct"),
     ("13.cure", lambda x: lax.with_sharding_constraint(x, P("X", FREE, FREE)), "^correct"),

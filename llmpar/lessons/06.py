@@ -31,7 +31,7 @@ def zigzag() -> Exercise:
             [np.arange(s)[::2], np.arange(s)[1::2][::-1]]
         ),
     )
-    run = lambda function: [np.asarray(function(s, n)) for s, n in ((24, 4), (24, 2), (18, 3))]
+    run = lambda function: [np.asarray([*function(s, n)]) for s, n in ((24, 4), (24, 2), (18, 3))]
     return Exercise("stretch", solution, wrong, run)
 
 

@@ -26,7 +26,12 @@ def _constraints(function) -> list:
     does instead."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32"))
-    specs = [line.params["sharding"].spec for line in program.eqns if "sharding" in line.params]
+    # of a constraint, or of a device_put; one that is repeated changes nothing
+    places = [
+        line.params.get("sharding") or line.params.get("devices", [None])[0]
+        for line in program.eqns
+    ]
+    specs = dict.fromkeys(place.spec for place in places if hasattr(place, "spec"))
     # whole, as the partitioner leaves it beside X
     free = lambda spec: [] if spec[0] == "X" else ["any"]
     axes = lambda cut, spec: free(spec) if cut is P.UNCONSTRAINED else list(axes_of(cut))

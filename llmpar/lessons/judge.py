@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -9,6 +10,7 @@ import inspect
 import itertools
 import math
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -16,11 +18,21 @@ from typing import Any, Literal
 
 NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
-BYTES = {"bytes": 1, "KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9}
+BYTES = {
+    "bytes": 1,
+    "KiB": 2**10,
+    "kB": 1e3,
+    "MiB": 2**20,
+    "MB": 1e6,
+    "GiB": 2**30,
+    "GB": 1e9,
+    "TiB": 2**40,
+    "TB": 1e12,
+}
 _UNITS = (
     BYTES,
     {"a fraction of 1": 1, "per cent": 0.01},
-    {"days": 86400, "hours": 3600, "seconds": 1},
+    {"weeks": 604800, "days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "ms": 1e-3},
 )
 """Units that people count the same thing in, and their sizes."""
 SPELLINGS = {
@@ -31,21 +43,46 @@ SPELLINGS = {
     "d": "days",
     "h": "hours",
     "s": "seconds",
+    "a2a": "all-to-all",
+    "all to all single": "all-to-all",
     "psum": "all-reduce",
     "psum scatter": "reduce-scatter",
     "ppermute": "collective-permute",
     "col": "columns",
     "d m/tp": "columns",
     "m/tp d": "rows",
+    "d/tp m": "rows",
     "equal": "the same",
     "equally many": "as many",
+    "just as many": "as many",
+    "as many byte": "as many",
+    "grad": "gradients",
+    "doe not fit": "too large",
+    "double counting": "counted",
+    "block of column": "columns",
+    "block of row": "rows",
     "double": "twice",
     "twice as much": "twice",
+    "2x": "twice",
     "refuse": "refused",
+    "y": "yes",
+    "n": "no",
 }
 """Units, collectives and cuts as others write them: JAX for one."""
 
-
+# Numbers as people write them in words, and what may stand before a number that counts things, or behind it.
+_FIGURES = dict(
+    pair.split("=")
+    for pair in (
+        "none=0;nothing=0;first=0;one=1;two=2;twice=2;three=3;four=4;five=5;six=6;seven=7;eight=8;nine=9;ten=10;"
+        "eleven=11;twelve=12;thirteen=13;fourteen=14;half=1/2;a half=1/2;a third=1/3;a quarter=1/4;"
+        "one quarter=1/4;an eighth=1/8;one eighth=1/8"
+    ).split(";")
+)
+_COUNTED = re.compile(
+    r"^(rank|dim|stage|device|gpu|×) *(?=\d)|(?<=[\w.]) *(gpu|card|device|hop|collective|all-reduce"
+    r"|all-to-all|position|token|request|(micro-?)?batche?|flop|times|x|×|psi|ψ)s?$"
+)
 _CALL = r"^(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 
 
@@ -333,15 +370,17 @@ def not_asked(answer: Any, right: Any) -> str:
 def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     """Read an answer in its only meaning: an array as a list, numbers and names given as text, or in JAX's
     spelling."""
-    if isinstance(answer, str) and isinstance(right, list | tuple) and "," in answer:
-        answer = answer.strip("()[]{} ").split(",")
-    answer = listed(answer, right)
+    if isinstance(answer, str) and isinstance(right, list | tuple):
+        parts = re.split(r" *(?:,| and | ) *", re.sub(r"^\w+s ", "", answer.strip("()[]{} ")))
+        answer = parts if len(parts) > 1 else answer
+    answer = (
+        None
+        if right is None and str(answer).lower() in ("none", "never")
+        else listed(answer, right)
+    )
     if kind(answer) == kind(right) == "a dict":
         names = {_plain(str(name)): name for name in right}
-        meant = {
-            names.get(_plain(SPELLINGS.get(_plain(str(name)), str(name))), name): part
-            for name, part in answer.items()
-        }
+        meant = {_name_of(name, names): part for name, part in answer.items()}
         left, other = right.keys() - meant.keys(), meant.keys() - right.keys()
         if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
             meant[left.pop()] = meant.pop(other.pop())
@@ -352,14 +391,24 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         and len(answer) == len(right)
     ):
         return [as_meant(part, other, exercise) for part, other in zip(answer, right, strict=True)]
-    if isinstance(answer, str) and kind(right) == "a number":
-        return as_number(answer, right, exercise)
+    if kind(right) == "a number":
+        (answer,) = answer if kind(answer) == "a list" and len(answer) == 1 else (answer,)
+        answer = getattr(answer, "id", answer)  # of a device
+        return as_number(answer, right, exercise) if isinstance(answer, str) else answer
     if callable(answer) and callable(right):
         own = (
             getattr(answer, "__wrapped__", answer) if hasattr(answer, "lower") else answer
         )  # of a jit
         return functools.update_wrapper(lambda *given: _result(own(*given)), answer)
     return _as_text(answer, right) if isinstance(right, str) else answer
+
+
+def _name_of(name: Any, names: Mapping[str, Any]) -> Any:
+    """Return which of the names a name means: it spells it, ends with it as `Wq` and `stage 0`, or begins it
+    as `tp` does `tp=4`. One that means none, or several, stays."""
+    plain = _plain(SPELLINGS.get(_plain(str(name)), str(name)))
+    near = [x for x in names if plain.endswith(x) or x.startswith(f"{plain}=")]
+    return names.get(plain, names[near[0]] if len(near) == 1 else name)
 
 
 def _result(value: Any) -> Any:
@@ -384,8 +433,10 @@ def listed(value: Any, right: Any) -> Any:
 
 def _as_text(answer: Any, right: str) -> Any:
     """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
-    if hasattr(answer, "partitions") and "/" in right:
-        dims = [part.partition("/")[0] for part in right.split() if "+" not in part]
+    laid_out = {"columns": "d m/tp", "rows": "d/tp m"}.get(right, right)
+    answer = as_spec(answer) if "/" in laid_out else answer
+    if hasattr(answer, "partitions") and "/" in laid_out:
+        dims = [part.partition("/")[0] for part in laid_out.split() if "+" not in part]
         cuts = [
             ",".join(cut) if isinstance(cut, tuple) else str(cut or "") for cut in answer.partitions
         ]
@@ -400,7 +451,7 @@ def _as_text(answer: Any, right: str) -> Any:
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
-        answer = re.sub(r" *= *", "=", answer.replace(",", " ")) if "=" in right else answer
+        answer = re.sub(r" *= *", "=", re.sub("[,×]", " ", answer)) if "=" in right else answer
         answer = (
             re.sub(
                 r",? *(\+) *|,\s+(?=\w(?:[/,\s]|$))",
@@ -416,16 +467,37 @@ def _as_text(answer: Any, right: str) -> Any:
     return answer
 
 
+def as_spec(answer: Any) -> Any:
+    """Read a layout that is spelled as a sharding, as a call of P, or as a list of its entries or dims. Any
+    other answer stays."""
+    answer = getattr(answer, "spec", answer)
+    if isinstance(answer, list | tuple):
+        answer = " ".join(map(str, answer)) if "/" in str(answer) else str(tuple(answer))
+    called = re.fullmatch(r"(?:[\w.]*\b(?:P|PartitionSpec))?(\(.*\))", str(answer).strip(), re.S)
+    with contextlib.suppress(ValueError, SyntaxError):
+        if called and isinstance(answer, str):
+            call: Any = ast.parse(f"P{called[1]}", mode="eval").body
+            open_sums = [word.value for word in call.keywords if word.arg == "unreduced"]
+            return types.SimpleNamespace(
+                partitions=tuple(map(ast.literal_eval, call.args)),
+                unreduced=[axis for axes in open_sums for axis in ast.literal_eval(axes)],
+            )
+    return answer
+
+
 def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
+    counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
+    bare = (_COUNTED.sub("", text.strip(" .").lower()) if counts else text).strip(" .").lower()
+    text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+", bare) else text)
     unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([,' \u202f]\d{3})+(\.\d*)?", number):
         number = re.sub("[,' \u202f]", "", number)
     unit, sizes = (
         SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit),
-        {"": 1, **exercise.sizes()},
+        {"": 1, "k": 1000, **exercise.sizes()},
     )
     with contextlib.suppress(ValueError, ArithmeticError, KeyError):
         size = sizes[unit if unit in sizes else unit + "s"]

@@ -127,7 +127,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
         if plan.gathers == "block" and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
-            total["reordered"] += own["stored"] * any(cut[1:])
+            total["reordered"] += own["stored"] * any(cut[1:]) * narrow // FLOAT32
     for (name, _), size in layers.items():  # of the largest kind
         total[name] = max(total[name], size)
     return total
@@ -190,8 +190,10 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     XLA gathers the next while it works on one.
     """
     parts, whole = _model_parts(plan, batch_size, seq_len), weights_bytes(plan)["whole matrices"]
-    if 2 * whole > sum(times * size for _, times, size in parts):
-        return [("whole matrices of Muon, and orthogonal ones", 2, whole)]
+    # each device cuts what it needs from an orthogonal one at once where all have all of them
+    both = whole * 3 // 2 if plan.muon == "gather" else 2 * whole
+    if both > sum(times * size for _, times, size in parts):
+        return [("whole matrices of Muon, and orthogonal ones", 1, both)]
     return parts
 
 
@@ -249,10 +251,14 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         kept = saves["none"] | {"feed-forward": saves["none"]["feed-forward"] * hidden // 6}
     # blocks that an iteration of the loop has
     unrolled = 1 if written else min(plan.unroll or one, one)
-    copies = 1 + unrolled if plan.gathers == "block" and not tpu else 1
-    work += layer * copies + (unrolled - 1) * crossing
+    # gathers run ahead, in what travels; frozen weights lie as GPUs read them
+    wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
+    ahead = layer * unrolled * wire // item if plan.gathers == "block" and not tpu else 0
+    in_place = config.lora and not plan.gathers and plan.platform == "gpu"
+    # of the blocks of an iteration one waits for another's, but experts' rows never do
+    work += layer * (not in_place) + ahead + (unrolled > 1 and not config.experts) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    head = _narrow(plan, weights["head used"])
+    head = _narrow(plan, weights["head used"]) * (not in_place)
     grad = 0 if config.lora else weights["head used"] * item // FLOAT32
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
@@ -390,7 +396,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         ffn = hidden + shared + (num_slots + visits) * routed_width(config) * item
     scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
-    norms = 2 * stream * FLOAT32 // item
+    described = config.described.rows if config.described else ()
+    behind = sum("post_norm" in name for name, _ in described)  # norms of what a layer adds (Gemma)
+    norms = (2 + behind) * stream * FLOAT32 // item
     # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
     attends, leaves, enters, falls = (
@@ -408,7 +416,8 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     )
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
-    parts = 4 * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
+    hidden_arrays = 6 if config.variant.activation.startswith("gelu") else 4
+    parts = hidden_arrays * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
     work = (
         3 * whole
         + 3 * stream
@@ -426,11 +435,11 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         else (5 + falls) * ffn
     )
     normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
-    keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward
+    keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
     kept = {
         "feed-forward": inner * keeps,
         "norms in float32": norms,
-        "stream": 2 * stream + (attends + enters) * whole,
+        "stream": (2 + behind) * stream + (attends + enters) * whole,
         "queries and attention's result": (2 + leaves + normed) * queries,
         "keys and values": 2 * (keys + gathered) + normed * keys,
         "attention's softmax": squares,
