@@ -309,7 +309,7 @@ def test_every_field_of_a_plan_an_optimizer_and_a_text_is_a_flag_with_its_defaul
 def test_help_of_a_flag_is_the_docstring_of_its_field(call):
     _, out, _ = call("inspect", "--help")
     text = " ".join(re.sub("[│╭╮╰╯─]", "", out).split())
-    help = "how positions are dealt to the ranks of sp. 'zigzag' gives each the same causal work where"
+    help = "which positions each rank of sp has. 'zigzag' gives all ranks the same work under a causal mask"
     assert help in text
     assert "`" not in text and ":mod:" not in text and "--mesh STR" in text and "--pp" not in text
 

@@ -1,8 +1,8 @@
-"""Attend: on one device, or around a ring of devices.
+"""Attention, on one device or around a ring of devices.
 
-Two ideas are enough. A *tile* of queries that attends to a tile of keys gives a partial result: the
-softmax-weighted sum of their values, and the log of the sum of exponentials (lse). Two partial results about
-the same queries *merge* into one, in any order:
+It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial result is the
+softmax-weighted sum of the tile's values (out), and the log of the sum of exponentials of its scores (lse).
+Second, two partial results of the same queries, for different keys, *merge* into one, in any order:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -11,9 +11,9 @@ from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Onlin
 Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
 Abbeel 2023.)
 
-Data decides which keys a query may see: every rank knows the ids (position and segment, the number of the
-document) of all keys. So the result does not depend on the order of a sequence on the ranks
-(`llmpar.plan.sequence_order`), a permutation of positions; only how much work is left out does.
+Which keys a query may see is computed from ids: the position of a key and its segment, the number of its
+document. Every rank knows the ids of all keys. So ranks may have positions in any order
+(`llmpar.plan.sequence_order`): the result is the same, and only the number of tiles that are skipped changes.
 
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
@@ -21,9 +21,9 @@ loops over the ranks' blocks of keys; `attend_block` loops over the pairs of til
 kernel of `llmpar.kernels.flash` may take the place of `attend_block`.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
-width of a head's values. Ids are `b 2 s`: positions, then segments. Queries are cut into i tiles of c
-positions, keys into j tiles of d (a length here, not the model's width). Tiles have heads before positions,
-as matmuls want them: `i b k r c h` and `j b k d h`.
+width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
+into i tiles of c positions, keys into j tiles of d positions (in this file d is not the model's width). Tiles
+have heads before positions, which suits matmuls: `i b k r c h` and `j b k d h`.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ V = Float[Array, "b t k w"]
 # out in q's dtype, lse in float32
 Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
-# of tiles the last dim is h, or w of values and results
+# One tile; its c or d positions are written s or t. The last dim is h, or w for values and results.
 QTile = Float[Array, "b k r s _"]
 KVTile = Float[Array, "b k t _"]
 LseTile = Float[Array, "b k r s"]
@@ -63,9 +63,9 @@ KIds = Int[Array, "j _ 2 d"]
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
-# Pairs of tiles are unrolled, not looped over, up to 2 tiles of queries by 4 of keys; in a contiguous
-# sequence, where only pairs inside the mask count, up to `FEW_TILES` of queries. That is 20 % faster on a
-# CPU, and costs 0.03 s of compiling a pair.
+# Up to 2 tiles of queries times 4 of keys the loop over pairs of tiles is unrolled. In a contiguous sequence
+# it is unrolled up to `FEW_TILES` tiles of queries, and pairs outside the mask are left out. Unrolled it is
+# 20 % faster on a CPU, and each pair takes 0.03 s to compile.
 _FEW_QUERIES, _FEW_KEYS = 2, 4
 
 
@@ -89,7 +89,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     else:
         run = partial(
             ring_attention,
-            axis=axes[0] if axes else None,  # one at most: of usp's two axes, ul cuts no keys
+            axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
             block=plan.attention_block,
             contiguous=plan.in_order and not axes,
             platform=par.platform if kernel == "flash" else None,
@@ -107,7 +107,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
 
 
 def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]) -> Out:
-    """Return what attention gives where every query also sees a key with these logits and the value 0."""
+    """Return attention's result with one more key, of these logits and value 0: out sigmoid(lse - sink)."""
     share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, None])
     return out * share[..., None].astype(out.dtype)
 
@@ -115,12 +115,14 @@ def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"
 def as_promised(
     par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
 ) -> Bool[Array, " b"]:
-    """Return which rows keep the promises that let attention leave keys out without comparing their ids.
+    """Return for each row whether its ids are as this plan's attention assumes them to be:
 
-    Where it leaves out later positions (`Resolved.order_matters`), positions must rise, or segments must
-    rise and positions rise in each. Where the plan says that documents are whole, and a kernel relies on
-    it, a row must have one segment and, with a window, no gap between positions. What compares the ids of
-    all keys relies on no order: a cache, a ring whose keys reach all ranks, and the kernel of `flash`."""
+    - any ids, where attention compares the ids of all keys: with a cache, in a ring whose keys reach all
+      ranks, and in the kernel of `flash`;
+    - rising, where it may leave out keys without comparing ids (`Resolved.order_matters`): positions rise
+      along the row, or segments do and positions rise in each segment;
+    - one document, where moreover `Plan.documents` is ``whole`` and the kernel is not ``portable``: one
+      segment and rising positions, which with a window have no gaps."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -145,10 +147,10 @@ def ids_of(
     q_segments_bs=None,
     k_segments_bt=None,
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
-    """Return the ids of the queries, and those of the `t` keys of each rank along an axis. Given are those of
-    all ranks; or this rank's `t`, and then they are gathered. Without segments all positions belong to one
-    document. Where a mask cuts documents into chunks, each chunk is a segment of its own: a query sees no
-    other chunk."""
+    """Return the ids of this rank's queries, and of the `t` keys of each of the n ranks along an axis. Ids of
+    keys are given for all ranks, or for this rank alone: then they are all-gathered. Without segments all
+    positions are one document. If the mask cuts documents into chunks, each chunk becomes a segment, so that
+    a query sees only keys of its chunk."""
     if (q_segments_bs is None) != (k_segments_bt is None):
         raise ValueError(
             "segments were given for only one of queries and keys; give both or neither"
@@ -167,7 +169,8 @@ def ids_of(
         for positions, segments in ((q_positions_bs, q_segments_bs), keys)
     )
     if mask.in_chunks and (length := mask.window):
-        # more chunks than a document has: so their numbers are unique, and rise from document to document
+        # `many` is more than the chunks of any document, so each chunk of a row gets another number, and the
+        # numbers rise from document to document
         many = 2 + n * t // length
         chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
         q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
@@ -176,7 +179,7 @@ def ids_of(
 
 def sees(mask: Mask, q_ids: Int[Array, "_ 2 s"], k_ids: Int[Array, "_ 2 t"]) -> Seen:
     """Return which keys each query sees: those of its document that the mask admits."""
-    gap = q_ids[:, 0, :, None] - k_ids[:, 0, None]  # an interval of one gap
+    gap = q_ids[:, 0, :, None] - k_ids[:, 0, None]  # `admits` takes an interval; here low = high
     return mask.admits(gap, gap) & (q_ids[:, 1, :, None] == k_ids[:, 1, None])
 
 
@@ -195,7 +198,7 @@ def attend_tile(
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     sees_any = total > 0
-    # Before the log and the quotient: a where after them leaves NaN in gradients.
+    # Replace 0 before the log and the division. A `where` after them would leave NaN in the gradients.
     total = jnp.where(sees_any, total, 1)
     out = jnp.einsum(
         "bkrst,bkth->bkrsh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
@@ -214,11 +217,15 @@ def attend_tile_grad(
     scale: float,
     cap: float | None = None,
 ) -> tuple[QTile, KVTile, KVTile]:
-    """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse over all keys.
+    """Return float32 (dq, dk, dv) of one pair of tiles (Dao et al. 2022, appendix B; ' is the transpose):
 
-    dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is
-    each query's sum of dO O less the gradient of lse. (In dS a factor, the scale and the cap's slope, is left
-    out here.)
+        S = scale Q K'                          or with a cap S = cap tanh(scale Q K' / cap)
+        P = exp(S - lse)                        0 where masked; lse is over all keys, so P is exact
+        dV = P' dO
+        dS = slope P (dO V' - delta)            slope = dS/d(QK') = scale, or with a cap scale (1 - tanh²)
+        dQ = dS K,  dK = dS' Q
+
+    where delta is, for each query, the sum of dO O over w, minus the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
@@ -270,11 +277,12 @@ def attend_block(
 ) -> tuple[QTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
 
-    `pairs` are the pairs of tiles that are written out (`_few_pairs`); if None, a loop takes all pairs. A
-    pair that `seen_tiles` rules out is a branch not taken; without `branch` it is computed and masked."""
+    `pairs` are the pairs of tiles to unroll (`_few_pairs`); None: a loop takes all pairs. `seen_tiles` finds
+    pairs in which no query sees a key: with `branch` a `lax.cond` skips them, else they are computed and
+    masked."""
     may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
-    def merge_pair(i, j, partial_i, _):
+    def merge_pair(i, j, partial_i, _of_keys):
         (q_i, q_ids_i), (k_j, v_j, k_ids_j) = at((q, q_ids), i), at((k, v, k_ids), j)
 
         def merged():
@@ -285,7 +293,8 @@ def attend_block(
         return (lax.cond(may_see[i, j], merged, lambda: partial_i) if branch else merged()), ()
 
     start = partials or _no_keys_yet(q, v)
-    of_queries, _ = _over_pairs(pairs, may_see.shape, merge_pair, start, ())  # (): nothing of keys
+    # (): the forward pass has no results for tiles of keys
+    of_queries, _ = _over_pairs(pairs, may_see.shape, merge_pair, start, ())
     return of_queries
 
 
@@ -303,8 +312,8 @@ def attend_block_grad(
     pairs: list[tuple[int, int]] | None,
     branch: bool,
 ) -> tuple[QTiles, KVTiles, KVTiles]:
-    """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
-    The terms of each query are dO, its lse over all keys, and delta (`attend_tile_grad`); the other
+    """Return float32 (dq, dk, dv) of a block of keys: its part of dq added to the ``dq`` given, and dk and dv
+    of its keys. ``terms`` are (dO, lse over all keys, delta) of the queries (`attend_tile_grad`); the other
     arguments are those of `attend_block`."""
     may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
@@ -331,8 +340,8 @@ def attend_block_grad(
 def _few_pairs(
     mask: Mask, contiguous: bool, num_queries: int, num_keys: int, c: int
 ) -> list[tuple[int, int]] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys that the program writes out one by one, or None
-    if they are many. Of a contiguous sequence it writes out only the pairs that the mask admits."""
+    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. In a
+    contiguous sequence these are only the pairs that the mask admits."""
     pairs = list(np.ndindex(num_queries, num_keys))
     if contiguous and num_queries <= FEW_TILES:
         return [
@@ -342,9 +351,12 @@ def _few_pairs(
 
 
 def _over_pairs(pairs, shape, add_pair, of_queries, of_keys):
-    """Return the results after ``of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])`` for
-    each pair of tiles. ``of_queries`` are sums for each tile of queries, ``of_keys`` for each tile of keys:
-    (), for none, in the forward pass. ``pairs`` are written out; if None, a loop takes all of this shape."""
+    """Run this for each pair of tiles, and return ``(of_queries, of_keys)``:
+
+        of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])
+
+    ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and is ()
+    where there are none. ``pairs`` are unrolled; None: a loop over all i and j below ``shape``."""
 
     def add_in_loop(pair, sums):
         (i, j), (of_queries, of_keys) = divmod(pair, shape[1]), sums
@@ -378,13 +390,14 @@ def _no_keys_yet(q, v):
 class _Ring:
     """What `ring_forward` and `ring_backward` need besides arrays."""
 
-    axis: str | None  # of the mesh; None: one rank
-    hop: str  # as in a `Plan`
-    hops: int  # that keys make (`ring_hops`)
+    axis: str | None  # the mesh axis of the ring; None: one rank
+    hop: str  # `Plan.hop`
+    hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether K and V hop on only when dK and dV of their block are there. Flash computes these in a first
-    # kernel, while the sums of the block before travel, and dQ in a second one, while K and V do.
+    # Whether K and V hop only after dK and dV of their block are computed. Flash computes dK and dV in one
+    # kernel, during which the sums dK and dV of the previous block hop; and dQ in another kernel, during
+    # which K and V hop.
     kv_hop_waits: bool = False
 
 
@@ -403,26 +416,29 @@ def ring_attention(
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> Partial:
-    """Attend to the keys of all n ranks along an axis, in `jax.shard_map`. Without an axis there is one rank:
-    the result of `full`, in memory linear in the sequence.
+    """Attend to the keys of all n ranks along an axis, in `jax.shard_map`. Without an axis there is one rank,
+    and the result is that of `full`, in memory linear in the sequence.
 
     Args:
-        ids: of queries, this rank's; of keys, those of all ranks, or this rank's, which are then gathered.
+        ids: those of this rank's queries; those of the keys of all ranks, or of this rank's keys, which are
+            then gathered.
         block: length of a tile; None: `tile_length` chooses. (Elsewhere a *block* is all keys of a rank.)
-        contiguous: promises of one rank that its queries and keys are the same positions, in order
-            (`as_promised`): then up to `FEW_TILES` tiles are written out, without pairs outside the mask.
+        contiguous: there is one rank, and its queries and keys are the same positions, in order (the caller
+            promises it; `as_promised`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
+            mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
-        branch: skip a pair of tiles that `seen_tiles` rules out, by `lax.cond`; else compute and mask it.
-        platform: attend by its kernel (`llmpar.kernels.flash`; interpreted if ``cpu``); None: by
-            `attend_block`.
+        branch: skip pairs of tiles in which no query sees a key (`seen_tiles`), by `lax.cond`; else compute
+            and mask them.
+        platform: use the flash kernel of this platform (`llmpar.kernels.flash`; interpreted on ``cpu``);
+            None: use `attend_block`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In zigzag order a tile of all positions would have both parts of a rank. Its result would be right, but
-    # no rank would ever skip it.
+    # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
+    # both: its result would be right, but it could never be skipped. None makes tiles of half or less.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
@@ -432,7 +448,8 @@ def ring_attention(
     settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
     attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
     ring = _Ring(axis, hop, hops, attend, attend_grad)
-    # b (i c) … h -> i b … c h, and of ids _ 2 (i c) -> i _ 2 c, of all ranks' keys n j _ 2 d.
+    # cut:      b (i c) … h -> i b … c h
+    # cut_ids:  _ 2 (i c) -> i _ 2 c, and for the keys of all ranks n _ 2 (j d) -> n j _ 2 d
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
     arrays = cut(q, c), cut(k, d), cut(v, d), cut_ids(q_ids, c), cut_ids(k_ids, d)
@@ -444,7 +461,8 @@ def ring_attention(
 def _ring_of_kernels(axis, hop, hops, mask, scale, platform, arrays):
     """Attend as `ring_attention` does, by a platform's kernel, which cuts tiles itself."""
     q, k, v, *ids = arrays
-    narrow, width = v.shape[-1], k.shape[-1]  # these kernels take values as wide as keys
+    # the kernels need values as wide as keys: pad narrower ones
+    narrow, width = v.shape[-1], k.shape[-1]
     v = jnp.pad(v, [(0, 0)] * 3 + [(0, width - narrow)]) if narrow < width else v
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=scale, platform=platform, launch=launches[platform])
@@ -461,12 +479,14 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
     """Return (out, lse) of this rank's queries. `k_ids` are the ids of every rank's keys.
 
         out, lse = 0, -inf
-        repeat n times:
+        repeat hops times:
             merge attention to the keys into out, lse
-            keys = the previous rank's (n-1 times; or m times, if a window ends there)
+            keys = the previous rank's
+        merge attention to the keys into out, lse
 
-    K and V hop in one message, in their own dtype, KV heads only: each rank sends n-1 times 2 b t k h
-    elements. A hop may run while a rank attends to the keys that it has. Saves out and lse."""
+    ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
+    dtype, KV heads only: each rank sends hops times 2 b t k h elements. A hop may run while a rank attends to
+    the keys that it has. The backward pass needs q, k, v, ids, out and lse."""
 
     def attend_and_hop(carry, hops):
         kv, partials = carry
@@ -493,16 +513,16 @@ def _ring_forward_saving(ring, q, k, v, q_ids, k_ids):
 def ring_backward(ring, saved, grads):
     """Return the gradients of q, k and v.
 
-        dq = 0; keys = the previous rank's
-        repeat n-1 times:
+        dq, dk, dv = 0; keys = the previous rank's
+        repeat hops times:
             add the part of these keys to dq, dk, dv
             keys, dk, dv = the previous rank's
-        add the part of this rank's own keys
+        add the part of this rank's own keys to dq, dk, dv
 
-    Scores are recomputed, and K and V make their hops again. The sum of a rank's dK and dV follows its keys,
-    one hop behind: the first neighbour starts it, each rank adds its part, and after n-1 hops it arrives at
-    the rank of the keys: n-1 times 2 b t k h float32 elements more. Where a window ends after m hops, the
-    sum makes m as well: m-1 behind the keys, and one straight back to their rank."""
+    Scores are recomputed, and K and V make their hops again. The sum of a block's dK and dV follows the
+    block, one hop behind. The first neighbour starts it, and each rank adds its part. In all it makes as many
+    hops, each of 2 b t k h float32 elements. The last one takes the sum home to the rank of the block: to the
+    next rank if hops = n-1, else (with a window) n - hops ranks further on."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
@@ -510,7 +530,8 @@ def ring_backward(ring, saved, grads):
     terms = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
-        """Add the part of keys that made so many hops. Their sum arrives now; None at their first rank."""
+        """Add the part of the keys, which have made ``hops`` hops, to dq and to their sum dkv. The sum
+        arrives one hop later than the keys; it is None at the first rank, which starts it."""
         kv, dq, dkv = carry
         dkv = None if dkv is None else _hop(ring, dkv)
         dq, *dkv_part = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), terms, dq)
@@ -521,9 +542,9 @@ def ring_backward(ring, saved, grads):
         return (kv, dq, jnp.stack(dkv_part) if dkv is None else dkv + jnp.stack(dkv_part)), None
 
     if ring.hops:
-        # `after` lets these hops start only when delta, so the forward result, is there. Else they may run
-        # beside the forward ring's, and simulated devices confuse two permutes of one shape, one of them in a
-        # loop: wrong numbers or a deadlock in half of the runs (JAX 0.10.2).
+        # `after` delays this hop until delta is computed, so until the forward ring has ended. Else it may
+        # run at the same time as a hop of that ring, and simulated devices confuse two permutes of one shape,
+        # one of them in a loop: wrong numbers or a deadlock in half of the runs (JAX 0.10.2).
         kv = _hop(ring, after(delta, jnp.stack((k, v))))
         carry, _ = add_and_hop((kv, _zeros(q), None), 1, last=ring.hops == 1)
         if ring.hops > 1:
@@ -540,7 +561,7 @@ ring_forward.defvjp(_ring_forward_saving, ring_backward)
 
 
 def _owner(ring, hops):
-    """Return the rank whose keys this rank has after so many hops."""
+    """Return the rank whose keys this rank has after ``hops`` hops."""
     return (lax.axis_index(ring.axis) - hops) % lax.axis_size(ring.axis) if ring.axis else 0
 
 

@@ -1,26 +1,27 @@
-"""Llama-family models. The text knows dims, never mesh axes: read it as if there were one device.
+"""Llama-family models. The code names dims, never mesh axes: read it as if there were one device.
 
-Four ideas lead from an arrow to a matmul:
+Four terms are needed to read it:
 
     region    a part of a layer in which values have one layout: data, stream, attention, ffn, vocab …
-    arrow     ``stream b s d -> ffn b s d``: which value moves, from which region to which
-    par       ``par.move`` carries out an arrow, ``par.weight`` gives a weight as it is used (`used_weights`:
-              with its adapters, if it has any). A move and the matmuls behind it are one call,
-              ``par.move_matmul``, and a matmul and the move behind it are ``par.matmul_move``: a ring may
-              then send one block while the next is multiplied
-    mode      what ``par`` is (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
+    arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
+              ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
+    par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
+              weight as it is used (`used_weights`: with its LoRA adapters). ``par.move_matmul`` is a move and
+              the matmuls after it, and ``par.matmul_move`` a matmul and the move after it; they are one call
+              so that a ring may send one block while it multiplies another
+    mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
-SwiGLU. What other families add is there where `ModelConfig.block_weights` lists its weights (biases, more
-norms, experts, latent attention, sinks) or `Variant` asks for it (caps, scales).
+SwiGLU. Other families add parts. A block has such a part if `ModelConfig.block_weights` lists its weights
+(biases, more norms, experts, latent attention, sinks) or if a field of `Variant` is set (caps, scales).
 
-A training step needs one number, and the methods of `Llama` lead to it in this order:
+The methods of `Llama` compute the loss of a training step. Each line calls those that are indented below it:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
-      cross_entropies         of each target, from what the last block gives and the output head
+      cross_entropies         of each target, from the last hidden state and the output head
         hidden_and_head       embed, then run_blocks, then the last norm
           run_blocks          Block after Block: attention and feed-forward (or experts)
-      router_losses           of the tokens that have a target
+      router_losses           summed over the tokens that have a target
 """
 
 import functools
@@ -50,29 +51,30 @@ from llmpar.plan.places import LayerLoop
 Stream = Float[Array, "b s d"]
 Tree = Any
 Batch = dict[str, jax.Array]
-"""What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
-from 1). A row in which attention cannot tell who sees whom gives NaN (`nan_in_broken_rows`)."""
-# Positions and segments of the queries, then those of the keys: cut as their regions `queries` and `ids` say.
+"""The input of a step, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
+from 1). The loss is NaN if positions and segments of a row are not in the order that attention relies on
+(`attention.as_promised`)."""
+# Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and the routers' tallies ``l (e+2)``: tokens of each expert, dropped choices,
-# the entropy (`moe.route`); None without experts.
+# The loss summed over tokens, and what routers count, ``l (e+2)``: for each layer the tokens of each expert,
+# then the dropped choices and the sum of entropies (`moe.route`); None without experts.
 Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
 Params = dict[str, nnx.Param]
-"""The parameters of a block by their paths in it (`ModelConfig.block_weights`): those that the model has."""
+"""The parameters of a block, from path in the block to parameter (`ModelConfig.block_weights`)."""
 MATRICES = "gate", "up", "down"
 """The matrices of a feed-forward."""
 LATENT_EPS = 1e-6
-"""The epsilon of the norms of latents, whatever the model's other norms have."""
+"""The epsilon of the norms in latent attention. The model's other norms use ``norm_eps``."""
 NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
 """The norms that a block may have."""
 
 
 def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
-    """Make a weight with its initial values; the parameter has its region and dims."""
+    """Make a parameter with initial values. Its ``dims`` are its region and dims, such as ``ffn d m``."""
     value = jnp.full(weight.shape, weight.fill)
     if weight.std:
         value = weight.std * jax.random.normal(rngs.params(), weight.shape)
@@ -80,7 +82,7 @@ def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
 
 
 def scaled_by(x: Array, factor: float) -> Array:
-    """Return ``x`` times a factor, in its dtype; itself, where that is 1."""
+    """Return ``x`` times a factor, in the dtype of ``x``; for the factor 1 return ``x`` itself."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
@@ -96,15 +98,15 @@ class Norm(nnx.Module):
 
     def __init__(self, scale: nnx.Param, eps: float, variant: Variant = LLAMA):
         self.scale, self.eps, self.variant = scale, eps, variant
-        # of the whole scale, of which a device may have a part
+        # before sharding: a device may have a part of the scale
         self.size = math.prod(scale.shape)
 
     @jax.named_scope("norm")
     def __call__(
         self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
     ) -> Float[Array, "*dims d"]:
-        """Return the normed value. The mean is over the last dim; or, with the letter of the heads (n or k)
-        as ``heads``, over all heads and their width together, of which a rank may have a part."""
+        """Return the normed value. The mean is over the last dim. If ``heads`` is n or k, it is over this dim
+        of heads, too, and ranks that have different heads sum their parts."""
         x32 = x.astype(jnp.float32)
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -119,16 +121,16 @@ class Norm(nnx.Module):
     def mean_of_heads(
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
     ) -> Float[Array, "b s 1 1"]:
-        """Return the mean square over all heads: a sum over ranks, where they cut these."""
-        of = [f"attention b s {heads} h"]
+        """Return the mean square over all heads and their width, summed over ranks with different heads."""
+        layouts = [f"attention b s {heads} h"]
         arrow = f"attention b s +{heads} -> attention b s"
-        square = lambda par, x: (x * x).sum((-2, -1)) / self.size
-        return par.summed(square, of, arrow)(x)[..., None, None]
+        term = lambda par, x: (x * x).sum((-2, -1)) / self.size
+        return par.summed(term, layouts, arrow)(x)[..., None, None]
 
 
 def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
-    """Give a part of the model its own parameters, those directly under a path: ``attention.q`` becomes the
-    attribute ``q`` of the part ``attention``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``."""
+    """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
+    ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``."""
     for path, weight in params.items():
         owner, _, name = path.removesuffix(".scale").rpartition(".")
         if owner == under:
@@ -139,12 +141,12 @@ def take(part: Any, params: Params, under: str, eps: float, variant: Variant) ->
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    # these only where the model has them
+    # these four are attributes only if the model has them
     q_norm: Norm
     k_norm: Norm
     o_bias: nnx.Param
     sinks: nnx.Param
-    eps: float | None = None  # of these norms; None: the model's
+    eps: float | None = None  # the epsilon of q_norm and k_norm; None: ``norm_eps`` of the model
 
     def __init__(self, config: ModelConfig, params: Params):
         take(self, params, "attention", self.eps or config.norm_eps, config.variant)
@@ -190,18 +192,18 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). A token's keys and values are made of one
-    latent of c numbers, and of r rotated numbers that all heads share. So c + r numbers a token are gathered
-    over ranks, or kept in a cache. (In this class the letters c and r are these widths.)"""
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). A token has one latent of width c and one
+    rotary key of width r, and all heads compute their keys and values from these. So only c + r numbers per
+    token are moved between ranks, or kept in a cache. (In this class c and r are these widths.)"""
 
-    kv_norm: Norm  # and a q_norm, where queries are made of a latent, too
+    kv_norm: Norm  # and q_norm, if queries are computed from a latent, too
     kv_up: nnx.Param
     eps = LATENT_EPS
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
-        """Return attention's result. Latents move to where the queries are, and become keys and values there;
-        with a cache they stay latents."""
+        """Return attention's result. Latents are moved to the region of keys, and only then expanded to keys
+        and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]
         x = par.move(x, "stream b s d -> attention b s d")
         if hasattr(self, "q_down"):
@@ -234,7 +236,7 @@ class LatentAttention(Attention):
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
     ) -> Float[Array, "b s n w"]:
-        """Attend with the keys and values of each head, made of the latents of all keys."""
+        """Move the latents to the region of keys, expand them to each head's keys and values, and attend."""
         width, num_latent = self.config.value_width, self.kv_norm.size
         latent = par.move(latent, "attention b s c -> keys b s c")
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
@@ -254,15 +256,18 @@ def attend(
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
 ) -> Float[Array, "b s k r w"]:
-    """Move queries to their region, where keys are already, attend, and move the result back. ``sinks``: the
-    logits of a key that every query of a head sees, without a value (gpt-oss).
+    """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
+    region ``keys`` already. ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss).
 
-    `Plan.context_parallel` decides only how the regions queries and keys are cut; what moves follows. Ring:
-    nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
-    heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
+    `Plan.context_parallel` decides how the regions queries and keys are cut, and so what these arrows move:
+
+        ring       nothing: keys are sent during attention
+        ulysses    heads for positions: each rank gets all positions of some heads
+        gather     keys: each rank gets all of them
+        usp        as ulysses within a group of ranks; the groups form a ring
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
-    # in layouts key positions are s, too
+    # layouts write s, not t, for the positions of keys
     queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
     layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
@@ -275,7 +280,8 @@ def attend(
 class FeedForward(nnx.Module):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
 
-    gate_bias: nnx.Param  # these where a model has them
+    # these three are attributes only if the model has them
+    gate_bias: nnx.Param
     up_bias: nnx.Param
     down_bias: nnx.Param
 
@@ -292,7 +298,7 @@ class FeedForward(nnx.Module):
         before: str = "stream b s d -> ffn b s d",
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Three matmuls; the arrow ``before`` brings ``x`` to them, ``after`` finishes their sum."""
+        """Run three matmuls. The arrow ``before`` moves ``x`` to them; ``after`` finishes the sum over m."""
         gate, up, down = used_weights(self, par, *MATRICES)
         biases = (self.gate_bias, self.up_bias) if self.biased else ()
 
@@ -309,8 +315,8 @@ class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     router: nnx.Param
-    # where a model has them: a bias that is learned, and one by which the choice is balanced
-    # (`Step._balance_experts`)
+    # Two are attributes only if the model has them: ``router_bias`` is learned by gradients; ``bias``
+    # balances the load of experts by a rule (`Step._balance_experts`).
     router_bias: nnx.Param
     bias: nnx.Param
 
@@ -330,11 +336,11 @@ class Experts(nnx.Module):
         if hasattr(self, "router_bias"):
             plus = lambda logits, bias: logits + bias.astype(logits.dtype)
             logits_bse = par.beside(plus, logits_bse, self.router_bias)
-        bias = []  # none or one, which `Step._balance_experts` changes and no gradient
+        bias = []  # empty, or the one bias
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
-        # The weights and the chosen experts end in a token's k choices. Layouts write e for that dim: their k
-        # is KV heads.
+        # `moe.route` returns the weights and the numbers of the k experts that each token chose. Layouts
+        # write e for this dim of choices, since k is KV heads in layouts.
         route = par.local(
             functools.partial(moe.route, self.config, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
@@ -352,14 +358,15 @@ class Experts(nnx.Module):
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if self.config.num_shared:
-            # Its sum stays open: the move below finishes that of routed and shared experts together.
+            # Its sum over m stays unfinished: the move below finishes it with that of the routed experts.
             y = y + self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
         return par.move(y, "ffn b s d +m -> stream b s d"), aux
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each normed before, after or both, and added to the residual
-    stream; side by side, where only one norm is before both."""
+    """One layer: attention, then feed-forward or experts, each added to the residual stream. Each has a norm
+    of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
+    are parallel: both read its result."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
@@ -377,7 +384,8 @@ class Block(nnx.Module):
         """Return the stream after the layer, and its router's outputs."""
         y = self.normed("attention_norm", x, par)
         x = self.added(x, self.attention(y, ids, rope, par), "attention_post_norm", par)
-        if self.norms != ("attention_norm",):  # else both read the same normed stream
+        is_parallel = self.norms == ("attention_norm",)
+        if not is_parallel:
             if "attention_post_norm" not in self.norms:
                 x = checkpoint_name(x, STREAM)
             y = self.normed("ffn_norm", x, par)
@@ -389,15 +397,15 @@ class Block(nnx.Module):
         return getattr(self, name)(x, par) if name in self.norms else x
 
     def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
-        """Return ``x`` plus a result ``y``, behind this norm if the block has it."""
+        """Return ``x`` plus a result ``y``, which is normed first if the block has this norm."""
         if norm in self.norms:
             y = self.normed(norm, checkpoint_name(y, STREAM), par)
         return x + scaled_by(y, self.config.variant.residual_scale)
 
 
 class Llama(nnx.Module):
-    """Embedding, a stack of blocks (a leading dim ``l`` of their weights), a norm, and the loss. Of several
-    kinds of layers each has a stack."""
+    """Embedding, blocks, a norm, an output head, and the loss. The weights of all layers of one kind are
+    stacked along a leading dim ``l``."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         weights = config.must_run().weights()
@@ -413,7 +421,7 @@ class Llama(nnx.Module):
 
     @staticmethod
     def stack(count: int, config: ModelConfig, rngs: nnx.Rngs) -> Block:
-        """Make layers of one kind."""
+        """Make ``count`` layers of one kind, with stacked weights."""
         make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
         return nnx.split_rngs(splits=count)(make)(rngs)
 
@@ -427,11 +435,12 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1, or of a batch
-        with ``advantages`` its `clipped_surrogate`; and the routers' outputs, layer by layer.
+        """Return the cross-entropy of each target, in nats and float32, 0 where the target is -1; and the
+        routers' outputs, layer by layer. For a batch with ``advantages`` return its `clipped_surrogate` in
+        place of cross-entropies.
 
-        Devices that have a block of the vocabulary exchange three numbers per token (the maximum, the sum of
-        exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
+        Where tp cuts the vocabulary, devices reduce three numbers per token: the maximum of its logits, the
+        sum of exponentials, the target's logit. Logits are never gathered (Shoeybi et al. 2019, section 3).
         """
         x, head_vd, aux = self.hidden_and_head(batch, par)
         x = par.move(x, "stream b s d -> vocab b s d")
@@ -440,18 +449,17 @@ class Llama(nnx.Module):
         @jax.named_scope("loss")
         def losses(inputs):
             x_bsd, targets_bs = inputs
-            # `logits_with_rounded_grad` rounds the gradient of the logits to x's dtype before its matmuls. A
-            # TPU rounds as it reads: there, rounding before costs memory and saves no time.
+            # Rounding the gradient of the logits before its matmuls makes these faster, but not on a TPU: its
+            # matmuls round their inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
             sum_exp = lambda par, x: jnp.exp(x).sum(-1)
             total_bs = par.summed(sum_exp, ["vocab b s v"], finish)(logits_bsv)
-            target_bs = par.summed(target_logits, ["vocab b s v", "data b s"], finish)(
-                logits_bsv, targets_bs
-            )
-            return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_bs, 0)
+            of_targets = par.summed(target_logits, ["vocab b s v", "data b s"], finish)
+            target_logit_bs = of_targets(logits_bsv, targets_bs)
+            return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_logit_bs, 0)
 
         losses_bs = par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True)
         return clipped_surrogate(losses_bs, batch) if "advantages" in batch else losses_bs, aux
@@ -466,12 +474,13 @@ class Llama(nnx.Module):
         return self.normed(x, par), head, aux
 
     def normed(self, x: Stream, par: Solo) -> Stream:
-        """Return the last norm, times the scale that logits have."""
+        """Apply the last norm, and multiply by `Variant.logit_scale`."""
         return scaled_by(self.norm(x, par), self.config.variant.logit_scale)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
-        """Look tokens up: each device has a block of the vocabulary, and adds zeros for other tokens."""
+        """Look up the embedding of each token. A device that has a block of the vocabulary contributes zeros
+        for tokens outside it; the arrow sums over devices."""
 
         def look_up(par, embedding_vd, tokens_bs):
             local_bs = tokens_bs - par.index("vocab v") * embedding_vd.shape[0]
@@ -484,22 +493,24 @@ class Llama(nnx.Module):
     def run_blocks(
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
     ) -> tuple[Any, Any]:
-        """Run the blocks in ``loops``, each with what runs it, such as `par.layers`: the stream behind the
-        last one, and the routers' outputs.
+        """Run all blocks: return the stream after the last one, and the routers' outputs. Each of ``loops``
+        is a loop over layers and the function that runs it, such as `par.layers`.
 
-        A loop of ``kinds=(0, 0, 1), times=4`` is a scan of 4 iterations over 12 layers: the next 8 of kind 0,
-        two in each iteration, and the next 4 of kind 1."""
+        A loop of ``kinds=(0, 0, 1), times=4`` has 4 iterations and 12 layers: an iteration runs two layers of
+        kind 0, then one of kind 1. It takes the next 8 weights of the stack of kind 0, and the next 4 of
+        kind 1."""
         blocks, stacks = self.blocks_by_kind(batch, par)
-        outputs, done = list[Any](), Counter[int]()  # of each kind, layers that have run
-        for (kinds, num_times, _), layers in loops:
+        outputs, done = list[Any](), Counter[int]()  # done: for each kind, how many layers have run
+        for (kinds, num_times, _), run_layers in loops:
             counts = Counter(kinds * num_times)
             stack = {k: some_layers(stacks[k], done[k], n) for k, n in counts.items()}
-            places: list[int | None] = [None]
+            # the index of a layer among those of its kind in an iteration; None: an iteration is one layer
+            indices: list[int | None] = [None]
             if len(kinds) > 1:
                 stack = {k: par.periods(w, num_times) for k, w in stack.items()}
-                places = [kinds[:i].count(k) for i, k in enumerate(kinds)]
-            pairs = zip(kinds, places, strict=True)
-            x, aux = layers([in_iteration(blocks[k], k, place) for k, place in pairs], x, stack)
+                indices = [kinds[:i].count(k) for i, k in enumerate(kinds)]
+            pairs = zip(kinds, indices, strict=True)
+            x, aux = run_layers([in_iteration(blocks[k], k, i) for k, i in pairs], x, stack)
             if aux is not None:
                 outputs.append(aux)
             done += counts
@@ -507,17 +518,17 @@ class Llama(nnx.Module):
         return x, jax.tree.map(joined, *outputs) if outputs else None
 
     def blocks_by_kind(self, batch: Batch, par: Solo) -> tuple[list[Callable], list[Tree]]:
-        """Return for each kind of layers its block, a function of the stream and of one layer's weights, and
-        the stack of these weights."""
+        """Return two lists with an item for each kind of layers: its block, a function of the stream and of
+        one layer's weights; and the stacked weights of all its layers."""
         names = "positions", "segments"
         k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
-        # all ids were gathered; those of the queries are a slice of them
+        # the line above gathers the ids of whole rows; those of the queries are a slice of them
         q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
         stacks = [self.blocks[f"{i}"] for i in range(len(self.config.kinds))] or [self.blocks]
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
-            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
+            # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
             is_right_b = attention.as_promised(par, config.mask, *k_ids)
             rope = nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
             return lambda x, w: nnx.merge(graph, w)(x, (*q_ids, *k_ids), rope, par)
@@ -530,35 +541,35 @@ class Llama(nnx.Module):
         self, loss: Float[Array, "b s"], batch: Batch, par: Solo
     ) -> Float[Array, " b"]:
         """Sum the routers' own losses of each row over its tokens that have a target. With tp_sequence the
-        arrow finishes the sum over tp; the sum over sp stays open, as that of the cross-entropies."""
+        arrow finishes the sum over tp. The sum over sp stays unfinished, as that of the cross-entropies."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
 
 
 def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array, "b s"]:
-    """Return -min(r A, clip(r, 0.8, 1.2) A) of each token: A is its advantage, and r its probability over the
-    one with which it was drawn, whose logarithm is in ``logprobs`` (Schulman et al. 2017, eq. 7). Where
-    nothing was drawn both are 0."""
+    """Return -min(r A, clip(r, 0.8, 1.2) A) of each token (PPO, Schulman et al. 2017, eq. 7). A is its
+    advantage, and r = exp(-loss - logprob) the ratio of its probability now to that when it was sampled.
+    ``batch["advantages"]`` and ``batch["logprobs"]`` are 0 for tokens that were not sampled."""
     ratio = jnp.exp(-losses - batch["logprobs"])
     return -jnp.minimum(
         ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]
     )
 
 
-def in_iteration(block: Callable, kind: int, place: int | None) -> Callable:
-    """Return a block that takes its weights from those of an iteration, by kind. Where an iteration runs
-    several layers these are stacked, and its own are at a ``place``."""
-    return lambda x, w: block(x, w[kind] if place is None else at(w[kind], place))
+def in_iteration(block: Callable, kind: int, index: int | None) -> Callable:
+    """Return a block that picks its weights out of those of an iteration, a dict by kind. Where an iteration
+    has several layers, weights of one kind are stacked, and ``index`` is that of this block."""
+    return lambda x, w: block(x, w[kind] if index is None else at(w[kind], index))
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:
-    """Return the weights of so many layers of a stack."""
+    """Return the weights of ``length`` layers of a stack, from the layer ``begin`` on."""
     return jax.tree.map(lambda w: lax.slice_in_dim(w, begin, begin + length), stack)
 
 
 def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Array, "*rows v"]:
-    """Return logits, in float32 whatever is multiplied."""
+    """Return logits in float32, whatever the dtype of ``x`` and ``head``."""
     return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
 
 

@@ -1,29 +1,30 @@
-"""`par`, by which the model's text multiplies, moves and sums: here `Solo`, on one device, and `Manual`,
-inside shard_map; in `llmpar.parallel.partitioned` `Auto`, under XLA's partitioner, and `Explicit`, with
-layouts as types. The text is the same in all four modes, and never names a mesh axis:
+"""The modes ``par``: objects that the model calls to multiply, move and sum. `Solo` runs on one device, and
+`Manual` inside shard_map. `llmpar.parallel.partitioned` has two more: `Auto`, under XLA's partitioner, and
+`Explicit`, under JAX's sharding types. The model's code is the same in all four, and never names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
-             par.beside(f, x, p)       f(x, weight) element by element: adds a bias, multiplies by a scale
-    moves    par.move(x, arrow)        to another region, or from an unfinished sum to a finished one
-             par.max(x, arrow)         the same for a maximum, through which no gradient flows
-             par.ragged(x, …, arrow)   an all-to-all of which each block is sent in part
-    matmuls  par.move_matmul(x, arrow, *ws)   a move, and the matmuls right behind it
-             par.matmul_move(x, w, arrow)     a matmul, and the move right behind it
-    sums     par.summed(f, …, arrow)   a function: f gives each device's term of a sum, the arrow finishes it
+             par.beside(f, x, p)       f(x, weight) elementwise: to add a bias, or to multiply by a scale
+    moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
+             par.max(x, arrow)         the maximum over devices, without a gradient
+             par.ragged(x, …, arrow)   an all-to-all that sends only the first rows of each block
+    matmuls  par.move_matmul(x, arrow, *ws)   a move, then matmuls of what was moved
+             par.matmul_move(x, w, arrow)     a matmul, then a move of its result
+    sums     par.summed(f, …, arrow)   a function: f computes a device's term of a sum, the arrow finishes it
              par.total(x, layout)      the sum over all dims
-    islands  par.local(f, …)           f on a device's own blocks. Inside f moves go by `par.island`;
-                                       par.index(layout) is the number of the device's block of a dim,
-                                       par.parts(layout) of how many, par.axes(layout) the axes that cut it
-    loops    par.layers(fs, x, ws)     over layers; where their kinds alternate (window, full), an iteration
-                                       runs one period, for which par.periods(ws, times) reshapes the weights
-             par.chunked(f, xs, n)     over pieces of a sequence
+    islands  par.local(f, …)           f on a device's own blocks: an *island*, as the body of a shard_map is.
+                                       Inside f the mode is `par.island`. Of a dim, par.index(layout) is the
+                                       index of the device's block, par.parts(layout) the number of blocks,
+                                       and par.axes(layout) the mesh axes that cut it
+    loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
+                                       iteration runs one period; par.periods(ws, times) stacks its weights
+             par.chunked(f, xs, n)     a scan over pieces of a sequence
 
-In `Manual` every move of an arrow becomes a collective or a slice, in a scope of the arrow's text, by which a
-census of the compiled program (`llmpar.inspect.census`) tells what moves for which line of the model.
-Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
-transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce of
-Megatron's operator f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
-transposes right; it stays on.
+`Manual` runs each move of an arrow as a collective or a slice, in a named scope with the arrow's text. By
+that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
+Autodiff writes the backward collectives. All-gather and reduce-scatter are each other's transpose.
+`lax.pcast` types a value as varying over an axis, which is free in the forward pass; its transpose is an
+all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are right only with
+shard_map's check of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from llmpar.plan.plan import Plan, Resolved
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    # in serving an object that keeps keys and values and attends to them (`serve.decode`)
+    # only when serving: an object that stores keys and values, and attends to them (`serve.decode`)
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None):
@@ -65,7 +66,7 @@ class Solo:
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
 
     def move(self, x: Array, arrow: str) -> Array:
-        """Return ``x`` itself: one device has it."""
+        """Return ``x`` itself: on one device nothing moves."""
         return x
 
     def max(self, x: Array, arrow: str) -> Array:
@@ -81,8 +82,8 @@ class Solo:
     def move_matmul(
         self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable] = ()
     ) -> list[Array]:
-        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add their biases. Remat
-        knows the results by the region's name (`OF_REGION`)."""
+        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add their biases. Give
+        the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
         ring = self.ring(arrow, "all-gather")
         results = (
             gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
@@ -93,7 +94,7 @@ class Solo:
             ]
         name = OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
-            return results  # without a name: no chunk's hidden values are saved
+            return results  # without a checkpoint name: the hidden values of chunks are not saved
         return [checkpoint_name(y, name) for y in results]
 
     def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
@@ -102,25 +103,26 @@ class Solo:
         return matmul_scatter(ring, x, weight) if ring else self.move(matmul(x, weight), arrow)
 
     def ring(self, arrow: str, kind: str) -> Ring | None:
-        """Return None: on one device a matmul has no collective beside it."""
+        """Return None: on one device there is no collective to overlap with a matmul."""
         return None
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function that calls ``f(par, …)`` on values with these ``layouts`` (which `Explicit`
-        reads) and moves the result: on each device it is one term of a sum, which the arrow finishes."""
+        """Return a function: it calls ``f(par, …)``, which computes a device's term of a sum, and finishes
+        the sum by the arrow. ``layouts`` are those of the arguments after par; only `Explicit` reads them."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """Sum over all dims of a value with this ``layout``. In `Manual` this is the device's own term."""
+        """Sum over all dims of a value with this ``layout``. `Manual` sums the device's own block only."""
         return x.sum()
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f`` as a function of whole values with these ``layouts``, and a result with that one."""
+        """Return a function that runs ``f`` on each device's own blocks. ``layouts`` are those of its
+        arguments, and ``result`` is that of its result: a layout, or a tree of them."""
         return f
 
     @property
     def island(self) -> "Solo":
-        """The mode inside an island, where a device sees its blocks."""
+        """The mode inside an island (`local`), where a device sees only its own blocks."""
         return self
 
     def index(self, layout: str) -> int | Int[Array, ""]:
@@ -132,39 +134,41 @@ class Solo:
         return self.plan.mesh.along(self.axes(layout))
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim, for an island that must name them."""
+        """Return the mesh axes that cut the layout's one dim, for code in an island that names them."""
         return ()
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
-        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``. An
-        iteration runs all ``blocks``, one after the other, each for one layer. The auxiliary results are
-        stacked in the order of the layers."""
+        """Scan over the leading dim of ``stack``. An iteration calls ``x, aux = block(x, weights)`` for each
+        of ``blocks``, one after the other, and each call is one layer. Return the last x, and the auxiliary
+        results stacked in the order of the layers, or None without any."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
         blocks = [saving(self.plan, block, no_loop) for block in blocks]
         x, outputs = lax.scan(chain(blocks), x, stack, unroll=self.plan.unroll or length)
+        # from one array for each block, by iteration, to one array in the order of the layers
         interleave = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
         if len(outputs) > 1:
             return x, jax.tree.map(interleave, *outputs)
         return x, outputs[0] if outputs else None
 
     def periods(self, stack: Any, times: int) -> Any:
-        """Return the weights of layers with a leading dim for ``times`` periods."""
+        """Reshape weights from ``layers, …`` to ``times, layers / times, …``: a row for each period."""
         return jax.tree.map(lambda w: w.reshape(times, -1, *w.shape[1:]), stack)
 
     def chunked(self, f: Callable, xs: Any, num_chunks: int, recompute: bool = False) -> Any:
-        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join the results, all
-        along dim 1. It bounds the memory of what ``f`` computes of a piece, such as logits.
+        """Cut ``xs`` along dim 1 into ``num_chunks`` pieces, apply ``f`` to one after the other, and join the
+        results along dim 1. So intermediate values of ``f``, such as logits, exist for one piece only.
 
-        A piece is every ``num_chunks``-th position, not a stretch: so each device has an equal part of every
-        piece. The backward pass computes a piece again, but repeats no communication. With ``recompute``
-        that holds of one piece too, unless XLA merges it with the forward pass.
+        A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
+        part of every piece. The backward pass recomputes each piece, but repeats no collectives. With
+        ``recompute`` it also does so for a single piece, unless XLA merges that with the forward pass.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
             f = jax.checkpoint(f, policy=policy, prevent_cse=False)
         if num_chunks == 1:
             return f(xs)
+        # b (s n) … -> n b s …, with n pieces, and back
         cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0)
         join = lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:])
         _, out = lax.scan(lambda _, piece: (None, f(piece)), None, jax.tree.map(cut, xs))
@@ -194,10 +198,14 @@ class Manual(Solo):
         """Return the weight as it is used: gathered from its stored shard (`gather`), or only cast where a
         pipeline has gathered it once for the step.
 
-        The backward pass is the mirror image: reduce-scatter over the axes of ZeRO in the computing dtype.
-        With ``reduce="layer"`` a float32 all-reduce of the shard follows, over every other axis on which the
-        region's values differ: the transpose of `_vary` below. Else `Step` has typed the parameter as varying
-        over these axes before, `_vary` changes nothing, and `Step` sums over them at the end.
+        In the backward pass the transpose of the gather is a reduce-scatter of the gradient over the axes of
+        ZeRO, in the computing dtype. The gradient is also summed over every other axis along which the
+        region's values differ:
+
+        - With ``reduce="layer"``, in the backward pass. `_vary` types the shard as varying over these axes,
+          and the transpose of that is an all-reduce of the shard's gradient in float32.
+        - Else at the end of the step. `Step` has typed the parameter as varying already, `_vary` changes
+          nothing, and `Step` sums the gradient.
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
@@ -216,9 +224,10 @@ class Manual(Solo):
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow. ``invariant``: gathered results are typed as equal on all
-        devices, which they are."""
-        dims = arrow.before.dims or arrow.after.dims  # the layout of a whole value names none
+        """Run the collectives of a physical arrow. ``invariant``: type gathered results as not varying over
+        the gathered axes, since they are equal on all devices along these."""
+        # a layout without dims, Layout(()), fits any value
+        dims = arrow.before.dims or arrow.after.dims
         position = {d.name: i for i, d in enumerate(dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
@@ -237,7 +246,8 @@ class Manual(Solo):
         return x
 
     def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:
-        """Let ``x`` differ along ``axes`` from now on: backward, an all-reduce of its gradient."""
+        """Type ``x`` as varying over ``axes``. The transpose, in the backward pass, is an all-reduce of its
+        gradient over those axes that are new."""
         with scope(text):
             return vary(x, axes)
 
@@ -257,7 +267,8 @@ class Manual(Solo):
         ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
-        # One move, over one axis. A device has b e = 1 n before and n 1 after: a reshape exchanges them.
+        # The arrow is one all-to-all over one axis of n ranks. A device's block has dims b e of sizes 1 n
+        # before it, and n 1 after it (or the other way round), so a reshape swaps them.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
@@ -265,8 +276,9 @@ class Manual(Solo):
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def ring(self, arrow: str, kind: str) -> Ring | None:
-        """Return the ring of an arrow, where the plan has `tp_comm_overlap` and the arrow is a collective of
-        this kind: one block is multiplied while another, or its sum, travels."""
+        """Return the ring that replaces an arrow's collective, or None. A plan with `tp_comm_overlap` has one
+        where the arrow is one collective of this ``kind``: a block is multiplied while another block, or a
+        partial sum, is sent."""
         moves = self.plan.physical(arrow).moves
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
@@ -274,8 +286,8 @@ class Manual(Solo):
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """Return ``f``. On simulated devices the arguments of ``f`` pass a `barrier`, which keeps XLA from
-        moving the collectives of ``f`` out of a loop. Other devices have no barrier: there ``f`` would wait
-        for weights that are still being gathered."""
+        moving the collectives of ``f`` out of a loop. Accelerators get no barrier: it would make all of ``f``
+        wait until its weights are gathered."""
         return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:

@@ -1,28 +1,38 @@
-"""The plan: where each dim is cut in each region. It turns the model's logical arrows into physical ones.
+"""The plan: which mesh axes cut which dims of activations, weights, gradients and optimizer state.
 
-A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it. Its
-mesh axes, such as dp and tp, cut the dims of values, such as b and m (`layout.DIMS` lists the letters). Two
-tables say which axes cut which dim: this one of values, by the part of the model in which they are, and one
-of weights below.
+A plan is frozen data: every choice about parallelism is one of its fields. Dims are letters, such as b for
+the batch (`layout.DIMS`), and mesh axes are words, such as dp (`mesh_shape.AXES`). ``b/dp`` is a dim b cut by
+dp; ``+dp`` is an unfinished sum: each device along dp has one term of it. An *arrow* leads from one such
+layout to another (`llmpar.plan.layout`). The model's code writes *logical* arrows, which name a *region* (a
+part of a layer) and dims. The plan makes *physical* arrows of them, which name mesh axes.
+
+Two tables say which axes cut which dim. The first is of activations in each region. Its last column lists
+the dims that tp cuts:
 
     region      b             s         by tp
     data        dp,fsdp,ep    sp                    token ids, positions, losses
     stream      dp,fsdp,ep    sp[,tp]               the residual stream; tp_sequence cuts its s by tp, too
-    attention   dp,fsdp,ep    sp        n k         inside attention: n query heads, r for each of k KV heads
-    queries     dp,fsdp,ep    sp        k           where queries meet keys
-    keys        dp,fsdp,ep    sp        k           the same for keys
-    ids         dp,fsdp,ep                          positions and documents of all keys
+    attention   dp,fsdp,ep    sp        n k         inside attention: n query heads, k KV heads, n = k r
+    queries     dp,fsdp,ep    sp        k           the queries that go into the attention kernel
+    keys        dp,fsdp,ep    sp        k           the keys and values that go into it
+    ids         dp,fsdp,ep                          positions and documents of all keys of a row
     ffn         dp,fsdp,ep    sp        m           inside the feed-forward
-    experts     dp,fsdp       sp        m           where tokens meet experts: e is cut by ep
-    routing     dp,fsdp       sp                    which token chose which expert, known to all of ep
+    experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
+    routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
-`Plan.context_parallel` changes two rows. Ring: none. Gather: the keys' s is whole. Ulysses: in queries and
-keys s is whole, and k is cut by tp,sp. The layers ``l`` of a weight are cut by pp in every region. Embedding,
-head and last norm have no l: they are whole on every stage, and their gradients are summed over pp, too.
+The rows queries and keys depend on `Plan.context_parallel`:
 
-In one step a weight and its gradient have five layouts. Four arrows lead from one to the next, and move
-something where the two differ; the optimizer updates the weight's ``reduced`` slice:
+    ring       as in the table
+    gather     keys are not cut along s
+    ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
+
+In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
+a replica of them, and their gradients are summed over pp, too.
+
+The second table is of weights. In one step a weight and its gradient have five layouts, and four arrows
+between them. An arrow moves nothing where its two layouts are equal. The optimizer updates the weight's
+``reduced`` slice:
 
     weight     stored -gather-> used
     gradient   unreduced -accumulate-> accumulated -finish-> reduced
@@ -37,25 +47,25 @@ The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are c
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-At the stages 0 to 2 the backward pass leaves each device its own term of the sums +dp +fsdp, and has sent
-nothing of it. Stage 3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that
-gather in the backward pass.
+At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has its own term of the
+gradient, +dp +fsdp. Stage 3 is FSDP: its weights are all-gathered for use, and autodiff transposes that
+all-gather into a reduce-scatter in the backward pass.
 
-Like the devices along fsdp, those along sp, and along ep except for experts, use the same weights on
-different tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp``
-becomes ``d/fsdp,sp``, and one collective over both axes takes the place of one over fsdp (Llama 3 2024,
-section 3.3.2, does so). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep
+Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
+but for the weights of experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``,
+``d/fsdp`` becomes ``d/fsdp,sp``, and one collective over both axes replaces the one over fsdp (as in Llama 3
+2024, section 3.3.2). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep
 d/fsdp,sp m``.
 
-Two axes may be split in an outer and an inner part, which `Plan.resolve` decides by the model's heads. A user
-writes sp=4 all the same; layouts name the parts, ``sp`` being the outer one (`MeshShape.sizes`):
+`Plan.resolve` may split sp or tp into an outer and an inner axis, by the model's numbers of heads. A user
+still writes sp=4. Layouts name both axes, and the outer one keeps the name (`MeshShape.sizes`):
 
-    sp,ul   with ``usp``, of sp=4 such as sp=2 ul=2: the ranks of ul exchange positions for heads, as Ulysses
-            does, and those of sp form a ring. Queries and keys are ``s/sp k/tp,ul``; in the other rows of the
-            table read ``sp,ul`` for sp.
+    sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
+            positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
+            the other rows of the first table have ``sp,ul`` in place of sp.
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
-            and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; in the other
-            rows read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
+            and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
+            have ``tp,kv`` in place of tp. The gradient of a copied weight is one more sum, ``+kv``.
 """
 
 from __future__ import annotations
@@ -85,16 +95,16 @@ class WeightLayouts:
 
     Attributes:
         stored: the weight between steps.
-        used: the weight in a matmul: whole over the axes of ZeRO.
-        unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
-        accumulated: what is added up over microbatches.
+        used: the weight in a matmul: not cut by the axes of ZeRO.
+        unreduced: the gradient of one microbatch after the backward pass, with its unfinished sums.
+        accumulated: the gradient summed over microbatches.
         reduced: the finished gradient, and the optimizer's state.
-        whole: where Muon has whole matrices (`Plan.muon`), from reduced and back; of what is none of its
-            matrices, as reduced.
-        replica_axes: the axes along which devices hold the same block in the backward pass, and compute
-            different terms of its gradient (of other tokens, heads or stages). The sum over them is open in
-            ``unreduced``; with ``reduce="layer"`` the backward pass itself finishes it.
-        gather_wire, reduce_wire: the dtypes in which it is gathered for use, and its gradient summed.
+        whole: the layout in which Muon orthogonalises (`Plan.muon`): each matrix is whole on a device. For a
+            weight that Muon leaves to Adam it equals ``reduced``.
+        replica_axes: the axes along which devices hold the same block of the weight in the backward pass,
+            and compute different terms of its gradient (for different tokens, heads or stages). The sum over
+            them is unfinished in ``unreduced``; with ``reduce="layer"`` the backward pass finishes it.
+        gather_wire, reduce_wire: the dtypes in which the weight is gathered for use, and its gradient summed.
     """
 
     stored: Layout
@@ -117,69 +127,73 @@ class WeightLayouts:
     accumulate = property(
         lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire)
     )
-    # all sums that are still open
+    # an all-reduce or a reduce-scatter over the axes of the sums that are still unfinished
     finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
     # at ZeRO 1 and 2 an all-gather
     restore = property(lambda self: Arrow(self.reduced, self.stored))
-    # of Muon alone: an all-gather and a slice, or two all-to-alls
+    # Muon only: an all-gather, then a slice; or two all-to-alls
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
-    # of workers that train apart: how far they moved the weight
+    # `training.local_steps` only: how far each worker, a rank of dp, moved the weight since the last average
     difference = property(lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one training step is spread over a mesh: what a user asks for. `resolve` makes a `Resolved` of it.
+    """How a training step is sharded over a mesh, as the user writes it. `resolve` returns a `Resolved`.
 
     Attributes:
         mesh: sizes of the six axes; a string is parsed.
-        mode: what writes the collectives: ``manual``, the package, inside shard_map; ``auto``, XLA's
-            partitioner; ``explicit``, XLA by JAX's types, which the package gives to every value.
+        mode: what writes the collectives: ``manual``, this package, inside shard_map; ``auto``, XLA's
+            partitioner, from sharding constraints; ``explicit``, the same, from JAX's sharding types.
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
         zero_axes: the axes over which ZeRO shards weights, gradients and optimizer state that would else be
             replicated. Fewer axes: smaller groups for each gather, but more state on every device.
         tp_sequence: also cut the residual stream's sequence by tp (sequence parallelism, Korthikanti et al.
             2022).
-        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the matmuls
-            between their hops, in place of all-gather before them and reduce-scatter behind (collective
-            matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs.
-        reduce: when gradients are summed over the axes along which devices have equal weights: once, at the
-            ``end`` of the step, however many microbatches there are (at ZeRO 2 over the axes by which it cuts
-            after each microbatch); ``layer`` by layer inside the backward pass; or at the end in flat
-            ``bucket``s.
-        bucket_bytes: a bucket is closed when it has reached this size.
-        microbatches: per step and device; their gradients are summed. In a pipeline they fill it.
+        tp_comm_overlap: with tp_sequence, overlap the communication of tp with its matmuls: rings of
+            permutes, with a matmul between two hops, replace the all-gather before and the reduce-scatter
+            after (collective matmul, Wang et al. 2023). Experts, embedding and head keep these collectives.
+        reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
+            the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
+            microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: at the end, many
+            gradients in one flat array.
+        bucket_bytes: a bucket takes no more gradients once it has this size.
+        microbatches: per step and device; their gradients are summed. A pipeline needs several, so that its
+            stages work at the same time.
         remat: what the backward pass recomputes: ``none``; ``selective``, everything but matmuls and
             attention (Korthikanti et al. 2022, section 5); ``ffn``, also the feed-forward's matmuls, whose
             results are most of the bytes; or the whole ``block``. On CPUs every choice but ``none``
             recomputes the matmuls of experts.
-        reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
-            forward pass and gather them again in the backward pass. False keeps them in between; in a
-            pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
-            float32 and reduce-scattered at its end.
-        dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
+        reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
+            forward pass, and gather them again in the backward pass. False keeps them until the backward
+            pass. In a pipeline False keeps them for the whole step: gradients are accumulated unsharded in
+            float32, and reduce-scattered once at the end.
+        dtype: of matmuls and activations. Master weights and accumulated gradients stay float32.
         gather_dtype: what ZeRO 3 gathers weights in: the ``same`` as dtype, ``bfloat16``, or ``float8``, e4m3
             with a float32 scale for each 32 numbers. Norms and other vectors are gathered as they are.
         reduce_dtype: what gradients' sums travel in: the ``same`` as they are computed in, or ``bfloat16``,
             added up in float32 where they arrive.
-        loss_chunks: pieces of the sequence whose logits exist one after the other.
-        ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
-            2023), each moving by itself; with more than one the backward pass computes its hidden values
-            again instead of keeping them.
-        context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
-            exchange positions for heads (``ulysses``), ``gather`` all keys, or both of the first two
-            (``usp``): heads as far as there are any, among neighbours, and a ring of those groups (Fang and
-            Zhao 2024, unified sequence parallelism).
-        sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
-            work where a row is one document; ``balanced`` does for rows of several, by an order that the
-            loader chooses for each row (`llmpar.training.balance.row_orders`).
+        loss_chunks: number of pieces of the sequence whose logits are computed one after the other, so that
+            only one piece's logits are in memory.
+        ffn_chunks: number of pieces of the sequence that go through a feed-forward one after the other (Liu
+            and Abbeel 2023), with separate collectives. With more than one the backward pass recomputes the
+            hidden values instead of keeping them.
+        context_parallel: how attention sees all keys where sp cuts the sequence. ``ring``: keys are passed
+            from rank to rank. ``ulysses``: an all-to-all cuts heads in place of positions. ``gather``: all
+            keys are all-gathered. ``usp``: groups of neighbouring ranks, as large as the number of heads
+            allows, run Ulysses, and the groups form a ring (unified sequence parallelism, Fang and Zhao
+            2024).
+        sequence_order: which positions each rank of sp has. ``zigzag`` gives all ranks the same work under a
+            causal mask if a row is one document. ``balanced`` does so for rows of several documents, by an
+            order that the loader chooses for each row (`llmpar.training.balance.row_orders`). ``striped``:
+            every sp-th position. ``contiguous``: neighbouring positions, most work for the last rank.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
-        stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
-            recomputes, or the ``residuals``, so that nothing is computed twice. On CPUs ``input`` takes half
-            the memory and no more time: to copy residuals takes as long as to compute them again.
+        stage_saves: what a pipeline stage keeps for its backward pass: its ``input``, and recomputes the
+            rest, or all ``residuals``, and recomputes nothing. On CPUs ``input`` takes half the memory and no
+            more time: copying residuals takes as long as recomputing them.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys, and neither
@@ -190,17 +204,20 @@ class Plan:
             chooses.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN there.
-        dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
-            only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
-        hop: how a ring passes blocks from rank to rank: by a ``permute``; or by an ``exchange``, an
-            all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
-            wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
+        dispatch: the all-to-all that sends tokens to the ranks of ep. ``padded``: of a whole buffer, with its
+            empty slots. ``ragged``: of the full slots only, which XLA lacks for CPUs. ``auto``: ragged on
+            GPUs and TPUs.
+        hop: the collective by which a ring passes blocks from rank to rank: a ``permute``; or an
+            ``exchange``, an all-to-all in which every block but one is zeros. A permute of simulated devices
+            waits for all devices of the mesh, so it would deadlock in a pipeline; an exchange waits for its
+            ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a permute.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
-        muon: how Muon gets whole matrices of what ZeRO and tp cut: ``gather`` gives all to every device, each
-            of which orthogonalises them; ``owner`` gives each device those of some layers, by an all-to-all,
-            and takes them back by another; by ``layer`` ZeRO cuts gradients and the optimizer's state of
-            matrices along layers, so that at stages 1 and 2 only tp exchanges them. ``none``: the optimizer
-            is another, or XLA's partitioner chooses what moves, which nothing predicts.
+        muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: an all-gather gives every
+            device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
+            whole matrices of some layers, and another one returns them. ``layer``: ZeRO cuts gradients and
+            optimizer state of matrices by layers, so that at stages 1 and 2 only tp exchanges matrices.
+            ``none``: for other optimizers. Muon runs too, but XLA's partitioner then chooses its collectives,
+            and they are not predicted.
     """
 
     mesh: Any = MeshShape()  # strings are parsed
@@ -252,20 +269,20 @@ class Plan:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check the plan, and decide what it leaves open. A command does so once, where it begins.
+        """Check the plan, and decide every field that is ``auto``. A command calls it once, at its start.
 
         Fields without effect get their defaults, and `Resolved.notes` says so. Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
-        groups of gcd(sp, a tp rank's heads) ranks exchange heads; the groups form a ring.
+        gcd(sp, heads of a tp rank) ranks run Ulysses together; these groups form a ring.
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
-            devices: ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``. Without them every
-                ``auto`` stays, and a prediction reads it as on accelerators.
+            devices: ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``. None keeps every
+                ``auto``, and predictions then assume accelerators.
             batch_size, seq_len: rows and positions of a step, to check that the mesh cuts them evenly.
 
         Raise ValueError for what the devices cannot do and, with a batch size and a sequence length, for what
-        cannot be cut evenly: with the arithmetic and what would work (`checks`)."""
+        cannot be cut evenly. The message has the arithmetic and what would work (`checks`)."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
         if config is not None:
             given["mesh"] = self._inner_axes(config)
@@ -278,7 +295,7 @@ class Plan:
         return plan._on(devices) if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
-        """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
+        """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads."""
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
         _, heads = config.exchanged_heads(mesh.tp)
@@ -286,28 +303,28 @@ class Plan:
         return dataclasses.replace(mesh, kv=copies, ul=ul)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Put the indices of items, each a key and its bytes, into buckets in order: a bucket has items of
-        one key, and is closed when it has reached `bucket_bytes`."""
-        dealt: dict[Any, list[list[int]]] = {}
+        """Return buckets, each a key and the indices of its items. ``sizes`` has the key and the bytes of
+        each item. Items of one key share buckets, in order; a bucket of `bucket_bytes` takes no more."""
+        by_key: dict[Any, list[list[int]]] = {}
         for i, (key, _) in enumerate(sizes):
-            alike = dealt.setdefault(key, [[]])
-            if sum(sizes[j][1] for j in alike[-1]) >= self.bucket_bytes:
-                alike.append([])
-            alike[-1].append(i)
-        return [(key, members) for key, alike in dealt.items() for members in alike]
+            buckets = by_key.setdefault(key, [[]])
+            if sum(sizes[j][1] for j in buckets[-1]) >= self.bucket_bytes:
+                buckets.append([])
+            buckets[-1].append(i)
+        return [(key, members) for key, buckets in by_key.items() for members in buckets]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Plan):
-    """A plan for one model on one platform: what runs, what is predicted and what is drawn read this one. Its
-    fields are a plan's, decided; without devices each ``auto`` stays.
+    """A plan after `Plan.resolve`, for one model on one platform. Running, predicting and drawing read this
+    class, not `Plan`. No field is ``auto``, unless the plan was resolved without devices.
 
     Attributes:
-        mesh: with the inner parts of its axes.
+        mesh: with the inner axes ``ul`` and ``kv``.
         requested: the plan as the user wrote it.
         model, devices: what it was resolved for; None: for any.
-        unused: the fields that were set and decide nothing, with the reason.
-        on_devices: sentences on what these devices do otherwise than others.
+        unused: the fields that the user set and that have no effect, with the reason.
+        on_devices: notes for the user: what was decided for these devices and would not be for others.
     """
 
     mesh: MeshShape = MeshShape()
@@ -331,7 +348,8 @@ class Resolved(Plan):
 
     @property
     def worker(self) -> Plan:
-        """The plan of one rank of dp, where these train apart (`llmpar.training.local_steps`)."""
+        """The plan of one worker, which is this plan with dp=1. In `llmpar.training.local_steps` each rank of
+        dp is a worker, and trains without the others."""
         mesh = dataclasses.replace(self.requested.mesh, dp=1)
         return dataclasses.replace(self.requested, mesh=mesh)
 
@@ -344,15 +362,16 @@ class Resolved(Plan):
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Region to dim to the axes that cut it."""
+        """For each region and dim the mesh axes that cut it (the first table above). Axes of one device are
+        left out (`MeshShape.live`)."""
         live = self.mesh.live
         b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
         stream = s + tp if self.tp_sequence else s
-        # the axes of sp that exchange positions for heads
+        # the axes that run Ulysses: they cut heads in place of positions
         exchanging = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
         ring = tuple(a for a in s if a not in exchanging)
         keys = () if self.context_parallel == "gather" else ring
-        if self.mesh.kv > 1:  # a device has one KV head: Ulysses cuts the query heads that use it
+        if self.mesh.kv > 1:  # a device has one KV head: Ulysses cuts its query heads r
             k, r = live("tp"), live("kv") + exchanging
         else:
             k, r = tp + exchanging, ()
@@ -370,16 +389,16 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """The axes that cut a dim of the region, in link order: the ranks along them have other values, or
-        other terms of a sum. No axes for the empty name, the region of a physical layout."""
+        """Return the axes that cut some dim of the region, those of slow links first. Along them values of
+        the region differ, or are different terms of a sum. A physical layout has no region: no axes."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
 
     def place(self, layout: Layout | str) -> Layout:
-        """The physical layout of a logical one (``'attention b s d +n'`` becomes ``'b/dp,fsdp s d +tp'``).
+        """Return the physical layout of a logical one: of ``'attention b s d +n'`` ``'b/dp,fsdp s d +tp'``.
 
-        A weight is placed as it is *used*: cut by tp where its dims are, whole over the axes of ZeRO.
+        A weight's result is the layout in which it is *used*: cut by tp, but not by ZeRO.
         """
         layout = parse_layout(layout) if isinstance(layout, str) else layout
         if layout.mesh:
@@ -408,11 +427,11 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # For shard_map, whose types say over which axes a value varies (`parallel.collectives`). Behind
-            # the collectives that is over the axes of the region that it comes from, but for those of a
-            # finished all-reduce. Over the other axes of the new region it is to vary from then on.
-            varies = set(self.varying(logical.before.region)) - summed
-            begin = tuple(a for a in after if a not in varies)
+            # The types of shard_map say over which axes a value varies (`parallel.collectives`). The value
+            # varies over the axes of its old region, until an all-reduce removes some of them. After the
+            # move it varies over all axes of its new region, ``after``: those in ``begin`` are new.
+            still_varying = set(self.varying(logical.before.region)) - summed
+            begin = tuple(a for a in after if a not in still_varying)
             self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
         return self._arrows[arrow]
 
@@ -420,12 +439,12 @@ class Resolved(Plan):
         """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its
         region and dims, such as ``ffn d m``.
 
-        The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only
-        by axes over which the region's values differ: there devices compute different terms of the
-        gradient."""
+        The comments give the values for ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only by
+        axes along which the region's activations differ: along them devices compute different terms of
+        the gradient."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
-        # ZeRO cuts the first of these that a weight has; ep cuts the e of experts
+        # ZeRO cuts the first of these dims that a weight has, but not the e of experts: ep cuts it
         may_cut = "dh" if dims.startswith("experts") else "dhe"
         target = next((x for x in may_cut if x in used.letters), "")  # d
         zero_axes = self.zero_cuts(target) if target else ()
@@ -435,19 +454,21 @@ class Resolved(Plan):
         if self.muon == "layer" and matrix_dims(dims):
             cut = _cut_more(used, "l", zero_axes)
         reduced = cut if self.zero else used  # d/fsdp m/tp
-        in_backward = used if self.gathers == "step" else stored  # what is differentiated: d m/tp
+        # the weight of which autodiff takes the gradient: gathered already if that is done once a step
+        in_backward = used if self.gathers == "step" else stored  # d m/tp
         axes = self.mesh.live("pp") + differ
         replica_axes = tuple(a for a in axes if a not in in_backward.axes)  # dp fsdp
-        open_sums = () if self.reduce == "layer" else replica_axes
-        unreduced = Layout(in_backward.dims, open_sums)  # d m/tp +dp +fsdp
+        sums = () if self.reduce == "layer" else replica_axes
+        unreduced = Layout(in_backward.dims, sums)  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
-            later = tuple(a for a in unreduced.sums if a not in zero_axes)
-            accumulated = Layout(cut.dims, later)  # d/fsdp m/tp +dp
+            unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
+            accumulated = Layout(cut.dims, unfinished)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
-        # embedding, head and routers too, but no biases of heads or experts, which have as many dims
-        others = parse_layout(dims).region in ("vocab", "stream")
-        is_matrix = matrix_dims(dims) or others and len(used.letters.replace("l", "")) > 1
+        # Only matrices travel in these dtypes. `matrix_dims` knows those of blocks; embedding, head and
+        # routers are in these two regions. (Biases of heads and experts have two dims, but are no matrices.)
+        in_region = parse_layout(dims).region in ("vocab", "stream")
+        is_matrix = matrix_dims(dims) or in_region and len(used.letters.replace("l", "")) > 1
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
         wires = (WIRES[name] for name in names)
         return WeightLayouts(
@@ -455,7 +476,8 @@ class Resolved(Plan):
         )
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:
-        """Return where Muon has whole matrices: l and e count them, so what cuts these stays."""
+        """Return the layout `WeightLayouts.whole`. The dims l and e count matrices, so they stay cut. The
+        axes that cut other dims cut l instead, or nothing (``gather``)."""
         if self.muon == "none" or not matrix_dims(dims):
             return reduced
         matrices = Layout(tuple(d if d.name in "le" else Dim(d.name) for d in reduced.dims))
@@ -465,14 +487,15 @@ class Resolved(Plan):
         return _cut_more(matrices, "l", axes)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
-        """The live axes by which ZeRO cuts the dim ``target``; fsdp alone where that is not d."""
+        """Return the axes of more than one device by which ZeRO cuts the dim ``target``: those of `zero_axes`
+        for d, fsdp alone for another dim."""
         axes = self.zero_axes.replace("sp", "sp,ul").split(",")
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
     @property
     def gathers(self) -> Literal["", "block", "step"]:
-        """When weights that are stored in pieces are gathered for use: for each ``block``, as FSDP does, or
-        in a pipeline once a ``step``; empty where they are not."""
+        """When weights that are stored sharded are gathered for use: for each ``block``, as FSDP does, or
+        once a ``step`` (in a pipeline that keeps them); empty if no weight is stored sharded."""
         if self.zero != 3 or not self.zero_cuts():
             return ""
         return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
@@ -481,22 +504,25 @@ class Resolved(Plan):
         """A weight's layout between steps."""
         return self.layouts_of(dims).stored
 
-    # ---------------------------------------------------------------------------------- what else a step asks
+    # --------------------------------------------------------------------------------- weights, layers, order
 
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
+        """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
+        all stages, also those that are empty (`places`)."""
         layouts_of = functools.cache(self.layouts_of)
         layers = [self.mesh.pp * count for count in self.places]
         table = dict[str, tuple[Weight, WeightLayouts]]()
         for path, weight in self.config.weights(layers).items():
             layouts = layouts_of(weight.dims)
-            table[path] = weight if self.config.runs else self._padded(weight, layouts), layouts
+            if not self.config.runs:
+                weight = self._padded(weight, layouts)
+            table[path] = weight, layouts
         return table
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
-        """Round each dim of a weight up to a multiple of the devices that cut it. Models that are planned and
-        do not run are priced so, whatever their sizes."""
+        """Round each dim of a weight up to a multiple of the number of devices that cut it. It is for models
+        that are only planned, never run (`ModelConfig.runs`): sizes that do not divide have a price, too."""
         parts = [self.mesh.along(dim.axes) for dim in layouts.reduced.dims]
         pairs = zip(weight.shape, parts, strict=True)
         shape = tuple(-(-size // n) * n for size, n in pairs)
@@ -504,20 +530,20 @@ class Resolved(Plan):
 
     @functools.cached_property
     def places(self) -> list[int]:
-        """The number of layers of each kind that the stack of a stage has places for, some of which may stay
-        empty (`llmpar.plan.places`); without a pipeline, the number that the model has."""
+        """For each kind of layers, how many of them fit into the stack of one stage. Some of these places may
+        be empty (`llmpar.plan.places`). Without a pipeline it is the model's number of layers."""
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # Each cell, a chunk of a stage, has these places, and a stage has `visits` cells.
+        # The places of one chunk, the same for every chunk. A stage has `visits` chunks.
         kinds = [place.kind for place in places.places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property
     def in_order(self) -> bool:
-        """Whether a device's queries and keys are at the same positions, in rising order. Then the program
-        leaves out the tiles that causality masks, unless keys travel in a ring. (It is not so where keys are
-        gathered: they are those of the whole row, and the queries are a part of it.)"""
+        """Whether a device's queries and keys are the same positions, in rising order. If they are, and keys
+        do not travel in a ring, the program leaves out the tiles that the causal mask hides. (With ``gather``
+        they are not: the keys are the whole row, and the queries a part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -527,8 +553,8 @@ class Resolved(Plan):
         return ring_hops(mask, self.sequence_order, n, seq_len // n)
 
     def order_matters(self, mask: Mask, seq_len: int) -> bool:
-        """Whether the program relies on an order of positions: it leaves out masked blocks, or keys make
-        fewer hops than the n - 1 of a whole ring."""
+        """Whether attention may rely on the order of positions: it may leave out masked tiles without
+        comparing ids, or keys make fewer than the n - 1 hops of a whole ring."""
         n = self.mesh.along(self.regions["keys"]["s"])
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
@@ -536,10 +562,10 @@ class Resolved(Plan):
 
     @property
     def rings(self) -> bool:
-        """Whether blocks travel round a ring of ranks inside a layer."""
+        """Whether a layer has a ring of ranks: for keys, or for matmuls (`tp_comm_overlap`)."""
         return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
 
-    # ------------------------------------------------------------------------------------- how it was decided
+    # ------------------------------------------------------------------------------------- how it is decided
 
     def resolve(
         self,
@@ -548,24 +574,24 @@ class Resolved(Plan):
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Return itself, checked, for the same model and devices; for others resolve the requested plan."""
+        """Check this plan, and return it. For another model or other devices resolve the requested one."""
         if (config, devices) != (self.model, self.devices):
             return self.requested.resolve(config, devices, batch_size, seq_len)
         self.check(batch_size, seq_len)
         return self
 
     def check(self, batch_size: int | None, seq_len: int | None) -> None:
-        """Refuse what cannot be cut evenly; nothing where a size is not known."""
+        """Refuse a plan that cannot cut these sizes evenly. Check nothing if one of them is None."""
         if batch_size is not None and seq_len is not None:
             checks.check_plan(self, batch_size, seq_len)
 
     def _on(self, devices: str) -> Resolved:
-        """Decide what is left to the devices."""
+        """Return the plan with every ``auto`` decided for these devices."""
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), devices) for name in SUITS
         }
         no_flash = self.model is not None and checks.kernels_refused(self.model).get("flash")
-        # portable has tiles that can be chosen, and computes what flash refuses
+        # only portable lets one choose tiles, and it runs the models that flash refuses
         if (self.attention_block or no_flash) and self.attention_kernel == "auto":
             decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
@@ -577,9 +603,11 @@ class Resolved(Plan):
         return dataclasses.replace(self, **decided)
 
     def _on_simulated_stages(self) -> dict[str, Any]:
-        """Return the fields that a pipeline needs on simulated devices, where two things could deadlock. A
-        permute waits for every device of the mesh. And where the backward pass of a stage is cut in two,
-        nothing orders the gathers of experts and those of other weights."""
+        """Return the fields that a pipeline needs on simulated devices. Two things could deadlock there:
+
+        - a permute inside a stage, because it waits for every device of the mesh;
+        - where the backward pass of a stage is split in two, gathers of experts and gathers of other weights:
+          they run over different groups of devices, and nothing orders them."""
         if self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
@@ -594,9 +622,8 @@ class Resolved(Plan):
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        cuts = (
-            self.zero_cuts()
-        )  # experts are gathered over these less ep: over another group of devices
+        # experts are gathered over these axes without ep: over other groups of devices than other weights
+        cuts = self.zero_cuts()
         if split and "ep" in cuts and len(cuts) > 1 and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
@@ -607,17 +634,17 @@ class Resolved(Plan):
 
     @property
     def takes_cudnn(self) -> bool:
-        """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
+        """Whether ``auto`` means cuDNN's attention: it needs no mask, and JAX offers it for this model."""
         return (
             self.requested.attention_kernel == "auto"
             and not self.attention_block
             and self.platform in (None, "gpu")
             and self.dtype == "bfloat16"
-            # no mask is needed: whole documents, in order, and their keys in one place
+            # no mask is needed: whole documents, positions in order, all keys on the device
             and self.documents == "whole"
             and self.in_order
             and not self.regions["keys"].get("s")
-            # JAX has it for such heads and layers
+            # JAX offers cuDNN for these heads and layers
             and self.model is not None
             and fits_cudnn(self.model.head_width, self.devices or "gpu")
             and "cudnn" not in checks.kernels_refused(self.model)
@@ -625,18 +652,18 @@ class Resolved(Plan):
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know, in sentences."""
+        """Sentences for the user: which fields have no effect, and what the devices change."""
         return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence on each ``given`` field that decides nothing and is at its default. `unused` has
-        only fields that were changed."""
+        """Return a sentence for each field of ``given`` that has no effect and is at its default. (`unused`
+        has the fields that were changed.)"""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
     @property
     def effective(self) -> Plan:
-        """The requested plan without the fields that decide nothing."""
+        """The requested plan, with the defaults for all fields that have no effect."""
         defaults = {name: getattr(Plan, name) for name in self.unused}
         return dataclasses.replace(self.requested, **defaults)
 

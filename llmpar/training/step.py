@@ -1,16 +1,16 @@
-"""One training step: gradients under a plan, then the optimizer on whatever share of the state each device
-keeps.
+"""One training step: compute gradients under a plan, then update the sharded optimizer state and weights.
 
-    gather the weights     ZeRO 3: each as the model comes to it (`par.weight`)
-    forward and backward   Manual: in shard_map, collectives by the arrows     Auto: in jit, XLA's choice
-                           Explicit: in jit, collectives by the types that the arrows give
-    reduce the gradients   `plan.WeightLayouts.finish`, for what the backward pass has not summed already
-    clip, update           any Optax optimizer, on global arrays cut as `plan.WeightLayouts` says
-    restore the weights    ZeRO 1 and 2: the updated shards are gathered again
+    gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`)
+    forward and backward   Manual: in shard_map, with the collectives of the arrows
+                           Auto: in jit, with collectives that XLA's partitioner chooses
+                           Explicit: in jit, with collectives by the sharding types that the arrows give
+    reduce the gradients   `plan.WeightLayouts.finish`: the sums that the backward pass has left unfinished
+    clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
+    restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
-`Step.train_step` is this list as code. The optimizer runs on global arrays under jit, so one that looks at
-whole matrices (Adafactor, Muon) stays right when its state is cut; for elementwise ones such as AdamW the
-compiled update holds no collective.
+`Step.train_step` is this list as code. The optimizer runs on global arrays under jit. So an optimizer that
+needs whole matrices (Adafactor, Muon) is right although its state is sharded, and the compiled update of an
+elementwise optimizer such as AdamW has no collective.
 """
 
 import functools
@@ -74,12 +74,13 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: slot i of a kind's stack holds the layer ``layer_orders[kind][i]``, counted among the
-            layers of that kind; an empty slot has the count of these layers, one more than the last index
-            (`places.layer_orders`).
-        abstract_state, abstract_in_model_order: shapes and shardings of the state as stages hold it, and with
-            its layers in the model's order.
-        run: `train_step`, compiled; it checks what it is given, and takes over the state's memory.
+        layer_orders: for each kind of layers, which layer is in which slot of the stacked weights: slot i has
+            the layer ``layer_orders[kind][i]``, counted among the layers of that kind. For an empty slot this
+            number is the count of these layers, so one more than the last (`places.layer_orders`).
+        abstract_state: shapes and shardings of the state, its layers in the order of the pipeline's stages.
+        abstract_in_model_order: the same with layers in the model's order.
+        run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
+            state takes its memory.
     """
 
     def __init__(
@@ -97,13 +98,13 @@ class Step:
             raise ValueError(why)
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
-        # two meshes of the same devices: the optimizer needs automatic axes
+        # two meshes of the same devices: the mode Explicit needs explicit axes, the optimizer automatic ones
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        # from here on only weights with gradients: with LoRA the adapters
+        # the trees below have only weights with gradients: with LoRA these are the adapters
         self.dims = trained(weight_dims(config), config)
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
@@ -134,7 +135,7 @@ class Step:
     # ---------------------------------------------------------------------------------------------- the step
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
-        """Run one step: the list at the head of this file. `run` is this, compiled."""
+        """Run one step: the list at the top of this file. `run` is this function, compiled."""
         trainable = trained(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # gather, forward, backward, reduce
@@ -147,8 +148,8 @@ class Step:
         return State(joined(state.params, trainable), optimizer, state.step + 1), metrics
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Return gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity
-        tests compare."""
+        """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
+        what the parity tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._tokens), (self.reduced, WHOLE)
             return self._on_devices(self._gradients, layouts, results)(params, batch)
@@ -161,9 +162,9 @@ class Step:
         return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Return gradients and metrics: in `Manual` a device's, from its part of the batch and its shards of
-        the weights; else of whole arrays."""
-        params = self._with_open_sums(params)
+        """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
+        other modes they are global arrays."""
+        params = self._with_unfinished_sums(params)
         if self.plan.pipeline and isinstance(self.par, Manual):
             loss, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
@@ -178,7 +179,7 @@ class Step:
         return self._per_token(loss, self._reduce(grads), batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[Loss, Tree]:
-        """Return loss and gradients of a microbatch; at ZeRO 2 gradients are cut before they are added."""
+        """Return loss and gradients of a microbatch. At ZeRO 2 reduce-scatter the gradients."""
 
         def loss(learned: Tree) -> Loss:
             model = nnx.merge(model_graph(self.config), joined(params, learned))
@@ -201,17 +202,18 @@ class Step:
         return jax.tree.map(lambda g: g * scale, grads)
 
     def _update(self, learned: Tree, grads: Tree, state: Tree, metrics: dict) -> tuple[Tree, Tree]:
-        """Return the trained weights, cut as gradients are, and the optimizer's state after an update."""
+        """Return the updated weights, with the layouts of the gradients, and the optimizer's new state."""
         learned = self._constrain(learned)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
-            moved = {"on_matrices": self._on_matrices} if self.plan.muon != "none" else {}
-            updates, state = self.optimizer.update(grads, state, learned, **moved)
+            extra = {"on_matrices": self._on_matrices} if self.plan.muon != "none" else {}
+            updates, state = self.optimizer.update(grads, state, learned, **extra)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
         return self._constrain(updated), state
 
     def _on_matrices(self, f: Callable, tree: Tree) -> Tree:
-        """Return ``f`` of the whole matrices of Muon's leaves, with their dims, cut again as gradients."""
+        """Apply ``f(matrix, dims)`` to the leaves of Muon: move each to a layout in which its matrices are
+        whole (`Plan.muon`), call ``f``, and move the result back to the gradient's layout."""
         par = self.par
         if isinstance(par, Explicit):
             par = Auto(self.plan, self._auto_mesh)
@@ -220,41 +222,41 @@ class Step:
             whole = par.carry_out(x, layouts.assemble, f"momentum {dims}")
             return par.carry_out(f(whole, dims), layouts.take_apart, f"orthogonal {dims}")
 
-        cut = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
-        orthogonal = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
-        return self._on_devices(orthogonal, (cut,), cut)(tree)
+        reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
+        all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
+        return self._on_devices(all_leaves, (reduced,), reduced)(tree)
 
     def _restore(self, learned: Tree) -> Tree:
-        """Move weights from the layout of the update to the stored one: ZeRO 1 and 2 gather."""
+        """Move updated weights from ``reduced`` to their stored layout: an all-gather at ZeRO 1 and 2."""
         stored = trained(self.stored, self.config)
         if self.reduced == stored:
             return learned
         restore = lambda learned: self._carry_out(learned, "restore", "updated", invariant=True)
         return self._on_devices(restore, (self.reduced,), stored)(learned)
 
-    # ---------------------------------------------------------------------------------------------- its parts
+    # --------------------------------------------------------------------------------- the parts of the step
 
     def _carry_out(
         self, tree: Tree, name: str, what: str = "gradient", invariant: bool = False
     ) -> Tree:
-        """Carry out one of the arrows of `WeightLayouts` for each weight or gradient."""
+        """Carry out the arrow ``WeightLayouts.<name>`` for each leaf. ``what`` is for the names of scopes."""
 
         def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
             return self.par.carry_out(x, getattr(layouts, name), f"{what} {dims}", invariant)
 
         return jax.tree.map(one, tree, self.weight_layouts, self.dims)
 
-    def _with_open_sums(self, params: Tree) -> Tree:
-        """Return the weights, with types by which autodiff leaves their gradients as sums that are still open
-        (`WeightLayouts.unreduced`); `_reduce` finishes these later.
+    def _with_unfinished_sums(self, params: Tree) -> Tree:
+        """Return the weights, typed so that autodiff does not sum their gradients over replicas. The sums
+        stay unfinished (`WeightLayouts.unreduced`) until `_reduce`.
 
-        A gradient gets its weight's type. In Manual a weight that is typed as varying over dp has a gradient
-        that differs over dp: each device's own term. Explicit marks the weights for that, with
-        ``reduce="end"`` alone. In Auto XLA decides."""
+        A gradient has its weight's type. In Manual, if a weight is typed as varying over dp, its gradient
+        varies over dp, too: each device has its own term of the sum. In Explicit a mark in the type does the
+        same, only with ``reduce="end"``. In Auto XLA decides when to sum."""
         par = self.par
         if isinstance(par, Manual):
-            differ = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
-            return jax.tree.map(differ, params, weight_dims(self.config))
+            as_varying = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
+            return jax.tree.map(as_varying, params, weight_dims(self.config))
         if not isinstance(par, Explicit) or self.plan.reduce != "end":
             return params
         mark = lambda w, layouts, dims: par.lay(w, layouts.stored, dims, marked=True)
@@ -262,8 +264,8 @@ class Step:
         return joined(params, jax.tree.map(mark, learned, self.weight_layouts, self.dims))
 
     def _zeros(self) -> tuple[Loss, Tree]:
-        """Return loss, routers' counts and gradients of no microbatches: zeros, typed like what will be added
-        to them."""
+        """Return zeros for the sums of loss, routers' counts and gradients over microbatches, typed like the
+        values that will be added to them."""
         config, plan = self.config, self.plan
         loss, counts = jnp.float32(0), None
         if isinstance(self.par, Manual):
@@ -277,16 +279,16 @@ class Step:
         return (loss, counts), jax.tree.map(zero, weights, self.weight_layouts)
 
     def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
-        """Return zeros with this layout, of this shape in all."""
-        if isinstance(self.par, Auto):  # Auto and Explicit read `arrow.after` alone
+        """Return zeros of a global ``shape``, with this layout."""
+        if isinstance(self.par, Auto):  # Auto and Explicit use only the second layout of an arrow
             return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
         zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
         return vary(zeros, layout.axes + layout.sums)
 
     def _in_buckets(self, grads: Tree) -> Tree:
-        """All-reduce the leaves that are summed over the same axes in flat buckets, each closed when it has
-        `Plan.bucket_bytes` (at ZeRO 0 alone, says `checks`): fewer collectives, the same bytes, and the first
-        can leave while the backward pass still runs (Li et al. 2020)."""
+        """All-reduce gradients in flat buckets (Li et al. 2020): fewer collectives, the same bytes, and the
+        first one can run during the backward pass. A bucket has leaves that are summed over the same axes,
+        and takes no more once it has `Plan.bucket_bytes`. `checks` refuses buckets above ZeRO 0."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
         items = [
@@ -302,19 +304,19 @@ class Step:
         return jax.tree.unflatten(tree, leaves)
 
     def _per_token(self, sums: Loss, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Divide summed gradients and loss by the number of tokens that count; return metrics summed over all
-        devices."""
+        """Divide summed gradients and loss by the number of targets that count (not -1). Return the gradients
+        and metrics; metrics are summed over all devices."""
         loss, counts = sums
         tokens = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Auto):
             tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = optax.tree.norm(grads)
-            summed = Arrow(Layout(_ROUTED, self.plan.varying("stream")), Layout(_ROUTED))
+            arrow = Arrow(Layout(_ROUTED, self.plan.varying("stream")), Layout(_ROUTED))
             if counts is not None:
-                counts = self.par.carry_out(counts, summed, "loss, tokens and norm")
+                counts = self.par.carry_out(counts, arrow, "loss, tokens and norm")
         else:
-            # leaves are replicated over different axes, so each is counted once before they are added
+            # leaves are replicated over different axes; `_count_once` keeps one replica of each in the sum
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, counts
             loss, tokens, square, counts = self._sum_over_devices(values)
@@ -332,62 +334,60 @@ class Step:
         return grads, metrics
 
     def _count_once(self, x: Array) -> Array:
-        """Return ``x`` on one of the devices that hold the same value, and 0 on the others: a sum over all
-        devices then counts it once. (Type and value are the same along the axes over which ``x`` does not
-        vary; the first device along these keeps it.)"""
+        """Return ``x`` on one of its replicas and 0 on the others, so that a sum over all devices counts it
+        once. The replicas are along the axes over which ``x`` does not vary; the first of them keeps it."""
         same = tuple(a for a in self._live if a not in varying(x))
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
     def _sum_over_devices(self, values: Tree) -> Tree:
-        """Sum small values in one all-reduce that depends on all of them, and so comes last. All-reduces of
-        single values could run in any order beside the collectives of the model, and devices could disagree
-        about that order."""
+        """Sum small values over all devices in one all-reduce. It depends on all of them, so it runs last.
+        Separate all-reduces could run in any order beside the collectives of the model, and devices could
+        choose different orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
         arrow = Arrow(Layout((), self._live), WHOLE)
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
-        """Return `_update`, for arrays on a mesh of automatic axes: optimizers are not written for explicit
-        types, which the arrays of Explicit have outside."""
+        """Return ``update`` as a function that sees automatic axes. In the mode Explicit arrays have explicit
+        sharding types, for which optimizers are not written."""
         if not isinstance(self.par, Explicit):
             return update
         reduced = jax.tree.map(functools.partial(sharding, self.mesh), self.reduced)
         return jax.sharding.auto_axes(update, out_sharding=(reduced, self.shardings.optimizer))
 
     def _constrain(self, params: Tree) -> Tree:
-        """Return the weights, cut as gradients are."""
+        """Return the weights, constrained to the layouts of the gradients."""
         cut = lambda x, layout: lax.with_sharding_constraint(x, sharding(self._auto_mesh, layout))
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """Return the weights ``after`` an update, with the routers' biases replaced. They follow a rule and
-        no gradient: up by `bias_rate` for an expert with less than the mean load, down for one with more
-        (DeepSeek-V3 2024, section 2.1.2)."""
+        """Return the weights ``after`` an update, with the routers' biases replaced, which have no gradient.
+        The new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean,
+        minus `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
         if experts is None or experts.bias_rate is None or self.config.lora:
             return after
         load_le = metrics["load"]
-        # The sign of mean - load, both times E: whole numbers, whose difference is exact. A mean that is
-        # rounded could give a sign to an expert with just the mean load.
+        # sign(mean - load) = sign(sum - E load): both are whole numbers, so the difference is exact. With a
+        # rounded mean the sign could be wrong for an expert whose load is the mean.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
         kinds = np.array(self.config.routed_kinds)
-        flat, rise = flatten_dict(after, sep="."), experts.bias_rate
+        flat, rate = flatten_dict(after, sep="."), experts.bias_rate
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
-                own_le = direction_le[
-                    kinds == kind
-                ]  # the layers of this kind, in the model's order
+                # the layers of this kind, in the model's order
+                own_le = direction_le[kinds == kind]
                 if not self._is_model_order:
                     own_le = in_order(own_le, self.layer_orders[kind], 0)
-                flat[path] = bias_le + rise * own_le
+                flat[path] = bias_le + rate * own_le
         return unflatten_dict(flat, sep=".")
 
     # --------------------------------------------------------------------------------------------- the state
 
     def _describe_state(self) -> None:
-        """Set the state's shapes and shardings: with its layers as stages hold them, some slots empty
-        (``in_stages``), and in the model's order (``in_model``)."""
+        """Set `layer_orders`, `abstract_state` (``in_stages``: layers in the order of the stages, with empty
+        slots) and `abstract_in_model_order` (``in_model``)."""
         config, plan = self.config, self.plan
         orders = places.layer_orders(plan.pipeline, config.layer_kinds)
         self.layer_orders = [np.array(order) for order in orders]
@@ -412,9 +412,10 @@ class Step:
         """Make a state, each device its own share: the same weights on every mesh.
 
         Args:
-            params: weights to begin with, in the model's order; what this tree lacks is fresh. An array that
-                has the dtype and sharding of ``abstract_in_model_order`` is donated: its memory becomes the
-                state's and the caller's array is deleted, so that no weight exists twice. Others are copied.
+            params: weights to begin with, in the model's order; weights that this tree lacks are
+                initialised. An array that has the dtype and sharding of ``abstract_in_model_order`` is
+                donated: the state takes its memory and the caller's array is deleted, so that no weight
+                exists twice. Other arrays are copied.
         """
         if not 0 <= seed <= _MAX_SEED:
             raise ValueError(f"seed is {seed}; use 0 to {_MAX_SEED:,}")
@@ -434,14 +435,13 @@ class Step:
         return self.from_model_order(compiled(jax.random.key(seed), given), donate=True)
 
     def from_model_order(self, state: State, donate: bool = False) -> State:
-        """Return a state that has its layers in the model's order (a checkpoint's, say) as the pipeline's
-        stages hold it. ``donate``: each leaf is deleted once it is moved, since a state is most of the
+        """Reorder the layers of a state from the model's order, which checkpoints have, to the order of the
+        pipeline's stages. ``donate``: delete each leaf once it is moved, because two states may not fit into
         memory."""
         return self._reorder(state, self.layer_orders, self.abstract_state, donate)
 
     def to_model_order(self, state: State, donate: bool = False) -> State:
-        """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
-        above."""
+        """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
         # The inverse permutations: argsort says at which slot each layer is. Empty slots, whose number is
         # larger than any layer's, come last, and are left out.
@@ -454,7 +454,7 @@ class Step:
         check_alive(state)
         if self._is_model_order:
             return state
-        # the dim that grows with one more layer is the one that counts layers
+        # find the dim of layers in each leaf: the one that is longer in a model with one more layer
         one_more = self._shapes([count + 1 for count in self._counts])
         return reorder(
             state, orders, layer_dims(self.abstract_in_model_order, one_more), like, donate
@@ -475,8 +475,9 @@ class Step:
     def evaluate(self) -> Checked:
         """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of targets):
         forward only, without the routers' own losses. Weights have their stored layouts, and layers in the
-        model's order (`to_model_order`). In a pipeline XLA's partitioner runs it, as in the mode Auto: every
-        stage is sent the others' layers, which may need memory for all of them. Else `Manual` runs it."""
+        model's order (`to_model_order`). With a pipeline or in the mode Auto it runs under XLA's partitioner,
+        else under `Manual`. With a pipeline every stage receives the layers of all others, which may need
+        memory for all of them."""
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
@@ -496,8 +497,8 @@ class Step:
 
 
 def cut_in_microbatches(batch: Batch, count: int) -> Batch:
-    """Give the batch a leading dim of microbatches. Microbatch i has the rows i, i + count, …: so each is cut
-    over devices as the batch is."""
+    """Reshape each array of the batch from ``b …`` to ``count, b / count, …``. Microbatch i has the rows i,
+    i + count, …, so that each is sharded over devices as the batch is."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
 
 
@@ -510,12 +511,13 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_la
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
     """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
 
-    By default XLA keeps one collective in flight: of a ring's two hops one waits for the other, and weights
-    from other hosts wait while a host's experts exchange tokens. With rings 4 are allowed, else 2.
+    Collectives at a time: XLA's default is one. Then one of a ring's two hops waits for the other, and
+    gathers of weights from other hosts wait for the all-to-alls of experts within a host. Allow 4 with rings,
+    else 2.
 
-    By default XLA starts no collective early in a program with a ragged all-to-all, whose time it cannot
-    estimate. There its latency-hiding scheduler is switched on, with the analytical estimator where that does
-    not abort."""
+    Collectives early: in a program with a ragged all-to-all, whose time XLA cannot estimate, its default
+    scheduler starts no collective early. Use the latency-hiding scheduler, with the analytical estimator
+    where that does not abort."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
