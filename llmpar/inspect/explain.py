@@ -413,7 +413,7 @@ _RULES: dict[str, Callable[..., _Known]] = {
     "written": lambda error, text: {"spec": _spec(layout_from_text(text))},
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*spec_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
-    "enclosed": lambda error: _inside(error, "auto_axes.<locals>.decorator"),
+    "enclosed": lambda error: _inside(error, "_auto_axes.<locals>.decorator"),
     "specified": lambda error, *words: _inside(error, "check_pspec"),
     "part": lambda error, *words: _inside(error, "_scatter_update"),
     "scattered": _scattered,
