@@ -147,6 +147,18 @@ def grads(mend):
     return lambda x: jax.grad(lambda w: product(w, x).sum())(2.0)[None]
 
 
+def ruled(mend):
+    """A sum with its own backward rule, whose gradient is made anew."""
+    total = jax.custom_vjp(lambda x: x.sum())
+    total.defvjp(lambda x: (x.sum(), None), lambda _, g: (mend(g * jnp.ones((8, 8))),))
+    return total
+
+
+def explicitly(f):
+    with jax.set_mesh(EXPLICIT):
+        return f(e("d"))
+
+
 turned = lambda mend, to: lambda x, _=None: (mend(reshard(x, to)), None)
 
 
@@ -155,7 +167,7 @@ def constrained(mend, f=lax.with_sharding_constraint):
         return f(jnp.asarray(NUMBERS), P("d"))
 
 
-WITH, WITHOUT = (
+WITH, WITHOUT, CURES = (
     [row.split(" ; ") for row in part.splitlines()[1:]]
     for part in Path(__file__).with_name("explained.txt").read_text().split("\n# ")[1:]
 )
@@ -296,6 +308,7 @@ CURED = {
         jax.jit(gridded(lambda x: within(axis_names={"Y"})(x), axis_names={"X"})),
     ),
 }
+gridded_of = lambda spec: jax.shard_map(lambda x: x, mesh=GRID, in_specs=spec, out_specs=spec)
 AUTOS, ABSTRACT = (AxisType.Auto,) * 2, jax.sharding.AbstractMesh((4, 2), ("X", "Y"))
 on_grid = lambda *cuts, mesh=GRID: NamedSharding(mesh, P(*cuts))
 HALF = jax.make_mesh((4,), ("X",), devices=jax.devices()[:4], axis_types=AUTOS[:1])
@@ -412,6 +425,9 @@ CURED |= {
         lambda: within_auto(out_sharding=P()),
     ),
 }
+
+thunk = lambda text: lambda: eval(text, globals())
+CURED |= {name: (thunk(wrong), says, thunk(cured)) for name, wrong, says, cured in CURES}
 
 
 @pytest.mark.parametrize("wrong, says, cured", CURED.values(), ids=CURED)

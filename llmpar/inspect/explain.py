@@ -134,6 +134,18 @@ def _types(error: BaseException) -> list[Any]:
     return [jax.typeof(x) for x in leaves if isinstance(x, jax.Array)]
 
 
+def _functions(error: BaseException) -> list[str]:
+    """Return the names of JAX's functions in the traceback, the outermost first."""
+    return [frame.f_code.co_qualname for frame in _frames(error, of_jax=True)]
+
+
+def _inside(error: BaseException, name: str) -> _Known:
+    """Return nothing to name; raises where ``name`` is none of JAX's functions in the traceback."""
+    if name not in _functions(error):
+        raise LookupError(name)
+    return {}
+
+
 _RANKS = {
     (2, 2): "ij,jk->ik",
     (3, 2): "bij,jk->bik",
@@ -309,13 +321,47 @@ def _varies(error: BaseException, first: str, before: str, second: str, after: s
     return {"axes": ",".join(names), "names": repr(names), "where": first if b - a else second}
 
 
+def _same_values(given: str, wanted: str) -> None:
+    """Raise where two types differ in shape or dtype."""
+    if len({re.sub(r"@(\w+|\([^)]*\))|\{[^}]*\}", "", text) for text in (given, wanted)}) > 1:
+        raise ValueError("another shape or dtype")
+
+
+def _typed(error: BaseException, given: str, wanted: str) -> _Known:
+    """Return the arrow between types that differ in their cuts alone."""
+    _same_values(given, wanted)
+    return _between(given, wanted)
+
+
+def _marked(error: BaseException, given: str, wanted: str) -> _Known:
+    """Return the axes along which the wanted type varies and the one given does not."""
+    _same_values(given, wanted)
+    names = tuple(sorted({*marked(wanted, "V:")} - {*marked(given, "V:")}))
+    if not names:
+        raise ValueError("nothing is to be marked")
+    return {"axes": ",".join(names), "names": repr(names)}
+
+
 # ------------------------------------------------------------------------- mistakes that are no missing arrow
+
+
+def _scattered(error: BaseException) -> _Known:
+    """Return the name of the function of JAX's, called by the user, that scatters; raises for x.at[…]."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    called = 1 + max(i for i, module in enumerate(modules) if not module.startswith("jax."))
+    if modules[called].endswith("array_methods"):
+        raise LookupError("written by the user")
+    return {"operation": frames[called].f_code.co_name}
 
 
 def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> _Known:
     """Return the sizes next to one that its axes do not divide, and the padding to the larger of them."""
-    if any(frame.f_code.co_name == "_scatter_update" for frame in _frames(error, of_jax=True)):
-        raise LookupError(shape)  # x.at[…].set(…): the size is that of a part
+    scatters = "_scatter_update" in _functions(error)  # x.at[…].set(…): the size is that of a part
+    maps = "_internal_pmap_axis_name" in str(error)
+    inside = any("V:" in str(kind) for kind in _types(error))  # one device's block
+    if scatters or maps or inside:
+        raise LookupError(shape)
     n, more = int(size), -int(size) % int(parts)
     pad = tuple((0, more * (i == int(dim))) for i, _ in enumerate(re.findall(r"\d+", shape)))
     good = " or ".join(str(m) for m in (n + more - int(parts), n + more) if m)
@@ -327,7 +373,7 @@ def _unknown(error: BaseException, *words: str) -> _Known:
     pick = lambda *opens: next((word for word in words if word.startswith(opens)), "")
     axis, spec = next(word for word in words if word.isidentifier()), pick("P(")
     meshes = [kind.sharding.mesh for kind in _types(error)]
-    names = re.findall(r"\w+", pick("(", "{")) or [a for mesh in meshes for a in mesh.axis_names]
+    names = re.findall(r"\w+", pick("(", "{")) or [a for mesh in meshes for a in mesh.manual_axes]
     if axis in names or not names:
         raise LookupError(axis)
     free = {name.lower(): repr(name) for name in names if repr(name) not in spec}
@@ -367,6 +413,12 @@ _RULES: dict[str, Callable[..., _Known]] = {
     "written": lambda error, text: {"spec": _spec(layout_from_text(text))},
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*spec_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
+    "enclosed": lambda error: _inside(error, "_auto_axes.<locals>.decorator"),
+    "specified": lambda error, *words: _inside(error, "check_pspec"),
+    "part": lambda error, *words: _inside(error, "_scatter_update"),
+    "scattered": _scattered,
+    "typed": _typed,
+    "marked": _marked,
     "product": _product,
     "alike": _alike,
     "unsummed": _unsummed,
