@@ -11,6 +11,7 @@ import measured_table
 import pytest
 
 from llmpar.planner import measured
+from llmpar.predict import hardware
 from llmpar.predict.hardware import RATES, Rates
 from llmpar.predict.time import step_time
 
@@ -104,6 +105,23 @@ def test_a_batch_is_cut_into_the_microbatches_that_are_given(tmp_path):
     assert run_of(tmp_path, batch=64, fsdp=8).rows == 8, "as this package and MaxText do where nobody asks"
 
 
+def test_a_machines_memory_and_its_limit_of_power_are_read(tmp_path):
+    """torchtitan's H100s: 2.4 TB/s and 500 W. Memory-bound work is as fast, matmuls by the root of the watts."""
+    usual, own = run_of(tmp_path, fsdp=8).chip, run_of(tmp_path, fsdp=8, power=500, hbm_rate=2400).chip
+    assert own.flops_per_s == pytest.approx(usual.flops_per_s * (500 / 700) ** 0.5)
+    assert own.hbm_bytes_per_s == 2.4e12 and own.usable_hbm_gib == usual.usable_hbm_gib
+    assert run_of(tmp_path, fsdp=8, power=900).chip == usual, "no board has more than its own"
+
+
+def test_a_chip_that_no_run_has_is_like_those_of_its_kind():
+    """The mean in logarithms of the prior and of the kind's rows; a GPU is the prior."""
+    rows = {"v6e": dataclasses.replace(Rates(), matmuls=0.9)}
+    rows["tpu"] = fit_rates.middle([Rates(), rows["v6e"]])
+    assert rows["tpu"].matmuls == pytest.approx((0.7 * 0.9) ** 0.5) and rows["tpu"].half == Rates().half
+    chips = [hardware.chip(name) for name in ("v6e", "v5p", "b200")]
+    assert [fit_rates.expected(c, rows) for c in chips] == [rows["v6e"], rows["tpu"], Rates()]
+
+
 def test_a_row_of_a_sweep_that_cannot_be_read_is_left_out_alone(tmp_path):
     rows = {"columns": ["fsdp", "tp", "ms"], "rows": [[8, 1, 900], [3, 3, 900], [4, 2, 900]]}
     found = measured.against(write(tmp_path / "sweep.json", OWN | {"inputs": RUN, "expected": {}} | rows))
@@ -154,7 +172,7 @@ def test_the_fit_sees_chips_only():
         for c in cases
     ]  # fmt: skip
     assert fit_rates.fit_all(cases, turns=2) == fit_rates.fit_all(renamed, turns=2)
-    assert set(fit_rates.fit_all(cases, turns=1)) == {"b200", "v6e"}
+    assert set(fit_rates.fit_all(cases, turns=1)) == {"b200", "v6e", "tpu"}
 
 
 def test_there_is_one_row_of_rates_for_a_chip_and_each_is_of_this_world():

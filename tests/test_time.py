@@ -219,6 +219,20 @@ def test_a_hidden_collective_costs_what_it_takes_from_computing():
     assert clock.exposed(2.0, 8.0, False) == 2.0
 
 
+def test_what_a_framework_fuses_and_what_its_host_waits_for_is_in_the_step():
+    """Matmuls that add to the sum of microbatches leave no pass over it; a host that waits for each kernel
+    adds a launch's way to the device to each."""
+    plain, blocking = SOFTWARE["megatron-2021"], SOFTWARE["megatron-deepspeed"]
+    steps = {
+        soft.name: step_time(run_of("dp=8", microbatches=4, zero=0, software=soft), EASY).terms
+        for soft in (SOFTWARE["megatron"], plain, blocking)
+    }
+    assert [("accumulation" in terms) for terms in steps.values()] == [False, True, True]
+    kernels = 4 * (32 * (time.FORWARD_KERNELS + time.BACKWARD_KERNELS) + 40)
+    waited = kernels * (EASY.host_s + time.LAUNCH_S)
+    assert steps[blocking.name]["launching"] == pytest.approx(waited)
+
+
 def test_an_exchange_on_a_torus_takes_what_crosses_its_middle():
     """Each of n chips has V bytes for all: on a ring of 4 half of 4 V crosses two places, both ways; 16 x 16
     chips have 16 times as many links there."""
