@@ -106,7 +106,7 @@ def test_a_batch_is_cut_into_the_microbatches_that_are_given(tmp_path):
 
 
 def test_a_machines_memory_and_its_limit_of_power_are_read(tmp_path):
-    """torchtitan's H100s: 2.4 TB/s and 500 W. Memory-bound work is as fast, matmuls by the root of the watts."""
+    """As of torchtitan's H100s. Matmuls go with the root of the watts."""
     usual, own = run_of(tmp_path, fsdp=8).chip, run_of(tmp_path, fsdp=8, power=500, hbm_rate=2400).chip
     assert own.flops_per_s == pytest.approx(usual.flops_per_s * (500 / 700) ** 0.5)
     assert own.hbm_bytes_per_s == 2.4e12 and own.usable_hbm_gib == usual.usable_hbm_gib

@@ -200,9 +200,9 @@ RATES: dict[str, Rates] = {
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
 _TABLE = package_table("predict/chips.toml")
 CLOCK_BY_POWER = 0.5
-"""A limit of power lowers the clock: transistors take C V^2 f, so f goes with the power where the voltage is
-at its least, and with its cube root where it falls as the clock does. Large matmuls of GPUs are limited by
-it at the maker's own limit (H. He, "Strangely, Matrix Multiplications …", 2024); between the two, not fitted."""
+"""A limit of power lowers the clock f: transistors take C V^2 f, so f goes with the power where the voltage V
+is at its least, and with its cube root where V falls as f does. At a maker's own limit it already holds large
+matmuls back (H. He, "Strangely, Matrix Multiplications …", 2024). Between the two; not fitted."""
 POWER_W: dict[str, float] = {
     n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row
 }
