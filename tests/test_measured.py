@@ -32,7 +32,7 @@ def unseen():
 def test_steps_and_memory_are_right_on_the_whole_and_every_published_run_is_accepted(document):
     summary = document["summary"]
     assert summary["runs"] == 591
-    assert summary["step_mean_abs_error"] <= 0.074 and summary["step_median_abs_error"] <= 0.06
+    assert summary["step_mean_abs_error"] <= 0.073 and summary["step_median_abs_error"] <= 0.06
     assert summary["memory_median_abs_error"] <= 0.045 and summary["fits_wrong"] == 0
 
 
@@ -49,7 +49,7 @@ def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
     """Tables of three sources, BLOOM's out-of-memory among them."""
     summary = unseen["summary"]
     assert summary["runs"] == 283 and not unseen["left_out"]
-    assert summary["step_mean_abs_error"] <= 0.083 and summary["step_median_abs_error"] <= 0.051
+    assert summary["step_mean_abs_error"] <= 0.075 and summary["step_median_abs_error"] <= 0.045
     assert summary["memory_median_abs_error"] <= 0.032
     wrong = [row for row in unseen["rows"] if row["error"]["fits"]]
     refused = [row for row in unseen["rows"] if not row["measured"]["fits"]]
@@ -117,7 +117,8 @@ def test_a_chip_that_no_run_has_is_like_those_of_its_kind():
     """The mean in logarithms of the prior and of the kind's rows; a GPU is the prior."""
     rows = {"v6e": dataclasses.replace(Rates(), matmuls=0.9)}
     rows["tpu"] = fit_rates.middle([Rates(), rows["v6e"]])
-    assert rows["tpu"].matmuls == pytest.approx((0.7 * 0.9) ** 0.5) and rows["tpu"].half == Rates().half
+    assert rows["tpu"].matmuls == pytest.approx((0.7 * 0.9) ** 0.5)
+    assert rows["tpu"].half == pytest.approx(Rates().half)
     chips = [hardware.chip(name) for name in ("v6e", "v5p", "b200")]
     assert [fit_rates.expected(c, rows) for c in chips] == [rows["v6e"], rows["tpu"], Rates()]
 
@@ -192,7 +193,7 @@ def test_a_fit_on_half_of_the_sources_predicts_the_other_half():
         for c in cases
         if c.group.startswith("vtrain.multi")
     ]
-    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 16 %"
+    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 10 %"
 
 
 def test_the_table_in_the_docs_is_current(document, unseen, monkeypatch):

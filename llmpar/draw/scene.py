@@ -289,7 +289,7 @@ def rounded(value: float, error: float | None = None) -> float:
 
 
 def banded(text: str, error: float) -> str:
-    """Return a predicted value with its mean error: ``66 s ± 16 %``."""
+    """Return a predicted value with its mean error: ``66 s ± 10 %``."""
     return f"{text} ± {100 * error:.0f} %" if error else text
 
 
