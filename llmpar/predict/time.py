@@ -422,7 +422,7 @@ class Clock:
             forward.add(WEIGHT_LINKS, self.exposed(gather, forward.seconds, soft.overlaps))
             scattered = scatter + gather * run.reshard
             backward.add(WEIGHT_LINKS, self.exposed(scattered, backward.seconds, soft.overlaps))
-        if run.microbatches > 1 and not soft.fuses_sums:
+        if run.microbatches > 1:
             added = ACCUMULATED_BYTES * (shared + experts) / cut
             backward.add("accumulation", added / self.bytes_per_s)
         for part in passes:

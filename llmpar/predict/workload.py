@@ -50,7 +50,6 @@ class Software:
     reduces_late: bool = (
         False  # over dp at the end of the backward pass: a loop gives all gradients there
     )
-    fuses_sums: bool = False  # the matmuls of gradients add to the sum of microbatches themselves
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
