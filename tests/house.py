@@ -41,7 +41,7 @@ BUDGETS = {
     "model": 904,
     "pipeline": 321,
     "training": 2_383,
-    "predict": 2_352,
+    "predict": 2_351,
     "planner": 1_623,
     "draw": 2_648,
     "inspect": 3_032,
@@ -55,7 +55,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 5_872,
-    "statements": 24_579,
+    "statements": 24_578,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
