@@ -48,8 +48,8 @@ LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
 """GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
 LAUNCH_S = 10e-6
 """From a launch to the start of its kernel, which only a host that waits for each kernel sees. NVIDIA shows
-20 us, the launch's call among them, which `Rates.host_s` has (blog on latency in Nsight Systems, 2020).
-Not fitted."""
+20 us (blog on latency in Nsight Systems, 2020) with the launch's call, which `Rates.host_s` has. Half of it
+is assumed, not fitted."""
 ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
