@@ -14,7 +14,6 @@ from pathlib import Path
 import fit_rates
 
 from llmpar.planner.measured import SOURCES, against, read_runs
-from llmpar.predict.hardware import Rates
 from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent
@@ -22,6 +21,7 @@ FILE, UNSEEN, TABLE = HERE / "measured.json", HERE / "published.json", HERE / "m
 HALF = ("vTrain", "dgxc-benchmarking", "torchtitan", "SimuMax", "gpu-recipes")
 """Sources of one half; the others are the other. A chip that only one half has is predicted by the prior."""
 CROSS = "## Fitted on half of the sources, tested on the other"
+ONE = "## Fitted on all sources but one, tested on that one"
 
 
 def source_of(case) -> str:
@@ -30,25 +30,38 @@ def source_of(case) -> str:
 
 
 def cross() -> str:
-    """Fit on each half of the sources, predict the other."""
+    """Fit on each half of the sources, predict the other; then on all but one, predict that one."""
     cases = [case for case in read_runs(FILE)[0] if case.measured["step_s"]]
-    halves = [[c for c in cases if (source_of(c) in HALF) == side] for side in (True, False)]
+    halves = [{word for word in SOURCES if (word in HALF) == side} for side in (False, True)]
+    each = [{word} for word in dict.fromkeys(map(source_of, cases))]
+    first, second = left_out(cases, halves, "the other half"), left_out(cases, each, "the others")
+    return f"{first}\n\n{ONE}\n\n{second.replace('| all |', '| every run |')}"
+
+
+def left_out(cases, groups: list[set[str]], others: str) -> str:
+    """The table of predictions of each group of sources by a fit on all other sources."""
     errors: dict[tuple[str, str], list[float]] = {}
-    for fitted, tested in (halves, halves[::-1]):
-        rates = fit_rates.fit_all(fitted)
+    for group in groups:
+        tested = [case for case in cases if source_of(case) in group]
+        chips = {case.run.chip.name for case in tested}
+        kinds = {case.run.chip.link for case in tested if case.run.chip.link == "torus"}
+        near = [c for c in cases if c.run.chip.name in chips or c.run.chip.link in kinds]
+        rates = fit_rates.fit_all([case for case in near if source_of(case) not in group])
         for case in tested:
-            own = rates.get(case.run.chip.name)
-            error = step_time(case.run, own or Rates()).step_s / case.measured["step_s"] - 1
-            how = "the other half" if own else "the prior alone"
+            own = fit_rates.expected(case.run.chip, rates)
+            error = step_time(case.run, own).step_s / case.measured["step_s"] - 1
+            how = "the prior alone" if own is fit_rates.PRIOR else "chips of its kind"
+            how = others if case.run.chip.name in rates else how
             errors.setdefault((f"{source_of(case)}, {case.run.chip.name}", how), []).append(error)
     lines = ["| source, chip | fitted on | runs | mean abs. error | mean error |", "|---|---|---|---|---|"]
     for (name, how), found in errors.items():
         mean = statistics.mean(map(abs, found))
         lines.append(f"| {name} | {how} | {len(found)} | {mean:.1%} | {statistics.mean(found):+.1%} |")
-    every = [abs(e) for found in errors.values() for e in found]
-    lines.append(
-        f"| all | | {len(every)} | {statistics.mean(every):.1%} | median {statistics.median(every):.1%} |"
-    )
+    rows = [[abs(e) for e in found] for found in errors.values()]
+    every, means = sum(rows, []), [statistics.mean(row) for row in rows]
+    for name, found in (("all", every), ("all, each source once", means)):
+        mean, middle = statistics.mean(found), statistics.median(found)
+        lines.append(f"| {name} | | {len(found)} | {mean:.1%} | median {middle:.1%} |")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ import measured_table
 import pytest
 
 from llmpar.planner import measured
+from llmpar.predict import hardware
 from llmpar.predict.hardware import RATES, Rates
 from llmpar.predict.time import step_time
 
@@ -31,7 +32,7 @@ def unseen():
 def test_steps_and_memory_are_right_on_the_whole_and_every_published_run_is_accepted(document):
     summary = document["summary"]
     assert summary["runs"] == 591
-    assert summary["step_mean_abs_error"] <= 0.074 and summary["step_median_abs_error"] <= 0.06
+    assert summary["step_mean_abs_error"] <= 0.0735 and summary["step_median_abs_error"] <= 0.06
     assert summary["memory_median_abs_error"] <= 0.045 and summary["fits_wrong"] == 0
 
 
@@ -48,7 +49,7 @@ def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
     """Tables of three sources, BLOOM's out-of-memory among them."""
     summary = unseen["summary"]
     assert summary["runs"] == 283 and not unseen["left_out"]
-    assert summary["step_mean_abs_error"] <= 0.083 and summary["step_median_abs_error"] <= 0.051
+    assert summary["step_mean_abs_error"] <= 0.0785 and summary["step_median_abs_error"] <= 0.047
     assert summary["memory_median_abs_error"] <= 0.032
     wrong = [row for row in unseen["rows"] if row["error"]["fits"]]
     refused = [row for row in unseen["rows"] if not row["measured"]["fits"]]
@@ -104,6 +105,24 @@ def test_a_batch_is_cut_into_the_microbatches_that_are_given(tmp_path):
     assert run_of(tmp_path, batch=64, fsdp=8).rows == 8, "as this package and MaxText do where nobody asks"
 
 
+def test_a_machines_memory_and_its_limit_of_power_are_read(tmp_path):
+    """As of torchtitan's H100s. Matmuls go with the root of the watts."""
+    usual, own = run_of(tmp_path, fsdp=8).chip, run_of(tmp_path, fsdp=8, power=500, hbm_rate=2400).chip
+    assert own.flops_per_s == pytest.approx(usual.flops_per_s * (500 / 700) ** 0.5)
+    assert own.hbm_bytes_per_s == 2.4e12 and own.usable_hbm_gib == usual.usable_hbm_gib
+    assert run_of(tmp_path, fsdp=8, power=900).chip == usual, "no board has more than its own"
+
+
+def test_a_chip_that_no_run_has_is_like_those_of_its_kind():
+    """The mean in logarithms of the prior and of the kind's rows; a GPU is the prior."""
+    rows = {"v6e": dataclasses.replace(Rates(), matmuls=0.9)}
+    rows["tpu"] = fit_rates.middle([Rates(), rows["v6e"]])
+    assert rows["tpu"].matmuls == pytest.approx((0.7 * 0.9) ** 0.5)
+    assert rows["tpu"].half == pytest.approx(Rates().half)
+    chips = [hardware.chip(name) for name in ("v6e", "v5p", "b200")]
+    assert [fit_rates.expected(c, rows) for c in chips] == [rows["v6e"], rows["tpu"], Rates()]
+
+
 def test_a_row_of_a_sweep_that_cannot_be_read_is_left_out_alone(tmp_path):
     rows = {"columns": ["fsdp", "tp", "ms"], "rows": [[8, 1, 900], [3, 3, 900], [4, 2, 900]]}
     found = measured.against(write(tmp_path / "sweep.json", OWN | {"inputs": RUN, "expected": {}} | rows))
@@ -154,7 +173,7 @@ def test_the_fit_sees_chips_only():
         for c in cases
     ]  # fmt: skip
     assert fit_rates.fit_all(cases, turns=2) == fit_rates.fit_all(renamed, turns=2)
-    assert set(fit_rates.fit_all(cases, turns=1)) == {"b200", "v6e"}
+    assert set(fit_rates.fit_all(cases, turns=1)) == {"b200", "v6e", "tpu"}
 
 
 def test_there_is_one_row_of_rates_for_a_chip_and_each_is_of_this_world():
@@ -174,7 +193,7 @@ def test_a_fit_on_half_of_the_sources_predicts_the_other_half():
         for c in cases
         if c.group.startswith("vtrain.multi")
     ]
-    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 16 %"
+    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 10 %"
 
 
 def test_the_table_in_the_docs_is_current(document, unseen, monkeypatch):

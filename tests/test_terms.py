@@ -131,7 +131,7 @@ def test_memory_time_and_links_are_explained_by_what_they_are_made_of():
     assert state.filled.startswith("30 B × ") and "before" in sums.what
     assert sums.filled.startswith("2 × 2 B × 70,")
     links = found["weights and gradients on links"]
-    assert "between nodes: 43 % of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
+    assert "between nodes: 42 % of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
 
 
 def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):

@@ -219,6 +219,13 @@ def test_a_hidden_collective_costs_what_it_takes_from_computing():
     assert clock.exposed(2.0, 8.0, False) == 2.0
 
 
+def test_a_host_that_waits_for_each_kernel_waits_for_its_launch():
+    blocking = SOFTWARE["megatron-deepspeed"]
+    terms = step_time(run_of("dp=8", microbatches=4, zero=0, software=blocking), EASY).terms
+    kernels = 4 * (32 * (time.FORWARD_KERNELS + time.BACKWARD_KERNELS) + 40)  # with both ends
+    assert terms["launching"] == pytest.approx(kernels * (EASY.host_s + time.LAUNCH_S))
+
+
 def test_an_exchange_on_a_torus_takes_what_crosses_its_middle():
     """Each of n chips has V bytes for all: on a ring of 4 half of 4 V crosses two places, both ways; 16 x 16
     chips have 16 times as many links there."""

@@ -151,7 +151,8 @@ def _chip(known: dict) -> hardware.Chip:
         raise ValueError("it names no chip; give one, as 'chip': 'h100'")
     row = hardware.chip(str(known["chip"]))
     network = known.get("network") if row.link == "switch" else None
-    return hardware.in_machine(row, network=network, hbm=known.get("hbm"))
+    others = {name: known.get(name) for name in ("hbm", "hbm_rate", "power")}
+    return hardware.in_machine(row, network=network, **others)
 
 
 def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:

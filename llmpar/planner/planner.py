@@ -39,8 +39,9 @@ SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
 ERROR = 0.07
 """By how much a step's time is off in the mean over the published runs that its constants were fitted on."""
-UNSEEN_ERROR = 0.164
-"""The same over runs of a source that was left out of the fit: what a time is worth on another cluster."""
+UNSEEN_ERROR = 0.16
+"""The same over runs of sources that were left out of the fit, each source counted once: what a time is worth
+on another cluster."""
 _NEAR = 1.03
 """A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 _PRICED = 12

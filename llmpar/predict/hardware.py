@@ -199,6 +199,10 @@ RATES: dict[str, Rates] = {
 }
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
 _TABLE = package_table("predict/chips.toml")
+CLOCK_BY_POWER = 0.5
+"""A limit of power lowers the clock f: transistors take C V^2 f, so f goes with the power where the voltage V
+is at its least, and with its cube root where V falls as f does. At a maker's own limit it already holds large
+matmuls back (H. He, "Strangely, Matrix Multiplications …", 2024). Between the two; not fitted."""
 POWER_W: dict[str, float] = {
     n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row
 }
@@ -271,9 +275,12 @@ def in_machine(
     network: float | None = None,
     node_size: int | None = None,
     hbm: float | None = None,
+    hbm_rate: float | None = None,
+    power: float | None = None,
 ) -> Chip:
     """Return a chip as it is in another machine: GB/s that one device sends inside a node and beyond it, one
-    way; devices of a node; GiB of a device that programs may use."""
+    way; devices of a node; GiB of a device that programs may use, and GB/s of its memory; watts of a chip,
+    where they are limited to less than its own (`CLOCK_BY_POWER`)."""
     n = chip.devices_per_chip
     if (node_size or 0) % n:
         raise ValueError(f"a chip of {chip.name} is {n} devices, so no node has {node_size}")
@@ -283,7 +290,10 @@ def in_machine(
         "node_size": (node_size or 0) // n,
         "usable_hbm_gib": hbm,
         "hbm_bytes": (hbm or 0) * GIB * n,
+        "hbm_bytes_per_s": (hbm_rate or 0) * 1e9 * n,
     }
+    if power and (usual := POWER_W.get(chip.family)):
+        row["flops_per_s"] = chip.flops_per_s * min(1.0, power / usual) ** CLOCK_BY_POWER
     return replace(chip, **{name: value for name, value in row.items() if value})
 
 

@@ -46,6 +46,10 @@ OPTIMIZER_BYTES = 30
 """Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
 """GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
+LAUNCH_S = 10e-6
+"""From a launch to the start of its kernel, which only a host that waits for each kernel sees. NVIDIA shows
+20 us (blog on latency in Nsight Systems, 2020) with the launch's call, which `Rates.host_s` has. Half of it
+is assumed, not fitted."""
 ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
@@ -426,7 +430,8 @@ class Clock:
                 part.add(STAGE_LINKS, self.hop())
             if soft.eager:
                 hidden = 0.0 if soft.blocking else part.seconds
-                part.add("launching", max(0.0, part.kernels * self.rates.host_s - hidden))
+                each = self.rates.host_s + LAUNCH_S * soft.blocking
+                part.add("launching", max(0.0, part.kernels * each - hidden))
         return Chunk(forward, backward, shared, experts)
 
 
