@@ -287,7 +287,9 @@ def test_times_and_rates_say_how_far_they_are_off_and_no_digit_more():
     assert [float(x.replace(",", "")) for x in shown.groups()] == few
     assert "% ± 16 % (an estimate)</b>" in reply["panels"]["explain"]["html"]
     low, high = found["step_s_band"]
-    assert low < found["step_s"] < high and high - low == pytest.approx(2 * planner.UNSEEN_ERROR * found["step_s"])
+    assert low < found["step_s"] < high and high - low == pytest.approx(
+        2 * planner.UNSEEN_ERROR * found["step_s"]
+    )
     svg = reply["panels"]["step"]["svg"]
     assert "as far as the estimate is off" in svg
     digits = re.findall(r"\b(\d[\d.]*) (?:s|ms|µs)\b", said["line"] + svg + str(reply["frames"]))

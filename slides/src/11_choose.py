@@ -56,8 +56,8 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # cluster checks memory (`llmpar compile`). The line below a bar is ± 16 %: what is missed on runs of a source that no constant was fitted
 # to, as this one. On sources that were fitted it is 7 %. Plans of one machine share most of the error, so their order is better known.
 #
-# **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 591 published runs, 7.4 % mean and 6.0 % median
-# error; fitted on half of the sources, 16.4 % on the others. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
+# **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 591 published runs, 7.3 % mean and 5.9 % median
+# error; fitted on half of the sources, 16 % on the others, each counted once. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
 # FSDP over all, one row on each, full recomputation: 331 tokens a second and GPU, 24.7 s a step.
 
 # %% [markdown] tags=["slide"] minutes=2
@@ -89,7 +89,7 @@ curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=Tr
 # **Misunderstanding:** that the mesh of training serves best. There, tensor parallelism is for memory; here, it is for latency.
 #
 # **Source:** Pope et al. 2022; Austin et al. 2025, inference chapter. No constant is fitted to serving: of 15 published runs of an
-# engine half are within 16 % of these formulas.
+# engine half are within 12 % of these formulas.
 
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Choosing"
 # ## Rules of thumb, beside the planner
