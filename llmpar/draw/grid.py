@@ -1,7 +1,9 @@
 """Draw the tensor, and what moves: which block each device holds, and a collective round by round.
 
-A device is a small matrix, the whole tensor, with the block that it holds inked. Rows and columns of devices
-are mesh axes. Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of `layer_segments`.
+Up to `MOST_APART` devices, and of more while something moves, a device is a small matrix, the whole tensor,
+with the block that it holds inked; rows and columns of devices are mesh axes. At rest the tensor on more
+devices is drawn once (`one_tensor`). Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of
+`layer_segments`.
 """
 
 import json
@@ -13,8 +15,9 @@ from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
+from llmpar.draw.one_tensor import axis_line, one_tensor
 from llmpar.draw.scene import (
-    LIGHT,
+    MOVING,
     PLAIN_EM,
     SMALL,
     Group,
@@ -23,6 +26,7 @@ from llmpar.draw.scene import (
     Rect,
     Scene,
     Text,
+    bounds,
     compose,
     legend,
     pixels,
@@ -37,8 +41,9 @@ from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
-MOST_CELLS = 64
-"""The most devices that are drawn one by one; above, cells stand for blocks of them."""
+MOST_APART, MOST_CELLS = 8, 64
+"""The most devices that are drawn at rest, each with its tensor, and the most cells: above, they stand for
+blocks of devices."""
 COLUMN, _BESIDE, GRID_MARGIN, GAP = 560, 400, 4, 4
 """The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
 _RING_WORDS = {
@@ -49,11 +54,6 @@ _RING_WORDS = {
     "collective-permute": "each sends to the next",
 }
 """What the devices of a group do, by kind of collective."""
-
-
-def axis_line(axis: str) -> str:
-    """Return the role of an axis' words; of one that is no mesh axis, that of all words."""
-    return f"{axis}-line" if f"{axis}-line" in LIGHT else "ink"
 
 
 @dataclass
@@ -344,9 +344,10 @@ def tensor_grid(
 ) -> Scene:  # fmt: skip
     """Draw which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
 
-    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above
-    `MOST_CELLS` devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with
-    those near it below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them;
+    Up to `MOST_APART` devices each is the whole tensor with its block inked in the colour of the role
+    ``fill``. The tensor on more is drawn once (`one_tensor`), unless it cannot be cut evenly; the devices are
+    drawn while something moves, above `MOST_CELLS` a cell for a block of them, and those near the chosen
+    ``device`` below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them;
     ``node`` counts the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer
     there is a frame for each (`frames`). Bytes are those of elements of ``itemsize``.
     """
@@ -359,10 +360,11 @@ def tensor_grid(
     aside, odd = cut[:-2], [i for i in cut if shape[i] % counts[i]]
     cutting, whole = [a for dim in dims for a in dim.axes], math.prod(shape) * itemsize
 
-    def holds(at: dict[str, int]) -> str:
-        block = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
-        if block is None:
+    def holds(first: dict[str, int], last: dict[str, int]) -> str:
+        ends = [None if odd else slices(Layout(tuple(dims)), shape, sizes, at) for at in (first, last)]
+        if ends[0] is None or ends[1] is None:
             return f"no even part: {dims[odd[0]].name} = {shape[odd[0]]} cannot be cut into {counts[odd[0]]}"
+        block = [(low, high) for (low, _), (_, high) in zip(*ends, strict=True)]
         words = ", ".join(f"{dims[i].name} {block[i][0]}:{block[i][1]}" for i in cut) or "all of it"
         return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
 
@@ -379,25 +381,45 @@ def tensor_grid(
 
     def drawn(part: Cells) -> list:
         same = part.alike(device, [axis for axis in sizes if axis not in cutting])
-        tip = lambda device: holds(coordinates(sizes, sizes, device))
-        return inked(part, device, same, ink, tip)
+        return inked(part, device, same, ink, lambda i: holds(*[coordinates(sizes, sizes, i)] * 2))
 
     parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
     sides = " down, ".join(dims[i].name for i in shown)
-    notes = [
-        f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.",
+    own = [
+        f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at, at)}.",
         f"{count_noun(copies, 'device')} hold the same." if copies > 1 else "",
+    ]
+    notes = [
+        *own,
         f"Each cell is the whole tensor, {sides} across." if shown else "",
         *(f"The bar at its left is {dims[i].name}." for i in aside[:1]),
         *apart_words(parts),
         f"Dashed: nodes of {node} devices." if any(part.per for part in parts) else "",
     ]
-    placed = stack([drawn(part) for part in parts], 16)
-    moving = _moving(placed, parts, sizes, device, segments or [])
-    text, title = " ".join(filter(None, notes)), f"{name or layout}: who holds what"
-    blocks = [[*placed, *moving], _captions(segments or [])]
-    return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
+    text, rest, title = _words(notes), own[0], f"{name or layout}: who holds what"
+    once, segments = n > MOST_APART and not odd, segments or []
+    placed = stack([drawn(part) for part in parts], 16) if segments or not once else []
+    moving = _moving(placed, parts, sizes, device, segments)
+    if not once:
+        blocks = [[*placed, *moving], _captions(segments)]
+        return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
+    rows, columns = [dims[i] for i in (*aside, *shown[:-1])], [dims[i] for i in shown[-1:]]
+    wide, high = COLUMN - 2 * GRID_MARGIN, bounds(placed)[3] or 160.0 * (len(shown) > 1)
+    tensor, seen = one_tensor(rows, columns, sizes, node, device, fill, wide, high, holds)
+    if not segments:
+        return compose(title, [tensor], f"{seen} {rest}", [f"{seen} {rest}"], GRID_MARGIN, COLUMN)
+    blocks = [
+        [Group(tuple(placed), frame=MOVING), *moving, Group(tuple(tensor), frame=0)],
+        _captions(segments, seen),
+        [_lines(rest, "soft", 0), _lines(text, "soft", MOVING)],
+    ]
+    said = f"{seen} {rest}\nWhile it moves: {_words(notes[2:])}"
+    return compose(title, blocks, said, [], GRID_MARGIN, COLUMN)
+
+
+def _words(notes: list[str]) -> str:
+    return " ".join(filter(None, notes))
 
 
 def _moving(
@@ -413,14 +435,18 @@ def _moving(
     return out
 
 
-def _captions(segments: list[Segment]) -> list[Group]:
-    """Return what each frame shows, in words."""
-    letters, out = int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2, []
-    for k, frame in enumerate(frames(segments)):
-        lines = enumerate(textwrap.wrap(frame["text"], letters))
-        texts = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in lines]
-        out.append(Group(tuple(texts), frame=k))
-    return out
+def _captions(segments: list[Segment], rest: str = "") -> list[Group]:
+    """Return what each frame shows, in words; at rest, if not its usual ones, those given."""
+    texts = [frame["text"] for frame in frames(segments)]
+    return [_lines(rest if rest and not k else text, "ink", k) for k, text in enumerate(texts)]
+
+
+def _lines(text: str, fill: str, frame: int) -> Group:
+    """Return a text of a frame in lines as wide as the column."""
+    lines = textwrap.wrap(text, int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2)
+    apart = 1.3 * pixels(SMALL)
+    items = [small_text(0, apart * i, line, "start", fill) for i, line in enumerate(lines)]
+    return Group(tuple(items), frame=frame)
 
 
 def segment_words(segment: Segment) -> str:

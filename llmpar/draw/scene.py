@@ -39,11 +39,40 @@ OTHERS = ("other1", "other2", "other3", "other4", "other5")
 """Colours for what has no role: the devices of a slide, the curves of a figure."""
 
 
+STATE = ("weights", "moments", "gradients", "activations", "batch")
+SHADES = 8
+"""The roles of what a device holds, and how many shades each has: to ``weights-8``, which is its own."""
+
+
+def _channels(color: str) -> list[float]:
+    return [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+def _shades(role: str) -> dict[str, str]:
+    """Return the shades of a role: from a paler colour to its own, of a pale role from a darker one."""
+    own, out = _channels(LIGHT[role]), {}
+    far = [0.5 * x for x in own] if own[1] > 0.7 else [0.2 * x + 0.8 for x in own]
+    for k in range(SHADES):
+        mixed = [a + (b - a) * k / (SHADES - 1) for a, b in zip(far, own, strict=True)]
+        out[f"{role}-{k + 1}"] = "#" + "".join(f"{round(255 * x):02X}" for x in mixed)
+    return out
+
+
+for _role in STATE:
+    LIGHT |= _shades(_role)
+    DARK |= _shades(_role)
+
+
+@functools.cache
 def text_color_on(fill: str) -> str:
-    """Return the role of text that is legible on a fill."""
+    """Return the role of text that is legible on a fill: ink on paper, else white or black, whichever has
+    more contrast (WCAG 2.1, relative luminance)."""
     if fill in ("", "paper", "cell") or fill.endswith("-ground"):
         return "ink"
-    return "white" if fill in ("pp", "sp", "dp", "weights", "batch", "other5") else "black"
+    channels = _channels(LIGHT[fill])
+    linear = [x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if (luminance + 0.05) ** 2 < 1.05 * 0.05 else "black"
 
 
 @contextmanager
@@ -61,6 +90,7 @@ def pixels(size: float | str) -> float:
     return _type_scale.get()[size] if isinstance(size, str) else size
 
 
+MOVING = -2
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Items = list[Any]  # rectangles, texts, lines and groups
 
@@ -147,7 +177,7 @@ class Line(_Item):
 @dataclass(frozen=True)
 class Group:
     """Items moved together. Those of a ``frame`` are an instant of what moves: a still picture shows frame 0,
-    an explorer one after the other; -1 is there all the time."""
+    an explorer one after the other; -1 is there all the time, and `MOVING` in all frames but 0."""
 
     items: tuple
     dx: float = 0
@@ -165,7 +195,7 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
     out: list = []
     for item in items:
         if isinstance(item, Group):
-            inside = item.frame if frame < 0 else frame
+            inside = item.frame if frame == -1 else frame
             out += flatten(item.items, dx + item.dx, dy + item.dy, inside)
             continue
         at = (
@@ -175,7 +205,7 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
         )
         placed = object.__new__(type(item))  # several times as quick as `dataclasses.replace`
         vars(placed).update(vars(item), **(at or {"x": item.x + dx, "y": item.y + dy}))
-        if frame >= 0:
+        if frame != -1:
             vars(placed)["frame"] = frame
         out.append(placed)
     return out
@@ -492,11 +522,13 @@ def to_svg(scene: Scene, live: bool = False) -> str:
     items = [item for item in flatten(scene.items) if live or not item.live]
     for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
         if item.frame != frame:
-            hidden = ' display="none"' * (item.frame > 0)
-            elements.append("</g>" * (frame >= 0) + f'<g data-frame="{item.frame}"{hidden}>')
+            elements += ["</g>"] * (frame != -1)
             frame = item.frame
+            hidden = ' display="none"' * (frame != 0)
+            name = "moving" if frame == MOVING else frame
+            elements += [f'<g data-frame="{name}"{hidden}>'] * (frame != -1)
         elements.append(write[type(item)](item))
-    elements += ["</g>"] * (frame >= 0)
+    elements += ["</g>"] * (frame != -1)
     w, h = _n(scene.width), _n(scene.height)
     role = "group" if any(isinstance(item, Rect) and item.acts for item in items) else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
@@ -532,7 +564,7 @@ def to_png(scene: Scene, software: str = "") -> bytes:
     )
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
-    still = (item for item in flatten(scene.items) if item.frame <= 0 and not item.live)
+    still = (item for item in flatten(scene.items) if item.frame in (-1, 0) and not item.live)
     for z, item in enumerate(still):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
