@@ -39,40 +39,11 @@ OTHERS = ("other1", "other2", "other3", "other4", "other5")
 """Colours for what has no role: the devices of a slide, the curves of a figure."""
 
 
-STATE = ("weights", "moments", "gradients", "activations", "batch")
-SHADES = 8
-"""The roles of what a device holds, and how many shades each has: to ``weights-8``, which is its own."""
-
-
-def _channels(color: str) -> list[float]:
-    return [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-
-
-def _shades(role: str) -> dict[str, str]:
-    """Return the shades of a role: from a paler colour to its own, of a pale role from a darker one."""
-    own, out = _channels(LIGHT[role]), {}
-    far = [0.5 * x for x in own] if own[1] > 0.7 else [0.2 * x + 0.8 for x in own]
-    for k in range(SHADES):
-        mixed = [a + (b - a) * k / (SHADES - 1) for a, b in zip(far, own, strict=True)]
-        out[f"{role}-{k + 1}"] = "#" + "".join(f"{round(255 * x):02X}" for x in mixed)
-    return out
-
-
-for _role in STATE:
-    LIGHT |= _shades(_role)
-    DARK |= _shades(_role)
-
-
-@functools.cache
 def text_color_on(fill: str) -> str:
-    """Return the role of text that is legible on a fill: ink on paper, else white or black, whichever has
-    more contrast (WCAG 2.1, relative luminance)."""
+    """Return the role of text that is legible on a fill."""
     if fill in ("", "paper", "cell") or fill.endswith("-ground"):
         return "ink"
-    channels = _channels(LIGHT[fill])
-    linear = [x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "white" if (luminance + 0.05) ** 2 < 1.05 * 0.05 else "black"
+    return "white" if fill in COLOURS["white_on"] else "black"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import math
 
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
-from llmpar.draw.one_tensor import axis_line
+from llmpar.draw.grid import axis_line
 from llmpar.draw.scene import (
     BODY,
     OTHERS,
