@@ -43,7 +43,7 @@ BUDGETS = {
     "training": 2_523,
     "predict": 2_361,
     "planner": 1_623,
-    "draw": 2_644,
+    "draw": 2_714,
     "inspect": 3_068,
     "explore": 1_561,
     "serve": 819,
@@ -55,7 +55,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_022,
-    "statements": 24_842,
+    "statements": 24_912,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

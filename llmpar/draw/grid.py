@@ -452,8 +452,7 @@ def one_tensor(
         for dims in (rows, columns, rows[-1:])
     )
     n, cut, apart = math.prod(sizes.values()), down | across, strides(sizes, sizes)
-    widest = text_width(str(n - 1), SMALL) + 8
-    steps = _merged(down, 16 if len(rows) > 1 else 25) | _merged(across, min(16, int(450 / widest)))
+    steps = _merged(down, 16 if len(rows) > 1 else 25) | _merged(across, min(16, int(450 / (text_width(str(n - 1), SMALL) + 8))))
     count = lambda axes: math.prod(math.ceil(cut[axis] / steps[axis]) for axis in axes)
     c, high = count(across), min(352.0, max(high, 34.0 * count(down)))
     cells = Cells(cut, 1, count(cut), 1, 0, high, high, None, c, steps, c * count(inner))
