@@ -15,7 +15,6 @@ from llmpar.draw.scene import MOVING, Line, Rect, Text, flatten, to_svg
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import AXES
 
-
 STILL = [one for one in layer_of("dp=2") if not one.axes][:1]
 """A layer in which nothing is sent: while it is computed, devices are drawn one by one."""
 
@@ -110,12 +109,13 @@ def test_blocks_tile_the_one_tensor_and_name_the_first_device_that_holds_them(si
     assert starts == sorted(starts) and [(r.y, r.x) for _, r in blocks] == sorted(
         (r.y, r.x) for _, r in blocks
     )
+    counts = []
     for low, long in (("x", "w"), ("y", "h")):
         lines = sorted({(round(getattr(r, low), 3), round(getattr(r, long), 3)) for _, r in blocks})
         gaps = {round(b - a - wide, 2) for (a, wide), (b, _) in zip(lines, lines[1:], strict=False)}
         assert gaps <= ({0, 8} if low == "y" and len(layout.dims) > 2 else {0}) and len(lines) <= 25
-        across, down = (len(lines), 1) if low == "x" else (across, len(lines))
-    assert across * down == len(blocks)
+        counts.append(len(lines))
+    assert math.prod(counts) == len(blocks)
     # The chosen device's own block: inside the block that holds it, as large as its share.
     (mine,) = [rect for k, (_, rect) in enumerate(blocks) if device in held[k]]
     outline = [i for i in flatten(scene.items) if isinstance(i, Rect) and i.frame == 0 and i.stroke == "ink"][

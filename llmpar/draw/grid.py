@@ -452,10 +452,11 @@ def one_tensor(
         for dims in (rows, columns, rows[-1:])
     )
     n, cut, apart = math.prod(sizes.values()), down | across, strides(sizes, sizes)
-    steps = _merged(down, 16 if len(rows) > 1 else 25) | _merged(across, min(16, int(450 / (text_width(str(n - 1), SMALL) + 8))))
+    most = 16 if len(rows) > 1 else 25, min(16, int(450 / (text_width(str(n - 1), SMALL) + 8)))
+    steps = _merged(down, most[0]) | _merged(across, most[1])
     count = lambda axes: math.prod(math.ceil(cut[axis] / steps[axis]) for axis in axes)
-    c, high = count(across), min(352.0, max(high, 34.0 * count(down)))
-    cells = Cells(cut, 1, count(cut), 1, 0, high, high, None, c, steps, c * count(inner))
+    c, tall = count(across), min(352.0, max(high, 34.0 * count(down)))
+    cells = Cells(cut, 1, count(cut), 1, 0, tall, tall, None, c, steps, c * count(inner))
     several, copies = math.prod(steps.values()), n // math.prod(cut.values())
     forms = ["{0}, {1}" if several == 2 else "{0} … {1}", "{0} …"]
     forms = forms if several > 1 else ["{0} × {2}"] * (copies > 1)
@@ -536,8 +537,9 @@ def _captions(segments: list[Segment]) -> list[Group]:
 def _lines(text: str, fill: str, frame: int, top: float = 0) -> Group:
     """Return a text of a frame in lines as wide as the column."""
     lines = textwrap.wrap(text, int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2)
-    apart = 1.3 * pixels(SMALL)
-    items = [small_text(0, apart * i, line, "start", fill) for i, line in enumerate(lines)]
+    items = [
+        small_text(0, 1.3 * pixels(SMALL) * i, line, "start", fill) for i, line in enumerate(lines)
+    ]
     return Group(tuple(items), dy=top, frame=frame)
 
 
