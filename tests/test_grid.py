@@ -89,7 +89,7 @@ def test_blocks_tile_the_one_tensor_and_name_the_first_device_that_holds_them(si
     scene = draw.tensor_grid(layout, shape, sizes, 8, device := n // 3, segments=STILL)
     blocks, held = cells_of(scene, [0]), dict[int, list]()
     spans = [
-        {name: (int(a), int(b)) for name, a, b in SLICE.findall(r.tip.split("): ")[1])} for _, r in blocks
+        {name: (int(a), int(b)) for name, a, b in SLICE.findall(r.tip.split(": ")[1])} for _, r in blocks
     ]
     for at in range(n):
         own = geometry.slices(layout, shape, sizes, geometry.coordinates(sizes, order, at))

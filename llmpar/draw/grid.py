@@ -458,6 +458,7 @@ def one_tensor(
     c, tall = count(across), min(352.0, max(high, 34.0 * count(down)))
     cells = Cells(cut, 1, count(cut), 1, 0, tall, tall, None, c, steps, c * count(inner))
     several, copies = math.prod(steps.values()), n // math.prod(cut.values())
+    uneven = " or fewer" * any(cut[axis] % steps[axis] for axis in cut)
     forms = ["{0}, {1}" if several == 2 else "{0} … {1}", "{0} …"]
     forms = forms if several > 1 else ["{0} × {2}"] * (copies > 1)
     fits = lambda form: text_width(form.format(n - 1, n - 1, copies), SMALL) <= cells.w - 4
@@ -478,14 +479,14 @@ def one_tensor(
         inside, num = {a: at[a] - first[a] for a in cut}, math.prod(lengths.values())
         text = form.format(owner(first), owner(last), copies)
         if all(0 <= inside[a] < lengths[a] for a in cut):
-            own, text = _outlined(box, across, down, lengths, inside), text * (num == 1)
+            name = text if num == 1 else str(device)
+            own, text = _outlined(box, across, down, lengths, inside, name, shade), ""
         who = f"device {owner(first)}" + f" and {copies - 1} more" * (copies > 1)
-        tip = f"{who} ({cells.where(i)}): {holds(first, last)}"
+        tip = who + f" ({cells.where(i)})" * bool(cut) + f": {holds(first, last)}"
         tip = f"{num} blocks, the first of {tip} each" if num > 1 else tip
-        middle = box[0] + cells.w / 2, box[1] + cells.h / 2
         items += [
             Rect(*box, shade, "edge", 0.75),
-            *fitting_text(*middle, cells.w, text, on=shade),
+            *fitting_text(box[0] + cells.w / 2, box[1] + cells.h / 2, cells.w, text, on=shade),
             Rect(*box, tip=tip, act=json.dumps({"device": owner(first)})),
         ]
     sides = [*((dim, "down") for dim in rows), *((dim, "across") for dim in columns)]
@@ -496,24 +497,28 @@ def one_tensor(
         "Each block" if cut else "All of it",
         [a for a in sizes if a not in cut and sizes[a] > 1],
     )
-    many = "up to " * any(cut[axis] % steps[axis] for axis in cut) + str(several)
     seen = [
         f"One tensor, {'cut' if cut else 'not cut'}: {', '.join(words)}." * bool(words),
-        f"A cell is {many} blocks, with their first devices." * (several > 1),
+        f"A cell is {several} blocks{uneven}, with their first devices." * (several > 1),
         f"{whole} is on {copies:,} devices, copies along {', '.join(along)}." * (copies > 1),
         f"Shade: node {'of the first one' if several > 1 else f'({node} devices)'}." * (shades > 0),
     ]
     return items + own, " ".join(filter(None, seen))
 
 
-def _outlined(box, across, down, lengths: dict[str, int], inside: dict[str, int]) -> list:
-    """Return the outline of one of the blocks in a box, which is seen on every shade."""
+def _outlined(
+    box, across, down, lengths: dict[str, int], inside: dict[str, int], name: str, shade: str
+) -> list:
+    """Return the outline of one of the blocks in a box, which is seen on every shade, and its name."""
     spans, places = [], Layout((Dim("", (*across,)), Dim("", (*down,))))
     for axes, i, k in zip((across, down), block(places, lengths, inside), (0, 1), strict=True):
         num = math.prod(lengths[axis] for axis in axes)
         spans.append((box[k] + box[k + 2] * i / num, max(2.5, box[k + 2] / num)))
     (x, w), (y, h) = spans
-    return [Rect(x, y, w, h, "", stroke, width) for stroke, width in (("paper", 5.5), ("ink", 2.5))]
+    return [
+        *(Rect(x, y, w, h, "", *how) for how in (("paper", 5.5), ("ink", 2.5))),
+        *fitting_text(x + w / 2, y + h / 2, w * (h >= 10), name, on=shade),
+    ]
 
 
 def _moving(
