@@ -516,7 +516,7 @@ def _outlined(
         spans.append((box[k] + box[k + 2] * i / num, max(2.5, box[k + 2] / num)))
     (x, w), (y, h) = spans
     return [
-        *(Rect(x, y, w, h, "", *how) for how in (("paper", 5.5), ("ink", 2.5))),
+        *(Rect(x, y, w, h, "", *line) for line in (("paper", 5.5), ("ink", 2.5))),
         *fitting_text(x + w / 2, y + h / 2, w * (h >= 10), name, on=shade),
     ]
 
