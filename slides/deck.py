@@ -95,7 +95,8 @@ def frames(picture: scene.Scene) -> list[scene.Scene]:
     last = max(item.frame for item in items)
     return [
         dataclasses.replace(picture, items=tuple(
-            dataclasses.replace(item, frame=-1) for item in items if item.frame in (-1, number)
+            dataclasses.replace(item, frame=-1) for item in items
+            if item.frame in (-1, number) or (number and item.frame == scene.MOVING)
         )) for number in range(last + 1)
     ] or [picture]  # fmt: skip
 

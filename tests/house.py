@@ -44,7 +44,7 @@ BUDGETS = {
     "training": 2_598,
     "predict": 2_374,
     "planner": 1_624,
-    "draw": 2_663,
+    "draw": 2_733,
     "inspect": 3_363,
     "explore": 1_561,
     "serve": 819,
@@ -56,7 +56,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_026,
-    "statements": 25_298,
+    "statements": 25_368,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

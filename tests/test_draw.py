@@ -24,6 +24,7 @@ from llmpar.draw.scene import (
     DARK,
     DECK,
     LIGHT,
+    MOVING,
     OTHERS,
     Line,
     Rect,
@@ -292,7 +293,7 @@ def overlaps(scene: Scene) -> list[str]:
     faults = [
         f"'{a}' and '{b}' overlap"
         for (a, at, (l0, t0, r0, b0)), (b, then, (l1, t1, r1, b1)) in itertools.combinations(boxes, 2)
-        if (at == then or -1 in (at, then))
+        if (at == then or -1 in (at, then) or MOVING in (at, then) and 0 not in (at, then))
         and l0 < r1 - 0.01
         and l1 < r0 - 0.01
         and t0 < b1 - 0.01

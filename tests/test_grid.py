@@ -1,4 +1,4 @@
-"""A picture of a tensor on a mesh inks what each device holds, and moves as the collectives do."""
+"""A picture of a tensor on a mesh shows what each device holds, and moves as the collectives do."""
 
 import json
 import math
@@ -11,14 +11,18 @@ from test_draw import layer_of, overlaps, tensor
 
 from llmpar import draw
 from llmpar.draw import geometry, grid
-from llmpar.draw.scene import Line, Rect, Text, flatten
+from llmpar.draw.scene import MOVING, Line, Rect, Text, flatten, to_svg
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import AXES
 
+STILL = [one for one in layer_of("dp=2") if not one.axes][:1]
+"""A layer in which nothing is sent: while it is computed, devices are drawn one by one."""
 
-def cells_of(scene):
-    """The cells that can be clicked, in order of drawing: what a click sets, and the rectangle."""
+
+def cells_of(scene, frames=(-1, MOVING)):
+    """What can be clicked, in order of drawing: what a click sets, and the rectangle. By default devices."""
     rects = [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
+    rects = [rect for rect in rects if rect.frame in frames]
     return [(json.loads(rect.act)["device"], rect) for rect in rects]
 
 
@@ -26,19 +30,20 @@ def ink_in(scene, cell, fill="weights"):
     """The inked rectangles of a cell, as shares of its sides: from and to, down and across."""
     out = []
     for item in flatten(scene.items):
-        if isinstance(item, Rect) and item.fill == fill and cell.x - 0.1 <= item.x < cell.x + cell.w:
+        seen = isinstance(item, Rect) and item.fill == fill and item.frame == cell.frame
+        if seen and cell.x - 0.1 <= item.x < cell.x + cell.w:
             if cell.y - 0.1 <= item.y < cell.y + cell.h:
                 ends = (item.y - cell.y, item.h, cell.h), (item.x - cell.x, item.w, cell.w)
                 out.append([(low / room, (low + wide) / room) for low, wide, room in ends])
     return out
 
 
-def cut(rng, most):
-    """A mesh of at most ``most`` devices, and a tensor of two dims that it cuts evenly."""
+def cut(rng, most, names="dm"):
+    """A mesh of at most ``most`` devices, and a tensor of the dims ``names`` that it cuts evenly."""
     while True:
         sizes = {axis: rng.choice((1, 1, 2, 3, 4, 8)) for axis in AXES}
         order, free = rng.sample(list(AXES), 6), rng.sample(list(AXES), 6)
-        dims = [Dim(name, tuple(free.pop() for _ in range(rng.randint(0, 2)))) for name in "dm"]
+        dims = [Dim(name, tuple(free.pop() for _ in range(rng.randint(0, 2)))) for name in names]
         shape = [math.prod(sizes[a] for a in dim.axes) * rng.randint(1, 3) for dim in dims]
         if most / 8 < math.prod(sizes.values()) <= most:
             return {a: sizes[a] for a in order}, order, Layout(tuple(dims)), [max(2, n) for n in shape]
@@ -50,7 +55,7 @@ def test_a_device_is_inked_where_it_holds_the_tensor(seed):
     if any(n % math.prod(sizes[a] for a in d.axes) for n, d in zip(shape, layout.dims, strict=True)):
         shape = [math.prod(sizes[a] for a in dim.axes) * 2 for dim in layout.dims]
     n = math.prod(sizes.values())
-    scene = draw.tensor_grid(layout, shape, sizes, 8, seed % n)
+    scene = draw.tensor_grid(layout, shape, sizes, 8, seed % n, segments=STILL)
     cells = cells_of(scene)
     assert [device for device, _ in cells] == list(range(n))
     for device, cell in cells:
@@ -67,6 +72,66 @@ def test_a_device_is_inked_where_it_holds_the_tensor(seed):
         assert cell.width == (2.5 if device == seed % n else 1.25 if held == mine else 0)
 
 
+SLICE = re.compile(r"(\w) (\d+):(\d+)")
+LAYOUTS = [
+    (random.Random(seed), most, names) for seed in range(4) for most in (64, 4096) for names in ("dm", "ldm")
+]
+LAYOUTS = [cut(*drawn) for drawn in LAYOUTS] + [
+    ({"fsdp": n, "tp": 2}, ["fsdp", "tp"], Layout((Dim("d", ("fsdp", *down)), Dim("m", across))), [0])
+    for n, down, across in ((61, (), ("tp",)), (27, ("tp",), ()))
+]
+
+
+@pytest.mark.parametrize("sizes, order, layout, shape", LAYOUTS)
+def test_blocks_tile_the_one_tensor_and_name_the_first_device_that_holds_them(sizes, order, layout, shape):
+    n, parts = math.prod(sizes.values()), [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
+    shape = [count * 2 for count in parts]
+    scene = draw.tensor_grid(layout, shape, sizes, 8, device := n // 3, segments=STILL)
+    blocks, held = cells_of(scene, [0]), dict[int, list]()
+    spans = [
+        {name: (int(a), int(b)) for name, a, b in SLICE.findall(r.tip.split(": ")[1])} for _, r in blocks
+    ]
+    for at in range(n):
+        own = geometry.slices(layout, shape, sizes, geometry.coordinates(sizes, order, at))
+        inside = lambda span, own=own: all(
+            span.get(dim.name, (0, whole))[0] <= a and b <= span.get(dim.name, (0, whole))[1]
+            for dim, whole, (a, b) in zip(layout.dims, shape, own, strict=True)
+        )
+        (k,) = [k for k, span in enumerate(spans) if inside(span)]
+        held.setdefault(k, []).append(at)
+    for k, (owner, rect) in enumerate(blocks):
+        num, more = (re.search(text, rect.tip) for text in (r"^(\d+) blocks", r"and (\d+) more"))
+        num, copies = int(num[1]) if num else 1, 1 + int(more[1]) if more else 1
+        assert held[k][0] == owner and f"device {owner}" in rect.tip and len(held[k]) == num * copies
+        assert copies == n // math.prod(parts)
+    # They lie as their slices do: rows and columns without a hole, but for gaps around an outer dim's.
+    starts = [tuple(a for a, _ in span.values()) for span in spans]
+    assert starts == sorted(starts) and [(r.y, r.x) for _, r in blocks] == sorted(
+        (r.y, r.x) for _, r in blocks
+    )
+    counts = []
+    for low, long in (("x", "w"), ("y", "h")):
+        lines = sorted({(round(getattr(r, low), 3), round(getattr(r, long), 3)) for _, r in blocks})
+        gaps = {round(b - a - wide, 2) for (a, wide), (b, _) in zip(lines, lines[1:], strict=False)}
+        assert gaps <= ({0, 8} if low == "y" and len(layout.dims) > 2 else {0}) and len(lines) <= 25
+        counts.append(len(lines))
+    assert math.prod(counts) == len(blocks)
+    # The chosen device's own block: inside the block that holds it, as large as its share.
+    (mine,) = [rect for k, (_, rect) in enumerate(blocks) if device in held[k]]
+    outline = [i for i in flatten(scene.items) if isinstance(i, Rect) and i.frame == 0 and i.stroke == "ink"][
+        -1
+    ]
+    num = int((re.search(r"^(\d+) blocks", mine.tip) or [0, 1])[1])
+    assert mine.y - 0.01 <= outline.y and outline.x + outline.w <= mine.x + mine.w + 2.51
+    assert outline.w * outline.h >= mine.w * mine.h / num - 0.01
+
+
+def test_what_moves_is_hidden_at_rest_and_the_one_tensor_while_it_moves():
+    svg = to_svg(tensor("fsdp=8 tp=8", "blocks.ffn.gate", 21, segments=layer_of("fsdp=8 tp=8")))
+    assert svg.count('<g data-frame="moving" display="none">') == svg.count('<g data-frame="0">') == 1
+    assert "data-frame" not in to_svg(tensor("fsdp=4 tp=2", "blocks.ffn.gate", 5)), "eight devices"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed):
     rng = random.Random(seed)
@@ -75,7 +140,7 @@ def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed
         sizes, order, layout, _ = cut(rng, 512)
     parts = [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
     shape, n = [2 * count for count in parts], math.prod(sizes.values())
-    scene = draw.tensor_grid(layout, shape, sizes, 8, device := rng.randrange(n))
+    scene = draw.tensor_grid(layout, shape, sizes, 8, device := rng.randrange(n), segments=STILL)
     blocks = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("devices")]
     singles = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("device ")]
     assert device in [d for d, _ in singles] and 2 <= len(blocks) <= grid.MOST_CELLS
@@ -147,14 +212,15 @@ def test_what_hides_is_hollow_and_what_waits_is_filled():
 
 
 def test_a_picture_of_sixteen_thousand_devices_is_small_and_no_more_work_than_one_of_hundreds():
-    gate = lambda mesh, device: tensor(mesh, "blocks.ffn.gate", device)
+    gate = lambda mesh, device: tensor(mesh, "blocks.ffn.gate", device, segments=STILL)
     gate("pp=16 dp=128 tp=8", 5000)
-    few = calls(lambda: gate("pp=2 dp=16 tp=8", 5))
+    few = calls(lambda: gate("pp=16 dp=2 tp=8", 5))
     for mesh in ("pp=16 dp=128 tp=8", "fsdp=2048 tp=8"):
         assert calls(lambda mesh=mesh: gate(mesh, 5000)) < 2 * few
         scene = gate(mesh, 5000)
-        assert scene.width == 560 and scene.height < 480 and len(flatten(scene.items)) < 1000
-        assert re.search(r"devices 5000–5007 one by one", scene.text)
+        assert scene.width == 560 and scene.height < 520 and len(flatten(scene.items)) < 1000
+        words = [t.text for t in flatten(scene.items) if isinstance(t, Text) and t.frame == MOVING]
+        assert re.search(r"devices 5000–5007 one by one", " ".join(words))
 
 
 def test_a_ring_that_cannot_be_drawn_is_refused():
@@ -171,7 +237,7 @@ def test_labels_of_any_mesh_stay_apart_and_in_the_column(sizes):
     n, dims = math.prod(sizes.values()), (Dim("d", ("fsdp",)), Dim("m", ("tp",)))
     shape = [4 * sizes.get(axis, 1) for axis in ("fsdp", "tp")]
     layout = Layout(tuple(Dim(d.name, tuple(a for a in d.axes if a in sizes)) for d in dims))
-    scene = draw.tensor_grid(layout, shape, sizes, 8, n // 3)
+    scene = draw.tensor_grid(layout, shape, sizes, 8, n // 3, segments=STILL)
     assert overlaps(scene) == [] and scene.width == 560 and scene.height < 560
 
 

@@ -1,20 +1,23 @@
 """Draw the tensor, and what moves: which block each device holds, and a collective round by round.
 
-A device is a small matrix, the whole tensor, with the block that it holds inked. Rows and columns of devices
-are mesh axes. Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of `layer_segments`.
+Up to `MOST_APART` devices, and of more while something moves, a device is a small matrix, the whole tensor,
+with the block that it holds inked; rows and columns of devices are mesh axes. At rest the tensor on more
+devices is drawn once (`one_tensor`). Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of
+`layer_segments`.
 """
 
 import json
 import math
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
 from llmpar.draw.scene import (
     LIGHT,
+    MOVING,
     PLAIN_EM,
     SMALL,
     Group,
@@ -23,7 +26,9 @@ from llmpar.draw.scene import (
     Rect,
     Scene,
     Text,
+    bounds,
     compose,
+    fitting_text,
     legend,
     pixels,
     size_text,
@@ -33,12 +38,13 @@ from llmpar.draw.scene import (
     text_width,
     time_text,
 )
-from llmpar.plan.layout import Dim, Layout
+from llmpar.plan.layout import Dim, Layout, block
 from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
-MOST_CELLS = 64
-"""The most devices that are drawn one by one; above, cells stand for blocks of them."""
+MOST_APART, MOST_CELLS = 8, 64
+"""The most devices that are drawn at rest, each with its tensor, and the most cells: above, they stand for
+blocks of devices."""
 COLUMN, _BESIDE, GRID_MARGIN, GAP = 560, 400, 4, 4
 """The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
 _RING_WORDS = {
@@ -60,7 +66,9 @@ def axis_line(axis: str) -> str:
 class Cells:
     """Devices from ``first`` on as ``num`` cells, of ``block`` each, in rows and columns that are mesh axes.
 
-    ``sizes`` has the slow links' axes first; ``node`` counts the devices of a node.
+    ``sizes`` has the slow links' axes first; ``node`` counts the devices of a node. Cells may also be blocks
+    of a tensor, in so many ``columns`` without gaps: a cell is ``steps`` coordinates of an axis, and ``part``
+    cells are those of one index of an outer dim.
     """
 
     sizes: dict[str, int]
@@ -71,22 +79,26 @@ class Cells:
     high: float = 360
     tall: float = 46.0  # at most, a cell
     size: tuple[float, float] | None = None  # of a cell, else what there is room for
+    columns: int = 0
+    steps: dict[str, int] = field(default_factory=dict)
+    part: int = 0
 
     def __post_init__(self) -> None:
         # an axis, its stride and length in cells
-        self.apart, levels = (strides(self.sizes, self.sizes), [])
-        for axis in self.sizes:
+        lengths = {a: math.ceil(size / self.steps.get(a, 1)) for a, size in self.sizes.items()}
+        self.apart, levels, self.gap = strides(lengths, lengths), [], 0 if self.columns else GAP
+        for axis, size in lengths.items():
             stride = max(1, self.apart[axis] // self.block)
-            length = min(
-                self.sizes[axis] * self.apart[axis] // (stride * self.block), self.num // stride
-            )
+            length = min(size * self.apart[axis] // (stride * self.block), self.num // stride)
             levels += [(axis, stride, length)] * (length > 1)
         whole = {1, *(stride * length for _, stride, length in levels)}
         nested = whole | {stride * k for _, stride, length in levels for k in divisors(length)}
         if len(levels) == 1 and self.num > 8:
             nested.add(8)  # of a prime number the last row is short
         square = lambda c: abs(math.log(c * c / self.num / 2)) + 9 * (max(c, self.num / c) > 16)
-        self.columns = c = min(sorted(nested), key=lambda c: square(c) + 2 * (c not in whole))
+        self.columns = c = self.columns or min(
+            sorted(nested), key=lambda c: square(c) + 2 * (c not in whole)
+        )
         self.side = [
             (axis, max(c, stride)) for axis, stride, length in levels if stride * length > c
         ]
@@ -95,12 +107,14 @@ class Cells:
         fits = self.node % self.block == self.first % self.node == 0 and 1 < per < self.num
         self.per = per if fits and (c % per == 0 or per % c == 0) else 0
         steps = {stride: 6.0 for _, stride in (*self.side, *self.top)} | {self.per: 9.0}
+        steps = steps if self.gap else {self.part: 8.0} if self.part > c else {}
         self.gaps = [(s, gap) for s, gap in steps.items() if s > 1]
         self.left = sum(self.label_width(axis) for axis, _ in self.side)
         self.w = self.h = 0.0
         (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
-        self.w = min(104.0, (COLUMN - 2 * GRID_MARGIN - 5 * bool(self.per) - x) / c)
-        self.h = max(11.0, min(0.66 * self.w, self.tall, (self.high - y) * c / self.num))
+        limit = (104.0, 0.66) if self.gap else (COLUMN, self.high)
+        self.w = min(limit[0], (COLUMN - 2 * GRID_MARGIN - 5 * bool(self.per) - x) / c)
+        self.h = max(11.0, min(limit[1] * self.w, self.tall, (self.high - y) * c / self.num))
         self.w, self.h = self.size or (self.w, self.h)
 
     def label_width(self, axis: str) -> float:
@@ -112,8 +126,9 @@ class Cells:
         """Return which coordinates the devices of some cells have, which are an aligned block."""
         first, block, out = self.first + cell * self.block, cells * self.block, {}
         for axis, apart in self.apart.items():
-            low = first // apart % self.sizes[axis]
-            out[axis] = low, low + max(1, min(self.sizes[axis] - low, block // apart))
+            step, size = self.steps.get(axis, 1), self.sizes[axis]
+            low = first // apart * step % (math.ceil(size / step) * step)
+            out[axis] = low, min(size, low + step * max(1, block // apart))
         return out
 
     def name(self, axis: str, cell: int, cells: int = 1) -> str:
@@ -133,10 +148,10 @@ class Cells:
         (row, column), c = divmod(cell, self.columns), self.columns
         x = (
             self.left
-            + column * (self.w + GAP)
+            + column * (self.w + self.gap)
             + sum(gap * (column // s) for s, gap in self.gaps if s < c)
         )
-        y = row * (self.h + GAP) + sum(gap * (row * c // s) for s, gap in self.gaps if s >= c)
+        y = row * (self.h + self.gap) + sum(gap * (row * c // s) for s, gap in self.gaps if s >= c)
         return x, y + 1.3 * pixels(SMALL) * len(self.top) + 5 * bool(self.per)
 
     def around(self) -> list:
@@ -344,9 +359,10 @@ def tensor_grid(
 ) -> Scene:  # fmt: skip
     """Draw which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
 
-    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above
-    `MOST_CELLS` devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with
-    those near it below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them;
+    Up to `MOST_APART` devices each is the whole tensor with its block inked in the colour of the role
+    ``fill``. The tensor on more is drawn once (`one_tensor`), unless it cannot be cut evenly; the devices are
+    drawn while something moves, above `MOST_CELLS` a cell for a block of them, and those near the chosen
+    ``device`` below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them;
     ``node`` counts the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer
     there is a frame for each (`frames`). Bytes are those of elements of ``itemsize``.
     """
@@ -359,45 +375,150 @@ def tensor_grid(
     aside, odd = cut[:-2], [i for i in cut if shape[i] % counts[i]]
     cutting, whole = [a for dim in dims for a in dim.axes], math.prod(shape) * itemsize
 
-    def holds(at: dict[str, int]) -> str:
-        block = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
-        if block is None:
+    def holds(first: dict[str, int], last: dict[str, int]) -> str:
+        if odd:
             return f"no even part: {dims[odd[0]].name} = {shape[odd[0]]} cannot be cut into {counts[odd[0]]}"
-        words = ", ".join(f"{dims[i].name} {block[i][0]}:{block[i][1]}" for i in cut) or "all of it"
+        low, high = (slices(Layout(tuple(dims)), shape, sizes, at) or [] for at in (first, last))
+        words = ", ".join(f"{dims[i].name} {low[i][0]}:{high[i][1]}" for i in cut) or "all of it"
         return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
 
     def ink(part: Cells, cell: int, w: float, h: float) -> list:
         ranges, left, items = part.ranges(cell), 6.0 * bool(aside), Items()
         span = lambda which, side: stretches([dims[i] for i in which], sizes, ranges, side)
-        if odd:
-            return []
         for i in aside[:1]:
             items += [Rect(0, a, 5, b - a, dims[i].axes[0]) for a, b in span([i], h)]
         down, across = span(shown[-2:-1], h), span(shown[-1:], w - left)
         boxes = [(left + c, a, d - c, b - a) for a, b in down for c, d in across]
-        return items + [Rect(*box, fill, "edge", 0.75) for box in boxes]
-
-    def drawn(part: Cells) -> list:
-        same = part.alike(device, [axis for axis in sizes if axis not in cutting])
-        tip = lambda device: holds(coordinates(sizes, sizes, device))
-        return inked(part, device, same, ink, tip)
+        return [] if odd else items + [Rect(*box, fill, "edge", 0.75) for box in boxes]
 
     parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
     sides = " down, ".join(dims[i].name for i in shown)
     notes = [
-        f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.",
+        f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at, at)}.",
         f"{count_noun(copies, 'device')} hold the same." if copies > 1 else "",
         f"Each cell is the whole tensor, {sides} across." if shown else "",
         *(f"The bar at its left is {dims[i].name}." for i in aside[:1]),
         *apart_words(parts),
         f"Dashed: nodes of {node} devices." if any(part.per for part in parts) else "",
     ]
-    placed = stack([drawn(part) for part in parts], 16)
-    moving = _moving(placed, parts, sizes, device, segments or [])
     text, title = " ".join(filter(None, notes)), f"{name or layout}: who holds what"
-    blocks = [[*placed, *moving], _captions(segments or [])]
-    return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
+    once, segments = n > MOST_APART and not odd, segments or []
+    tip = lambda device: holds(*[coordinates(sizes, sizes, device)] * 2)
+    drawn = [
+        inked(part, device, part.alike(device, sizes.keys() - {*cutting}), ink, tip)
+        for part in parts
+        if segments or not once
+    ]
+    placed = stack(drawn, 16)
+    moving = _moving(placed, parts, sizes, device, segments)
+    if not once:
+        blocks = [[*placed, *moving], _captions(segments)]
+        return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
+    rows, columns = [dims[i] for i in (*aside, *shown[:-1])], [dims[i] for i in shown[-1:]]
+    tensor, seen = one_tensor(
+        rows, columns, sizes, node, device, fill, bounds(placed)[3] or 160.0, holds
+    )
+    pictures = [Group(tuple(placed), frame=MOVING), *moving, Group(tuple(tensor), frame=0)]
+    captions, rest = _captions(segments)[1:], f"{seen} {notes[0]}"
+    below = _lines(text * bool(segments), "soft", MOVING, bounds(captions)[3] + 12)
+    words = [*captions, _lines(rest, "soft", 0), below]
+    return compose(title, [pictures, words], rest, (), GRID_MARGIN, COLUMN)
+
+
+def _merged(sizes: dict[str, int], most: int) -> dict[str, int]:
+    """Return how many coordinates of each axis, the outermost first, a band of a tensor's side has, where
+    there are to be ``most`` bands: as few as can be, and all of an axis inside one that is merged."""
+    out = {}
+    for axis, size in sizes.items():
+        least = math.ceil(size / most)
+        out[axis] = next((k for k in divisors(size) if least <= k <= 2 * least), least)
+        most = 1 if out[axis] > 1 else most // size
+    return out
+
+
+def one_tensor(
+    rows: list[Dim], columns: list[Dim], sizes: dict[str, int], node: int, device: int, fill: str,
+    high: float, holds,
+) -> tuple[list, str]:  # fmt: skip
+    """Return the blocks of a tensor that the dims ``rows``, the outer ones first, cut downwards and
+    ``columns`` across, each with its owner: the first device that holds it; and in words what is seen.
+
+    The shade, of the role ``fill``, is the owner's node. Neighbours are merged where texts would not fit. It
+    is ``high`` pixels at least. ``holds(first, last)`` says what the devices at coordinates from first to
+    last hold; a click chooses the owner. The block of the ``device`` that is chosen has an outline."""
+    down, across, inner = (
+        {axis: sizes[axis] for dim in dims for axis in dim.axes}
+        for dims in (rows, columns, rows[-1:])
+    )
+    n, cut, apart = math.prod(sizes.values()), down | across, strides(sizes, sizes)
+    most = 16 if len(rows) > 1 else 25, min(16, int(450 / (text_width(str(n - 1), SMALL) + 8)))
+    steps = _merged(down, most[0]) | _merged(across, most[1])
+    count = lambda axes: math.prod(math.ceil(cut[axis] / steps[axis]) for axis in axes)
+    c, tall = count(across), min(352.0, max(high, 34.0 * count(down)))
+    cells = Cells(cut, 1, count(cut), 1, 0, tall, tall, None, c, steps, c * count(inner))
+    several, copies = math.prod(steps.values()), n // math.prod(cut.values())
+    uneven = " or fewer" * any(cut[axis] % steps[axis] for axis in cut)
+    forms = ["{0}, {1}" if several == 2 else "{0} … {1}", "{0} …"]
+    forms = forms if several > 1 else ["{0} × {2}"] * (copies > 1)
+    fits = lambda form: text_width(form.format(n - 1, n - 1, copies), SMALL) <= cells.w - 4
+    form = next(filter(fits, forms), "{0}")
+    owner = lambda at: sum(apart[axis] * i for axis, i in at.items())
+    ends = [
+        [{a: span[k] - k for a, span in cells.ranges(i).items()} for k in (0, 1)]
+        for i in range(cells.num)
+    ]
+    nodes = sorted({owner(first) // node for first, _ in ends})
+    shades = min(8, len(nodes)) - 1
+    at, items, own = coordinates(sizes, sizes, device), cells.around(), Items()
+    for i, (first, last) in enumerate(ends):
+        before = shades - nodes.index(owner(first) // node) % 8
+        shade = f"{fill}-{8 - round(before * min(2, 7 / max(1, shades)))}"
+        shade = shade if shade in LIGHT else fill
+        box, lengths = (*cells.at(i), cells.w, cells.h), {a: last[a] - first[a] + 1 for a in cut}
+        inside, num = {a: at[a] - first[a] for a in cut}, math.prod(lengths.values())
+        text = form.format(owner(first), owner(last), copies)
+        if all(0 <= inside[a] < lengths[a] for a in cut):
+            name = text if num == 1 else str(device)
+            own, text = _outlined(box, across, down, lengths, inside, name, shade), ""
+        who = f"device {owner(first)}" + f" and {copies - 1} more" * (copies > 1)
+        tip = who + f" ({cells.where(i)})" * bool(cut) + f": {holds(first, last)}"
+        tip = f"{num} blocks, the first of {tip} each" if num > 1 else tip
+        items += [
+            Rect(*box, shade, "edge", 0.75),
+            *fitting_text(box[0] + cells.w / 2, box[1] + cells.h / 2, cells.w, text, on=shade),
+            Rect(*box, tip=tip, act=json.dumps({"device": owner(first)})),
+        ]
+    sides = [*((dim, "down") for dim in rows), *((dim, "across") for dim in columns)]
+    words = [
+        f"{dim.name} {side}" + f" by {','.join(dim.axes)}" * bool(dim.axes) for dim, side in sides
+    ]
+    whole, along = (
+        "Each block" if cut else "All of it",
+        [a for a in sizes if a not in cut and sizes[a] > 1],
+    )
+    seen = [
+        f"One tensor, {'cut' if cut else 'not cut'}: {', '.join(words)}." * bool(words),
+        f"A cell is {several} blocks{uneven}, with their first devices." * (several > 1),
+        f"{whole} is on {copies:,} devices, copies along {', '.join(along)}." * (copies > 1),
+        f"Shade: node {'of the first one' if several > 1 else f'({node} devices)'}." * (shades > 0),
+    ]
+    return items + own, " ".join(filter(None, seen))
+
+
+def _outlined(
+    box, across, down, lengths: dict[str, int], inside: dict[str, int], name: str, shade: str
+) -> list:
+    """Return the outline of one of the blocks in a box, which is seen on every shade, and its name."""
+    spans, places = [], Layout((Dim("", (*across,)), Dim("", (*down,))))
+    for axes, i, k in zip((across, down), block(places, lengths, inside), (0, 1), strict=True):
+        num = math.prod(lengths[axis] for axis in axes)
+        spans.append((box[k] + box[k + 2] * i / num, max(2.5, box[k + 2] / num)))
+    (x, w), (y, h) = spans
+    return [
+        *(Rect(x, y, w, h, "", *line) for line in (("paper", 5.5), ("ink", 2.5))),
+        *fitting_text(x + w / 2, y + h / 2, w * (h >= 10), name, on=shade),
+    ]
 
 
 def _moving(
@@ -415,12 +536,16 @@ def _moving(
 
 def _captions(segments: list[Segment]) -> list[Group]:
     """Return what each frame shows, in words."""
-    letters, out = int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2, []
-    for k, frame in enumerate(frames(segments)):
-        lines = enumerate(textwrap.wrap(frame["text"], letters))
-        texts = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in lines]
-        out.append(Group(tuple(texts), frame=k))
-    return out
+    return [_lines(frame["text"], "ink", k) for k, frame in enumerate(frames(segments))]
+
+
+def _lines(text: str, fill: str, frame: int, top: float = 0) -> Group:
+    """Return a text of a frame in lines as wide as the column."""
+    lines = textwrap.wrap(text, int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2)
+    items = [
+        small_text(0, 1.3 * pixels(SMALL) * i, line, "start", fill) for i, line in enumerate(lines)
+    ]
+    return Group(tuple(items), dy=top, frame=frame)
 
 
 def segment_words(segment: Segment) -> str:

@@ -43,7 +43,7 @@ def text_color_on(fill: str) -> str:
     """Return the role of text that is legible on a fill."""
     if fill in ("", "paper", "cell") or fill.endswith("-ground"):
         return "ink"
-    return "white" if fill in ("pp", "sp", "dp", "weights", "batch", "other5") else "black"
+    return "white" if fill in COLOURS["white_on"] else "black"
 
 
 @contextmanager
@@ -61,6 +61,7 @@ def pixels(size: float | str) -> float:
     return _type_scale.get()[size] if isinstance(size, str) else size
 
 
+MOVING = -2
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Items = list[Any]  # rectangles, texts, lines and groups
 
@@ -147,7 +148,7 @@ class Line(_Item):
 @dataclass(frozen=True)
 class Group:
     """Items moved together. Those of a ``frame`` are an instant of what moves: a still picture shows frame 0,
-    an explorer one after the other; -1 is there all the time."""
+    an explorer one after the other; -1 is there all the time, and `MOVING` in all frames but 0."""
 
     items: tuple
     dx: float = 0
@@ -165,7 +166,7 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
     out: list = []
     for item in items:
         if isinstance(item, Group):
-            inside = item.frame if frame < 0 else frame
+            inside = item.frame if frame == -1 else frame
             out += flatten(item.items, dx + item.dx, dy + item.dy, inside)
             continue
         at = (
@@ -175,7 +176,7 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
         )
         placed = object.__new__(type(item))  # several times as quick as `dataclasses.replace`
         vars(placed).update(vars(item), **(at or {"x": item.x + dx, "y": item.y + dy}))
-        if frame >= 0:
+        if frame != -1:
             vars(placed)["frame"] = frame
         out.append(placed)
     return out
@@ -492,11 +493,13 @@ def to_svg(scene: Scene, live: bool = False) -> str:
     items = [item for item in flatten(scene.items) if live or not item.live]
     for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
         if item.frame != frame:
-            hidden = ' display="none"' * (item.frame > 0)
-            elements.append("</g>" * (frame >= 0) + f'<g data-frame="{item.frame}"{hidden}>')
+            elements += ["</g>"] * (frame != -1)
             frame = item.frame
+            hidden = ' display="none"' * (frame != 0)
+            name = "moving" if frame == MOVING else frame
+            elements += [f'<g data-frame="{name}"{hidden}>'] * (frame != -1)
         elements.append(write[type(item)](item))
-    elements += ["</g>"] * (frame >= 0)
+    elements += ["</g>"] * (frame != -1)
     w, h = _n(scene.width), _n(scene.height)
     role = "group" if any(isinstance(item, Rect) and item.acts for item in items) else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
@@ -532,7 +535,7 @@ def to_png(scene: Scene, software: str = "") -> bytes:
     )
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
-    still = (item for item in flatten(scene.items) if item.frame <= 0 and not item.live)
+    still = (item for item in flatten(scene.items) if item.frame in (-1, 0) and not item.live)
     for z, item in enumerate(still):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):

@@ -249,16 +249,22 @@ function nearest(all, [x, y], cost) {
   return best;
 }
 
+const unhidden = (e) => !e.closest("[display=none]"); // asks for no layout
+
 function showFrame(picture, frame) {
   for (const group of picture.querySelectorAll("[data-frame]")) {
-    group.setAttribute("display", Number(group.dataset.frame) === frame ? "inline" : "none");
+    const of = group.dataset.frame, now = of === "moving" ? frame > 0 : Number(of) === frame;
+    group.setAttribute("display", now ? "inline" : "none");
   }
+  for (const svg of picture.querySelectorAll("svg:has([data-frame=moving])")) rove(svg);
 }
 
-// One Tab stop for all parts of a picture.
-const rove = (group, stop) => {
-  for (const act of group.querySelectorAll(ACT)) act.setAttribute("tabindex", act === stop ? 0 : -1);
-};
+// One Tab stop for all parts of a picture; without one given, the one that it has, or the first that is shown.
+function rove(group, given) {
+  const all = [...group.querySelectorAll(ACT)], shown = all.filter(unhidden);
+  const stop = given ?? shown.find((act) => act.getAttribute("tabindex") === "0") ?? shown[0];
+  for (const act of all) act.setAttribute("tabindex", act === stop ? 0 : -1);
+}
 
 // ---------------------------------------------------------------------------------------------- the explorer
 
@@ -380,9 +386,10 @@ function mount(doc, source, el) {
     for (const svg of pic.querySelectorAll("svg[viewBox]")) { // shrinks where a little too wide, else scrolls
       svg.style.maxWidth = `max(100%, (${0.75 * svg.viewBox.baseVal.width}px - 100%) * 9999)`;
     }
-    for (const group of pic.querySelectorAll("svg,table")) rove(group, group.querySelector(ACT));
+    showFrame(pic, frame);
+    for (const group of pic.querySelectorAll("svg,table")) rove(group);
     if (!had) return;
-    const all = [...pic.querySelectorAll(`${ACT},[data-name]`)], own = had.dataset?.name;
+    const all = [...pic.querySelectorAll(`${ACT},[data-name]`)].filter(unhidden), own = had.dataset?.name;
     const same = all.find((e) => (own ? e.dataset.name === own : e.dataset.op === name || e.dataset.set === name));
     (same || nearest(all, spot, Math.hypot) || pic).focus({ preventScroll: true });
   }
