@@ -506,7 +506,9 @@ def test_texts_and_strokes_can_be_read(theme):
         assert contrast(theme[role], theme["paper"]) >= 4.5, role
         assert contrast(theme[role], theme["cell"]) >= 4.5, role
     assert contrast(theme["edge"], theme["paper"]) >= 3
-    for fill in ("cell", *FILLS, "good-ground", "unsure-ground", "bad-ground"):
+    shades = [role for role in LIGHT if role[-2:-1] == "-"]
+    assert len(shades) == 35
+    for fill in ("cell", *FILLS, *shades, "good-ground", "unsure-ground", "bad-ground"):
         assert contrast(theme[text_color_on(fill)], theme[fill]) >= 4.5, fill
     for tone in ("good", "unsure", "bad"):
         assert contrast(theme[tone], theme[f"{tone}-ground"]) >= 4.5, tone
