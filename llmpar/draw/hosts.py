@@ -118,5 +118,5 @@ def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[st
         items.append(Text(left - 10, y + 15, name, anchor="end"))
         for (text, role), x, wide in zip(cells, edges, wides, strict=False):
             items += titled(Rect(x, y, wide - 4, 30, role, "edge" if role else ""), text)
-        lines.append(f"{name}: " + ", ".join(text for text, _ in cells if text))
+        lines += [f"{name}: " + ", ".join(text for text, _ in cells if text)] if cells else []
     return compose(title, [items], "\n".join([*lines, *notes]), notes)

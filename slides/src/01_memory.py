@@ -126,7 +126,7 @@ show(picture)
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make site</code></footer>
 
-# %% alt="Sixteen H100s: the answer in a line, and each device as the whole of a weight, with the block that it holds inked"
+# %% alt="Sixteen H100s: the answer in a line, and a weight cut into its blocks, each with the number of the device that holds it"
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.plan.plan import Plan
 
