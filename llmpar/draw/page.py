@@ -17,8 +17,8 @@ font:.92em/1.5 ui-monospace,Menlo,Consolas,monospace}
 .llmpar-page summary{cursor:pointer}.llmpar-page summary svg{height:2.2em;width:auto;vertical-align:middle;
 margin-right:.5em;border-radius:3px}
 .llmpar-page details>svg{margin:.5rem 0;border-radius:6px}
-.llmpar-page mark{display:block;color:inherit;padding:.15rem .5rem;border-left:4px solid #FDB52A;
-background:color-mix(in srgb,#FDB52A 16%,transparent)}
+.llmpar-page mark{display:block;color:inherit;padding:.15rem .5rem;border-left:4px solid Highlight;
+background:color-mix(in srgb,Highlight 16%,transparent)}
 .llmpar-page .half{width:50%}.llmpar-page .line{width:17%}.llmpar-page .wide{width:46%}
 @media(max-width:700px){.llmpar-page thead{display:none}.llmpar-page tr{display:block;padding:.5rem 0;
 border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)}
