@@ -41,11 +41,11 @@ BUDGETS = {
     "kernels": 520,
     "model": 906,
     "pipeline": 321,
-    "training": 2_598,
-    "predict": 2_374,
+    "training": 2_602,
+    "predict": 2_361,
     "planner": 1_624,
     "draw": 2_733,
-    "inspect": 3_363,
+    "inspect": 3_379,
     "explore": 1_561,
     "serve": 819,
     "launch": 1_191,
@@ -55,8 +55,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_026,
-    "statements": 25_368,
+    "statements of the compact package": 6_030,
+    "statements": 25_375,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

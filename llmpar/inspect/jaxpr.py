@@ -62,7 +62,7 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
         inside = [_work(x, axis_sizes, taken, scope) for x in _inner(eqn)]
         if not kind and not any(inside):
             continue
-        source = _line(eqn)
+        source = equation_line(eqn)
         if kind:
             named = _named_collectives(kind, eqn, axis_sizes, source)
             work += [(replace(one, **arrow_of(scope)), Fraction(1)) for one in named]
@@ -110,7 +110,7 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
 
     def collect(jaxpr: Any, helper: str, call: str) -> None:
         for eqn in jaxpr.eqns:
-            line = _line(eqn)
+            line = equation_line(eqn)
             lines.setdefault(line, set()).add(line := line_within(eqn, helper, call))
             if eqn.primitive.name in ("scan", "while"):
                 lines[LOOPS].add(line)
@@ -145,7 +145,7 @@ def unchecked(jaxpr: Any) -> list[str]:
     for eqn in jaxpr.eqns:
         notes += [note for x in _inner(eqn) for note in unchecked(x)]
         if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma", True):
-            at = next(filter(None, map(_line, [eqn, *_inner(eqn)[0].eqns])), "no line")
+            at = next(filter(None, map(equation_line, [eqn, *_inner(eqn)[0].eqns])), "no line")
             differ = _varying(_inner(eqn)[0], [_axes(*spec) for spec in eqn.params["in_specs"]])
             rest = [
                 axes - _axes(*spec)
@@ -180,7 +180,7 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
     return of(jaxpr.outvars)
 
 
-def _line(eqn: Any) -> str:
+def equation_line(eqn: Any) -> str:
     """Return the line of Python of an equation; '' where JAX does not know it."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     return innermost((frame.file_name, frame.line_num) for frame in frames)

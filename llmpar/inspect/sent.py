@@ -70,8 +70,15 @@ class Look:
     cheaper: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
+        first, *rest = self._words()
+        return "\n".join([first, *[self._sent()] * bool(self.rows), *rest])
+
+    __repr__ = __str__
+
+    def _words(self) -> list[str]:
+        """Write the heading of the rows, and the lines that follow them."""
         on = " ".join(f"{a}={n}" for a, n in self.mesh.items()) or "one device"
-        words = [f"{self.name} on {on} sends, per device and run:", self._sent()]
+        words = [f"{self.name} on {on} sends, per device and run:"]
         if not self.rows:
             partly = any(re.match("not counted: .* sends$", text) for text in self.notes)
             words = [f"{self.name} on {on} sends nothing" + (" that is counted" if partly else "")]
@@ -95,9 +102,7 @@ class Look:
             words.append(f"replicated: {row['name']}, {size};{over} {saved} less")
         for a, b in self.unordered[:1]:
             words.append(f"no data dependency orders {a} and {b} (pairs: {len(self.unordered)})")
-        return "\n".join(words + [f"note: {text}" for text in self.notes])
-
-    __repr__ = __str__
+        return words + [f"note: {text}" for text in self.notes]
 
     def _sent(self) -> str:
         """Write the rows as aligned text, with the sum of those whose loops have a known trip count."""
@@ -196,7 +201,7 @@ class Look:
         return self
 
     def _repr_html_(self) -> str:
-        first, *rest = [x for x in str(self).splitlines() if x not in self._sent().splitlines()]
+        first, *rest = self._words()
         parts = list[str]()
         for name in dict.fromkeys(row["direction"] for row in self.rows):
             rows = [row for row in self.rows if row["direction"] == name]

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from llmpar.inspect.jaxpr import _line
+from llmpar.inspect.jaxpr import equation_line
 from llmpar.inspect.sent import Look
 from llmpar.parallel.mesh import from_type
 from llmpar.plan.two_meshes import TwoMeshes, two_meshes
-from llmpar.predict.two_meshes import as_row, in_words
+from llmpar.predict.two_meshes import link_loads
 
 NOTE = (
     "no program runs on both meshes: bytes are what receivers lack, of the busiest device's link."
@@ -30,7 +30,7 @@ def transfers(program: Any, args: Any) -> Look | None:
     known = jaxpr is not None and len(given) == len(jaxpr.invars)
     array_of = dict(zip(map(id, jaxpr.invars), given, strict=True)) if known else {}
     plans = [
-        (_line(eqn), _planned(array_of[id(var)], to))
+        (equation_line(eqn), _planned(array_of[id(var)], to))
         for eqn in (jaxpr.eqns if known else ())
         if eqn.primitive.name == "device_put"
         for var, to in zip(eqn.invars, eqn.params["devices"], strict=True)
@@ -39,8 +39,8 @@ def transfers(program: Any, args: Any) -> Look | None:
     ]
     if isinstance(plan := getattr(program, "plan", None), TwoMeshes):
         plans = [("Mover", plan)]
-    rows = [as_row(plan, line) for line, plan in plans]
-    notes = [*(in_words(plan) for _, plan in plans), NOTE]
+    rows = [_as_row(plan, line) for line, plan in plans]
+    notes = [*(_in_words(plan) for _, plan in plans), NOTE]
     sizes = plans[0][1].sides[0].sizes if plans else {}
     return Look("a transfer", sizes, rows, {}, 0, [], [], {}, notes) if plans else None
 
@@ -55,3 +55,22 @@ def _planned(x: Any, to: NamedSharding) -> TwoMeshes:
     arrow = f"{from_type(x)} @first -> {after} @second"
     meshes = {"first": _at(x).mesh, "second": to.mesh}
     return two_meshes(arrow, meshes, x.shape, x.dtype.itemsize, uneven=True)
+
+
+def _in_words(plan: TwoMeshes) -> str:
+    """Say what is sent in all, in how many rounds, from where to where, and by which device most."""
+    devices = (str([*side.node_of]) for side in plan.sides)
+    sends = [(n, device) for (device, end), n in link_loads(plan).items() if end == "sends"]
+    most, device = max(sends, default=(0, "none"))
+    return (
+        f"{plan}: {plan.bound:,} B from devices {' to '.join(devices)}, no less is possible, in"
+        f" {len(plan.rounds)} rounds; device {device} sends most, {most:,} B"
+    )
+
+
+def _as_row(plan: TwoMeshes, source: str) -> dict[str, Any]:
+    """Write a plan as a row of `llmpar.look`, with the bytes on the busiest device's link."""
+    most = max(link_loads(plan).values(), default=0)
+    row: dict[str, Any] = dict.fromkeys(("per_turn", "link", "dtype", "shape", "direction"), "")
+    row |= {"source": source, "arrow": str(plan), "collective": "transfer", "axes": ()}
+    return row | {"count": 1, "bytes_sent": most, "conditional": False}

@@ -1,7 +1,6 @@
 """What an arrow between two meshes costs: the bytes on each device's link, and the time of its rounds."""
 
 from collections import Counter
-from typing import Any
 
 from llmpar.plan.two_meshes import TwoMeshes
 from llmpar.predict.hardware import Chip
@@ -25,22 +24,3 @@ def rounds_seconds(plan: TwoMeshes, chip: Chip) -> list[float]:
     seconds = lambda pair, sent: sent / (far if plan.is_far(pair) else near)
     start_s = 2 * chip.rates.start_s  # of a group of two
     return [start_s + max(seconds(*message) for message in one.items()) for one in plan.rounds]
-
-
-def in_words(plan: TwoMeshes) -> str:
-    """Say what is sent in all, in how many rounds, from where to where, and by which device most."""
-    devices = (str([*side.node_of]) for side in plan.sides)
-    sends = [(n, device) for (device, end), n in link_loads(plan).items() if end == "sends"]
-    most, device = max(sends, default=(0, "none"))
-    return (
-        f"{plan}: {plan.bound:,} B from devices {' to '.join(devices)}, no less is possible, in"
-        f" {len(plan.rounds)} rounds; device {device} sends most, {most:,} B"
-    )
-
-
-def as_row(plan: TwoMeshes, source: str) -> dict[str, Any]:
-    """Write a plan as a row of `llmpar.look`, with the bytes on the busiest device's link."""
-    most = max(link_loads(plan).values(), default=0)
-    row: dict[str, Any] = dict.fromkeys(("per_turn", "link", "dtype", "shape", "direction"), "")
-    row |= {"source": source, "arrow": str(plan), "collective": "transfer", "axes": ()}
-    return row | {"count": 1, "bytes_sent": most, "conditional": False}

@@ -164,7 +164,7 @@ class LocalSteps:
         called as a compiled `Step` is, and gives the metrics of all workers (`in_all`)."""
         batches = (self._share(i, batch) for i in range(len(self.steps)))
         each = zip(self.steps, state.workers, batches, strict=True)
-        self._programs = [step.run.lower(worker, own).compile() for step, worker, own in each]
+        self._programs = [step.compiled(worker, own) for step, worker, own in each]
         return self
 
     def __call__(self, state: LocalState, batch: Tree) -> tuple[LocalState, dict]:

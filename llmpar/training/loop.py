@@ -273,12 +273,7 @@ def train(
         tracking(tracker, about, callbacks.tell) as send,
         contextlib.ExitStack() as traced,
     ):
-        step = stepper(config, plan, mesh, options, steps)
-        if left := options.local_steps and steps % options.local_steps:
-            callbacks.tell(
-                f"{steps} steps are no multiple of {options.local_steps}: what workers learn in the last"
-                f" {left} is resumed, but is not in the weights that are evaluated and exported"
-            )
+        step = stepper(config, plan, mesh, options, steps, callbacks.tell)
         # There are never two states: no name but the run's is one.
         run = _Run(
             step,
@@ -320,9 +315,14 @@ def train(
 
 
 def stepper(
-    config: ModelConfig, plan: Plan, mesh: Mesh, options: OptimizerConfig, steps: int
+    config: ModelConfig,
+    plan: Plan,
+    mesh: Mesh,
+    options: OptimizerConfig,
+    steps: int,
+    tell: Callable[[str], None],
 ) -> Step | LocalSteps:
-    """Make the step that these options ask for."""
+    """Make the step that these options ask for, and tell what a run of so many steps leaves out."""
     optimizer = make_optimizer(options, steps, config)
     if not options.local_steps:
         names = "fragments", "outer_rate", "outer_momentum"
@@ -334,7 +334,13 @@ def stepper(
         return Step(config, plan, mesh, optimizer, options.clip)
     outer = optax.sgd(options.outer_rate, options.outer_momentum, nesterov=True)
     how_often = options.local_steps, outer, options.clip, options.fragments
-    return LocalSteps(config, plan, mesh, optimizer, *how_often)
+    step = LocalSteps(config, plan, mesh, optimizer, *how_often)
+    if left := steps % options.local_steps:
+        tell(
+            f"{steps} steps are no multiple of {options.local_steps}: what workers learn in the last"
+            f" {left} is resumed, but is not in the weights that are evaluated and exported"
+        )
+    return step
 
 
 def _first_state(
@@ -527,11 +533,7 @@ def _compiled(step: Step | LocalSteps, state: Any, batch: dict, barrier: Callabl
     Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
     that), and later as long as they must. On a busy machine one process compiles longer than that.
     """
-    program = (
-        step.compiled(state, batch)
-        if isinstance(step, LocalSteps)
-        else step.run.lower(state, batch).compile()
-    )
+    program = step.compiled(state, batch)
     barrier()
     return program
 

@@ -466,6 +466,10 @@ class Step:
         """Lower the step for batches of this shape, without any array: for compiling and for reading."""
         return self.run.lower(self.abstract_state, self.abstract_batch(batch_size, seq_len))
 
+    def compiled(self, state: State, batch: Batch) -> Any:
+        """Compile the step for these arrays; the result checks nothing."""
+        return self.run.lower(state, batch).compile()
+
     def abstract_batch(self, batch_size: int, seq_len: int) -> dict:
         """Return shapes and shardings of one batch."""
         one = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=self.batch_sharding)
