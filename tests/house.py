@@ -43,10 +43,10 @@ BUDGETS = {
     "pipeline": 321,
     "training": 2_602,
     "predict": 2_361,
-    "planner": 1_624,
+    "planner": 1_627,
     "draw": 2_733,
     "inspect": 3_379,
-    "explore": 1_561,
+    "explore": 1_562,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_453,
@@ -56,7 +56,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_030,
-    "statements": 25_375,
+    "statements": 25_379,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

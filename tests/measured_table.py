@@ -21,6 +21,8 @@ FILE, UNSEEN, TABLE = HERE / "measured.json", HERE / "published.json", HERE / "m
 HALF = ("vTrain", "dgxc-benchmarking", "torchtitan", "SimuMax", "gpu-recipes")
 """Sources of one half; the others are the other. A chip that only one half has is predicted by the prior."""
 CROSS = "## Fitted on half of the sources, tested on the other"
+KINDS = ("dense", "experts")
+"""Of models: each has an error of its own (`llmpar.planner.planner.UNSEEN_ERROR`)."""
 ONE = "## Fitted on all sources but one, tested on that one"
 
 
@@ -30,38 +32,44 @@ def source_of(case) -> str:
 
 
 def cross() -> str:
-    """Fit on each half of the sources, predict the other; then on all but one, predict that one."""
-    cases = [case for case in read_runs(FILE)[0] if case.measured["step_s"]]
+    """Fit on each half of the sources, predict the other; then on all but one, predict that one. Only runs of
+    `FILE` are fitted on; those of both files are predicted."""
+    timed = lambda file: [case for case in read_runs(file)[0] if case.measured["step_s"]]
+    fitted, unseen = timed(FILE), timed(UNSEEN)
     halves = [{word for word in SOURCES if (word in HALF) == side} for side in (False, True)]
-    each = [{word} for word in dict.fromkeys(map(source_of, cases))]
-    first, second = left_out(cases, halves, "the other half"), left_out(cases, each, "the others")
+    each = [{word} for word in dict.fromkeys(map(source_of, fitted))]
+    first = left_out(fitted, unseen, halves, "the other half")
+    second = left_out(fitted, unseen, each, "the others")
     return f"{first}\n\n{ONE}\n\n{second.replace('| all |', '| every run |')}"
 
 
-def left_out(cases, groups: list[set[str]], others: str) -> str:
+def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
     """The table of predictions of each group of sources by a fit on all other sources."""
-    errors: dict[tuple[str, str], list[float]] = {}
+    errors: dict[tuple[str, str, str], list[float]] = {}
     for group in groups:
-        tested = [case for case in cases if source_of(case) in group]
+        tested = [case for case in [*fitted, *unseen] if source_of(case) in group]
         chips = {case.run.chip.name for case in tested}
         kinds = {case.run.chip.link for case in tested if case.run.chip.link == "torus"}
-        near = [c for c in cases if c.run.chip.name in chips or c.run.chip.link in kinds]
+        near = [c for c in fitted if c.run.chip.name in chips or c.run.chip.link in kinds]
         rates = fit_rates.fit_all([case for case in near if source_of(case) not in group])
         for case in tested:
             own = fit_rates.expected(case.run.chip, rates)
             error = step_time(case.run, own).step_s / case.measured["step_s"] - 1
             how = "the prior alone" if own is fit_rates.PRIOR else "chips of its kind"
             how = others if case.run.chip.name in rates else how
-            errors.setdefault((f"{source_of(case)}, {case.run.chip.name}", how), []).append(error)
-    lines = ["| source, chip | fitted on | runs | mean abs. error | mean error |", "|---|---|---|---|---|"]
-    for (name, how), found in errors.items():
+            kind = "experts" if case.run.config.experts else "dense"
+            errors.setdefault((f"{source_of(case)}, {case.run.chip.name}", kind, how), []).append(error)
+    lines = ["| source, chip | model | fitted on | runs | mean abs. error | mean error |", "|---" * 6 + "|"]
+    for (name, kind, how), found in errors.items():
         mean = statistics.mean(map(abs, found))
-        lines.append(f"| {name} | {how} | {len(found)} | {mean:.1%} | {statistics.mean(found):+.1%} |")
-    rows = [[abs(e) for e in found] for found in errors.values()]
-    every, means = sum(rows, []), [statistics.mean(row) for row in rows]
-    for name, found in (("all", every), ("all, each source once", means)):
-        mean, middle = statistics.mean(found), statistics.median(found)
-        lines.append(f"| {name} | | {len(found)} | {mean:.1%} | median {middle:.1%} |")
+        cells = name, kind, how, str(len(found)), f"{mean:.1%}", f"{statistics.mean(found):+.1%}"
+        lines.append(f"| {' | '.join(cells)} |")
+    for name, kinds in (("all", KINDS), *((kind, (kind,)) for kind in KINDS)):
+        each = [[abs(e) for e in found] for key, found in errors.items() if key[1] in kinds]
+        every, means = sum(each, []), [statistics.mean(found) for found in each]
+        for what, found in ((name, every), (f"{name}, each source once", means)):
+            mean, middle = statistics.mean(found), statistics.median(found)
+            lines.append(f"| {what} | | | {len(found)} | {mean:.1%} | median {middle:.1%} |")
     return "\n".join(lines)
 
 

@@ -56,7 +56,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     pictures = {name: shown(value) for name, value in drawn.items()}
     own = planner.machine(own_machine(state)[0])  # what an empty control stands for
     pictures["grid"]["html"] = panels.tensor_choice(seen)
-    with estimated():
+    with estimated(seen):
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
@@ -153,7 +153,7 @@ def numbers(seen: View) -> dict[str, Any]:
             "step_s": one.time.step_s,
             "terms": one.time.terms,
             "mfu": one.time.mfu(run),
-            "step_s_band": planner.band(one.time.step_s),
+            "step_s_band": q.band(one.time.step_s),
             "tokens_per_s": run.tokens_per_step / one.time.step_s,
             "versus": {
                 name: {key: value for key, value in row.items() if key != "plans"}
@@ -176,9 +176,9 @@ def headline(seen: View) -> dict:
         line = "Time is not predicted: simulated devices share one processor and have no links."
         return out | {"rest": "", "line": line, "steps": []}
     most = sorted(values["terms"].items(), key=lambda term: -term[1])[:2]
-    with estimated():
+    with estimated(seen):
         rates = f"{rounded(values['tokens_per_s']):,.0f} tokens/s · {100 * rounded(values['mfu']):.0f} % MFU"
-        rest = banded(f"{time_text(values['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
+        rest = banded(f"{time_text(values['step_s'])} a step · {rates}, each", q.time_error)
         names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_sum[0].upper()}{q.capacity_sum[1:]}."
     line += "".join(f" {note[0].upper()}{note[1:]}." for note in q.config.notes)

@@ -26,7 +26,7 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import frameworks
-from llmpar.planner.planner import Candidate, band, commands, fields_of, memory_verdict, versus
+from llmpar.planner.planner import Candidate, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
@@ -284,7 +284,7 @@ def step_times(seen: View) -> Scene:
     terms = time.terms.items()
     notes = {"recomputation": recomputed(seen.one.plan)}
     parts = [columns.Part(n, s, notes.get(n, ""), act(explain=n), own.get(n, "")) for n, s in terms]
-    return columns.time_bar(parts, band(time.step_s), time.step_s)
+    return columns.time_bar(parts, seen.question.band(time.step_s), time.step_s)
 
 
 def sent(seen: View) -> Scene:
@@ -406,7 +406,7 @@ def _point(one: Candidate) -> columns.MeshPoint:
 def panels(seen: View) -> dict[str, Scene | str]:
     """Return every panel of a state. Only where meshes are compared, times have more than two digits."""
     drawn: dict[str, Scene | str] = {}
-    with estimated():
+    with estimated(seen):
         drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
         if seen.timed:
             count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp

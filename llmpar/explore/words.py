@@ -22,9 +22,9 @@ STEP = ("total", "a step", "MFU", "tokens per second")
 """The numbers of the verdict."""
 
 
-def estimated() -> contextlib.AbstractContextManager:
-    """Write times and rates with the digits that the error on runs that no fit saw leaves them."""
-    return digits_of(planner.UNSEEN_ERROR)
+def estimated(seen: View) -> contextlib.AbstractContextManager:
+    """Write times and rates with the digits that their error leaves them."""
+    return digits_of(seen.question.time_error)
 
 
 def act(**patch: Any) -> str:
@@ -89,7 +89,8 @@ def explanation(seen: View) -> str:
         rows = tagged("li", (f"{count} of {num}: {escape(why)}" for why, count in reasons))
         text = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
     else:
-        text = _term(next((term for term in known if term.name == clicked), known[0]))
+        term = next((term for term in known if term.name == clicked), known[0])
+        text = _term(term, seen.question.time_error)
     names = [term.name for term in known if term.name in STEP]
     more = [button(name, explain=name) for name in names] + [
         button("meshes left out", explain="left out")
@@ -97,10 +98,10 @@ def explanation(seen: View) -> str:
     return f"{text}<p>{' '.join(more)}</p>"
 
 
-def _term(term: Term) -> str:
+def _term(term: Term, error: float) -> str:
     value = _UNITS[term.unit](term.value)
     if term.name in STEP[1:]:
-        value = banded(value, planner.UNSEEN_ERROR)
+        value = banded(value, error)
     name = f"<b>{escape(term.name)}, {value}{' (an estimate)' * term.estimate}</b>"
     where = [
         f"arrow <code>{escape(term.arrow)}</code>" if term.arrow else "",

@@ -21,7 +21,7 @@ question = planner.Question(preset("llama3-70b"), A100, 64, 64, 8192, share=A100
 assert 12 * question.config.num_params > question.capacity_bytes  # replicas alone cannot be
 SHOWN = {"matmuls": "matmuls", "attention": "attention", "recomputation": "recomputation", "bubble": "bubble"}
 SHOWN |= {"tensor-parallel links": "tensor-parallel links", "weights and gradients on links": "fsdp's links"}
-UNSEEN = 0.16  # tests/measured.md: a fit on some sources, on the runs of a source that it has not seen
+UNSEEN = planner.UNSEEN_ERROR["dense"]
 
 
 def estimated(mesh):
@@ -53,11 +53,11 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # **Ask:** which would you take: `fsdp=16 tp=4` or another mesh within 7 % of it? The estimate cannot say. Measure both.
 #
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
-# cluster checks memory (`llmpar compile`). The line below a bar is ± 16 %: what is missed on runs of a source that no constant was fitted
+# cluster checks memory (`llmpar compile`). The line below a bar is ± 15 %: what is missed on runs of a source that no constant was fitted
 # to, as this one. On sources that were fitted it is 7 %. Plans of one machine share most of the error, so their order is better known.
 #
 # **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 591 published runs, 7.3 % mean and 5.9 % median
-# error; fitted on half of the sources, 16 % on the others, each counted once. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
+# error; fitted on half of the sources, 15 % on the dense models of the others, each source counted once. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
 # FSDP over all, one row on each, full recomputation: 331 tokens a second and GPU, 24.7 s a step.
 
 # %% [markdown] tags=["slide"] minutes=2
@@ -97,7 +97,7 @@ curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=Tr
 # *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* These are good first guesses; here
 # sharded state beats two of them.
 #
-# <footer>Estimates, ± 16 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
+# <footer>Estimates, ± 15 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
 
 # %% tags=["fragment"]
 CASES = {
