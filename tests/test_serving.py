@@ -65,7 +65,7 @@ requests queue."""
 
 
 def served(gpu, bits, model, batch, tp, prompt, answer):
-    s = service.Service(preset(model), chip(gpu), tp, prompt, answer, bits)
+    s = service.Service(preset(model), chip(gpu), tp, prompt, answer, bits, cache_bits=bits)
     return service.price(s, tp, 1, batch)
 
 
@@ -88,7 +88,7 @@ def test_a_token_takes_its_own_step_and_its_share_of_others_prompts(batch):
 
 
 def test_what_is_offered_to_serve_fits_and_nothing_beats_it(capsys):
-    words = "plan --serve 4096+1024 --model deepseek-v3 --devices 32 --bits 8 --json"
+    words = "plan --serve 4096+1024 --model deepseek-v3 --devices 32 --bits 8 --cache-bits 8 --json"
     assert main(words.split()) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert len(plans) == 8 and plans[-1]["tp"] == 1, "each rank of tp would hold the latents whole"
@@ -103,7 +103,7 @@ def test_what_is_offered_to_serve_fits_and_nothing_beats_it(capsys):
 
 def test_more_devices_never_serve_a_user_slower():
     """Devices that no copy has room for stay idle: seven are four and three."""
-    rates = lambda n: service.serve(service.Service(preset("gemma-3-27b"), H100, n, 1000, 500, 8))["plans"]
+    rates = lambda n: service.serve(service.Service(preset("gemma-3-27b"), H100, n, 1000, 500, 8, 8))["plans"]
     first = [rates(n)[0] for n in (1, 2, 4, 7, 8, 12)]
     users = [row["tokens_per_s_user"] for row in first]
     assert users == sorted(users) and users[0] < users[1] < users[2] == users[3]
@@ -303,7 +303,7 @@ COUNT += "argument_bytes kept_bytes parts_bytes temp_bytes temp_parts weights_by
 COUNT += "cache_of_a_rank weights_of_a_rank cuts_evenly shared_matrices".split()
 COUNT += "outer_traffic equal_batch_tokens muon_and_fsdp_bytes muon_flops".split()
 COUNT += "message_width flops most_traffic step_traffic leaving_bytes".split()
-NO_VALUES = "runs pairs_of routed_width".split()  # how often a plan runs a layer, who sends to whom; experts
+NO_VALUES = "runs pairs_of routed_width refuse_adapters".split()  # how often a plan runs a layer, who sends to whom; experts
 RESOLVED = Plan(MeshShape(tp=8)).resolve(INDEXED)
 LATENT = {
     "config": INDEXED, "block": INDEXED,

@@ -62,7 +62,7 @@ class PlanCommand(Output):
         cluster: a machine's name in place of a chip: its nodes and ports.
         node_link: GB/s that one device sends inside a node, one way, in place of the chip's (of a torus, of
             each link).
-        network: GB/s that one device sends beyond its node.
+        network: GB/s of one device's port beyond its node. Steps reach a share of both rates, which is said.
         node_size: devices of a node.
         hbm: GiB of a device; what programs may take of it is said in the answer.
         devices: JAX devices (64; all of a cluster that is no larger than 256).
@@ -79,6 +79,7 @@ class PlanCommand(Output):
             accelerate.
         serve: plan for serving in place of training: tokens of a prompt and of an answer, as 2048+256.
         bits: of a weight that is served: 16, 8 or 4 (16).
+        cache_bits: of a key's or value's number that is kept while serving: 16 or 8 (16).
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
@@ -106,6 +107,7 @@ class PlanCommand(Output):
     export: OptionalText = None
     serve: OptionalText = None
     bits: Number = None
+    cache_bits: Number = None
     tokens: OptionalText = None
     price: Real = None
     keep: int = 8
@@ -133,8 +135,8 @@ class PlanCommand(Output):
 
     def check(self) -> None:
         """Refuse options that cannot be, before any plan is priced."""
-        if self.bits is not None:
-            raise ValueError("--bits is of weights that are served; add --serve, as 2048+256")
+        if idle := changed(self, ("bits", "cache_bits")):
+            raise ValueError(f"{idle[0]} is of what is served; add --serve, as 2048+256")
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
         if self.price is not None and self.tokens is None:
@@ -179,7 +181,8 @@ class PlanCommand(Output):
         if self.html is not None:
             self.save_page(answer.question, answer.plans[0].plan)
         if not self.json:
-            inform(f"{document['priced']:,} plans priced; {document['room_is']}")
+            plans = "plan" if document["priced"] == 1 else "plans"
+            inform(f"{document['priced']:,} {plans} priced; {document['room_is']}")
         for line in document["notes"]:
             inform(line)
         broken = broken_claims(self.claims or "", document["plans"][0])
@@ -228,7 +231,7 @@ class PlanCommand(Output):
 
     def served(self, text: str) -> dict:
         """Plan for requests of so many tokens."""
-        used = {"serve", "bits", "model", "chip", "cluster", "devices", "keep", "json"}
+        used = {"serve", "bits", "cache_bits", "model", "chip", "cluster", "devices", "keep", "json"}
         names = {field.name for field in fields(self)} - used - set(hardware.MACHINE)
         if idle := changed(self, sorted(names)):
             raise ValueError(f"--serve plans for requests; leave out {', '.join(idle)}")
@@ -239,8 +242,8 @@ class PlanCommand(Output):
         prompt, answer = map(int, sizes.groups())
         check_range("serve", prompt + answer, 2, _MAX_SEQ_LEN)
         chip, devices = self.machine()
-        bits = 16 if self.bits is None else self.bits
-        request = service.Service(preset(self.model), chip, devices, prompt, answer, bits)
+        sizes = {name: getattr(self, name) or 16 for name in ("bits", "cache_bits")}
+        request = service.Service(preset(self.model), chip, devices, prompt, answer, **sizes)
         document = service.serve(request, self.keep)
         return give(document, self.json, tables_serve(document))
 
@@ -462,9 +465,10 @@ def tables_of(document: dict) -> Iterator[Any]:
         f" {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
     )
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB; "
-    caption += "{node_link:g} GB/s{each} in nodes of {node_size}, {network:g} beyond".format(
-        **document["machine"]
-    )
+    caption += (
+        "{node_link:g} GB/s{each} in nodes of {node_size}, {network:g} beyond;"
+        " a step reaches {links_reached:.0%} and {network_reached:.0%} of them"
+    ).format(**document["machine"])
 
     def plan_row(row: dict) -> tuple[str, ...]:
         why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
@@ -494,9 +498,10 @@ def tables_of(document: dict) -> Iterator[Any]:
     rates = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
     yield _table(("if there were", "tokens/s", ""), rates)
     if budget := document.get("budget"):
-        exact = {name: value if name == "tokens" else few(value) for name, value in budget.items()}
-        sums = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
-        yield _table((f"{budget['tokens']:.3g} tokens", ""), sums)
+        names = {"chip_hours": "chip hours", "energy_mwh": f"MWh ({planner.PUE:g} × the chips')"}
+        sums = ((names.get(name, name), few(value)) for name, value in budget.items())
+        rows = ((name, f"{value:,.0f}" if value >= 10 else f"{value:g}") for name, value in sums)
+        yield _table((f"for {budget['tokens']:,.0f} tokens", ""), list(rows)[1:])
     yield from filter(None, map((best | document).get, ("train", "compile", "launch", "export")))
 
 
@@ -504,8 +509,7 @@ def tables_serve(document: dict) -> Iterator[Any]:
     """Yield the meshes that serve as a table, from the fastest for a user to the one with most tokens."""
     title = (
         f"{document['model']} in {document['bits']} bits on {document['devices']:,} {document['chip']},"
-        f" {document['prompt']:,} tokens in and {document['answer']:,} out;"
-        f" {banded('rates', document['error'])}"
+        f" {document['prompt']:,} tokens in and {document['answer']:,} out"
     )
     columns = "a copy", "copies", "requests", "first, s", "user", "apart", "device", "prefill"
     few = lambda value: f"{rounded(value, document['error']):,g}"
@@ -529,8 +533,9 @@ def tables_serve(document: dict) -> Iterator[Any]:
         " apart, device: tokens/s of one request beside others' prefill, of one with prefill elsewhere, and"
         " of a device. prefill: its share of the devices, or of their time.\n"
         "No other mesh and number of requests is better both for a user and for a device. Where prefill runs"
-        f" apart, each prompt's cache, {sent / 1e9:.2g} GB, is sent once, which is not timed. Of published"
-        f" runs of engines half are within {document['error']:.0%} of these formulas."
+        f" apart, each prompt's cache, {sent / 1e9:.2g} GB in {document['cache_bits']} bits, is sent once, which is"
+        f" not timed. Of published runs of engines half are within {document['error']:.0%} of these formulas,"
+        " and the worst is 2.4 times slower."
     )
 
 

@@ -577,6 +577,7 @@ def _known(q: Question) -> None:
 
 def _refuse(q: Question) -> None:
     """Refuse questions that no mesh answers."""
+    workload.refuse_adapters(q.config)
     c, axes = q.config, {a: v for a, v in q.fixed.items() if a in AXES}
     cut, text = (
         math.prod(axes.values()),
@@ -734,11 +735,12 @@ def document(
 
 def machine(chip: Chip) -> dict[str, Any]:
     """Return what one device sends, in GB/s one way, inside a node (of a torus on ``each`` link) and beyond
-    it, a node's devices, and the GiB of a device."""
+    it, a node's devices, the GiB of a device, and which shares of the two rates a step reaches."""
     one, each = chip.per_device(), " a link" * (chip.link == "torus")
     sizes = {"node_link": one.link_bytes_per_s, "network": one.dcn_bytes_per_s}
     rates = {name: rate / 1e9 for name, rate in sizes.items()}
-    return rates | {"each": each, "node_size": one.node_size, "hbm": chip.usable_hbm_gib}
+    reached = {"links_reached": chip.rates.links, "network_reached": chip.rates.network}
+    return rates | {"each": each, "node_size": one.node_size, "hbm": chip.usable_hbm_gib} | reached
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
@@ -898,16 +900,18 @@ def target(q: Question) -> str:
     if q.chip.link == "switch":
         near = math.gcd(chips, q.chip.node_size)
         return f"{q.chip.name}:{chips // near}x{near}"
-    sides, left = [], chips
+    slices = next(n for n in divisors(chips) if chips // n <= q.chip.node_size)
+    sides, left = [], chips // slices
     for axes in range(q.chip.num_axes, 0, -1):
         side = max(d for d in divisors(left) if d <= max(1, round(left ** (1 / axes))))
         sides.append(side)
         left //= side
-    return f"{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
+    several = f"{slices}*" if slices > 1 else ""
+    return f"{several}{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
 
 
 def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> dict[str, float]:
-    """Return days, energy and cost of training on so many tokens."""
+    """Return days, energy (chips' power times `PUE`) and cost of training on so many tokens."""
     seconds = tokens / (q.batch_size * q.seq_len) * best.time.step_s
     chips = q.num_devices / q.chip.devices_per_chip
     result = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}

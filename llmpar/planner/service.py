@@ -25,7 +25,8 @@ class Service:
 
     Attributes:
         prompt, answer: tokens of a request.
-        bits: of a weight, and of what is kept in the cache.
+        bits: of a weight.
+        cache_bits: of a number that is kept in the cache.
     """
 
     config: ModelConfig
@@ -34,6 +35,7 @@ class Service:
     prompt: int
     answer: int
     bits: int = 16
+    cache_bits: int = 16
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.answer) < 1:
@@ -41,11 +43,8 @@ class Service:
             raise ValueError(f"a request has {given}; give a prompt and an answer of 1 or more")
         if self.bits not in (4, 8, 16):
             raise ValueError(f"weights of {self.bits} bits are not priced; use 4, 8 or 16")
-
-    @property
-    def cache_bits(self) -> int:
-        """Keys and values are not kept in less than 8 bits."""
-        return max(self.bits, 8)
+        if self.cache_bits not in (8, 16):
+            raise ValueError(f"a cache of {self.cache_bits} bits is not priced; use 8 or 16")
 
 
 def data_ranks(s: Service, tp: int) -> int:
@@ -118,7 +117,7 @@ def serve(s: Service, keep: int = 8) -> dict[str, Any]:
         whole = serving.ENGINE_SHARE * s.chip.usable_hbm_gib
         raise ValueError(
             f"'{s.config.name}' in {s.bits} bits does not fit with one request of"
-            f" {s.prompt + s.answer:,} tokens: with tp={tp} ep={ep} its weights take {weights_gib:.1f} GiB"
+            f" {s.prompt + s.answer:,} tokens in {s.cache_bits}: with tp={tp} ep={ep} its weights take {weights_gib:.1f} GiB"
             f" a device of the {whole:.1f} GiB that engines give to weights and cache; use more devices or"
             " fewer bits"
         )
@@ -139,6 +138,7 @@ def serve(s: Service, keep: int = 8) -> dict[str, Any]:
         "prompt": s.prompt,
         "answer": s.answer,
         "bits": s.bits,
+        "cache_bits": s.cache_bits,
         "error": HALF_WITHIN,
         "plans": shown,
     }

@@ -72,6 +72,15 @@ class Matmul(NamedTuple):
         return 2.0 * self.rows * self.inner * self.out * self.times
 
 
+def refuse_adapters(config: ModelConfig) -> None:
+    """Refuse a model with LoRA's adapters: the time of its step is not predicted."""
+    if config.lora:
+        raise ValueError(
+            f"'{config.name}' has adapters, and only steps that train all weights are"
+            " timed; use the model without LoRA, whose step takes longer"
+        )
+
+
 @dataclass(frozen=True)
 class Run:
     """One training step of a model on a machine. What is also a field of `Plan` means the same."""
@@ -109,11 +118,7 @@ class Run:
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
 
     def __post_init__(self):
-        if self.config.lora:
-            raise ValueError(
-                f"'{self.config.name}' has adapters, and only steps that train all weights are"
-                " timed; use the model without LoRA, whose step takes longer"
-            )
+        refuse_adapters(self.config)
 
     @property
     def data_ranks(self) -> int:
