@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from shared import TABLES
+from shared import CASES, TABLES
 
 from llmpar.plan.layout import DIMS, Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import (
@@ -44,12 +44,6 @@ def test_the_layout_of_the_design_is_read():
     assert parse_layout("stream b s d +m") == Layout((Dim("b"), Dim("s"), Dim("d")), ("m",), "stream")
     assert parse_layout("whole") == parse_layout("") == Layout(())
     assert parse_layout("attention whole") == Layout((), (), "attention")
-
-
-def test_a_layout_answers_questions():
-    layout = parse_layout("b/dp,fsdp s/sp d +tp")
-    assert layout.letters == "bsd" and layout.axes == ("dp", "fsdp", "sp")
-    assert layout.cut("b") == ("dp", "fsdp") and layout.cut("d") == layout.cut("v") == ()
 
 
 def random_layout(rng: random.Random, dims=None, region: bool | None = None, sums: bool = True) -> Layout:
@@ -131,17 +125,7 @@ def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
         assert carets.index("^") == 2 + len("b/tp s -> b/tp s/")
 
 
-@pytest.mark.parametrize(
-    "text, dim",
-    [
-        ("b/dp,tp -> b/tp", "b"),  # the outer axis leaves
-        ("b/dp -> b/tp,dp", "b"),  # a new outer axis
-        ("b/dp,fsdp -> b/fsdp,dp", "b"),  # the same axes, nested otherwise
-        ("b/dp,tp s -> b/tp s/dp", "b"),
-        ("b/dp s/tp -> b/tp s/dp", "s"),  # the first all-to-all buries what the second needs
-        ("b/dp s/tp n -> b s/dp n/tp", "s"),
-    ],
-)
+@pytest.mark.parametrize("text, dim", CASES["reordered"])
 def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
     with pytest.raises(ValueError, match=f"reorder the blocks of {dim}: .* with {dim} whole in between"):
         _ = parse_arrow(text).moves
@@ -231,11 +215,6 @@ def test_the_played_devices_notice_a_wrong_move():
 @pytest.mark.parametrize("text, devices, want", TABLES["meshes"])
 def test_every_spelling_of_a_mesh(text, devices, want):
     assert parse_mesh(text, devices or None) == MeshShape(**want)
-
-
-def test_the_positional_orders_are_those_of_easylm_and_lwm():
-    assert POSITIONAL == {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "tp", "sp")}
-    assert list(AXES) == ["pp", "dp", "fsdp", "ep", "sp", "tp"], "slow links outermost"
 
 
 @pytest.mark.parametrize("seed", range(2))
