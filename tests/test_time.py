@@ -5,6 +5,7 @@ import math
 from collections import Counter
 
 import pytest
+from shared import CASES
 
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import MeshShape
@@ -67,8 +68,7 @@ def attention_s(order="zigzag", model="llama3-8b", **fields):
     [("sp=8", "ring", 8), ("sp=8", "gather", 8), ("sp=8", "ulysses", 1), ("sp=8 tp=4", "usp", 4)],
 )
 def test_the_last_rank_waits_for_nobody_where_heads_are_exchanged(mesh, way, ranks):
-    """In contiguous order the busiest of so many ranks that cut queries computes what tiles count: 2 - 1/n
-    of the mean. Of Ulysses each has whole rows; of usp only the ring's part counts. A window is even."""
+    """In contiguous order the busiest of n ranks that cut queries computes 2 - 1/n of the mean."""
     counted = pairs_by_step(ranks, "contiguous", s=1024 * ranks)
     by_tiles = 2 * max(map(sum, counted)) / (1024 * ranks) ** 2 * ranks
     even, uneven = (attention_s(order, mesh=mesh, context_parallel=way) for order in ("zigzag", "contiguous"))
@@ -126,8 +126,7 @@ def test_a_pipeline_with_equal_stages_has_the_textbook_bubble():
 
 
 def test_the_last_chunk_runs_forward_once():
-    """A stage that keeps inputs repeats its forward pass, but for the last: F0 F1 B1 B0 is all of one
-    microbatch, and B0 alone repeats."""
+    """F0 F1 B1 B0 is all of one microbatch, and B0 alone repeats its forward pass."""
     run = run_of("pp=2", config=dataclasses.replace(preset("llama3-8b"), vocab_size=2), zero=0)
     once, kept = (step_time(dataclasses.replace(run, again=again), EASY).step_s for again in (1.0, 0.0))
     forward = sum(Clock(run, EASY).layer(False, 0.0)[0].terms.values())
@@ -143,8 +142,7 @@ def test_unequal_stages_are_played_as_they_are():
 
 
 def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
-    """8B on 8 nodes of 8: what the arrows send over tp, at the links' rate. The closed form, which ranks,
-    says nearly the same, in the same order."""
+    """8B on 8 nodes of 8; the closed form, which ranks, says nearly the same in the same order."""
     config, steps, ranks = preset("llama3-8b"), [], []
     for remat, repeated in (("none", 0), ("selective", 64), ("ffn", 64), ("block", 96)):
         plan = Plan("fsdp=8 tp=8", dtype="bfloat16", tp_sequence=True, remat=remat)
@@ -163,18 +161,7 @@ def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
     assert steps == sorted(steps) and ranks == sorted(ranks) and len(set(steps)) == 4
 
 
-@pytest.mark.parametrize(
-    "name, mesh, fields",
-    [
-        ("llama3-8b", "fsdp=16 sp=4", {}),
-        ("llama3-8b", "dp=8 fsdp=8", dict(remat="block")),
-        ("llama3-8b", "pp=4 fsdp=4 tp=4", dict(microbatches=16, schedule="1f1b", tp_sequence=True)),
-        ("qwen3-30b-a3b", "fsdp=8 ep=8", dict(remat="selective")),
-        ("qwen3-30b-a3b", "dp=2 fsdp=2 ep=8 tp=2", dict(tp_sequence=True)),
-        ("mixtral-8x7b", "fsdp=8 sp=2 ep=4", dict(zero=1, zero_axes="fsdp,ep")),
-        ("mixtral-8x7b", "dp=2 fsdp=8 ep=2 tp=2", dict(zero=0, tp_sequence=True)),
-    ],
-)
+@pytest.mark.parametrize("name, mesh, fields", CASES["ranked"])
 def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):
     plan = Plan(mesh, dtype="bfloat16", loss_chunks=8, **fields)
     run = workload.of_plan(preset(name), plan, H100, 64, 8192)
@@ -182,14 +169,7 @@ def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):
     assert closed.step_s == pytest.approx(exact.step_s, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    "name, mesh, fields",
-    [
-        ("llama3-8b", "dp=2 fsdp=4 sp=2 tp=4", dict(tp_sequence=True, tp_comm_overlap=True, zero=2)),
-        ("llama3-8b", "pp=4 dp=4 fsdp=2", dict(microbatches=8, schedule="dualpipe")),
-        ("qwen3-30b-a3b", "fsdp=4 ep=8", dict(reduce="bucket", zero=0)),
-    ],
-)
+@pytest.mark.parametrize("name, mesh, fields", CASES["reworded"])
 def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
     """What a message belongs to and what hides it are said where it is made, not read from its words."""
     run = workload.of_plan(preset(name), Plan(mesh, dtype="bfloat16", **fields), H100, 64, 8192)
@@ -227,8 +207,7 @@ def test_a_host_that_waits_for_each_kernel_waits_for_its_launch():
 
 
 def test_an_exchange_on_a_torus_takes_what_crosses_its_middle():
-    """Each of n chips has V bytes for all: on a ring of 4 half of 4 V crosses two places, both ways; 16 x 16
-    chips have 16 times as many links there."""
+    """On a ring of 4 half of 4 V crosses two places; 16 x 16 chips have 16 times as many links there."""
     v5p = chip("v5p")
     rate = v5p.reached_link_bytes_per_s
     assert on_links(v5p, "all-to-all", 1e8, 4, 1) == pytest.approx(2e8 / 4 / rate)
@@ -260,10 +239,3 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts():
     assert measured.activation_bytes(block)[0] == formulas.gpt_activation_bytes(
         1, 2048, 12_288, 96, recompute="full"
     )
-
-
-def test_of_a_plan_comes_its_run():
-    plan = Plan("pp=2 fsdp=4 tp=2", microbatches=4, dtype="bfloat16", remat="block", tp_sequence=True)
-    run = workload.of_plan(preset("llama3-8b"), plan, H100, 32, 4096)
-    assert (run.rows, run.microbatches, run.recompute, run.tp_sequence) == (2, 4, "block", True)
-    assert run.tokens_per_step == 32 * 4096 and run.zero_group == 4 and run.again == 1
