@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shared import CASES
 
 from llmpar.cli import main
 from llmpar.draw.geometry import holders
@@ -79,19 +80,7 @@ def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     assert answer["numbers"]["bytes_sent"] <= answer["numbers"]["gather_first_bytes"]
 
 
-REFUSED = {
-    "P('X'": "is not read as a layout; write P('X', None)",
-    "P('Z')": "axis 'Z' is none of the mesh's, X, Y",
-    "P('X', 'X')": "axis 'X' is used twice",
-    "P(P.UNCONSTRAINED)": "is not read",
-    "P('X', None, 'Y')": "has 3 dims, and the shape [8, 16] 2",
-    "[Shard(0)]": "a placement for each of X, Y",
-    "[Shard(-1), Replicate()]": "is not read",
-    "[Partial('max'), Replicate()]": "is not read",
-    "__import__('os').getcwd()": "is not read",
-    "b/X s/": "is not read",
-    "x" * 10_000: "is not read",
-}
+REFUSED = CASES["specs_refused"] | {"x" * 10_000: "is not read"}
 
 
 def test_every_wrong_input_is_a_sentence():
@@ -140,16 +129,7 @@ def test_a_sharding_with_a_shape_is_drawn():
         MeshExplorer.of(MESH, shape=(8, 16))
 
 
-ASSERTED = {
-    "fits, mfu > 20 %, memory < 75 GiB, seconds < 30, terms.matmuls < 9": (0, ""),
-    "mfu > 90 %": (3, "--assert does not hold: mfu > 90 %: it is 0."),
-    "fits, memory_bytes.params < 1 MiB": (3, "memory_bytes.params < 1 MiB: it is"),
-    "step_s < 1 ms": (3, "step_s < 1 ms"),
-    "mfuu > 0.4": (1, "'mfuu > 0.4' is not read; write fits, or a number"),
-    "memory < 3 s": (1, "is not read"),
-    "fits > 3": (1, "is not read"),
-    "mfu": (1, "is not read"),
-}
+ASSERTED = CASES["asserted"]
 
 
 def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(capsys):
