@@ -177,37 +177,10 @@ def test_two_programs_are_compared_as_text_and_as_markdown():
     )
 
 
-STORY = """
-import jax, jax.numpy as jnp, llmpar
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-llmpar.use_devices(8)
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-cut = NamedSharding(mesh, P("data"))
-w, x = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=cut) for shape in ((32, 64), (16, 32)))
-
-def step(w, x):
-    h = jnp.tanh(x @ w)
-    h = jax.lax.with_sharding_constraint(h, cut)  # kept by rows
-    return h * 2.0
-
-def test_step():
-    llmpar.look(jax.jit(step, out_shardings=cut), w, x).pin("step.comm")
-"""
+STORY = (HERE / "fixtures" / "pin_story.txt").read_text()
 
 
-RUNS = """
-import os, pathlib, sys
-import pytest
-
-file = pathlib.Path("test_step.py")
-kept = file.read_text()
-dropped = kept.replace("(h, cut)  # kept by rows", "(h, NamedSharding(mesh, P()))")
-for text, update in ((kept, "0"), (kept, "0"), (dropped, "0"), (dropped, "1"), (dropped, "0")):
-    file.write_text(text)
-    os.environ["LLMPAR_UPDATE_PINS"] = update
-    sys.modules.pop("test_step", None)
-    print("status", int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
-"""
+RUNS = (HERE / "fixtures" / "pin_runs.txt").read_text()
 
 
 @pytest.mark.processes
