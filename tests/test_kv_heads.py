@@ -27,9 +27,8 @@ def test_each_copy_holds_its_head_and_the_sum_of_all_copies_gradients():
         for shard in got.addressable_shards:
             head = shard.device.id // 2
             assert shard.data.shape == (2, 64, 1, 4) and shard.index[2] == slice(head, head + 1)
-            assert (
-                np.abs(np.asarray(shard.data) - want[:, :, head : head + 1]).max() < 1e-5 * np.abs(want).max()
-            )
+            error = np.abs(np.asarray(shard.data) - want[:, :, head : head + 1]).max()
+            assert error < 1e-5 * np.abs(want).max()
 
 
 def test_a_plan_for_a_model_is_told_in_the_notation():
@@ -43,10 +42,8 @@ def test_a_plan_for_a_model_is_told_in_the_notation():
     alone = Plan("tp=8", context_parallel="ulysses").resolve(LLAMA1)
     assert str(alone.place("attention b s k r h")) == "b s k r/kv h", "one head: all of tp are its copies"
     both = Plan("sp=2 tp=4", context_parallel="ulysses").resolve(LLAMA2)
-    assert (
-        str(both.physical("attention b s k r h -> queries b s k r h"))
-        == "b s/sp k/tp r/kv h -> b s k/tp r/kv,sp h"
-    )
+    queries = both.physical("attention b s k r h -> queries b s k r h")
+    assert str(queries) == "b s/sp k/tp r/kv h -> b s k/tp r/kv,sp h"
     assert str(both.physical("attention b s k h -> keys b s k h").moves[0]) == "all-gather over sp on s"
 
 
