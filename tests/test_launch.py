@@ -13,25 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from parity import LLAMA, MOE
+from shared import CASES, HERE
 from small_cluster import until
 
 from llmpar.launch import joined, local
 from llmpar.plan.plan import Plan
 from llmpar.training.checkpoint import Checkpoints
 
-HERE = Path(__file__).parent
-# Mesh and fields of the plan; "moe" in front takes the model with experts, "deep" one of four
-# layers.
-PLANS = {
-    "2x4": ("pp=2 dp=2 tp=2 | microbatches=2 schedule=1f1b", "moe ep=4 tp=2"),
-    "4x2": (
-        "dp=2 tp=4 | tp_sequence=True tp_comm_overlap=True",
-        "fsdp=2 sp=4 | context_parallel=ring sequence_order=balanced",
-        "moe ep=4 tp=2 | mode=auto",
-        "deep pp=4 dp=2 | microbatches=4 schedule=zb-h1",
-        "dp=8 | zero=0 reduce=bucket",
-    ),
-}
+PLANS = CASES["plans_of_processes"]
 MODELS = {"moe": MOE, "deep": dataclasses.replace(LLAMA, num_layers=4)}
 
 
@@ -112,9 +101,6 @@ def test_processes_listen_on_loopback_stop_together_and_say_who_they_are(two):
     assert two["doctor"].startswith(words) and "8 simulated CPU devices of 2 processes" in two["doctor"]
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 def training(num: int, devices: int, folder: Path, *words: str) -> local.Processes:
     """`llmpar train` in several processes."""
     command = [sys.executable, "-m", "llmpar", "train", "--mesh", "fsdp=2 tp=2", "--checkpoints", str(folder)]
@@ -139,8 +125,7 @@ def kept(folder: Path) -> dict:
 
 @pytest.mark.processes
 def test_a_killed_process_costs_nothing_and_another_number_of_processes_goes_on(tmp_path):
-    """One of several is killed, and the same command gives the same bits. Read by 1 process, whose sums may
-    have another order: 1e-5."""
+    """The same command gives the same bits; one process, whose sums have another order, 1e-5."""
     shape, folder = (2, 2), tmp_path / "killed"
     whole = trained(*shape, tmp_path / "whole", "--steps", "12")
     with training(*shape, folder, "--steps", "12") as processes:
@@ -153,9 +138,6 @@ def test_a_killed_process_costs_nothing_and_another_number_of_processes_goes_on(
     one = trained(1, 4, tmp_path / "alone", "--steps", "12", "--devices", "4")
     assert one["start"] == resumed["start"]
     assert np.allclose(one["losses"], whole["losses"][one["start"] :], rtol=1e-5, atol=0)
-
-
-# ------------------------------------------------------------------------------------------ ends and security
 
 
 def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd):
@@ -223,14 +205,7 @@ def gone_after_a_kill(program: str, num: int) -> None:
     until(lambda: not any(map(alive, pids)), f"processes {pids} end")
 
 
-RAISES = """
-from llmpar.launch import joined
-joined.initialize(wait_s=60, heartbeat_s=20, shutdown_s=20)
-import jax
-if jax.process_index() == 1:
-    raise KeyError("planted")
-joined._client().wait_at_barrier("never", 600_000)
-"""
+RAISES = (HERE / "fixtures" / "launch_raises.txt").read_text()
 
 
 def test_an_exception_in_one_process_ends_all():
