@@ -85,18 +85,12 @@ def run_of(tmp_path, **inputs):
     return case.run
 
 
-@pytest.mark.parametrize("text", ["fsdp=4 sp=2", "fsdp=4 cp=2", "sp:2,fsdp:4", "sp=2 fsdp=-1"])
-def test_a_mesh_in_words_is_that_mesh(tmp_path, text):
-    assert str(run_of(tmp_path, mesh=text).mesh) == "fsdp=4 sp=2"
+def test_a_run_has_the_mesh_the_matrices_and_the_microbatches_that_are_given(tmp_path):
+    for text in ("fsdp=4 sp=2", "fsdp=4 cp=2", "sp:2,fsdp:4", "sp=2 fsdp=-1"):
+        assert str(run_of(tmp_path, mesh=text).mesh) == "fsdp=4 sp=2"
     assert str(run_of(tmp_path, dp=4, sp=2).mesh) == str(run_of(tmp_path, dp=4, cp=2).mesh) == "dp=4 sp=2"
-
-
-def test_a_feed_forward_has_the_matrices_that_are_given_or_its_models(tmp_path):
     assert [run_of(tmp_path, fsdp=8, matrices=n).ffn_products for n in (2, 3)] == [2, 3]
-    assert run_of(tmp_path, model="nemotron4-15b", fsdp=8).ffn_products == 2
-
-
-def test_a_batch_is_cut_into_the_microbatches_that_are_given(tmp_path):
+    assert run_of(tmp_path, model="nemotron4-15b", fsdp=8).ffn_products == 2, "of its model"
     for given in (dict(micro_batch=2), dict(microbatches=4)):
         run = run_of(tmp_path, batch=64, fsdp=8, **given)
         assert (run.rows, run.microbatches) == (2, 4)
@@ -128,16 +122,12 @@ def test_a_row_of_a_sweep_that_cannot_be_read_is_left_out_alone(tmp_path):
     assert [left["id"] for left in found["left_out"]] == ["mine/1"]
 
 
-def test_a_users_own_run_is_compared(tmp_path):
-    found = measured.against(write(tmp_path / "mine.json", OWN))
-    (row,) = found["rows"]
-    assert row["mesh"] == "fsdp=8" and 0.5 < row["predicted"]["step_s"] < 2 and not row["error"]["fits"]
-
-
-def test_a_group_that_cannot_be_compared_is_left_out_by_name(tmp_path):
+def test_a_users_own_run_is_compared_and_what_cannot_be_is_left_out_by_name(tmp_path):
     """What else cannot be compared is in bad_inputs.toml."""
     other = OWN | {"id": "other", "expected": {"loss": 2}}
     both = measured.against(write(tmp_path / "both.json", OWN, other))
+    (row,) = both["rows"]
+    assert row["mesh"] == "fsdp=8" and 0.5 < row["predicted"]["step_s"] < 2 and not row["error"]["fits"]
     assert [left["id"] for left in both["left_out"]] == ["other"]
     assert "nothing to compare" in both["left_out"][0]["why"]
 

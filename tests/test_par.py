@@ -1,7 +1,5 @@
 """The modes in small: what a collective and its transpose do to a value, and what a census says."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +8,13 @@ from flax import nnx
 from jax import lax
 from shared import TABLES
 
-from llmpar.inspect.census import collective_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.parallel.modes import Manual
 from llmpar.parallel.partitioned import Auto
 from llmpar.plan.layout import parse_arrow, parse_layout
-from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.plan import Plan
-from llmpar.predict import formulas
-from llmpar.predict.traffic import Traffic, Transfer
 
 MIXED = "dp=2 fsdp=2 tp=2"
 PLAN = Plan(MIXED).resolve()
@@ -117,18 +111,6 @@ def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce(
     assert [c.arrow for c in census(loss, x, w, plan=plan)] == ["+tp -> whole"], "nothing is sent forward"
     back = [c for c in census(jax.grad(loss), x, w, plan=plan) if c.arrow == f]
     assert [(c.kind, c.shape) for c in back] == [("all-reduce", (4, 6))]
-
-
-@pytest.mark.parametrize("group", [2, 3, 6, 8, 16])
-def test_bytes_sent_are_those_of_a_ring(group):
-    """Counted from the result, by the published formula, and by `predict` from the message."""
-    for result in (24 * group, 4):
-        for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
-            whole = math.ceil(round(formulas.sent_bytes_of_result(kind, result, group), 6))
-            traffic = Traffic(MeshShape(tp=group))
-            local = result * (group if kind == "reduce-scatter" else 1)
-            traffic.add(kind, ("tp",), Transfer("values"), local)
-            assert collective_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 
 
 @pytest.mark.parametrize("text", ["b s/tp -> b s", "b s +tp -> b s", "b/dp s +tp -> b s/tp"])

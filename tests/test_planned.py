@@ -3,6 +3,7 @@ to one model."""
 
 import dataclasses
 import math
+import pickle
 import random
 
 import pytest
@@ -127,6 +128,10 @@ def test_the_parts_of_a_planned_model_add_up(name):
     assert memory.argument_bytes(one, 8, 4096)["params"] == 4 * config.num_params
     cut = memory.argument_bytes(Plan("fsdp=8").resolve(config, "gpu", 8, 4096), 8, 4096)["params"]
     assert config.num_params / 2 <= cut <= 1.02 * config.num_params / 2, "padded, and vectors not all cut"
+    to_serve = serving.decode_seconds(config, H100, 8, 8192, 8)
+    assert 0 < sum(to_serve.values()) < 0.1 and min(to_serve.values()) >= 0
+    there = pickle.loads(pickle.dumps(dataclasses.replace(config)))  # with its blocks, to other processes
+    assert there == config and hash(there) == hash(config)
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -109,9 +109,8 @@ def test_the_books_llama_13b_on_eight_v5e():
     """26 GB of weights and 107 GB of keys and values on 6.56e12 bytes a second."""
     row, config = ROWS["sb.l13b.decode.bs16"], preset("llama2-13b")
     batch = row["inputs"]["batch"]
-    assert serving.cache_bytes(config, batch * 8192) / 1e9 == pytest.approx(
-        row["expected"]["kv_gb"], rel=0.01
-    )
+    kept = serving.cache_bytes(config, batch * 8192) / 1e9
+    assert kept == pytest.approx(row["expected"]["kv_gb"], rel=0.01)
     took = seconds(serving.decode_seconds(config, ideal("v5e"), batch, 8192, tp=8))
     assert took * 1e3 == pytest.approx(row["expected"]["ms"], rel=0.01)
 
@@ -138,18 +137,16 @@ def test_the_critical_batch_is_the_books():
 def test_beyond_the_critical_batch_a_token_computes():
     config = preset("llama3-8b")
     most = serving.balance_batch(config, H100)
-    below, at, above = (
-        serving.decode_seconds(config, H100, round(n), 1)["matmuls"] for n in (most / 2, most, 2 * most)
-    )
+    took = lambda n: serving.decode_seconds(config, H100, round(n), 1)["matmuls"]
+    below, at, above = map(took, (most / 2, most, 2 * most))
     assert below == pytest.approx(at, rel=0.1) and above == pytest.approx(2 * at, rel=0.1)
 
 
 def test_prompts_compute_their_flops():
     config, prompt = preset("llama3-8b"), 8192
     flops = 2 * prompt * config.num_params + 2 * 2 * prompt**2 / 2 * 32 * 32 * 128
-    assert seconds(serving.prefill_seconds(config, ideal("h100"), prompt)) == pytest.approx(
-        flops / H100.flops_per_s
-    )
+    took = seconds(serving.prefill_seconds(config, ideal("h100"), prompt))
+    assert took == pytest.approx(flops / H100.flops_per_s)
     one, two = (seconds(serving.prefill_seconds(config, H100, n)) for n in (4096, 8192))
     assert two > 2 * one
 
@@ -242,9 +239,9 @@ def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
     """Scores of 512 + 64 and values of 512 numbers, for each of 128 heads: more than reading takes."""
     one, eight = (serving.decode_seconds(V3, ideal("h100"), 64, 32_768, tp) for tp in (1, 8))
     flops = 2 * 64 * 32_768 * 61 * 128 * (512 + 64 + 512)
-    assert one["keys and values read"] + one["attention"] == pytest.approx(
-        max(flops / H100.flops_per_s, 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s)
-    )
+    read_s = 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s
+    took = one["keys and values read"] + one["attention"]
+    assert took == pytest.approx(max(flops / H100.flops_per_s, read_s))
     assert eight["attention"] == 0
 
 

@@ -213,9 +213,9 @@ def test_parts_share_a_kernel_and_no_names_and_each_thing_goes_where_it_belongs(
     assert re.search(r'<aside class="notes">.*?Say.*?</aside>', page, re.S)
     assert "42" in text and "hidden = " not in text and "shown = hidden + 1" in text
     assert slides.count_slides(page) == 6
-    assert [alt[:22] for alt in Page(page).alts] == ["A line from one to two", 'A line, as "printed"'] + [
-        f"Step {number} of 3. A a box t" for number in (1, 2, 3)
-    ]
+    steps = [f"Step {number} of 3. A a box t" for number in (1, 2, 3)]
+    alts = ["A line from one to two", 'A line, as "printed"', *steps]
+    assert [alt[:22] for alt in Page(page).alts] == alts
     assert re.findall(r'class="figure *(step.*?)"', page) == ["step", "step fragment", "step fragment"]
 
 
@@ -259,9 +259,8 @@ def measure(deck):
     page.write_text(deck.read_text().replace("</body>", MEASURE))
     drawn = slides.browse(BROWSER, page, "--dump-dom", query="?print-pdf")
     found = json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', drawn, re.S)[1]))
-    return {
-        title: [box for box in found if box["slide"] == title] for title in {box["slide"] for box in found}
-    }
+    titles = {box["slide"] for box in found}
+    return {title: [box for box in found if box["slide"] == title] for title in titles}
 
 
 SIDES = ("left", "right", "top", "bottom")
@@ -283,9 +282,8 @@ def misplaced(boxes):
 def illegible(boxes):
     """List what is too small on a slide 720 px high. A picture has twice the pixels of its drawing."""
     letters = 2 * min(DECK.values())
-    return [
-        box for box in boxes if (letters * box["shrunk"] < 20 if box["kind"] == "IMG" else box["type"] < 18)
-    ]
+    is_small = lambda box: letters * box["shrunk"] < 20 if box["kind"] == "IMG" else box["type"] < 18
+    return [*filter(is_small, boxes)]
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,8 @@ def test_the_numbers_are_those_of_the_plan(explained):
         assert {name: value[name] for name in one.time.terms} == one.time.terms
         assert value["a step"] == one.time.step_s and value["MFU"] == one.time.mfu(q.run(one.plan))
         sent = most_traffic(one.plan.resolve(q.config, q.platform), q.batch_size, q.seq_len)
-        assert {term.name: term.value for term in found if term.arrow} == {
-            f"{axes} {kind}": row.bytes_sent for (axes, kind), row in sent.items()
-        }
+        of_links = {f"{axes} {kind}": row.bytes_sent for (axes, kind), row in sent.items()}
+        assert {term.name: term.value for term in found if term.arrow} == of_links
 
 
 ESTIMATES = ("activations", "unreduced gradients", "weights in use", "total")
@@ -74,10 +73,8 @@ def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explaine
         for term in found:
             assert term.formula and (term.unit == "B" or term.estimate)
             assert term.estimate == (term.unit != "B" or term.name in ESTIMATES)
-    assert {term.line for _, _, found in explained for term in found if term.arrow} >= {
-        "model/llama.py",
-        "plan/plan.py",
-    }
+    lines = {term.line for _, _, found in explained for term in found if term.arrow}
+    assert lines >= {"model/llama.py", "plan/plan.py"}
 
 
 def test_summands_have_their_words_and_add_up(explained):
@@ -96,9 +93,8 @@ def test_summands_have_their_words_and_add_up(explained):
 
 def test_memory_time_and_links_are_explained_by_what_they_are_made_of():
     """Layers times bytes a layer; gradients before they are cut; links, and the share of them."""
-    q = planner.Question(
-        preset("llama3-70b"), chip("h100"), 64, 64, 4096, {"remat": "selective"}, "llama3-70b"
-    )
+    fixed, name = {"remat": "selective"}, "llama3-70b"
+    q = planner.Question(preset(name), chip("h100"), 64, 64, 4096, fixed, name)
     found = {term.name: term for term in terms(q, planner.on_mesh(q, parse_mesh("fsdp=64")))}
     kept = [part for part in found["activations"].summands if part.what.startswith(memory.KEPT)]
     assert len(kept) == 4 and all(part.filled.startswith("80 × ") for part in kept)

@@ -40,9 +40,8 @@ def test_a_layout_is_the_same_in_each_spelling_and_its_owners_are_jaxs(seed):
     spec = P(*(tuple(axes) or None for axes in cuts), unreduced={*sums})
     layout = read_layout(str(spec), SHAPE, SIZES)
     words = spelled(layout, SIZES)
-    assert eval(f"jax.{words['JAX']}") == eval(
-        f"jax.{spelled(read_layout(words['JAX'], SHAPE, SIZES), SIZES)['JAX']}"
-    )
+    again = spelled(read_layout(words["JAX"], SHAPE, SIZES), SIZES)
+    assert eval(f"jax.{words['JAX']}") == eval(f"jax.{again['JAX']}")
     for text in (words["JAX"], words["llmpar"], words["torch"]):
         if not text.startswith("no words"):
             assert read_layout(text, SHAPE, SIZES) == layout, text
@@ -62,12 +61,8 @@ def test_torchs_placements_cut_in_the_order_of_the_mesh():
 @pytest.mark.parametrize("after", ["P()", "P('Y', 'tp')", "P(None, ('tp', 'data'), 'Y')"])
 def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     before = P(None, "Y", unreduced={"data", "tp"})
-    state = SPECS.state | {
-        "mesh": "data=2 Y=2 tp=2",
-        "shape": "8,16,8",
-        "before": str(before),
-        "after": after,
-    }
+    state = SPECS.state | {"mesh": "data=2 Y=2 tp=2", "shape": "8,16,8"}
+    state |= {"before": str(before), "after": after}
     answer = SPECS.answer(state)
     code = answer["panels"]["code"]["html"].partition("\n")[2].removesuffix("</pre>").replace("&#x27;", "'")
     with jax.set_mesh(MESH):
@@ -96,10 +91,8 @@ def test_every_wrong_input_is_a_sentence():
 
 def test_a_pasted_text_is_read_as_look_reads_it():
     answer = HLO.answer(dict(HLO.state))
-    assert (
-        answer["says"] == str(look(SAMPLE, "X=4 Y=2"))
-        and "my/model.py:13" in answer["panels"]["table"]["html"]
-    )
+    assert answer["says"] == str(look(SAMPLE, "X=4 Y=2"))
+    assert "my/model.py:13" in answer["panels"]["table"]["html"]
     assert "its own: look(text" in why(HLO, mesh="") and "fill no whole axes" in why(HLO, mesh="X=8")
     assert "this is StableHLO" in why(HLO, text="module @jit_f { stablehlo.add }")
     assert "is cut off, inside computation main" in why(HLO, text=SAMPLE[:-60])

@@ -1,6 +1,7 @@
 """The laws of time and memory against sums by hand, and the fit of chips' rates."""
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 
@@ -53,9 +54,8 @@ def test_a_product_takes_its_flops_and_its_bytes():
     assert math.isclose(clock.matmuls([one]), by_hand)
     assert clock.matmuls([one], bits=8) < clock.matmuls([one])
     each = dataclasses.replace(EASY, half=1024 * 2048)
-    assert Clock(run_of(), each).matmuls([one]) - clock.matmuls([one]) == pytest.approx(
-        2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s)
-    ), "a result of as many elements as `half` takes twice as long"
+    more = Clock(run_of(), each).matmuls([one]) - clock.matmuls([one])  # of `half` elements twice as long
+    assert more == pytest.approx(2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s))
 
 
 def attention_s(order="zigzag", model="llama3-8b", **fields):
@@ -86,11 +86,8 @@ def test_parameters_are_those_of_the_model():
         config = preset(name)
         run = run_of(config=config)
         assert params_of(run) == pytest.approx(config.num_params, rel=1e-4), name
-    gpt = run_of(
-        config=dataclasses.replace(preset("llama2-7b"), ffn_width=4 * 4096, tied=True),
-        gpt=True,
-        ffn_products=2,
-    )
+    config = dataclasses.replace(preset("llama2-7b"), ffn_width=4 * 4096, tied=True)
+    gpt = run_of(config=config, gpt=True, ffn_products=2)
     ours = gpt_params(4096, 32, 32_000, 8192)
     assert params_of(gpt) == pytest.approx(ours, rel=1e-3)
 
@@ -177,10 +174,8 @@ def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
     def reworded(*args):
         traffic = step_traffic(*args)
         for row in traffic.values():
-            words = (
-                message._replace(value="bytes", arrow=f"gradient of message {i}")
-                for i, message in enumerate(row.messages)
-            )
+            other = lambda i, message: message._replace(value="bytes", arrow=f"gradient of message {i}")
+            words = itertools.starmap(other, enumerate(row.messages))
             row.messages = Counter(dict(zip(words, row.messages.values(), strict=True)))
         return traffic
 
@@ -228,14 +223,12 @@ def test_zero_bytes_are_the_textbooks():
 
 
 def test_a_gpt_layer_keeps_what_korthikanti_counts():
-    config = dataclasses.replace(
-        preset("llama2-7b"), width=12_288, num_heads=96, num_kv_heads=96, head_width=128, ffn_width=49_152
-    )
+    heads = dict(num_heads=96, num_kv_heads=96, head_width=128)
+    config = dataclasses.replace(preset("llama2-7b"), width=12_288, ffn_width=49_152, **heads)
     soft = SOFTWARE["megatron-2021"]
     run = run_of(config=config, seq_len=2048, gpt=True, ffn_products=2, software=soft)
     by_hand = formulas.gpt_activation_bytes(1, 2048, 12_288, 96)
     assert measured.activation_bytes(run)[0] == pytest.approx(by_hand, rel=0.05)
     block = dataclasses.replace(run, recompute="block")
-    assert measured.activation_bytes(block)[0] == formulas.gpt_activation_bytes(
-        1, 2048, 12_288, 96, recompute="full"
-    )
+    by_hand = formulas.gpt_activation_bytes(1, 2048, 12_288, 96, recompute="full")
+    assert measured.activation_bytes(block)[0] == by_hand

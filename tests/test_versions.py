@@ -56,15 +56,13 @@ def test_doctor_compares_versions_with_the_declared_bounds(monkeypatch, installe
     needs = ["jax<0.13,>=0.10.2", "pytest<1; extra == 'dev'", "matplotlib>=3.8.4; extra == 'lab'", "gone>=1"]
     version = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    monkeypatch.setattr(
-        "importlib.metadata.version", lambda name: installed if name == "jax" else version(name)
-    )
+    here = lambda name: installed if name == "jax" else version(name)
+    monkeypatch.setattr("importlib.metadata.version", here)
     assert doctor.misfits() == [said] * bool(said)
 
 
 def test_doctor_refuses_a_flax_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax.nnx", None)
-    with pytest.raises(
-        ValueError, match=r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); python -m"
-    ):
+    said = r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); python -m"
+    with pytest.raises(ValueError, match=said):
         doctor.Doctor(json=True).run()
