@@ -1,6 +1,5 @@
 """Several processes give what one gives, find one another on every engine, and end together."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,25 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parity import LLAMA, MOE
 from shared import CASES, HERE
 from small_cluster import until
 
 from llmpar.launch import joined, local
-from llmpar.plan.plan import Plan
 from llmpar.training.checkpoint import Checkpoints
 
 PLANS = CASES["plans_of_processes"]
-MODELS = {"moe": MOE, "deep": dataclasses.replace(LLAMA, num_layers=4)}
-
-
-def plan_of(text: str):
-    """Model and plan of a line above."""
-    mesh, _, fields = text.partition("|")
-    given = dict(pair.split("=") for pair in fields.split())
-    given = {k: {"True": True}.get(v, int(v) if v.isdigit() else v) for k, v in given.items()}
-    kind = mesh.split()[0]
-    return MODELS.get(kind, LLAMA), Plan(mesh.removeprefix(kind if kind in MODELS else "").strip(), **given)
+ENVIRON = os.environ | {"PYTHONPATH": str(HERE.parent)}
 
 
 def ranks(num: int, devices: int, job: str, **variables: str) -> local.Processes:
@@ -105,8 +93,7 @@ def training(num: int, devices: int, folder: Path, *words: str) -> local.Process
     """`llmpar train` in several processes."""
     command = [sys.executable, "-m", "llmpar", "train", "--mesh", "fsdp=2 tp=2", "--checkpoints", str(folder)]
     command += ["--batch-size", "4", "--seq-len", "32", "--limit-bytes", "65536", "--every", "2", "--json"]
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    return local.Processes([*command, *words], num, devices, base)
+    return local.Processes([*command, *words], num, devices, ENVIRON)
 
 
 def trained(num: int, devices: int, folder: Path, *words: str) -> dict:
@@ -197,8 +184,7 @@ def gone_after_a_kill(program: str, num: int) -> None:
         stat = Path(f"/proc/{pid}/stat")
         return stat.exists() and stat.read_text().split()[2] != "Z"
 
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=base) as one:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=ENVIRON) as one:
         pids = [int(pid) for pid in one.stdout.readline().split()]
         assert len(pids) == num and all(map(alive, pids))
         one.kill()
@@ -210,8 +196,7 @@ RAISES = (HERE / "fixtures" / "launch_raises.txt").read_text()
 
 def test_an_exception_in_one_process_ends_all():
     """JAX would wait minutes at a barrier, and the other process for ever."""
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with local.Processes([sys.executable, "-c", RAISES], 2, 1, base) as processes:
+    with local.Processes([sys.executable, "-c", RAISES], 2, 1, ENVIRON) as processes:
         ended = processes.wait(300)
     assert all(ended.statuses) and ended.first is not None
     assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]
@@ -235,8 +220,7 @@ def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_proces
     """Otherwise they would hang in a collective of two meshes."""
     words = "--mesh dp=$((2 - JAX_PROCESS_ID))"
     line = f"cd {tmp_path}; exec {sys.executable} -m llmpar train --steps 2 --checkpoints kept {words}"
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with local.Processes(["sh", "-c", line], 2, 1, base) as processes:
+    with local.Processes(["sh", "-c", line], 2, 1, ENVIRON) as processes:
         ended = processes.wait(300)
     assert ended.statuses == (1, 1), ended.words
     sentence = 'this job do not agree: step.mesh is "dp=2" on process 0 and "dp=1" on process 1; start all'
@@ -248,7 +232,6 @@ def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):
     """Process 0 speaks; a refusal of all is said once."""
     words = [sys.executable, "-m", "llmpar", "launch", "local", "--processes", "2", "--devices", "2", "--"]
     words += ["train", "--mesh", "dp=4", "--data", str(tmp_path / "none"), "--json"]
-    environ = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environ)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=ENVIRON)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("llmpar: ") == done.stderr.count("matches no file") == 1, done.stderr
