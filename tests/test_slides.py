@@ -146,16 +146,13 @@ def test_the_clock_of_a_part_begins_with_it(tmp_path):
                       ("0:03 of 0:03", "0:07 of 0:07")]  # fmt: skip
 
 
-def test_a_slide_points_to_a_lesson_or_a_command():
+def test_a_slide_points_to_a_lesson_or_a_command_and_commands_are_understood():
     readme = (ROOT / "README.md").read_text()
     for slide in SLIDES:
         (footer,) = re.findall(r"<footer>(.*?)</footer>", slide["said"], re.S)
         lessons = re.findall(r"notebooks/(\w+)", footer)
         assert all(f"`{lesson}`" in readme for lesson in lessons), f"README does not name {lessons}"
         assert lessons or "<code>llmpar " in footer, slide["title"]
-
-
-def test_the_commands_on_slides_are_understood():
     written = re.findall(r"<code>llmpar (.*?)</code>", "".join(slide["said"] for slide in SLIDES))
     assert len(written) > 5
     for command in written:
