@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 
 import pytest
@@ -19,7 +18,7 @@ from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.predict.time import Clock, on_links, step_time
 from llmpar.predict.traffic import step_traffic
-from llmpar.predict.workload import SOFTWARE, Matmul, Run
+from llmpar.predict.workload import SOFTWARE, Run
 
 EASY = Rates(
     matmuls=0.5, half=0, grouped=0.25, attention=0.25, memory=1.0, links=1.0, network=1.0, kernel_s=0,
@@ -44,18 +43,6 @@ def params_of(run):
     """The sum of `Run.sizes` over all layers, and of `Run.ends`."""
     counts = [count for count, _ in run.config.blocks]
     return sum(n * sum(s.values()) for n, s in zip(counts, run.sizes, strict=True)) + sum(run.ends.values())
-
-
-def test_a_product_takes_its_flops_and_its_bytes():
-    clock = Clock(run_of(), EASY)
-    one = Matmul(1024, 4096, 2048)
-    moved = 2 * (1024 * 4096 + 4096 * 2048 + 1024 * 2048)
-    by_hand = 2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s) + moved / H100.hbm_bytes_per_s
-    assert math.isclose(clock.matmuls([one]), by_hand)
-    assert clock.matmuls([one], bits=8) < clock.matmuls([one])
-    each = dataclasses.replace(EASY, half=1024 * 2048)
-    more = Clock(run_of(), each).matmuls([one]) - clock.matmuls([one])  # of `half` elements twice as long
-    assert more == pytest.approx(2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s))
 
 
 def attention_s(order="zigzag", model="llama3-8b", **fields):
@@ -100,15 +87,6 @@ def test_useful_flops_are_palms():
     params = params_of(run) - run.ends["embedding"]
     by_hand = (6 * params + 12 * 32 * 32 * 128 * 8192) * tokens
     assert run.flops() == pytest.approx(by_hand, rel=1e-4)
-
-
-def test_products_of_a_layer_make_six_flops_per_parameter_and_token():
-    for mesh, name in (("", "llama3-8b"), ("tp=4", "llama3-8b"), ("tp=2 sp=2", "llama3-70b")):
-        run = run_of(mesh, config=preset(name))
-        attention, ffn = run.layer_matmuls(run.config)
-        flops = sum(p.flops for p in attention + ffn)
-        (s,) = run.sizes
-        assert flops == pytest.approx(2 * run.tokens * (s["attention"] + s["ffn"]) / run.mesh.tp)
 
 
 def test_a_pipeline_with_equal_stages_has_the_textbook_bubble():
@@ -185,20 +163,6 @@ def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
     after = step_time(run)
     step_traffic.cache_clear()
     assert after.terms == before.terms
-
-
-def test_a_hidden_collective_costs_what_it_takes_from_computing():
-    clock = Clock(run_of("fsdp=8"), dataclasses.replace(EASY, shared=0.25))
-    assert clock.exposed(2.0, 8.0, True) == 0.5
-    assert clock.exposed(8.0, 2.0, True) == 6.5
-    assert clock.exposed(2.0, 8.0, False) == 2.0
-
-
-def test_a_host_that_waits_for_each_kernel_waits_for_its_launch():
-    blocking = SOFTWARE["megatron-deepspeed"]
-    terms = step_time(run_of("dp=8", microbatches=4, zero=0, software=blocking), EASY).terms
-    kernels = 4 * (32 * (time.FORWARD_KERNELS + time.BACKWARD_KERNELS) + 40)  # with both ends
-    assert terms["launching"] == pytest.approx(kernels * (EASY.host_s + time.LAUNCH_S))
 
 
 def test_an_exchange_on_a_torus_takes_what_crosses_its_middle():
