@@ -5,7 +5,7 @@ starve.
 """
 
 import contextlib
-import math  # noqa: F401 -- verdicts_of_code.txt
+import math
 import os
 import re
 import subprocess
@@ -377,57 +377,8 @@ def test_what_the_walk_types_is_judged_as_it_expects(name, answer, must):
     assert re.search(must.removesuffix(".*DRAWN"), verdict), verdict
 
 
-def rows_of_schedule(first):
-    """An order of microbatches counted from `first`."""
-    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), solution_of("08.one_f_one_b"))
-
-
-def clipped_alone(grad_sum, count):
-    """Another one: devices clip before they share."""
-    mean = grad_sum / count
-    return lax.pmean(mean * jnp.minimum(1, 1 / jnp.linalg.norm(mean)), "dp")
-
-
-scattered = lambda part: lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True)
-as_table = lambda s, n: lessons.find("06.zigzag").solution(s, n).reshape(n, -1)
-turned_heads = lambda x: lax.all_to_all(x, "sp", 1, 0, tiled=True).swapaxes(0, 1)
-sum_only = lambda grad_sum, count: lax.psum(grad_sum, "dp")
-gathers_first = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
-
-
-def by_columns(gradient, parts):
-    """Two reduce-scatters for each gradient, as many bytes."""
-    return jnp.hstack([sum(scattered(gradient(part)[:, i : i + 1]) for part in parts) for i in (0, 1)])
-
-
-rows_cut = lambda x: lax.with_sharding_constraint(x, P("X"))
-named_cut = lambda *cut: jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), P(*cut))
-FREE = P.UNCONSTRAINED
-
-
-def clipped_sum(grad_sum, count):
-    """Clip the sum over all targets, and never divide it."""
-    total = lax.psum(grad_sum, "dp")
-    return total * jnp.minimum(1, 1 / jnp.linalg.norm(total))
-
-
-def from_the_last_slot(slots, waiting):
-    for slot in reversed(range(len(slots))):
-        if not slots[slot] and waiting:
-            slots[slot] = waiting.pop(0)
-    return slots
-
-
-def added_to(act, x, up, down):
-    """Add a feed-forward of any activation to its input, by one all-reduce."""
-    return x + jnp.matmul(act(x @ up), down, out_sharding=P("dp", None, None))
-
-
-def solution_of(name, **other):
-    solution = lessons.find(name).solution
-    return solution | other if other else solution
-
-
+ANSWERS = dict(jax=jax, jnp=jnp, lax=lax, np=np, P=P, lessons=lessons, make=make, math=math, re=re, sys=sys)
+exec((ROOT / "tests" / "fixtures" / "answers.txt").read_text(), ANSWERS)
 TEXTS, CODE = (
     [line.split(" | ") for line in (ROOT / "tests" / name).read_text().splitlines()]
     for name in ("verdicts.txt", "verdicts_of_code.txt")
@@ -439,7 +390,7 @@ TEXTS, CODE = (
 def test_a_verdict_fits_what_was_done(row):
     name, answer, says, *never = row
     exercise = lessons.find(name)
-    given = eval(answer) if row in CODE else judge.read_answer(answer, exercise.solution)
+    given = eval(answer, ANSWERS) if row in CODE else judge.read_answer(answer, exercise.solution)
     verdict = exercise.judge(given)
     never += ["NameError"]  # of what stands in verdicts_of_code.txt
     assert re.search(says, verdict) and not any(words in verdict for words in never), verdict
