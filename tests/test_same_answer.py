@@ -190,10 +190,8 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     step = mixed_step()
     used = state_of(step)
     state, _ = step.run(used, batch())
-    evaluate, reorder = (
-        lambda: step.evaluate(used.params, batch()),
-        lambda: step.to_model_order(used, donate=True),
-    )
+    evaluate = lambda: step.evaluate(used.params, batch())
+    reorder = lambda: step.to_model_order(used, donate=True)
     for call in (lambda: step.run(used, batch()), evaluate, reorder):
         with pytest.raises(ValueError, match="used up by the step before; keep the state that run returns"):
             call()
