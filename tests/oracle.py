@@ -42,9 +42,8 @@ def frequencies(c):
 
 def yarn_ramp(width, theta, s):
     """How much of each pair is slowed down: from 0 for many turns in the original context to 1 for few."""
-    pair_of = lambda turns: (
-        width * math.log(s.original_context / (2 * math.pi * turns)) / (2 * math.log(theta))
-    )
+    per_turn = s.original_context / (2 * math.pi)
+    pair_of = lambda turns: width * math.log(per_turn / turns) / (2 * math.log(theta))
     first, last = pair_of(s.high_freq_factor), pair_of(s.low_freq_factor)
     if s.truncate:
         first, last = math.floor(first), math.ceil(last)
@@ -116,9 +115,8 @@ def rotated(x, c, positions):
 
 def projected(x, w, c, positions):
     """Queries, keys and values of grouped heads."""
-    q, k, v = (
-        jnp.einsum("bsd,dnh->bsnh", x, w[f"attention.{i}"]) + w.get(f"attention.{i}_bias", 0) for i in "qkv"
-    )
+    heads = lambda y: jnp.einsum("bsd,dnh->bsnh", x, w[y]) + w.get(f"{y}_bias", 0)
+    q, k, v = (heads(f"attention.{i}") for i in "qkv")
     if "attention.q_norm.scale" in w:
         axes = (-2, -1) if c.variant.qk_norm == "all" else (-1,)
         q, k = (norm(y, w[f"attention.{i}_norm.scale"], c, axes=axes) for i, y in (("q", q), ("k", k)))
@@ -204,9 +202,8 @@ def experts(x, w, c, pieces):
     loss = how.z_loss * jax.scipy.special.logsumexp(logits, -1) ** 2
     loss += how.aux_loss * how.num_experts / how.top_k / s * (share * chosen.sum(1)[:, None]).sum(-1)
     kept = chosen
-    for piece in (
-        np.unique(pieces) if how.capacity_factor is not None else ()
-    ):  # what one device holds of a row
+    # what one device holds of a row
+    for piece in np.unique(pieces) if how.capacity_factor is not None else ():
         here = (pieces == piece)[..., None]
         room = math.ceil(round(how.top_k * here.sum(-2).max() * how.capacity_factor / how.num_experts, 9))
         kept &= ~here | (jnp.cumsum(chosen & here, 1) <= room)
@@ -294,12 +291,9 @@ def loss(weights, batch, c, pieces):
 def in_float64():
     """A context in which JAX computes so."""
     stack = contextlib.ExitStack()
-    for setting in (
-        jax.enable_x64(True),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        stack.enter_context(setting)
+    stack.enter_context(jax.enable_x64(True))
+    stack.enter_context(jax.numpy_dtype_promotion("standard"))
+    stack.enter_context(jax.numpy_rank_promotion("allow"))
     return stack
 
 
@@ -332,9 +326,8 @@ class Trainer:
         grads, rule = {k: g * scale for k, g in grads.items()}, self.rule
         self.steps += 1
         for k, g in grads.items():
-            self.first[k] = rule["b1"] * self.first[k] + (
-                g if rule["kind"] == "sgd" else (1 - rule["b1"]) * g
-            )
+            more = g if rule["kind"] == "sgd" else (1 - rule["b1"]) * g
+            self.first[k] = rule["b1"] * self.first[k] + more
             move = self.first[k]
             if rule["kind"] == "adamw":
                 self.second[k] = rule["b2"] * self.second[k] + (1 - rule["b2"]) * g * g

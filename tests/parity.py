@@ -84,12 +84,8 @@ def batch(seed: int = 0):
     border = rng.integers(1, SEQ, (BATCH, 1))
     positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
     segments = np.where(positions < border, 1, 2).astype(np.int32)
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": targets,
-        "positions": np.array(positions),
-        "segments": segments,
-    }
+    told = {"tokens": tokens[:, :-1], "targets": targets}
+    return told | {"positions": np.array(positions), "segments": segments}
 
 
 @functools.cache
@@ -109,10 +105,8 @@ def every_expert(experts, par, x, weights, chosen, gate, up, down, *biases, vari
     if experts.weighs == "input":  # an expert without biases makes zeros of zeros
         x_bsed, letters = x[:, :, None] * share.astype(x.dtype)[..., None], "bsed"
         share = jnp.ones_like(share)
-    inner = (
-        jnp.einsum(f"{letters},edm->bsem", x_bsed, gate) + of_gate,
-        jnp.einsum(f"{letters},edm->bsem", x_bsed, up) + of_up,
-    )
+    product = functools.partial(jnp.einsum, f"{letters},edm->bsem", x_bsed)
+    inner = product(gate) + of_gate, product(up) + of_up
     y = jnp.einsum("bsem,emd->bsed", grouped.gated(variant, *inner), down) + of_down
     return jnp.einsum("bsed,bse->bsd", y, share.astype(x.dtype))
 
@@ -286,9 +280,8 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
                 total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
                 total |= {number: total[number] + row[number] for number in total}
             assert sums == census_table(census)
-    if plan.mode == "explicit" and (
-        plan.zero != 1 or plan.mesh.sp == 1
-    ):  # there XLA joins the sums over two axes
+    joined = plan.zero == 1 and plan.mesh.sp > 1  # there XLA joins the sums over two axes
+    if plan.mode == "explicit" and not joined:
         compare_with_manual(step, text)
     state, metrics = compiled(state_of(step), put(dealt(batch(), plan), step.batch_sharding))
     grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
@@ -346,9 +339,8 @@ def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
     sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
     starts, sizes, ends = (y[:, rank, None] for y in (starts, sizes, ends))
     here = (rows >= ends) & (rows < ends + sizes)  # ranks × rows
-    source = jnp.where(
-        here, rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None], sent.size
-    ).min(0)
+    row = rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None]
+    source = jnp.where(here, row, sent.size).min(0)
     arrived = sent.reshape(-1, *x.shape[1:]).at[source].get(mode="fill", fill_value=0)
     return jnp.where(here.any(0)[:, None], arrived, out)
 
@@ -375,9 +367,5 @@ def all_plans(products=(1, 2, 4, 8)):
 
 def name(plan: Plan) -> str:
     """A plan's id in the list of tests: what differs from the defaults."""
-    changed = [
-        f"{f.name}={getattr(plan, f.name)}"
-        for f in dataclasses.fields(plan)
-        if f.name != "mesh" and getattr(plan, f.name) != f.default
-    ]
-    return " ".join([str(plan.mesh), *changed])
+    fields = [f for f in dataclasses.fields(plan) if f.name != "mesh" and getattr(plan, f.name) != f.default]
+    return " ".join([str(plan.mesh), *(f"{f.name}={getattr(plan, f.name)}" for f in fields)])

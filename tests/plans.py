@@ -64,11 +64,8 @@ ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
 adapters, orders that other tables of the same executor stand for."""
 AT_NIGHT = {ONCE[1], ONCE[3], ONCE[-1]}
 """A kernel, rounding and adapters once more, with stages, experts, and experts (tests/nightly.md)."""
-AT_NIGHT |= {
-    line
-    for line in ONCE
-    if line.startswith(("gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp"))
-}
+FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp"
+AT_NIGHT |= {line for line in ONCE if line.startswith(FEW)}
 """Families that differ little from another one on the same axes."""
 AT_NIGHT |= {line for line in ONCE if "breadth-first" in line or line.startswith("experts pp")}
 """Orders whose executor other lines have."""
@@ -94,10 +91,8 @@ def parse(line: str) -> dict:
 
 
 def write(asked: dict) -> str:
-    words = [
-        f"{k}={v!r}" for k, v in asked.items() if k != "model" and (k not in FIELDS or v != FIELDS[k][0])
-    ]
-    return " ".join([asked["model"], *words])
+    other = [k for k in asked if k != "model" and (k not in FIELDS or asked[k] != FIELDS[k][0])]
+    return " ".join([asked["model"], *(f"{k}={asked[k]!r}" for k in other)])
 
 
 @functools.cache
@@ -120,9 +115,8 @@ def accepted(line: str) -> bool:
     except ValueError:
         return False
     deep = config.num_layers > 2
-    return (
-        2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == deep and not (deep and plan.unroll == 0 or notes)
-    )
+    idle = deep and plan.unroll == 0 or notes
+    return 2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == deep and not idle
 
 
 def pairs(asked: dict) -> set:
@@ -168,9 +162,8 @@ def cover(rng, num: int, tries: int) -> list[str]:
         for pair in rng.sample(sorted(open_pairs, key=str), min(tries, len(open_pairs))):
             # a mesh on which it can be
             asked = parse(rng.choice([line for line in pool if pair in pool[line]]))
-            kept = {
-                name: asked.get(name, FIELDS[name][0]) for name in ("model", "layers", *AXES, *dict(pair))
-            }
+            names = "model", "layers", *AXES, *dict(pair)
+            kept = {name: asked.get(name, FIELDS[name][0]) for name in names}
             if line := drawn(rng, open_pairs, kept):
                 pool[line] = pairs(parse(line))
         chosen.append(max(pool, key=lambda line: len(pool[line] & open_pairs) / cost(parse(line))))

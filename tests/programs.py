@@ -68,18 +68,6 @@ def constrained(mesh):
     return f, (put(mesh, (8, 4), "data"), put(mesh, (4, 16))), lambda x, w: np.tanh(x @ w)
 
 
-@on("batch=2 model=4")
-def data_and_tensor_parallel(mesh):
-    """The sum over the cut hidden dim, f32[8/2, 4]; then the loss of f32[4, 4] numbers, one scalar."""
-
-    def f(x, a, b):
-        y = jnp.tanh(x @ a) @ b  # sends all-reduce model 1: 2*3/4 * 4*4*4
-        return jnp.mean(y)  # sends all-reduce batch 1: 2*1/2 * 4
-
-    args = put(mesh, (8, 4), "batch"), put(mesh, (4, 16), None, "model"), put(mesh, (16, 4), "model")
-    return f, args, f
-
-
 @on("data=4 model=2")
 def layers_in_a_scan(mesh):
     """Three turns, in each the partial sums of f32[8/4, 6]."""
@@ -94,38 +82,11 @@ def layers_in_a_scan(mesh):
 
         return lax.scan(layer, x, (a, b))[0]
 
-    return (
-        f,
-        args,
-        lambda x, *w: functools.reduce(lambda h, w: np.tanh(h @ w[0]) @ w[1], zip(*w, strict=True), x),
-    )
+    layer = lambda h, w: np.tanh(h @ w[0]) @ w[1]
+    return f, args, lambda x, *w: functools.reduce(layer, zip(*w, strict=True), x)
 
 
 # ------------------------------------------------------------------------------------------- explicit axes
-
-
-@explicit("X=8")
-def resharded(mesh):
-    """One eighth of f32[16, 8] lies on each; seven eighths of that go elsewhere; then all is gathered."""
-
-    def f(x):
-        y = reshard(x, P(None, "X"))  # sends all-to-all X 1: 7/8 * 4*16*8/8
-        return reshard(jnp.sin(y), P())  # sends all-gather X 1: 7/8 * 4*16*8
-
-    return f, (put(mesh, (16, 8), "X"),), np.sin
-
-
-@explicit("X=4 Y=2")
-def summed_later(mesh):
-    """Two products stay unfinished sums over Y and are added before one all-reduce finishes both."""
-
-    def f(x, w, v):
-        a = jnp.einsum("bm,md->bd", x, w, out_sharding=P("X", None, unreduced={"Y"}))
-        b = jnp.einsum("bm,md->bd", x, v, out_sharding=P("X", None, unreduced={"Y"}))
-        return reshard(a + b, P("X", None))  # sends all-reduce Y 1: 2*1/2 * 4*2*16
-
-    args = put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y"), put(mesh, (4, 16), "Y")
-    return f, args, lambda x, w, v: x @ w + x @ v
 
 
 @explicit("X=8")
@@ -264,37 +225,6 @@ def fsdp_by_hand(mesh):
     args = put(mesh, (2, 8, 8), None, "fsdp"), put(mesh, (16, 8), "fsdp")
     loss = lambda ws, x: square(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]))
     return f, args, jax.value_and_grad(loss)
-
-
-@on("stage=4 data=2")
-def pipeline(mesh):
-    """Three microbatches through four stages take 6 turns; each hands f32[1, 6] on. The last stage's
-    results f32[3, 1, 6] are shown to all by a sum."""
-
-    def f(ws, x):
-        def body(w, x):
-            stage = lax.axis_index("stage")
-
-            def turn(state, t):
-                state = jnp.where(stage == 0, x[jnp.minimum(t, 2)], state)
-                out = jnp.tanh(state @ w[0])
-                state = lax.ppermute(out, "stage", ring(4)[:3])
-                # sends collective-permute stage 6: 6 * 4*6
-                return state, out
-
-            start = lax.pcast(jnp.zeros((1, 6)), ("stage", "data"), to="varying")
-            outs = lax.scan(turn, start, jnp.arange(6))[1][3:]
-            shown = jnp.where(stage == 3, outs, 0.0)
-            return lax.psum(shown, "stage")  # sends all-reduce stage 1: 2*3/4 * 4*3*6
-
-        return jax.shard_map(body, in_specs=(P("stage"), P(None, "data")), out_specs=P(None, "data"))(ws, x)
-
-    def want(ws, x):
-        for w in ws:
-            x = np.tanh(x @ w)
-        return x
-
-    return f, (put(mesh, (4, 6, 6), "stage"), put(mesh, (3, 2, 6), None, "data")), want
 
 
 @on("i=8")

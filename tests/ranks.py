@@ -25,7 +25,8 @@ PLACE = joined.initialize(wait_s=60, heartbeat_s=int(os.environ.get("HEARTBEAT_S
 import optax
 import parity
 from jax.experimental import multihost_utils
-from test_launch import PLANS, plan_of
+from plans import build
+from test_launch import PLANS
 
 from llmpar.cli import main
 from llmpar.inspect.shardings import shardings
@@ -49,7 +50,7 @@ def plans(which: str) -> dict:
     """Parity of every plan with one device: process 0 compares, the others take part."""
     found = {}
     for text in PLANS[which]:
-        config, plan = plan_of(text)
+        config, plan = build(text)
         try:
             if jax.process_index():
                 parity.spread(config, plan)
@@ -103,11 +104,8 @@ def handed() -> dict:
 def listens() -> dict:
     """Everything that this process and its children listen on, after a collective has met."""
     multihost_utils.sync_global_devices("here")
-    mine = {
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    }
+    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    mine = {os.readlink(file) for file in files if os.path.exists(file)}
     found = []
     for table in ("tcp", "tcp6"):
         for line in open(f"/proc/net/{table}").read().splitlines()[1:]:

@@ -18,6 +18,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 TABLES = tomllib.loads((HERE / "tables.toml").read_text())
+CASES = tomllib.loads((HERE / "cases.toml").read_text())
 NUMBERS = {row["id"]: row for row in json.loads((HERE / "numbers.json").read_text(encoding="utf-8"))}
 
 
@@ -92,11 +93,8 @@ def small_page(kind: str) -> str:
 @contextlib.contextmanager
 def started(command, says: str, **how):
     """A process, when it has written to stderr what matches ``says``: the match. It is ended afterwards."""
-    process, lines, heard = (
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how),
-        [],
-        queue.Queue(),
-    )
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
+    lines, heard = [], queue.Queue()
 
     def listen():
         with process.stderr:

@@ -64,12 +64,9 @@ class Hosts:
         """Start a host, or start it again after it has failed."""
         first = ["sh", "-c", _FIRST, name, str(self.folder / "hosts")]
         apart = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        holder = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *apart, *first],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        command = ["setpriv", "--pdeathsig", "KILL", *apart, *first]
+        ends = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        holder = subprocess.Popen(command, **ends, start_new_session=True)
         self._holders[name] = holder
         if not holder.stdout or holder.stdout.readline() != b"ready\n":
             raise RuntimeError(f"host {name} did not start: {missing() or 'see above'}")
@@ -117,27 +114,23 @@ class Hosts:
     def background(self, name: str, command: Sequence[str], log: Path, folder: Path | str = ".", **more):
         """Start a command on a host; it writes into ``log``."""
         with open(log, "ab") as file:
-            process = subprocess.Popen(
-                self.inside(name, command, folder),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                **more,
-            )
+            ends = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT} | more
+            process = subprocess.Popen(self.inside(name, command, folder), start_new_session=True, **ends)
         self._running.append((name, process))
         return process
 
 
-def until(
-    done: Callable[[], object], what: str, timeout_s: float = 60, said: Callable[[], str] = str
-) -> None:
-    """Wait until something is so. Raises TimeoutError, with what ``said`` gives."""
-    end = time.monotonic() + timeout_s
+Say = Callable[[], str]
+
+
+def until(done: Callable[[], object], what: str, timeout_s: float = 60, said: Say = str) -> float:
+    """Wait until something is so; give the seconds. Raises TimeoutError, with what ``said`` gives."""
+    begin = time.monotonic()
     while not done():
-        if time.monotonic() > end:
+        if time.monotonic() > begin + timeout_s:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s\n{said()}")
         time.sleep(0.05)
+    return time.monotonic() - begin
 
 
 CONFIG = (Path(__file__).parent / "fixtures" / "slurm.conf").read_text()
@@ -172,12 +165,8 @@ class Slurm:
         if name != HEAD:
             self._daemon(name, "slurmd", "-D")
             return
-        names = {
-            "socket": "munge.socket",
-            "key-file": "munge.key",
-            "pid-file": "munge.pid",
-            "seed-file": "seed",
-        }
+        names = {"socket": "munge.socket", "key-file": "munge.key"}
+        names |= {"pid-file": "munge.pid", "seed-file": "seed"}
         flags = [f"--{flag}={self.folder / file}" for flag, file in names.items()]
         self._daemon(HEAD, "munged", "--foreground", "--force", *flags, f"--log-file={self.folder}/munge.log")
         until((self.folder / "munge.socket").exists, "munged listens", 20, self.said)

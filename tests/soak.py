@@ -48,9 +48,8 @@ def local_mesh():
 def over_devices(f, mesh):
     """A program of every device's rows, and of weights that all have."""
     rows = P(mesh.axis_names)
-    return jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False)
-    ), NamedSharding(mesh, rows)
+    inside = jax.shard_map(f, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False)
+    return jax.jit(inside), NamedSharding(mesh, rows)
 
 
 def beside_a_loop(x, weights):
@@ -142,22 +141,15 @@ def soak(asked) -> dict:
                 continue
             cpu += usage.ru_utime + usage.ru_stime
             code = os.waitstatus_to_exitcode(status)
-            ends[
-                "hung" if late else "ended" if code == 0 else f"signal {-code}" if code < 0 else "failed"
-            ] += 1
+            how = "ended" if code == 0 else f"signal {-code}" if code < 0 else "failed"
+            ends["hung" if late else how] += 1
             answers[os.read(read, 65536).decode()] += code == 0
             os.close(read)
             del running[pid]
     said = {answer: count for answer, count in answers.items() if count}
-    return {
-        "program": asked.program,
-        "jax": jax.__version__,
-        "channels": not asked.without,
-        "runs": started,
-        "ends": dict(ends),
-        "answers": said,
-        "cpu_s": round(cpu, 1),
-    }
+    about = {"program": asked.program, "jax": jax.__version__, "channels": not asked.without}
+    about |= {"runs": started, "ends": dict(ends)}
+    return about | {"answers": said, "cpu_s": round(cpu, 1)}
 
 
 if __name__ == "__main__":

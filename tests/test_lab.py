@@ -109,12 +109,6 @@ def test_git_sees_no_copies(tmp_path, open_lab):
     assert {"/lessons/", "answers.jsonl"} <= set(ignored)
 
 
-def test_the_news_are_not_fetched():
-    settings = ROOT / "llmpar" / "cli" / "labconfig" / "default_setting_overrides.json"
-    news = json.loads(settings.read_text())["@jupyterlab/apputils-extension:notification"]
-    assert news == {"fetchNews": "false", "checkForUpdates": False}
-
-
 def foreign(tmp_path):
     """A folder with somebody's files."""
     (tmp_path / "README.md").write_text("mine")
@@ -167,9 +161,8 @@ def test_the_server_takes_the_place_of_the_command(tmp_path):
     (tmp_path / "jupyter.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-m", "llmpar", "lab", "--folder", str(ROOT / "notebooks")]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE
-    ) as lab:
+    how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": paths}}
+    with subprocess.Popen(command, **how, stdout=subprocess.PIPE) as lab:
         assert int(lab.stdout.readline()) == lab.pid
         lab.terminate()
         assert lab.wait() == -signal.SIGTERM

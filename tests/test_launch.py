@@ -1,6 +1,5 @@
 """Several processes give what one gives, find one another on every engine, and end together."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,36 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parity import LLAMA, MOE
+from shared import CASES, HERE
 from small_cluster import until
 
 from llmpar.launch import joined, local
-from llmpar.plan.plan import Plan
 from llmpar.training.checkpoint import Checkpoints
 
-HERE = Path(__file__).parent
-# Mesh and fields of the plan; "moe" in front takes the model with experts, "deep" one of four
-# layers.
-PLANS = {
-    "2x4": ("pp=2 dp=2 tp=2 | microbatches=2 schedule=1f1b", "moe ep=4 tp=2"),
-    "4x2": (
-        "dp=2 tp=4 | tp_sequence=True tp_comm_overlap=True",
-        "fsdp=2 sp=4 | context_parallel=ring sequence_order=balanced",
-        "moe ep=4 tp=2 | mode=auto",
-        "deep pp=4 dp=2 | microbatches=4 schedule=zb-h1",
-        "dp=8 | zero=0 reduce=bucket",
-    ),
-}
-MODELS = {"moe": MOE, "deep": dataclasses.replace(LLAMA, num_layers=4)}
-
-
-def plan_of(text: str):
-    """Model and plan of a line above."""
-    mesh, _, fields = text.partition("|")
-    given = dict(pair.split("=") for pair in fields.split())
-    given = {k: {"True": True}.get(v, int(v) if v.isdigit() else v) for k, v in given.items()}
-    kind = mesh.split()[0]
-    return MODELS.get(kind, LLAMA), Plan(mesh.removeprefix(kind if kind in MODELS else "").strip(), **given)
+PLANS = CASES["plans_of_processes"]
+ENVIRON = os.environ | {"PYTHONPATH": str(HERE.parent)}
 
 
 def ranks(num: int, devices: int, job: str, **variables: str) -> local.Processes:
@@ -112,15 +89,11 @@ def test_processes_listen_on_loopback_stop_together_and_say_who_they_are(two):
     assert two["doctor"].startswith(words) and "8 simulated CPU devices of 2 processes" in two["doctor"]
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 def training(num: int, devices: int, folder: Path, *words: str) -> local.Processes:
     """`llmpar train` in several processes."""
     command = [sys.executable, "-m", "llmpar", "train", "--mesh", "fsdp=2 tp=2", "--checkpoints", str(folder)]
     command += ["--batch-size", "4", "--seq-len", "32", "--limit-bytes", "65536", "--every", "2", "--json"]
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    return local.Processes([*command, *words], num, devices, base)
+    return local.Processes([*command, *words], num, devices, ENVIRON)
 
 
 def trained(num: int, devices: int, folder: Path, *words: str) -> dict:
@@ -139,8 +112,7 @@ def kept(folder: Path) -> dict:
 
 @pytest.mark.processes
 def test_a_killed_process_costs_nothing_and_another_number_of_processes_goes_on(tmp_path):
-    """One of several is killed, and the same command gives the same bits. Read by 1 process, whose sums may
-    have another order: 1e-5."""
+    """The same command gives the same bits; one process, whose sums have another order, 1e-5."""
     shape, folder = (2, 2), tmp_path / "killed"
     whole = trained(*shape, tmp_path / "whole", "--steps", "12")
     with training(*shape, folder, "--steps", "12") as processes:
@@ -153,9 +125,6 @@ def test_a_killed_process_costs_nothing_and_another_number_of_processes_goes_on(
     one = trained(1, 4, tmp_path / "alone", "--steps", "12", "--devices", "4")
     assert one["start"] == resumed["start"]
     assert np.allclose(one["losses"], whole["losses"][one["start"] :], rtol=1e-5, atol=0)
-
-
-# ------------------------------------------------------------------------------------------ ends and security
 
 
 def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd):
@@ -215,28 +184,19 @@ def gone_after_a_kill(program: str, num: int) -> None:
         stat = Path(f"/proc/{pid}/stat")
         return stat.exists() and stat.read_text().split()[2] != "Z"
 
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=base) as one:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=ENVIRON) as one:
         pids = [int(pid) for pid in one.stdout.readline().split()]
         assert len(pids) == num and all(map(alive, pids))
         one.kill()
     until(lambda: not any(map(alive, pids)), f"processes {pids} end")
 
 
-RAISES = """
-from llmpar.launch import joined
-joined.initialize(wait_s=60, heartbeat_s=20, shutdown_s=20)
-import jax
-if jax.process_index() == 1:
-    raise KeyError("planted")
-joined._client().wait_at_barrier("never", 600_000)
-"""
+RAISES = (HERE / "fixtures" / "launch_raises.txt").read_text()
 
 
 def test_an_exception_in_one_process_ends_all():
     """JAX would wait minutes at a barrier, and the other process for ever."""
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with local.Processes([sys.executable, "-c", RAISES], 2, 1, base) as processes:
+    with local.Processes([sys.executable, "-c", RAISES], 2, 1, ENVIRON) as processes:
         ended = processes.wait(300)
     assert all(ended.statuses) and ended.first is not None
     assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]
@@ -260,8 +220,7 @@ def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_proces
     """Otherwise they would hang in a collective of two meshes."""
     words = "--mesh dp=$((2 - JAX_PROCESS_ID))"
     line = f"cd {tmp_path}; exec {sys.executable} -m llmpar train --steps 2 --checkpoints kept {words}"
-    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with local.Processes(["sh", "-c", line], 2, 1, base) as processes:
+    with local.Processes(["sh", "-c", line], 2, 1, ENVIRON) as processes:
         ended = processes.wait(300)
     assert ended.statuses == (1, 1), ended.words
     sentence = 'this job do not agree: step.mesh is "dp=2" on process 0 and "dp=1" on process 1; start all'
@@ -273,7 +232,6 @@ def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):
     """Process 0 speaks; a refusal of all is said once."""
     words = [sys.executable, "-m", "llmpar", "launch", "local", "--processes", "2", "--devices", "2", "--"]
     words += ["train", "--mesh", "dp=4", "--data", str(tmp_path / "none"), "--json"]
-    environ = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environ)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=ENVIRON)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("llmpar: ") == done.stderr.count("matches no file") == 1, done.stderr

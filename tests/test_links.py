@@ -46,10 +46,9 @@ def recorded(name: str) -> list[Device]:
     """The devices of a recorded topology, in its order."""
     topology = RECORDED[name]
     none = lambda n: None if n < 0 else n
-    return [
-        Device(i, process, none(where), (x, y, z), none(core), topology["platform"], topology["device_kind"])
-        for i, process, where, x, y, z, core in topology["devices"]
-    ]
+    kind = topology["platform"], topology["device_kind"]
+    rows = topology["devices"]
+    return [Device(i, of, none(n), (x, y, z), none(core), *kind) for i, of, n, x, y, z, core in rows]
 
 
 RUNNING = SimpleNamespace(runtime_type=jax.devices()[0].client.runtime_type)
@@ -136,8 +135,7 @@ def test_every_mesh_of_all_devices_follows_their_links(grid, name):
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_smaller_mesh_takes_devices_that_lie_together(grid, name):
-    """Random meshes of fewer devices: of GPUs every one is laid out; of TPUs every one that fits a box, the
-    others are refused in a sentence with what works."""
+    """GPUs: every one is laid out. TPUs: every one that fits a box; others are refused with what works."""
     devices, rng = TOPOLOGIES[name], random.Random(name)
     for _ in range(10):
         size = rng.randint(1, len(devices))
@@ -182,19 +180,12 @@ def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advic
 
 def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
     """2 + 1 + 1 GPUs, and 8 + 8 + 4: the fast axis stays inside a host where it can."""
-    few, some = (
-        [d for d in gpus(H100, 3, n) if d.id not in gone] for n, gone in ((2, (3, 5)), (8, range(20, 24)))
-    )
+    few = [d for d in gpus(H100, 3, 2) if d.id not in (3, 5)]
+    some = [d for d in gpus(H100, 3, 8) if d.id < 20]
     pairs = grid("dp=2 tp=2", few).reshape(2, 2)
     assert sorted(len({d.process_index for d in pair}) for pair in pairs) == [1, 2]
     for mesh, domains in {"dp=5 tp=4": {"dp": 3, "tp": 1}, "fsdp=20": {"fsdp": 3}}.items():
         assert {axis: row["domains"] for axis, row in read(grid(mesh, some)).items()} == domains
-
-
-def test_an_exclamation_mark_keeps_the_given_order(grid):
-    alternating = sorted(gpus(H100, 2, 4), key=lambda d: d.id % 4)
-    assert grid("!dp=2 fsdp=4", alternating).ravel().tolist() == alternating
-    assert grid("dp=2 fsdp=4", alternating).ravel().tolist() != alternating
 
 
 def test_plain_order_on_a_torus_is_seen(grid):
@@ -210,11 +201,9 @@ def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(grid, name):
     """Ring attention sends to the next rank: every hop is one link, the last one back to the first, too."""
     devices = TOPOLOGIES[name]
     ring = grid(f"sp={len(devices)}", devices).ravel()
-    hops = [
-        sum(abs(a - b) for a, b in zip(d.coords, e.coords, strict=True))
-        for d, e in zip(ring, [*ring[1:], ring[0]], strict=True)
-    ]
-    assert set(hops) <= {0, 1}  # 0: between the cores of a chip
+    for d, e in zip(ring, [*ring[1:], ring[0]], strict=True):
+        hops = sum(abs(a - b) for a, b in zip(d.coords, e.coords, strict=True))
+        assert hops in (0, 1)  # 0: between the cores of a chip
 
 
 def test_the_fields_of_a_link_and_one_host():

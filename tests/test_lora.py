@@ -16,7 +16,7 @@ from parity import batch as some_batch
 from llmpar.cli.export import Export
 from llmpar.model.weights import described, joined, trained
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig, matrix_dims
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, matrix_dims
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import from_hugging_face
 from llmpar.predict import memory
@@ -25,7 +25,6 @@ from llmpar.predict.workload import Run
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.hugging_face import merged
-from llmpar.training.optimizer import make_optimizer
 from llmpar.training.step import State, Step
 
 ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(3, 6.0, ADAPTABLE))
@@ -165,22 +164,6 @@ def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
     heads = {"q_a": ("d", "z"), "q_b": ("z", "nh")}
     heads |= {f"{name}_{x}": ("d", "z") if x == "a" else ("z", "kh") for name in "kv" for x in "ab"}
     assert read == down | ups | heads
-
-
-@pytest.mark.long
-def test_an_optimizer_of_whole_matrices_is_on_eight_devices_what_it_is_on_one():
-    """Muon; test_same_answer.py has Adafactor."""
-    losses = []
-    for plan in (Plan(muon="gather"), Plan("dp=2 fsdp=2 tp=2", zero=1, muon="gather")):
-        rule = make_optimizer(OptimizerConfig("muon", learning_rate=1e-2, warmup=0), 3, ADAPTED)
-        step = Step(ADAPTED, plan, make_mesh(plan.mesh), rule)
-        state, told = step.init(params=weights(ADAPTED)), []
-        for _ in range(3):
-            state, metrics = step.run(state, put(dealt(some_batch(), plan), step.batch_sharding))
-            told.append(float(metrics["loss"]))
-        losses.append(told)
-    np.testing.assert_allclose(*losses, rtol=0, atol=2e-5)
-    assert losses[0][2] < losses[0][0]
 
 
 @pytest.mark.parametrize(

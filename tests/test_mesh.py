@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from shared import CASES, HERE
 
 from llmpar.parallel.devices import POOL_SIZE
 from llmpar.parallel.mesh import (
@@ -39,100 +40,29 @@ def in_a_fresh_process(code: str, given: str = "", **variables: str) -> subproce
     return subprocess.run(words, env=environment, input=given, capture_output=True, text=True, timeout=600)
 
 
-ONE_GPU = """
-from types import SimpleNamespace as Device
-real = jax.devices
-gpu = Device(platform="gpu", device_kind="NVIDIA L4", process_index=0, id=0)
-jax.devices = lambda: real() if jax.config.jax_platforms == "cpu" else real() and [gpu]
-jax.config.update("jax_platforms", None)
-"""
-FRESH = {
-    # Asked in time devices are there, and asking again is free; too late, a sentence says what to do.
-    "too late": (
-        "print(len(use_devices(3)), len(use_devices(3)), len(use_devices(2)))\nuse_devices(8)",
-        "3 3 3\n8 simulated devices were asked for but JAX has started with 3, and the number is fixed at its"
-        " first use; ask for 3 (--devices 3), in Python call use_devices() first in a fresh process, or set"
-        " XLA_FLAGS=--xla_force_host_platform_device_count=8",
-    ),
-    # Lessons need several devices; the command line takes what is there.
-    "one GPU": (
-        ONE_GPU + "print(len(use_devices(8)), make_mesh('dp=8').local_devices[0].platform)",
-        "1 x NVIDIA L4 is too few for parallelism: 8 simulated CPU devices are used instead"
-        " (JAX_PLATFORMS=gpu takes what is here)\n8 cpu",
-    ),
-    "one GPU will do": (ONE_GPU + "print(use_devices(at_least=1)[0].platform)", "gpu"),
-    "one GPU is asked for": (
-        ONE_GPU + "jax.config.update('jax_platforms', 'cpu,cuda')\nprint(len(use_devices(simulate=8)))",
-        "1",
-    ),
-    "one GPU, too late": (
-        ONE_GPU + "jax.devices()\nuse_devices(8)",
-        "JAX has started on 1 x NVIDIA L4; call use_devices() first",
-    ),
-    # Who asks for a number of threads gets that number.
-    "threads": (
-        """
-jax.config.update("jax_num_cpu_devices", 100)
-for name in (*POOL_SIZE, ""):
-    os.environ |= {name: "7"} if name else {}
-    with _enough_threads():
-        print(*(os.environ.get(name) for name in POOL_SIZE))
-    os.environ.pop(name, None)
-""",
-        "7 None\nNone 7\n400 400",
-    ),
-}
-CHILDREN = """
-import json, os, sys, jax
-from llmpar.parallel.devices import POOL_SIZE, _enough_threads
-from llmpar.parallel.mesh import make_mesh, use_devices
-for name, code in json.loads(sys.stdin.read()).items():
-    print("---", name, flush=True)
-    if not (child := os.fork()):
-        try:
-            exec(code)
-        except ValueError as error:
-            print(error)
-        sys.stdout.flush()
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
+FRESH = CASES["fresh"]
+CHILDREN = (HERE / "fixtures" / "mesh_children.txt").read_text()
 
 
 @pytest.fixture(scope="module")
 def fresh():
     """What each of `FRESH` prints, in a child of one process that has imported JAX and not started it."""
-    codes = {name: code for name, (code, _) in FRESH.items()}
-    done = in_a_fresh_process(
-        "import warnings; warnings.simplefilter('ignore')" + CHILDREN, json.dumps(codes)
-    )
+    codes = {name: case["code"] for name, case in FRESH.items()}
+    done = in_a_fresh_process(CHILDREN, json.dumps(codes))
     return dict(part.split("\n", 1) for part in done.stdout.split("--- ")[1:]), done.stderr
 
 
 @pytest.mark.parametrize("case", FRESH)
 def test_devices_are_chosen_and_simulated_only_before_jax_starts(case, fresh):
     said, errors = fresh
-    assert FRESH[case][1] in said[case], (said, errors)
+    assert FRESH[case]["says"] in said[case], (said, errors)
 
 
-MANY_STEPS = """
-import os
-from llmpar.parallel.mesh import make_mesh, use_devices
-devices = len(use_devices(8))
-import jax, jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
-mesh = make_mesh("dp=8")
-x, w = (jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in (P("dp"), P()))
-step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w), out_shardings=w.sharding)
-for _ in range(1000):
-    w = step(w)
-print(devices, float(w.sum()) < 64, *(name for name in ("NPROC", "PJRT_NPROC") if name in os.environ))
-"""
+MANY_STEPS = (HERE / "fixtures" / "mesh_many_steps.txt").read_text()
 
 
 def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock():
-    """With XLA's own pool of a thread per device, JAX 0.10.2 aborts here: every thread waits in a collective
-    for one that no thread is left to run. What asks for more is gone from the environment again."""
+    """With XLA's own pool of a thread per device JAX 0.10.2 aborts here."""
     done = in_a_fresh_process(MANY_STEPS, XLA_FLAGS="--xla_force_host_platform_device_count=9")
     assert done.stdout.split() == ["9", "True"], done.stderr[-2000:]
 
@@ -177,9 +107,6 @@ def test_processes_come_before_ids(monkeypatch):
     devices = [SimpleNamespace(process_index=process, id=i) for process, i in numbers]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == sorted(numbers)
-
-
-# -------------------------------------------------------------------------------------------- layouts on them
 
 
 def test_a_layout_as_jax_writes_it():

@@ -6,12 +6,14 @@ those that the row's text states in words. `TESTED_ELSEWHERE` names the remainin
 cover the file exactly.
 """
 
+import functools
 import inspect
 import math
 import re
 from dataclasses import replace
 
 import pytest
+from shared import CASES
 from shared import NUMBERS as ROWS
 
 from llmpar.plan.presets import preset
@@ -51,10 +53,8 @@ def symbolic(expected, formula, points):
 
 
 def zero_table(params, dp, param_bytes, grad_bytes, optim_bytes):
-    return {
-        f"stage{z}": formulas.zero_bytes(params, dp, z, param_bytes, grad_bytes, optim_bytes) / 1e9
-        for z in (1, 2, 3)
-    }
+    each = (param_bytes, grad_bytes, optim_bytes)
+    return {f"stage{z}": formulas.zero_bytes(params, dp, z, *each) / 1e9 for z in (1, 2, 3)}
 
 
 def zero_comm(params, expected):
@@ -70,14 +70,13 @@ def zero_largest(mp, gpus, hbm_bytes):
 
 def korth_layer(heads, h, tp, micro, seq, **_):
     layer = (micro, seq, h, heads)
+    selective = functools.partial(formulas.gpt_activation_bytes, *layer, tp=tp, recompute="selective")
     return {
         "none": formulas.gpt_activation_bytes(*layer),
         "tp": formulas.gpt_activation_bytes(*layer, tp=tp),
         "tp_sp": formulas.gpt_activation_bytes(*layer, tp=tp, sequence_parallel=True),
-        "tp_sel": formulas.gpt_activation_bytes(*layer, tp=tp, recompute="selective"),
-        "tp_sp_sel": formulas.gpt_activation_bytes(
-            *layer, tp=tp, sequence_parallel=True, recompute="selective"
-        ),
+        "tp_sel": selective(),
+        "tp_sp_sel": selective(sequence_parallel=True),
         "full": formulas.gpt_activation_bytes(*layer, tp=tp, recompute="full"),
         "five_as_over_h": formulas.gpt_activation_bytes(1, seq, h, heads) / (seq * h) - 34,
     }
@@ -192,11 +191,8 @@ def book_dcn(Cpod, W):
 
 def book_gpu_dp(C):
     h100 = chip("h100")
-    node_egress = h100.node_size * h100.dcn_bytes_per_s
-    return {
-        "node": formulas.dp_min_tokens(C, h100.link_bytes_per_s),
-        "cross": formulas.dp_min_tokens(C, node_egress),
-    }
+    rates = {"node": h100.link_bytes_per_s, "cross": h100.node_size * h100.dcn_bytes_per_s}
+    return {name: formulas.dp_min_tokens(C, rate) for name, rate in rates.items()}
 
 
 def book_kv_70b(layers=80, kv_heads=8, head_dim=128):
@@ -222,56 +218,19 @@ def chip_row(chip_name, expected):
         (r"per direction = (\d+)", [row.link_bytes_per_s / 1e9]),
     ]
     text = expected["interconnect"]
-    found = [
-        (m.group(0), [float(x) for x in m.groups()], ours) for p, ours in said if (m := re.search(p, text))
-    ]
+    found = [(m, ours) for pattern, ours in said if (m := re.search(pattern, text))]
     assert found, text
-    for clause, theirs, ours in found:
-        assert ours == pytest.approx(theirs), clause
-    return {
-        "bf16": row.flops_per_s,
-        "hbm": row.hbm_bytes,
-        "hbm_bw": row.hbm_bytes_per_s,
-        "interconnect": text,
-    }
+    for m, ours in found:
+        assert ours == pytest.approx([float(x) for x in m.groups()]), m[0]
+    rates = {"bf16": row.flops_per_s, "hbm": row.hbm_bytes, "hbm_bw": row.hbm_bytes_per_s}
+    return rates | {"interconnect": text}
 
 
 def usable(chip_name):
     return {"gib": chip(chip_name.split()[0]).usable_hbm_gib}
 
 
-FAMILIES = {
-    r"zero\.t1\..*": zero_table,
-    r"zero\.comm": zero_comm,
-    r"zero\.t2\..*": zero_largest,
-    r"ptdp\.time\..*": ptdp_days,
-    r"ptdp\.tpcomm": tp_elements,
-    r"korth\.t2\..*": korth_layer,
-    r"korth\.fig7\..*": korth_percent,
-    r"maxtext\.mem\..*": argument_gib,
-    r"ring\.t2\..*": ring_table_2,
-    r"ring\.coll": ring_collectives,
-    r"switch\.capacity": capacity,
-    r"moe\.dp_batch": moe_batch,
-    r"sb\.bcrit\.int8w": book_critical_int8,
-    r"sb\.bcrit\.(?!int8w).*": book_critical,
-    r"sb\.ag\.quiz": book_gather_quiz,
-    r"sb\.ag\.v4p": book_gather_v4p,
-    r"sb\.replic": book_copies,
-    r"sb\.a2a": book_all_to_all,
-    r"sb\.dp\..*": book_dp,
-    r"sb\.tp\.limit": book_tp,
-    r"sb\.dcn": book_dcn,
-    r"sb\.days70pod": book_days_70b,
-    r"sb\.kv70": book_kv_70b,
-    r"sb\.gpu\.ag": book_gpu_gather,
-    r"sb\.gpu\.dp": book_gpu_dp,
-    r"sb\.gpu\.2node": book_two_nodes,
-    r"ultra\.mem\..*": playbook_states,
-    r"hw\.usable\..*": usable,
-    r"hw\.(?!usable).*": chip_row,
-    r"aot\..*\.args": argument_gib,
-}
+FAMILIES = {pattern: globals()[name] for pattern, name in CASES["families_of_numbers"].items()}
 
 
 def families_of(case):
@@ -323,9 +282,7 @@ def test_every_case_is_tested_by_exactly_one():
     elsewhere = [case for cases in TESTED_ELSEWHERE.values() for case in cases]
     assert len(elsewhere) == len(set(elsewhere))
     assert set(elsewhere) <= set(ROWS), "named but not in the file"
-    assert {case: len(families_of(case)) for case in ROWS} == {
-        case: int(case not in elsewhere) for case in ROWS
-    }
-    assert not [p for p in FAMILIES if not any(re.fullmatch(p, case) for case in ROWS)], (
-        "families without a case"
-    )
+    for case in ROWS:
+        assert len(families_of(case)) == (case not in elsewhere), case
+    for pattern in FAMILIES:
+        assert any(re.fullmatch(pattern, case) for case in ROWS), f"{pattern} has no case"

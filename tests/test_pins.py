@@ -72,15 +72,12 @@ def test_a_program_that_sends_nothing_is_pinned_too(tmp_path, quiet):
         shown(False).pin(file)
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [("", "is no pin"), ("a b\n", "is no pin"), ("# step on data=4 model=2 sends\nx  y\n", "is no pin")]
-    + [("# step on data=8 sends, per device and run\n", "use a file for each mesh")],
-)
-def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet, text, words):
-    (tmp_path / "a.comm").write_text(text)
-    with pytest.raises(ValueError, match=words):
-        shown().pin(tmp_path / "a.comm")
+def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet):
+    other = "# step on data=8 sends, per device and run\n"
+    for text in ("", "a b\n", "# step on data=4 model=2 sends\nx  y\n", other):
+        (tmp_path / "a.comm").write_text(text)
+        with pytest.raises(ValueError, match="use a file for each mesh" if text == other else "is no pin"):
+            shown().pin(tmp_path / "a.comm")
 
 
 def test_ci_writes_no_pin(tmp_path, quiet):
@@ -103,14 +100,13 @@ def test_assertions_hold_fail_and_show_that_they_can():
         right.sends("all-gather", "data")
     with pytest.raises(AssertionError, match=f"sends {sent:,} B by all-gather"):
         wrong.forbids("all-gather")
-    for check in (
-        lambda: right.forbids("all-gather", fails_on=right),
-        lambda: wrong.sends("all-gather", fails_on=wrong),
-    ):
-        with pytest.raises(AssertionError, match="holds of fails_on too"):
-            check()
-    with pytest.raises(ValueError, match="'all-gathers' is no collective; use all-reduce"):
-        right.forbids("all-gathers")
+    with pytest.raises(AssertionError, match="holds of fails_on too"):
+        right.forbids("all-gather", fails_on=right)
+    with pytest.raises(AssertionError, match="holds of fails_on too"):
+        wrong.sends("all-gather", fails_on=wrong)
+    for misprint in ("all-gathers", "->", "nonsense -> nonsense", "f32[8]->f32[8]", "f32[8 -> f32[8]"):
+        with pytest.raises(ValueError, match="is no collective; use all-reduce"):
+            right.forbids(misprint)
     with pytest.raises(ValueError, match="no axis 'rows'; it has data, model"):
         right.forbids("all-gather", "rows")
 
@@ -157,12 +153,6 @@ def test_bytes_of_one_iteration_are_not_those_of_a_run():
         loop.sends("all-reduce", "X", at_most=1e6)
 
 
-@pytest.mark.parametrize("what", ["->", "nonsense -> nonsense", "f32[8]->f32[8]", "f32[8 -> f32[8]"])
-def test_no_assertion_holds_by_a_misprint(what):
-    with pytest.raises(ValueError, match="is no collective"):
-        shown().forbids(what)
-
-
 def test_two_programs_are_compared_as_text_and_as_markdown():
     right, wrong = shown(), shown(False)
     assert not right - right and str(wrong - wrong) == "both send the same"
@@ -172,42 +162,14 @@ def test_two_programs_are_compared_as_text_and_as_markdown():
     assert {line[0] for line in (right - wrong).lines} == {"-"}
     page = (wrong - right).markdown().splitlines()
     assert len({line.count(" | ") for line in page}) == 1 and page[2].startswith("| + | `tests/test_pins.py:")
-    assert wrong.markdown().startswith(
-        "| line | moves | collective | pass | times | a device sends |\n| --- |"
-    )
+    head = "| line | moves | collective | pass | times | a device sends |\n| --- |"
+    assert wrong.markdown().startswith(head)
 
 
-STORY = """
-import jax, jax.numpy as jnp, llmpar
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-llmpar.use_devices(8)
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-cut = NamedSharding(mesh, P("data"))
-w, x = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=cut) for shape in ((32, 64), (16, 32)))
-
-def step(w, x):
-    h = jnp.tanh(x @ w)
-    h = jax.lax.with_sharding_constraint(h, cut)  # kept by rows
-    return h * 2.0
-
-def test_step():
-    llmpar.look(jax.jit(step, out_shardings=cut), w, x).pin("step.comm")
-"""
+STORY = (HERE / "fixtures" / "pin_story.txt").read_text()
 
 
-RUNS = """
-import os, pathlib, sys
-import pytest
-
-file = pathlib.Path("test_step.py")
-kept = file.read_text()
-dropped = kept.replace("(h, cut)  # kept by rows", "(h, NamedSharding(mesh, P()))")
-for text, update in ((kept, "0"), (kept, "0"), (dropped, "0"), (dropped, "1"), (dropped, "0")):
-    file.write_text(text)
-    os.environ["LLMPAR_UPDATE_PINS"] = update
-    sys.modules.pop("test_step", None)
-    print("status", int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
-"""
+RUNS = (HERE / "fixtures" / "pin_runs.txt").read_text()
 
 
 @pytest.mark.processes

@@ -33,15 +33,6 @@ def test_no_placement_is_worse_than_the_greedy_one_or_better_than_the_bound():
     found = np.array([fullest(*case) for case in cases()]) / bounds
     assert (found <= greedy + 1e-9).all() and (found >= 1 - 1e-9).all()
     assert (found < greedy - 1e-9).sum() > 150, "swaps help in most"
-    print(
-        found.mean(),
-        greedy.mean(),
-        found.max(),
-        np.median(found),
-        np.median(greedy),
-        (found < 1.01).sum(),
-        (greedy < 1.01).sum(),
-    )
     assert (found - 1).mean() < 0.9 * (greedy - 1).mean()
 
 

@@ -7,6 +7,7 @@ import pickle
 import random
 
 import pytest
+from shared import CASES
 
 from llmpar.plan import checks, places
 from llmpar.plan.model_config import ExpertConfig, ModelConfig
@@ -40,10 +41,8 @@ def as_file(config: ModelConfig) -> dict:
     return raw
 
 
-RUNNING = {
-    name: dataclasses.replace(PRESETS[name], num_layers=8)
-    for name in ("qwen2.5-14b", "qwen3-0.6b", "qwen3-30b-a3b")
-}
+NAMES = "qwen2.5-14b", "qwen3-0.6b", "qwen3-30b-a3b"
+RUNNING = {name: dataclasses.replace(PRESETS[name], num_layers=8) for name in NAMES}
 RUNNING["qwen3-30b-a3b"] = dataclasses.replace(  # what a file may say of losses changes no size
     RUNNING["qwen3-30b-a3b"], experts=ExpertConfig(128, 8)
 )
@@ -129,13 +128,9 @@ def test_the_parts_of_a_planned_model_add_up(name):
     assert memory.argument_bytes(one, 8, 4096)["params"] == 4 * config.num_params
     cut = memory.argument_bytes(Plan("fsdp=8").resolve(config, "gpu", 8, 4096), 8, 4096)["params"]
     assert config.num_params / 2 <= cut <= 1.02 * config.num_params / 2, "padded, and vectors not all cut"
-
-
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama3-8b"])
-def test_a_configuration_is_pickled_by_its_fields(name):
-    config = dataclasses.replace(PRESETS[name])
-    assert hash(config) == hash(PRESETS[name]) and config.blocks
-    there = pickle.loads(pickle.dumps(config))
+    to_serve = serving.decode_seconds(config, H100, 8, 8192, 8)
+    assert 0 < sum(to_serve.values()) < 0.1 and min(to_serve.values()) >= 0
+    there = pickle.loads(pickle.dumps(dataclasses.replace(config)))  # with its blocks, to other processes
     assert there == config and hash(there) == hash(config)
 
 
@@ -147,17 +142,7 @@ def test_a_planned_model_says_that_it_does_not_run(name):
     assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
 
 
-NOT_RUN = [
-    ("deepseek-v3", "sp=2 fsdp=4", {}, "ranks of sp exchange latents; use context_parallel='gather'"),
-    (
-        "kimi-k2",
-        "tp=2 fsdp=4",
-        {"tp_sequence": True, "tp_comm_overlap": True},
-        "tp_comm_overlap does not run",
-    ),
-    ("gpt-oss-20b", "ep=2 fsdp=4", {"mode": "explicit"}, "experts in layers of several kinds"),
-    ("deepseek-v3.2", "fsdp=8", {}, "'deepseek-v3.2' is planned alone"),
-]
+NOT_RUN = CASES["not_run"]
 
 
 @pytest.mark.parametrize("name, mesh, fields, why", NOT_RUN)
@@ -168,19 +153,22 @@ def test_a_plan_that_is_priced_and_does_not_run_says_why(name, mesh, fields, why
 
 
 def test_a_kernel_that_cannot_do_what_a_layer_asks_for_is_refused_and_not_chosen():
-    kernels = {
-        name: Plan("fsdp=8", dtype="bfloat16", documents="whole")
-        .resolve(PRESETS[name], "gpu 9.0")
-        .attention_kernel
-        for name in ("gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout")
-    }
-    assert list(kernels.values()) == ["cudnn", "portable", "flash", "flash", "flash"]
+    plan = Plan("fsdp=8", dtype="bfloat16", documents="whole")
+    names = "gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout"
+    kernels = [plan.resolve(PRESETS[name], "gpu 9.0").attention_kernel for name in names]
+    assert kernels == ["cudnn", "portable", "flash", "flash", "flash"]
     refused = ("gemma-2-9b", "flash"), ("gpt-oss-20b", "cudnn"), ("deepseek-v3", "xla")
     for name, kernel in (*refused, ("llama-4-scout", "cudnn")):
         plan = Plan("fsdp=8", dtype="bfloat16", documents="whole", attention_kernel=kernel)
         why = "(does not cap|gives no log|needs|sees keys in windows)"
         with pytest.raises(ValueError, match=f"attention_kernel='{kernel}' {why}"):
             plan.resolve(PRESETS[name], "gpu 9.0", 8, 1024)
+
+
+def sent(plan, value):
+    """The messages of this kind, of 8 rows of 8,192 tokens, and how often each is sent."""
+    rows = traffic.step_traffic(plan, 8, 8192).values()
+    return [pair for row in rows for pair in row.messages.items() if pair[0].value == value]
 
 
 LATENTS = "kimi-k2", "deepseek-v3"
@@ -192,13 +180,7 @@ def test_what_heads_share_is_all_that_a_sequence_sends(name, way):
     """576 numbers a token and layer, and no more for 64 heads than for 128."""
     config = PRESETS[name]
     plan = Plan("sp=4 fsdp=2", dtype="bfloat16", context_parallel=way).resolve(config, "gpu", 8, 8192)
-    row = next(
-        row
-        for (axes, _), row in traffic.step_traffic(plan, 8, 8192).items()
-        if axes.startswith("sp") and any(m.value == "keys and values" for m in row.messages)
-    )
-    sent = [(m, n) for m, n in row.messages.items() if m.value == "keys and values"]
-    ((message, times),) = [(m, n) for m, n in sent if m.num_bytes > 0][:1]
+    message, times = next((m, n) for m, n in sent(plan, "keys and values") if m.num_bytes > 0)
     tokens = 4 * 8192 // 4
     local = tokens * 576 * 2
     assert message.num_bytes == local * (4 if way == "gather" else 1)
@@ -213,13 +195,8 @@ def test_a_recurrent_layer_hands_its_state_on_and_has_no_cache():
     assert mixers["recurrent"][1].state_size == state
     assert serving.cache_bytes(config) == 16 * 2 * 4 * 256 * 2
     plan = Plan("sp=4 fsdp=2").resolve(config, "gpu", 8, 8192)
-    sent = [
-        (message.num_bytes, times)
-        for row in traffic.step_traffic(plan, 8, 8192).values()
-        for message, times in row.messages.items()
-        if message.value == "recurrent states"
-    ]
-    assert sent == [(4 * state * 4, 3 * 2 * 48)]
+    states = [(message.num_bytes, times) for message, times in sent(plan, "recurrent states")]
+    assert states == [(4 * state * 4, 3 * 2 * 48)]
 
 
 def test_a_window_bounds_what_is_computed_and_read():
@@ -233,12 +210,7 @@ def test_a_window_bounds_what_is_computed_and_read():
     assert read(8192) / read(4096) == pytest.approx((8192 + 128) / (4096 + 128))
 
 
-QUESTIONS = [
-    ("deepseek-v3", "h100", 2048, 15_360, 4096, "pp=16 fsdp=2 ep=64"),
-    ("gpt-oss-120b", "h100", 64, 64, 4096, "fsdp=8 ep=8"),
-    ("nemotron-3-super", "b200", 64, 64, 8192, "fsdp=16 ep=4"),
-    ("gemma-4-31b", "v5p", 64, 64, 8192, "fsdp=32 tp=2"),
-]
+QUESTIONS = CASES["planned_questions"]
 
 
 @pytest.mark.parametrize("name, kind, devices, batch, seq, mesh", QUESTIONS)
@@ -259,20 +231,14 @@ SHARED = [("qwen3.5-27b", 8, 4, 256, 16), ("gemma-4-31b", 8, 4, 512, 10), ("mimo
 
 @pytest.mark.parametrize("name, tp, heads, width, layers", SHARED)
 def test_a_kind_with_fewer_kv_heads_than_tp_has_copies_of_them(name, tp, heads, width, layers):
-    """On the links and in the cache of a rank is a head of each kind, though the largest kind has one for
-    each rank."""
+    """On the links and in the cache of a rank is a head of each kind."""
     config = PRESETS[name]
     kinds = [(n, c) for n, c in config.blocks if c.mixer == "attention" and c.num_kv_heads == heads]
     assert sum(n for n, _ in kinds) == layers and heads < tp <= config.num_kv_heads
     plan = Plan(f"sp=2 tp={tp}", dtype="bfloat16").resolve(config, "gpu", 8, 8192)
-    sent = {
-        (message.num_bytes, times)
-        for row in traffic.step_traffic(plan, 8, 8192).values()
-        for message, times in row.messages.items()
-        if message.value == "keys and values" and times
-    }
+    sizes = [message.num_bytes for message, times in sent(plan, "keys and values") if times]
     tokens = 8 * 8192 // 2
-    assert (tokens * (width + kinds[0][1].value_width) * 2) in [num_bytes for num_bytes, _ in sent]
+    assert (tokens * (width + kinds[0][1].value_width) * 2) in sizes
     device = dataclasses.replace(config, num_layers=1, lead=(), period=(config.kinds.index(kinds[0][1]),))
     read = serving.decode_seconds(device, H100, 1, 100, tp)["keys and values read"]
     assert read == pytest.approx(4 * serving.decode_seconds(device, H100, 1, 25, tp)["keys and values read"])
@@ -280,19 +246,12 @@ def test_a_kind_with_fewer_kv_heads_than_tp_has_copies_of_them(name, tp, heads, 
     assert read == pytest.approx(whole / heads)
 
 
-@pytest.mark.parametrize(
-    "name, tp, which, heads", [("qwen3.5-27b", 2, "KV", 2), ("qwen3.5-27b", 8, "query", 3)]
-)
-def test_ranks_of_sp_exchange_heads_that_each_layer_has(name, tp, which, heads):
-    assert PRESETS[name].exchanged_heads(tp) == (which, heads)
+@pytest.mark.parametrize("tp, which, heads", [(2, "KV", 2), (8, "query", 3)])
+def test_ranks_of_sp_exchange_heads_that_each_layer_has(tp, which, heads):
+    config = PRESETS["qwen3.5-27b"]
+    assert config.exchanged_heads(tp) == (which, heads)
     with pytest.raises(ValueError, match=f"the {heads} {which} heads of a device by sp = 4"):
-        Plan(f"sp=4 tp={tp}", context_parallel="ulysses").resolve(PRESETS[name], "gpu", 8, 8192)
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_planned_model_has_a_cost_to_serve(name):
-    seconds = serving.decode_seconds(PRESETS[name], H100, 8, 8192, 8)
-    assert 0 < sum(seconds.values()) < 0.1 and min(seconds.values()) >= 0
+        Plan(f"sp=4 tp={tp}", context_parallel="ulysses").resolve(config, "gpu", 8, 8192)
 
 
 def test_groups_of_heads_with_matrices_of_their_own_are_matmuls_apart():
@@ -306,9 +265,8 @@ def test_groups_of_heads_with_matrices_of_their_own_are_matmuls_apart():
 def test_tokens_travel_to_experts_as_wide_as_these_are():
     """Nemotron 3 projects tokens from 4,096 numbers to 1,024 before they are sent."""
     config = PRESETS["nemotron-3-super"]
-    assert config.width == 4096 and {
-        traffic.routed_width(block) for _, block in config.blocks if block.experts
-    } == {1024}
+    widths = {traffic.routed_width(block) for _, block in config.blocks if block.experts}
+    assert config.width == 4096 and widths == {1024}
     plan = Plan("fsdp=2 ep=4", dtype="bfloat16").resolve(config, "gpu", 64, 4096)
     rows = traffic.step_traffic(plan, 64, 4096).values()
     sent = {m.num_bytes for row in rows for m in row.messages if m.value.startswith("slots for tokens")}

@@ -11,19 +11,13 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 from jax.sharding import PartitionSpec as P
+from shared import HERE
 
 from llmpar.inspect.look import look
 from llmpar.inspect.profile import measure_rows
 from llmpar.predict import hardware
 
-TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=2
-
-ENTRY %main (x: f32[4,256]) -> f32[8,256] {
-  %x = f32[4,256]{1,0} parameter(0)
-  %all-gather-start.1 = (f32[4,256], f32[8,256]) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
-  ROOT %all-gather-done.1 = f32[8,256]{1,0} all-gather-done(%all-gather-start.1)
-}
-"""
+TEXT = (HERE / "fixtures" / "profiled.txt").read_text()
 SENT = 4 * 256 * 4  # bytes of one of two devices in a ring
 
 
@@ -106,10 +100,8 @@ def test_a_run_is_measured_line_by_line_and_shown_as_a_page(tmp_path):
         for _ in range(2):
             step(x).block_until_ready()
     found = look(step, x, trace=tmp_path)
-    assert {row["collective"]: row["measured"]["executions"] for row in found.rows} == {
-        "all-gather": 2,
-        "all-reduce": 2,
-    }
+    times = {row["collective"]: row["measured"]["executions"] for row in found.rows}
+    assert times == {"all-gather": 2, "all-reduce": 2}
     for row in found.rows:
         assert 0 <= row["measured"]["waiting_s"] < row["measured"]["seconds"]
     assert not [note for note in found.notes if "profile" in note]

@@ -26,8 +26,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import small_cluster
+from shared import HERE
 from small_cluster import Hosts, Slurm, until
-from test_launch import HERE, kept
+from test_launch import kept
 
 from llmpar.cli.commands import parse
 from llmpar.launch import local
@@ -157,11 +158,10 @@ def alone(tmp_path_factory):
 
 
 def test_launch_local_starts_it(tmp_path, alone, record):
-    begin = time.monotonic()
     command = ["llmpar", "launch", "local", "--processes", "4", "--devices", "1", "--", *TRAIN]
     with running(command, tmp_path) as process:
-        until(lambda: steps(tmp_path) or process.poll(), "first step", 300)
-        first, open_on = time.monotonic() - begin, listens_here(process)
+        first = until(lambda: steps(tmp_path) or process.poll(), "first step", 300)
+        open_on = listens_here(process)
         assert process.wait(300) == 0
     assert set().union(*open_on.values()) == {"127.0.0.1"}
     assert kept(tmp_path / "kept") == kept(alone / "kept")
@@ -191,13 +191,10 @@ def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
     path = job_file("mpi", tmp_path, site=f"processes_per_node = 4\nmpi = '{mpi}'\n")
     # Open MPI wants to be told that root may, and that four processes may share two cores.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    env, begin = (
-        environ(programs, PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe", **root),
-        time.monotonic(),
-    )
+    env = environ(programs, PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe", **root)
     with running(["bash", str(path)], tmp_path, env=env) as process:
-        until(lambda: steps(tmp_path) or process.poll() is not None, "first step", 300)
-        first, open_on = time.monotonic() - begin, listens_here(process)
+        first = until(lambda: steps(tmp_path) or process.poll() is not None, "first step", 300)
+        open_on = listens_here(process)
         assert process.wait(300) == 0, (tmp_path / "out.txt").read_text()[-3000:]
     assert open_on.pop("llmpar") == {"127.0.0.1"}
     assert set(open_on) <= {"prterun", "mpiexec"}, "what docs/hosts.md says of them"
@@ -246,14 +243,14 @@ def output(folder: Path) -> str:
     return "\n".join(path.read_text()[-3000:] for path in folder.glob("llmpar-*.log"))
 
 
+def over(slurm: Slurm, job: str):
+    """Whether it has ended, well or not."""
+    return re.search("COMPLETED|FAILED", slurm.ask("scontrol", "show", "job", job))
+
+
 def ended(slurm: Slurm, job: str, folder: Path, alone: Path) -> None:
     """Wait for the end of a job, whose weights must be those of the run that nothing interrupted."""
-    until(
-        lambda: re.search("COMPLETED|FAILED", slurm.ask("scontrol", "show", "job", job)),
-        "the job's end",
-        300,
-        lambda: output(folder),
-    )
+    until(lambda: over(slurm, job), "the job's end", 300, lambda: output(folder))
     assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", job), output(folder)
     assert resumed(folder), output(folder)
     assert kept(folder / "kept") == kept(alone / "kept")
@@ -261,19 +258,15 @@ def ended(slurm: Slurm, job: str, folder: Path, alone: Path) -> None:
 
 def test_slurm_starts_again_after_a_kill(slurm, alone, tmp_path, record):
     """A task that is killed ends the step, and the job's next attempt goes on."""
-    begin = time.monotonic()
     job = submitted(slurm, tmp_path)
-    until(lambda: steps(tmp_path), "first step", 300, lambda: output(tmp_path))
-    first = time.monotonic() - begin
+    first = until(lambda: steps(tmp_path), "first step", 300, lambda: output(tmp_path))
     open_on = listening(slurm.hosts.run("n1", ["ss", "-ltnpH"]).stdout)
     assert open_on["llmpar"] == {slurm.hosts.address("n1")}
     until(lambda: saved(tmp_path, 8), "a checkpoint", 100, lambda: output(tmp_path))
     kill = "kill -9 $(scontrol listpids $0 | awk '$3 ~ /^[0-9]+$/ && $4 ~ /^[0-9]+$/ {print $1}')"
     done = slurm.hosts.run("n3", ["sh", "-c", kill, job], env=os.environ | slurm.environ)
-    begin = time.monotonic()
     assert done.returncode == 0, done
-    until(lambda: resumed(tmp_path), "the next attempt", 200, lambda: output(tmp_path))
-    again = time.monotonic() - begin
+    again = until(lambda: resumed(tmp_path), "the next attempt", 200, lambda: output(tmp_path))
     ended(slurm, job, tmp_path, alone)
     record("SLURM, four nodes", said("slurmctld", "-V"), start_s=first, again_s=again)
 
@@ -282,12 +275,9 @@ def test_slurm_requeues_a_job_that_is_asked_to_stop(slurm, alone, tmp_path, reco
     """SLURM asks with SIGTERM before the time limit: all save, and the job waits in the queue again."""
     job = submitted(slurm, tmp_path)
     until(lambda: len(steps(tmp_path)) > 3, "four steps", 300, lambda: output(tmp_path))
-    begin = time.monotonic()
     slurm.ask("scancel", "--signal=TERM", job)
-    until(lambda: "PENDING" in state(slurm, job), "the queue", 100, lambda: output(tmp_path))
-    queued = time.monotonic() - begin
-    until(lambda: resumed(tmp_path), "the next attempt", 300, lambda: output(tmp_path))
-    again = time.monotonic() - begin
+    queued = until(lambda: "PENDING" in state(slurm, job), "the queue", 100, lambda: output(tmp_path))
+    again = queued + until(lambda: resumed(tmp_path), "the next attempt", 300, lambda: output(tmp_path))
     assert next(row for row in steps(tmp_path) if "resumed" in row)["resumed"] >= 3, "saved when it was asked"
     ended(slurm, job, tmp_path, alone)
     record("SLURM, requeued", said("slurmctld", "-V"), queued_s=queued, again_s=again)
@@ -333,22 +323,16 @@ def test_torchrun_goes_on_with_one_host_and_again_with_two(hosts, alone, tmp_pat
     def start(name):
         hosts.background(name, ["bash", path.name], tmp_path / f"{name}.txt", tmp_path, env=environ(programs))
 
-    begin = time.monotonic()
     agent = hosts.background("n1", ["bash", path.name], tmp_path / "n1.txt", tmp_path, env=environ(programs))
     start("n2")
-    until(lambda: steps(tmp_path), "first step", 200, said_by)
-    first = time.monotonic() - begin
+    first = until(lambda: steps(tmp_path), "first step", 200, said_by)
     assert listening(hosts.run("n1", ["ss", "-ltnpH"]).stdout)["llmpar"] == {hosts.address("n1")}
     until(lambda: saved(tmp_path, 8), "a checkpoint", 200, said_by)
-    begin = time.monotonic()
     hosts.fail("n2")
-    until(lambda: resumed(tmp_path) == 1, "one host goes on", 200, said_by)
-    less = time.monotonic() - begin
-    begin = time.monotonic()
+    less = until(lambda: resumed(tmp_path) == 1, "one host goes on", 200, said_by)
     hosts.start("n2")
     start("n2")
-    until(lambda: resumed(tmp_path) == 2, "two hosts go on", 200, said_by)
-    more = time.monotonic() - begin
+    more = until(lambda: resumed(tmp_path) == 2, "two hosts go on", 200, said_by)
     assert agent.wait(300) == 0, said_by()
     sizes = re.findall(r"on fsdp=(\d)", (tmp_path / "n1.txt").read_text())
     assert sizes == ["4", "2", "4"], said_by()
@@ -383,18 +367,15 @@ def test_ray_runs_its_program_and_starts_again_after_a_kill(hosts, alone, tmp_pa
         up = lambda told=told, node=node: "Ray runtime started" in told() or node.poll() is not None
         until(up, f"ray on {name}", 120, told)
         assert node.poll() is None, told()
-    cluster, begin = time.monotonic() - begin, time.monotonic()
+    cluster = time.monotonic() - begin
     env |= {"RAY_ADDRESS": f"{hosts.address('n1')}:6379"}
     driver = hosts.background("n1", ["python", path.name], tmp_path / "out.txt", tmp_path, env=env)
     said_by = lambda: (tmp_path / "out.txt").read_text()[-5000:]
-    until(lambda: steps(tmp_path) or driver.poll() is not None, "first step", 200, said_by)
-    first = time.monotonic() - begin
+    first = until(lambda: steps(tmp_path) or driver.poll() is not None, "first step", 200, said_by)
     until(lambda: saved(tmp_path, 8) or driver.poll() is not None, "a checkpoint", 200, said_by)
     kill = "grep -l ray::[R]ayTrainWorker /proc/[0-9]*/cmdline | head -n 1 | cut -d/ -f3 | xargs kill -9"
-    begin = time.monotonic()
     assert hosts.run("n2", ["sh", "-c", kill]).returncode == 0
-    until(lambda: resumed(tmp_path), "the next attempt", 200, said_by)
-    again = time.monotonic() - begin
+    again = until(lambda: resumed(tmp_path), "the next attempt", 200, said_by)
     assert driver.wait(300) == 0, said_by()
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     version = said(programs / "ray", "--version", env=env)
@@ -412,29 +393,16 @@ def test_ray_on_slurm_as_the_slide_lists_it(slurm, alone, tmp_path, short_folder
     written = job_file("ray", tmp_path, nodes=2, site="processes_per_node = 2\n")
     written.rename(tmp_path / "train_with_ray.py")
     env = environ(programs, RAY_worker_niceness="0", RAY_TMPDIR=short_folder)
-    begin = time.monotonic()
     asked = ("sbatch", "--parsable", "--output=llmpar-ray.log", "job.sbatch")
     job = slurm.ask(*asked, folder=tmp_path, **env).strip()
-    over = lambda: re.search("COMPLETED|FAILED", slurm.ask("scontrol", "show", "job", job))
-    until(lambda: steps(tmp_path) or over(), "first step", 300, lambda: output(tmp_path))
-    first = time.monotonic() - begin
-    until(over, "the job's end", 200, lambda: output(tmp_path))
+    first = until(lambda: steps(tmp_path) or over(slurm, job), "first step", 300, lambda: output(tmp_path))
+    until(lambda: over(slurm, job), "the job's end", 200, lambda: output(tmp_path))
     assert kept(tmp_path / "kept") == kept(alone / "kept"), output(tmp_path)
     version = said(programs / "ray", "--version", env=env)
     record("Ray JaxTrainer on SLURM", version, start_s=first)
 
 
-VLLM = """#!{python}
-import json, os, sys, time
-import ray
-ray.init(logging_level="error")  # as vLLM does it: where RAY_ADDRESS says
-until = time.monotonic() + 60
-while len(nodes := [node for node in ray.nodes() if node["Alive"]]) < 2 and time.monotonic() < until:
-    time.sleep(0.2)
-told = [os.environ.get(name) for name in ("VLLM_API_KEY", "RAY_AUTH_MODE")]
-with open("served.json", "w") as file:
-    json.dump([sys.argv[1:], len(nodes), *told], file)
-"""
+VLLM = (HERE / "fixtures" / "engine_vllm.txt").read_text()
 
 
 def test_a_server_s_job_file_joins_two_nodes_by_ray(slurm, tmp_path, short_folder):
@@ -449,8 +417,7 @@ def test_a_server_s_job_file_joins_two_nodes_by_ray(slurm, tmp_path, short_folde
     path.write_text(path.read_text().replace("#SBATCH --gpus-per-node=8\n", ""))
     env = environ(mine, programs, RAY_worker_niceness="0", RAY_TMPDIR=short_folder, VLLM_API_KEY="k e'y")
     job = slurm.ask("sbatch", "--parsable", path.name, folder=tmp_path, **env).strip()
-    over = lambda: re.search("COMPLETED|FAILED", slurm.ask("scontrol", "show", "job", job))
-    until(over, "the job's end", 200, lambda: output(tmp_path))
+    until(lambda: over(slurm, job), "the job's end", 200, lambda: output(tmp_path))
     words, nodes, key, mode = json.loads((tmp_path / "served.json").read_text())
     assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", job), output(tmp_path)
     assert (nodes, key, mode) == (2, "k e'y", "token")

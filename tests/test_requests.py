@@ -37,10 +37,8 @@ def asked(rng, config, **more) -> Request:
 
 
 CASES = [pytest.param(EVERYTHING, "tp=2 dp=2 sp=2", marks=pytest.mark.long)]
-CASES += [
-    pytest.param(MOE, "tp=2 dp=2 sp=2", marks=pytest.mark.nightly),
-    pytest.param(MOE, "ep=4 sp=2", marks=pytest.mark.long),
-]  # one token to a rank, fewer slots than experts
+CASES += [pytest.param(MOE, "ep=4 sp=2", marks=pytest.mark.long)]
+"""Of experts one token to a rank, and fewer slots than experts."""
 
 
 @pytest.mark.parametrize("config, mesh", CASES, ids=lambda x: getattr(x, "name", x))
@@ -117,9 +115,8 @@ def test_edges_of_a_request():
     run = short()
     run.warm_up()
     prompt, compiled = (5, 6, 7) * 4, run.decoder.run._cache_size()
-    full, none, last = answers(
-        run, Request(prompt), Request(prompt[:3], 0), Request(prompt[:11], ends=frozenset(prompt))
-    )
+    ended = Request(prompt[:11], ends=frozenset(prompt))
+    full, none, last = answers(run, Request(prompt), Request(prompt[:3], 0), ended)
     assert len(full) == 1 and full[0].finish == "length", "the last token needs no place"
     assert full[0].token == whole(LLAMA, prompt)[-1].argmax()
     assert [(event.token, event.finish) for event in none] == [(None, "length")]
@@ -139,10 +136,8 @@ def test_cancelling_twice_late_or_while_waiting():
     for ticket in (runs, runs, waits, 99):
         run.cancel(ticket)
     events = run.step()
-    assert [(event.ticket, event.finish) for event in events[:2]] == [
-        (waits, "cancelled"),
-        (runs, "cancelled"),
-    ]
+    ends = [(event.ticket, event.finish) for event in events[:2]]
+    assert ends == [(waits, "cancelled"), (runs, "cancelled")]
     assert more in [event.ticket for event in events[2:]], "the slot is free at once"
     while run.busy:
         events = run.step()

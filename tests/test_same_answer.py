@@ -74,9 +74,6 @@ def test_a_gradient_longer_than_the_clip_is_cut_to_it_and_a_shorter_one_stays():
         assert found == pytest.approx(want, rel=1e-4) and state.step == 1
 
 
-# ----------------------------------------------------------------------------------------------------- faults
-
-
 class NoSum(Manual):
     """The model's text forgets the unfinished sum at the end of the feed-forward: ``+m`` is missing."""
 
@@ -125,22 +122,10 @@ class DoubleReduce(Step):
 
 
 FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-axes check, or the arrow's own
-    "missing sum over tp": (
-        with_reading(NoSum),
-        TypeError,
-        r"output carry component has type .*V:\(dp,fsdp,tp\)",
-    ),
-    "sum twice over tp": (
-        with_reading(SumTwice),
-        ValueError,
-        "the value is the same all over tp; it was reduced",
-    ),
+    "missing sum over tp": (with_reading(NoSum), TypeError, r"carry component has type .*V:\(dp,fsdp,tp\)"),
+    "sum twice over tp": (with_reading(SumTwice), ValueError, "the same all over tp; it was reduced"),
     "mean of means": (MeanOfMeans, AssertionError, r"^loss 5\.\d+ for 5\.\d+"),
-    "norm of one shard": (
-        LocalNorm,
-        ValueError,
-        r"out_specs\[1\]\['grad_norm'\] is P\(\)|out_specs\[1\] is P\(\)",
-    ),
+    "norm of one shard": (LocalNorm, ValueError, r"out_specs\[1\](\['grad_norm'\])? is P\(\)"),
     "gradients not reduced": (LocalGradients, ValueError, r"out_specs\[0\]\['"),
     "gradients reduced twice": (DoubleReduce, AssertionError, r"^gradient of .* is off by 1\.0e\+00"),
 }
@@ -162,9 +147,6 @@ def test_without_the_fault_the_same_subclassing_passes_and_of_no_target_there_is
     silent = batch() | {"targets": np.full((BATCH, SEQ), -1, np.int32)}
     loss, norm, grads = answer(*program, silent)
     assert loss == norm == 0 and not any(np.any(g) for g in jax.tree.leaves(grads))
-
-
-# ---------------------------------------------------------------------------------------- what a step refuses
 
 
 @functools.cache
@@ -208,11 +190,9 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     step = mixed_step()
     used = state_of(step)
     state, _ = step.run(used, batch())
-    for call in (
-        lambda: step.run(used, batch()),
-        lambda: step.evaluate(used.params, batch()),
-        lambda: step.to_model_order(used, donate=True),
-    ):
+    evaluate = lambda: step.evaluate(used.params, batch())
+    reorder = lambda: step.to_model_order(used, donate=True)
+    for call in (lambda: step.run(used, batch()), evaluate, reorder):
         with pytest.raises(ValueError, match="used up by the step before; keep the state that run returns"):
             call()
     assert int(step.run(state, batch())[0].step) == 2

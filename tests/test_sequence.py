@@ -52,13 +52,11 @@ def test_no_activation_is_gathered_over_the_sequence():
 
 @pytest.mark.long
 def test_chunks_of_a_feed_forward_take_less_memory():
-    """Three arrays of b·s·m and their gradients, a chunk at a time, of all layers. (Recomputed ones hold no
-    more than one: test_plans.py compares what a plan holds.)"""
+    """Three arrays of b·s·m and their gradients, a chunk at a time, of all layers."""
     wide = dataclasses.replace(LLAMA, ffn_width=16 * LLAMA.width)
     plans = [Plan("dp=1", ffn_chunks=chunks) for chunks in (1, 4)]
-    programs = [
-        Step(wide, plan, make_mesh(plan.mesh), optax.sgd(1e-3)).lower(8, 256).compile() for plan in plans
-    ]
+    steps = [Step(wide, plan, make_mesh(plan.mesh), optax.sgd(1e-3)) for plan in plans]
+    programs = [step.lower(8, 256).compile() for step in steps]
     whole, pieces = (compiled_memory(program)["temp_bytes"] for program in programs)
     one = 8 * 256 * wide.ffn_width * 4  # an array of b·s·m
     assert whole - pieces >= 0.75 * (2 + 3 * wide.num_layers) * one
@@ -77,9 +75,6 @@ def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(mon
     assert apart < 0.7 * joined
 
 
-# ----------------------------------------------------------------------------------- documents do not leak
-
-
 PROBED = [
     Plan("sp=4 fsdp=2"),
     Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
@@ -89,8 +84,7 @@ PROBED = [
 
 @pytest.mark.parametrize("plan", PROBED, ids=name)
 def test_a_token_changes_its_own_document_and_no_other(plan):
-    """Of two equal documents in a row the first begins with another token: exactly half of the row's losses
-    change, and the other half stays as it was, to the bit."""
+    """Of two equal documents in a row one begins otherwise: exactly half of the losses change."""
     rows, half = 4, 16
     rng = np.random.default_rng(5)
     tokens = np.tile(rng.integers(0, 256, (rows, half + 1)).astype(np.int32), 2).reshape(rows, 2, half + 1)
@@ -109,15 +103,11 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     given = jax.tree.map(spec, step.stored), data
     run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))
     params = jax.device_put(weights(LLAMA), step.shardings.params)
-    found = [
-        np.asarray(run(params, jax.device_put(dealt(batch, plan), step.batch_sharding)))
-        for batch in (known, changed)
-    ]
+    given = [jax.device_put(dealt(batch, plan), step.batch_sharding) for batch in (known, changed)]
+    found = [np.asarray(run(params, batch)) for batch in given]
     differ = np.take_along_axis(found[0] != found[1], np.argsort(orders, 1), 1)
     assert differ.mean() == 0.5 and differ[:, :half].all()
 
-
-# ------------------------------------------------------------------------------------------ heads and a ring
 
 USP = Plan("sp=8", context_parallel="usp")
 """Of 4 KV heads, four ranks of sp=8 exchange them, and two such groups are a ring."""

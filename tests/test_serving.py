@@ -13,6 +13,7 @@ import statistics
 import typing
 
 import pytest
+from shared import CASES, HERE
 from shared import NUMBERS as ROWS
 
 import llmpar.inspect
@@ -39,25 +40,7 @@ def seconds(terms):
     return sum(terms.values())
 
 
-ENGINE_RUNS = """
-h100 8 llama2-7b 768 1 128 128 19694
-h100 8 llama2-7b 112 1 128 2048 6818
-h100 8 llama2-7b 80 1 2048 128 2244
-h100 8 llama2-7b 48 1 2048 2048 2740
-h100 8 llama2-70b 1024 2 128 128 2657
-h100 8 llama2-70b 480 4 128 2048 1486
-h100 8 llama2-70b 96 2 2048 128 306
-h100 8 llama2-70b 64 2 2048 2048 547
-a100-80 16 llama2-7b 384 1 128 128 5586
-a100-80 16 llama2-7b 60 1 128 2048 1928
-a100-80 16 llama2-7b 52 1 2048 128 591
-a100-80 16 llama2-7b 64 2 2048 2048 782
-a100-80 16 llama2-70b 1280 4 128 128 670
-a100-80 16 llama2-70b 240 4 128 2048 525
-a100-80 16 llama2-70b 120 4 2048 128 79
-"""
-"""Chip, bits, model, requests at once, tp, tokens of prompt and answer, and the tokens/s of a device:
-TensorRT-LLM 0.6.1, docs/source/performance.md, "Peak Throughput", its Llama rows on H100 and A100."""
+ENGINE_RUNS = (HERE / "engine_runs.txt").read_text().splitlines()[2:]
 NIM_RUNS = {1: (18.58, 51.67), 25: (38.75, 623.4), 50: (59.73, 814.37)}
 """By requests at once: milliseconds between tokens, and tokens/s, of Llama 3.3 70B in 8 bits with tp=2 on two
 H100, 5,000 tokens in and 500 out (NVIDIA, NIM LLMs Benchmarking 1.0.0, "Performance", NIM 1.8.0). From 100 on
@@ -71,7 +54,7 @@ def served(gpu, bits, model, batch, tp, prompt, answer):
 
 def test_half_of_what_engines_published_is_within_what_is_said():
     errors = []
-    for line in ENGINE_RUNS.strip().splitlines():
+    for line in ENGINE_RUNS:
         gpu, bits, model, *numbers, measured = line.split()
         row = served(gpu, int(bits), model, *map(int, numbers))
         errors.append(abs(row["tokens_per_s_device"] / float(measured) - 1))
@@ -126,15 +109,10 @@ def test_the_books_llama_13b_on_eight_v5e():
     """26 GB of weights and 107 GB of keys and values on 6.56e12 bytes a second."""
     row, config = ROWS["sb.l13b.decode.bs16"], preset("llama2-13b")
     batch = row["inputs"]["batch"]
-    assert serving.cache_bytes(config, batch * 8192) / 1e9 == pytest.approx(
-        row["expected"]["kv_gb"], rel=0.01
-    )
+    kept = serving.cache_bytes(config, batch * 8192) / 1e9
+    assert kept == pytest.approx(row["expected"]["kv_gb"], rel=0.01)
     took = seconds(serving.decode_seconds(config, ideal("v5e"), batch, 8192, tp=8))
     assert took * 1e3 == pytest.approx(row["expected"]["ms"], rel=0.01)
-
-
-def test_the_books_cache_of_llama_70b_in_8_bits():
-    assert serving.cache_bytes(preset("llama3-70b"), 1, 8) == ROWS["sb.kv70"]["expected"]["bytes"]
 
 
 @pytest.mark.parametrize("batch", [4, 256])
@@ -159,18 +137,16 @@ def test_the_critical_batch_is_the_books():
 def test_beyond_the_critical_batch_a_token_computes():
     config = preset("llama3-8b")
     most = serving.balance_batch(config, H100)
-    below, at, above = (
-        serving.decode_seconds(config, H100, round(n), 1)["matmuls"] for n in (most / 2, most, 2 * most)
-    )
+    took = lambda n: serving.decode_seconds(config, H100, round(n), 1)["matmuls"]
+    below, at, above = map(took, (most / 2, most, 2 * most))
     assert below == pytest.approx(at, rel=0.1) and above == pytest.approx(2 * at, rel=0.1)
 
 
 def test_prompts_compute_their_flops():
     config, prompt = preset("llama3-8b"), 8192
     flops = 2 * prompt * config.num_params + 2 * 2 * prompt**2 / 2 * 32 * 32 * 128
-    assert seconds(serving.prefill_seconds(config, ideal("h100"), prompt)) == pytest.approx(
-        flops / H100.flops_per_s
-    )
+    took = seconds(serving.prefill_seconds(config, ideal("h100"), prompt))
+    assert took == pytest.approx(flops / H100.flops_per_s)
     one, two = (seconds(serving.prefill_seconds(config, H100, n)) for n in (4096, 8192))
     assert two > 2 * one
 
@@ -188,16 +164,7 @@ def test_more_ranks_of_tp_than_kv_heads_hold_copies():
     assert sixteen["matmuls"] == pytest.approx(eight["matmuls"] / 2)
 
 
-GUIDE = [
-    ("llama3.1-405b", "h100", 2, 8, 131_072, 8, 2),  # vLLM, Parallelism and Scaling: 2 nodes of 8 GPUs
-    ("llama3.1-70b", "h100", 1, 4, 131_072, 4, 1),  # the same: a node of 4 GPUs
-    ("llama3.1-70b", "a100-80", 1, 8, 131_072, 4, 1),
-    ("llama3.1-8b", "h100", 1, 8, 131_072, 1, 1),  # the same: what fits one GPU stays there
-    ("llama3.1-405b", "h200", 1, 8, 131_072, 8, 1),
-    ("mixtral-8x7b", "a100-80", 1, 8, 32_768, 2, 1),
-    ("qwen2.5-7b", "a100-40", 1, 8, 200_000, 1, 1),
-    ("qwen2.5-0.5b", "a100-40", 4, 8, 6_000_000, 2, 2),  # 14 heads: tp is 1 or 2
-]
+GUIDE = CASES["engine_cuts"]
 
 
 @pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), GUIDE)
@@ -272,9 +239,9 @@ def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
     """Scores of 512 + 64 and values of 512 numbers, for each of 128 heads: more than reading takes."""
     one, eight = (serving.decode_seconds(V3, ideal("h100"), 64, 32_768, tp) for tp in (1, 8))
     flops = 2 * 64 * 32_768 * 61 * 128 * (512 + 64 + 512)
-    assert one["keys and values read"] + one["attention"] == pytest.approx(
-        max(flops / H100.flops_per_s, 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s)
-    )
+    read_s = 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s
+    took = one["keys and values read"] + one["attention"]
+    assert took == pytest.approx(max(flops / H100.flops_per_s, read_s))
     assert eight["attention"] == 0
 
 

@@ -79,9 +79,6 @@ def test_the_explorer_s_picture_is_what_it_shows_with_advice(chromium, tmp_path)
         assert made.size == (1400, 900) and made.text["Description"] == said
 
 
-# -------------------------------------------------------------------------------------------- as it is built
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, below a folder, as a server shows it: its folder and its address."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
-from shared import load
+from shared import CASES, HERE, load
 
 from llmpar import draw
 from llmpar.cli.commands import parse
@@ -76,13 +76,6 @@ def sources_slides():
 
 
 @every_night
-def test_every_announced_slide_is_there(deck):
-    page = deck.read_text()
-    assert slides.count_slides(page) == sources_slides() > 1
-    assert Page(page).depths.count(2) == sources_slides()
-
-
-@every_night
 def test_nothing_is_fetched_from_elsewhere(deck):
     page = deck.read_text()
     assert external(page) == []
@@ -92,16 +85,7 @@ def test_nothing_is_fetched_from_elsewhere(deck):
         assert external(style.read_text()) == [], style
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
-        '<script src="https://cdn.example/x.js"></script>',
-        '<img alt="a" src="//cdn.example/x.png">',
-        '<link href="http://cdn.example/x.css" rel="stylesheet">',
-        "<style>@import 'https://fonts.example/lato.css';</style>",
-        "<style>b { background: url(https://cdn.example/x.png) }</style>",
-    ],
-)
+@pytest.mark.parametrize("planted", CASES["addresses_fetched"])
 def test_a_planted_address_is_seen(planted):
     assert len(external(planted)) == 1
     assert external('<a href="https://arxiv.org/abs/1909.08053">paper</a>') == []
@@ -162,27 +146,13 @@ def test_the_clock_of_a_part_begins_with_it(tmp_path):
                       ("0:03 of 0:03", "0:07 of 0:07")]  # fmt: skip
 
 
-def test_every_item_of_the_founding_lecture_is_on_the_deck():
-    said = "\n".join(slide["title"] + slide["said"] for slide in SLIDES)
-    items = (
-        "Data parallelism|Overlap|three levels|FSDP2|Offload|Experts|cut the columns|cut the rows|"
-        "8→16 cliff|bubble|Microbatches|1F1B|Hybrids|3-D|Rules of thumb|MPI and Horovod|Ray:|"
-        "Ray on SLURM|torchrun|Training frameworks|Inference engines|Take home|Quiz"
-    )
-    for item in items.split("|"):
-        assert item in said, item
-
-
-def test_a_slide_points_to_a_lesson_or_a_command():
+def test_a_slide_points_to_a_lesson_or_a_command_and_commands_are_understood():
     readme = (ROOT / "README.md").read_text()
     for slide in SLIDES:
         (footer,) = re.findall(r"<footer>(.*?)</footer>", slide["said"], re.S)
         lessons = re.findall(r"notebooks/(\w+)", footer)
         assert all(f"`{lesson}`" in readme for lesson in lessons), f"README does not name {lessons}"
         assert lessons or "<code>llmpar " in footer, slide["title"]
-
-
-def test_the_commands_on_slides_are_understood():
     written = re.findall(r"<code>llmpar (.*?)</code>", "".join(slide["said"] for slide in SLIDES))
     assert len(written) > 5
     for command in written:
@@ -224,27 +194,7 @@ def part(tmp_path, text, name="00_part.py"):
 
 
 TITLE = '# %% [markdown] tags=["slide"]\n# # Title\n#\n'
-PLOT = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\n"
-ALONE = "\n# %%\nimport os\nassert 'said' not in globals()\nsaid = os.getpid()\nprint('pid', said)\n"
-PARTS = [
-    TITLE + "# Costs $5, not $6, is `$x$` and $x_1 * y_2$ then $$\\frac{a}{b}$$\n\n"
-    '# %% [markdown] tags=["notes"]\n# Say $z$ slowly.\n\n'
-    "# %%\nhidden = 40 + 2\nprint(hidden)\n\n"
-    '# %% tags=["code"]\nshown = hidden + 1\n\n'
-    '# %% [markdown] tags=["subslide"]\n# ## Below\n',
-    f'{TITLE}\n# %% alt="A line from one to two"\n{PLOT}\n# %%\n{PLOT}print("A line,\\nas \\"printed\\"")\n',
-    f"""{TITLE}
-# %%
-import sys
-sys.path.insert(0, {str(ROOT / "slides")!r})
-from deck import steps
-from llmpar.draw import scene
-step = lambda wide, *more: scene.compose("A", [[scene.Rect(0, 0, wide, 80, "dp"), *more]], "a box that grows")
-steps(step(600), step(600, scene.Rect(9, 9, 9, 9, 'tp', frame=0), scene.Rect(9, 9, 9, 9, frame=1)))
-""",
-    TITLE + ALONE,
-    TITLE + "# Again.\n" + ALONE + "said\n",
-]
+PARTS = (HERE / "fixtures" / "slide_parts.txt").read_text().replace("@ROOT@", str(ROOT)).split("\n=====\n")
 
 
 @pytest.mark.lessons
@@ -260,9 +210,9 @@ def test_parts_share_a_kernel_and_no_names_and_each_thing_goes_where_it_belongs(
     assert re.search(r'<aside class="notes">.*?Say.*?</aside>', page, re.S)
     assert "42" in text and "hidden = " not in text and "shown = hidden + 1" in text
     assert slides.count_slides(page) == 6
-    assert [alt[:22] for alt in Page(page).alts] == ["A line from one to two", 'A line, as "printed"'] + [
-        f"Step {number} of 3. A a box t" for number in (1, 2, 3)
-    ]
+    steps = [f"Step {number} of 3. A a box t" for number in (1, 2, 3)]
+    alts = ["A line from one to two", 'A line, as "printed"', *steps]
+    assert [alt[:22] for alt in Page(page).alts] == alts
     assert re.findall(r'class="figure *(step.*?)"', page) == ["step", "step fragment", "step fragment"]
 
 
@@ -297,11 +247,6 @@ def test_steps_are_two_or_more_of_one_size():
             deck.steps(*wrong)
 
 
-def test_no_slides_is_said(tmp_path):
-    with pytest.raises(ValueError, match="there are no slides"):
-        slides.build(src=tmp_path)
-
-
 MEASURE = (ROOT / "tests" / "fixtures" / "measure_slides.html").read_text()
 
 
@@ -311,9 +256,8 @@ def measure(deck):
     page.write_text(deck.read_text().replace("</body>", MEASURE))
     drawn = slides.browse(BROWSER, page, "--dump-dom", query="?print-pdf")
     found = json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', drawn, re.S)[1]))
-    return {
-        title: [box for box in found if box["slide"] == title] for title in {box["slide"] for box in found}
-    }
+    titles = {box["slide"] for box in found}
+    return {title: [box for box in found if box["slide"] == title] for title in titles}
 
 
 SIDES = ("left", "right", "top", "bottom")
@@ -335,9 +279,8 @@ def misplaced(boxes):
 def illegible(boxes):
     """List what is too small on a slide 720 px high. A picture has twice the pixels of its drawing."""
     letters = 2 * min(DECK.values())
-    return [
-        box for box in boxes if (letters * box["shrunk"] < 20 if box["kind"] == "IMG" else box["type"] < 18)
-    ]
+    is_small = lambda box: letters * box["shrunk"] < 20 if box["kind"] == "IMG" else box["type"] < 18
+    return [*filter(is_small, boxes)]
 
 
 @pytest.fixture(scope="module")

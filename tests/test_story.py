@@ -48,8 +48,7 @@ def test_each_command_of_the_story_takes_what_an_earlier_one_wrote(tmp_path, mon
 @pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("curl"), reason="the README asks with curl")
 def test_a_model_is_tuned_and_answers_what_it_could_not_know(tmp_path):
-    """Of numbers that it never saw, too; before the tuning it could not. Ports and the path of llmpar alone
-    differ from what the README says."""
+    """Only ports and the path of llmpar differ from what the README says."""
     binary = tmp_path / "llmpar"
     binary.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmpar "$@"\n')
     binary.chmod(0o755)

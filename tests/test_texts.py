@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shared import CASES
 
 from llmpar.cli import main
 from llmpar.draw.geometry import holders
@@ -39,9 +40,8 @@ def test_a_layout_is_the_same_in_each_spelling_and_its_owners_are_jaxs(seed):
     spec = P(*(tuple(axes) or None for axes in cuts), unreduced={*sums})
     layout = read_layout(str(spec), SHAPE, SIZES)
     words = spelled(layout, SIZES)
-    assert eval(f"jax.{words['JAX']}") == eval(
-        f"jax.{spelled(read_layout(words['JAX'], SHAPE, SIZES), SIZES)['JAX']}"
-    )
+    again = spelled(read_layout(words["JAX"], SHAPE, SIZES), SIZES)
+    assert eval(f"jax.{words['JAX']}") == eval(f"jax.{again['JAX']}")
     for text in (words["JAX"], words["llmpar"], words["torch"]):
         if not text.startswith("no words"):
             assert read_layout(text, SHAPE, SIZES) == layout, text
@@ -61,12 +61,8 @@ def test_torchs_placements_cut_in_the_order_of_the_mesh():
 @pytest.mark.parametrize("after", ["P()", "P('Y', 'tp')", "P(None, ('tp', 'data'), 'Y')"])
 def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     before = P(None, "Y", unreduced={"data", "tp"})
-    state = SPECS.state | {
-        "mesh": "data=2 Y=2 tp=2",
-        "shape": "8,16,8",
-        "before": str(before),
-        "after": after,
-    }
+    state = SPECS.state | {"mesh": "data=2 Y=2 tp=2", "shape": "8,16,8"}
+    state |= {"before": str(before), "after": after}
     answer = SPECS.answer(state)
     code = answer["panels"]["code"]["html"].partition("\n")[2].removesuffix("</pre>").replace("&#x27;", "'")
     with jax.set_mesh(MESH):
@@ -79,19 +75,7 @@ def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     assert answer["numbers"]["bytes_sent"] <= answer["numbers"]["gather_first_bytes"]
 
 
-REFUSED = {
-    "P('X'": "is not read as a layout; write P('X', None)",
-    "P('Z')": "axis 'Z' is none of the mesh's, X, Y",
-    "P('X', 'X')": "axis 'X' is used twice",
-    "P(P.UNCONSTRAINED)": "is not read",
-    "P('X', None, 'Y')": "has 3 dims, and the shape [8, 16] 2",
-    "[Shard(0)]": "a placement for each of X, Y",
-    "[Shard(-1), Replicate()]": "is not read",
-    "[Partial('max'), Replicate()]": "is not read",
-    "__import__('os').getcwd()": "is not read",
-    "b/X s/": "is not read",
-    "x" * 10_000: "is not read",
-}
+REFUSED = CASES["specs_refused"] | {"x" * 10_000: "is not read"}
 
 
 def test_every_wrong_input_is_a_sentence():
@@ -107,10 +91,8 @@ def test_every_wrong_input_is_a_sentence():
 
 def test_a_pasted_text_is_read_as_look_reads_it():
     answer = HLO.answer(dict(HLO.state))
-    assert (
-        answer["says"] == str(look(SAMPLE, "X=4 Y=2"))
-        and "my/model.py:13" in answer["panels"]["table"]["html"]
-    )
+    assert answer["says"] == str(look(SAMPLE, "X=4 Y=2"))
+    assert "my/model.py:13" in answer["panels"]["table"]["html"]
     assert "its own: look(text" in why(HLO, mesh="") and "fill no whole axes" in why(HLO, mesh="X=8")
     assert "this is StableHLO" in why(HLO, text="module @jit_f { stablehlo.add }")
     assert "is cut off, inside computation main" in why(HLO, text=SAMPLE[:-60])
@@ -140,16 +122,7 @@ def test_a_sharding_with_a_shape_is_drawn():
         MeshExplorer.of(MESH, shape=(8, 16))
 
 
-ASSERTED = {
-    "fits, mfu > 20 %, memory < 75 GiB, seconds < 30, terms.matmuls < 9": (0, ""),
-    "mfu > 90 %": (3, "--assert does not hold: mfu > 90 %: it is 0."),
-    "fits, memory_bytes.params < 1 MiB": (3, "memory_bytes.params < 1 MiB: it is"),
-    "step_s < 1 ms": (3, "step_s < 1 ms"),
-    "mfuu > 0.4": (1, "'mfuu > 0.4' is not read; write fits, or a number"),
-    "memory < 3 s": (1, "is not read"),
-    "fits > 3": (1, "is not read"),
-    "mfu": (1, "is not read"),
-}
+ASSERTED = CASES["asserted"]
 
 
 def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(capsys):

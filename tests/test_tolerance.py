@@ -38,21 +38,13 @@ from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
 from llmpar.plan.plan import Plan
-from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tolerance, tree
+from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tolerance
 from llmpar.training.step import Step
 
 QUANTITIES = tuple(SPREAD_NAMES)
 RNG = np.random.default_rng(0)
 
 # ------------------------------------------------------------------------------------------------------- laws
-
-
-def test_a_rounding_is_off_by_what_is_said():
-    x = 2.0 ** RNG.uniform(0, 8, 100_000)
-    for dtype, unit in {np.float32: "float32", jax.numpy.bfloat16: "bfloat16"}.items():
-        error = x.astype(dtype).astype(float) / x - 1
-        assert np.abs(error).max() <= UNIT[unit]
-        assert np.sqrt((error**2).mean()) * math.sqrt(2) == pytest.approx(ROUNDING * UNIT[unit], rel=0.02)
 
 
 @pytest.mark.parametrize("length", [64, 4096])
@@ -67,22 +59,10 @@ def test_a_sum_one_after_the_other_is_off_by_the_root_of_its_half(length, signs)
     assert expected / 2 < np.sqrt((error**2).mean()) / size < 2 * expected
 
 
-def test_a_reduction_is_a_tree_of_blocks():
-    assert [tree(n) for n in (1, 20, 32, 33, 1024, 1025)] == [1, 20, 32, 64, 64, 96]
-
-
 # ------------------------------------------------------------------------------------------------------- runs
 
 MIXED = Plan("dp=2 fsdp=2 tp=2", zero=2, tp_sequence=True, microbatches=2)
 PLANS = [(LLAMA, MIXED), (LLAMA, dataclasses.replace(MIXED, dtype="bfloat16"))]
-MORE = [
-    (LLAMA, Plan("fsdp=2 sp=4")),
-    (LLAMA, Plan("pp=2 dp=2 tp=2", microbatches=2)),
-    (MOE, Plan("fsdp=2 ep=2 tp=2")),
-    (MOE, Plan("fsdp=2 ep=2 tp=2", dtype="bfloat16")),
-    (LLAMA, Plan("dp=2 sp=2 tp=2", context_parallel="ulysses", zero=1)),
-    (LLAMA, Plan("fsdp=8", mode="auto", microbatches=2)),
-]
 
 
 @functools.cache
@@ -115,8 +95,7 @@ def length(tree) -> float:
 
 
 def observed(config, plan: Plan):
-    """Yield how far the plan is from one device, with fresh weights and with trained ones, on each of two
-    batches, beside the bounds."""
+    """Yield how far the plan is from one device, with fresh and with trained weights, beside the bounds."""
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     run = jax.jit(step.gradients)
     places = np.array(sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp))
@@ -139,11 +118,7 @@ def observed(config, plan: Plan):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "config, plan",
-    [*PLANS, *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE)],
-    ids=lambda x: getattr(x, "name", None) or name(x),
-)
+@pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: getattr(x, "name", None) or name(x))
 def test_what_is_seen_lies_below_the_bound_and_not_far_below(config, plan):
     """With fresh weights and with trained ones. Not far: the largest seen is more than a hundredth, of the
     gradient's elements and of the loss or the norm. Either of those is one number, and may come out exact: by
@@ -200,12 +175,8 @@ def test_each_cut_has_its_term():
     assert cuts("dp=2", microbatches=4, loss_chunks=2)["sum of losses"] == "dp,microbatches,loss_chunks"
     assert cuts("dp=2", microbatches=4)["gradients' sums"] == "dp,microbatches"
     assert cuts("ep=2", MOE)["sums over experts"] == "ep"
-    assert cuts("pp=2", microbatches=2) == {
-        "sum of losses": "microbatches",
-        "gradients' sums": "microbatches",
-        "sums of scales' gradients": "microbatches",
-        "sum of squares": "pp",
-    }
+    sums = "sum of losses", "gradients' sums", "sums of scales' gradients"
+    assert cuts("pp=2", microbatches=2) == dict.fromkeys(sums, "microbatches") | {"sum of squares": "pp"}
 
 
 def test_more_ranks_and_fewer_bits_make_more_spread():

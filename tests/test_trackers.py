@@ -24,16 +24,7 @@ def fake(monkeypatch, name):
     def remember(what):
         return lambda *args, **more: calls.append((what, args, more)) or module
 
-    for what in (
-        "init",
-        "log",
-        "finish",
-        "start_run",
-        "log_params",
-        "log_metrics",
-        "end_run",
-        "SummaryWriter",
-    ):
+    for what in "init log finish start_run log_params log_metrics end_run SummaryWriter".split():
         setattr(module, what, remember(what))
     module.add_scalar, module.close = remember("add_scalar"), remember("close")
     monkeypatch.setitem(sys.modules, name, module)
@@ -75,11 +66,8 @@ def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fai
     assert first["tokens_per_s"] == 8 * 16 / first["seconds"] and first["mfu"] == 1e-6 / first["seconds"]
     assert first["targets"] == (stream().batch(0)["targets"] >= 0).sum()
     if name != "tensorboard":
-        about = next(
-            args[0] if args else more["config"]
-            for what, args, more in calls
-            if what in ("init", "log_params")
-        )
+        _, args, given = next(call for call in calls if call[0] in ("init", "log_params"))
+        about = args[0] if args else given["config"]
         assert about["model"] == "small-test" and about["learning_rate"] == 3e-3 and "peak" in about["mfu"]
     with pytest.raises(Killed):
         run(Plan(), 2, **more, on_step=kill_at(0))
@@ -87,14 +75,11 @@ def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fai
     assert ends == [*ENDS[name]]
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(monkeypatch):
+def test_a_tracker_that_is_not_installed_or_refuses_its_settings_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     says = r"tracker 'wandb' cannot begin \(ModuleNotFoundError: .*\); pip install wandb, or use --log alone"
     with pytest.raises(ValueError, match=says):
         run(Plan(), 2, tracker="wandb")
-
-
-def test_a_tracker_that_refuses_its_settings_is_a_sentence(monkeypatch):
     fake(monkeypatch, "mlflow")
     monkeypatch.setattr(sys.modules["mlflow"], "start_run", lambda: 1 / 0)
     says = r"tracker 'mlflow' cannot begin \(ZeroDivisionError: division by zero\); see to its settings, or"

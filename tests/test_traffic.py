@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from parity import LLAMA, QWEN
+from shared import CASES
 
 from llmpar.inspect.census import executed_flops
 from llmpar.model.weights import init_params, model_graph
@@ -41,8 +42,7 @@ def pieces(config, batch=BATCH, seq=SEQ):
     "config", [dataclasses.replace(LLAMA, num_layers=3, ffn_width=96), QWEN], ids=lambda c: c.name
 )
 def test_useful_flops_are_those_executed_but_for_what_is_recomputed_or_masked(config):
-    """Exactly: of two by two tiles of attention three are live, masked halves and all, and the backward pass
-    recomputes their scores: seven products of s by s where six are useful, three quarters of each."""
+    """Three of four tiles of attention are live; seven products of s by s where six are useful."""
     weights, attention, _ = pieces(config)
     assert executed(config) == weights + attention * 2 * 7 / 6 * 3 / 4
 
@@ -75,57 +75,23 @@ def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     per_token = {k: v / 8192 for k, v in memory.flops(config, 1, 8192).items()}
     matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
     assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
-    assert memory.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
-        QWEN.num_params - sum(math.prod(w.shape) for w in QWEN.weights().values() if w.is_vector)
-    ), "a tied embedding multiplies, as the head"
-
-
-# ----------------------------------------------------------------------------------------------------- memory
+    vectors = sum(math.prod(w.shape) for w in QWEN.weights().values() if w.is_vector)
+    tied = memory.flops(QWEN, 1, 8)["weights"]
+    assert tied == 6 * 8 * (QWEN.num_params - vectors), "a tied embedding multiplies, as the head"
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_argument_bytes_follow_the_table_of_zero(devices):
-    """Rajbhandari et al. 2020, table 1, with float32 weights and AdamW's two moments: 4Ψ + 8Ψ whole; stages 1
-    and 2 cut the 8Ψ, stage 3 all. (Gradients live inside the step: they are no argument.)"""
+    """Rajbhandari et al. 2020, table 1, with float32 weights and AdamW's two moments."""
     psi = LLAMA.num_params
     table = {0: (4, 8), 1: (4, 8 / devices), 2: (4, 8 / devices), 3: (4 / devices, 8 / devices)}
     for zero, (params, optimizer) in table.items():
         got = memory.argument_bytes(Plan(f"fsdp={devices}", zero=zero).resolve(LLAMA), 16, SEQ)
-        assert got == {
-            "params": params * psi,
-            "optimizer": optimizer * psi,
-            "batch": 16 * 16 * SEQ / devices,
-            "counters": 8,
-        }
+        state = {"params": params * psi, "optimizer": optimizer * psi}
+        assert got == state | {"batch": 16 * 16 * SEQ / devices, "counters": 8}
 
 
-# ---------------------------------------------------------------------------------------------------- traffic
-
-
-def test_the_ring_arithmetic_of_traffic():
-    sent = traffic.Traffic(Plan("dp=4 tp=2").mesh)
-    weights, gradients = traffic.Transfer("weights"), traffic.Transfer("gradients")
-    sent.add("all-gather", ("tp", "dp"), weights, 1024, 3)
-    sent.add("all-reduce", ("dp",), gradients, 1024)
-    sent.add("reduce-scatter", ("fsdp",), gradients, 1024)  # of one device: nothing
-    sent.add("all-reduce", (), gradients, 1024)
-    sent.add("all-reduce", ("tp",), gradients, 1024, 0)
-    assert {k: (v.count, v.bytes_sent) for k, v in sent.items()} == {
-        ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8),
-        ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4),
-    }
-    assert sent.total_bytes == 3 * 896 + 1536
-    row = sent["dp,tp", "all-gather"]
-    assert [(m.value, row.sent(m.num_bytes), n) for m, n in row.messages.items()] == [("weights", 896, 3)]
-
-
-SAID = [
-    ("tiny", "dp=2 fsdp=2 tp=2", "dp,fsdp,tp all-reduce: the loss, the tokens and the gradients' norm"),
-    ("tiny", "sp=2 tp=2", "sp collective-permute: keys and values, gradients of keys and values"),
-    ("tiny", "sp=2 tp=2", "sp all-gather: weights, ids of positions and documents"),
-    ("tiny-moe", "ep=4 fsdp=2", "ep all-gather: the routers' choices"),
-    ("tiny", "pp=2 dp=2", "pp collective-permute: activations and their gradients"),
-]
+SAID = CASES["collectives_said"]
 
 
 @pytest.mark.parametrize("model, mesh, said", SAID)
@@ -138,8 +104,7 @@ def test_a_collective_says_what_it_sends(model, mesh, said):
 
 
 def test_slots_are_not_tokens():
-    """A padded buffer has room for all tokens to every rank: filled are those of whose 8 choices, all 128
-    equally likely, one or more is there."""
+    """A padded buffer has room for all tokens; filled are those of whose 8 choices one or more is there."""
     config = preset("qwen3-30b-a3b")
     for ep, share in ((8, "67%"), (16, "41%")):
         row = traffic.step_traffic(Plan(f"ep={ep} fsdp=4").resolve(config), 64, 4096)["ep", "all-to-all"]
@@ -153,11 +118,9 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
         return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
     leaves = len(LLAMA.weights())
-    (at_end, sent), (big, same), (small, too) = (
-        gradients(),
-        gradients(reduce="bucket"),
-        gradients(reduce="bucket", bucket_bytes=1),
-    )
+    at_end, sent = gradients()
+    big, same = gradients(reduce="bucket")
+    small, too = gradients(reduce="bucket", bucket_bytes=1)
     assert sent == same == too and (at_end, big, small) == (leaves, 1, leaves)
     per_layer, also = gradients(reduce="layer")
     assert also == sent and per_layer == 3 + (leaves - 3) * LLAMA.num_layers

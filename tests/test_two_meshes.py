@@ -47,10 +47,8 @@ def random_pair(seed, most=12, even=False):
     letters = ["bsd"[:n] for n in (rng.randint(1, 3), rng.randint(1, 3))]
     dims = [6, 8, 12, 24] if not even else [24, 48]
     shapes = [tuple(rng.choice(dims) - (rng.random() < 0.4) * (not even) for _ in text) for text in letters]
-    arrows = [
-        " -> ".join(str(random_layout(rng, text, s, name)) for s, name in zip(sizes, "ab", strict=True))
-        for text in letters
-    ]
+    sides = [*zip(sizes, "ab", strict=True)]
+    arrows = [" -> ".join(str(random_layout(rng, text, *side)) for side in sides) for text in letters]
     texts = [" ".join(f"{a}={n}" for a, n in s.items()) for s in sizes]
     return arrows, texts, devices, shapes
 
@@ -124,10 +122,8 @@ def test_time_is_that_of_the_slowest_message_of_each_round():
 def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_put(seed, monkeypatch):
     arrows, texts, numbers, shapes = random_pair(seed, 8, even=True)
     devices = jax.devices()
-    meshes = {
-        name: make_mesh("!" + text, [devices[n] for n in of])
-        for name, text, of in zip("ab", texts, numbers, strict=True)
-    }
+    made = [make_mesh("!" + text, [devices[n] for n in of]) for text, of in zip(texts, numbers, strict=True)]
+    meshes = dict(zip("ab", made, strict=True))
     plan, sent, put = two_meshes(arrows, meshes, shapes), collections.Counter(), jax.device_put
     move, rng = Mover(plan), np.random.default_rng(seed)
     bits = [rng.integers(1 << 32, size=shape, dtype=np.uint32) for shape in shapes]
@@ -222,8 +218,7 @@ def test_the_clipped_surrogate_is_its_formula_and_the_same_on_meshes_with_stages
 
 
 def test_a_sampler_learns_from_a_trainer_and_the_same_again():
-    """Where it has just got the weights, the trainer finds its answers as likely as the sampler: with a ratio
-    of 1, advantages of mean 0 give no loss. One step later they differ."""
+    """Just synchronised, advantages of mean 0 give no loss; one step later trainer and sampler differ."""
     rows, again = ([*itertools.islice(Rl(steps=40).learn(), n)] for n in (40, 3))
     assert rows[:3] == again
     assert all(row["sent_bytes"] == row["bound_bytes"] > 0 for row in rows)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from shared import CASES
 
 from llmpar.cli import doctor
 
@@ -49,30 +50,19 @@ def test_the_oldest_versions_run_the_commands(tmp_path):
     assert run(python, "-c", see, env=plain)
 
 
-@pytest.mark.parametrize(
-    "installed, said",
-    [
-        ("0.10.2", ""),
-        ("0.12.0.1", ""),
-        ("0.10.1", "jax 0.10.1 is here, and llmpar needs jax<0.13,>=0.10.2"),
-        ("0.10", "jax 0.10 is here, and llmpar needs jax<0.13,>=0.10.2"),
-        ("0.13.0.dev20261101", "jax 0.13.0.dev20261101 is here, and llmpar needs jax<0.13,>=0.10.2"),
-    ],
-)
+@pytest.mark.parametrize("installed, said", CASES["jax_versions"])
 def test_doctor_compares_versions_with_the_declared_bounds(monkeypatch, installed, said):
     """And names nothing of an extra that nobody asked for."""
     needs = ["jax<0.13,>=0.10.2", "pytest<1; extra == 'dev'", "matplotlib>=3.8.4; extra == 'lab'", "gone>=1"]
     version = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    monkeypatch.setattr(
-        "importlib.metadata.version", lambda name: installed if name == "jax" else version(name)
-    )
+    here = lambda name: installed if name == "jax" else version(name)
+    monkeypatch.setattr("importlib.metadata.version", here)
     assert doctor.misfits() == [said] * bool(said)
 
 
 def test_doctor_refuses_a_flax_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax.nnx", None)
-    with pytest.raises(
-        ValueError, match=r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); python -m"
-    ):
+    said = r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); python -m"
+    with pytest.raises(ValueError, match=said):
         doctor.Doctor(json=True).run()

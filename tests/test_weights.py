@@ -52,11 +52,7 @@ def put_fixture(folder, kind):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [
-        ("qwen3_moe", Plan("ep=2 tp=2")),
-        ("llama", Plan("pp=2 tp=2", schedule="gpipe", microbatches=4)),
-        pytest.param("qwen2", Plan("dp=2 fsdp=2 tp=2"), marks=pytest.mark.long),  # biases, a tied embedding
-    ],
+    [("qwen3_moe", Plan("ep=2 tp=2")), ("llama", Plan("pp=2 tp=2", schedule="gpipe", microbatches=4))],
     ids=lambda x: x if isinstance(x, str) else str(x.mesh),
 )
 def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kind, plan):  # noqa: F811
@@ -101,10 +97,8 @@ def test_training_begins_with_a_folders_weights_and_the_same_command_goes_on(tmp
     trained = open_weights(str(kept), None, None, None)[2](here)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), trained, found)
     ask = ["generate", "to be", "--tokens", "4", "--mesh", "dp=1"]
-    said, again = (
-        document(*ask, *x)["tokens"] for x in (["--from", str(source)], ["--checkpoints", str(kept)])
-    )
-    assert said == again
+    said = document(*ask, "--from", str(source))["tokens"]
+    assert said == document(*ask, "--checkpoints", str(kept))["tokens"]
     source.rename(tmp_path / "moved")
     status, _, err = call("export", str(kept), str(tmp_path / "out"))
     assert status == 1 and "cannot read the tokenizer" in err
@@ -152,9 +146,8 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(tmp_path, call, monke
     }
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"{i}": i for i in range(299)} | {"<s>": 299}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0")).save(
-        str(tmp_path / "tokenizer.json")
-    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     for says, words in asked.items():
         status, out, err = call(*words)
         assert (status, out) == (1, "") and says in err and err.count("llmpar: ") == 1, (words, err)

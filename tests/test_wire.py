@@ -1,6 +1,5 @@
 """The dtype on an arrow: a NumPy oracle rounds the same, and the compiled program sends what is predicted."""
 
-import dataclasses
 import functools
 import math
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import plans
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -22,13 +22,13 @@ from parity import (
     batch,
     by_arrow,
     family,
-    name,
     natural,
     predicted_by_arrow,
     put,
     state_of,
     weights,
 )
+from shared import CASES
 
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.model.weights import model_graph
@@ -43,26 +43,12 @@ from llmpar.predict.tolerance import tolerance
 from llmpar.predict.traffic import step_traffic
 from llmpar.training.step import Step
 
-NARROW = {"gather_dtype": "float8", "reduce_dtype": "bfloat16"}
 HALF = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
-FEW = [
-    (LLAMA, Plan("fsdp=8", gather_dtype="float8")),
-    (LLAMA, Plan("dp=2 fsdp=2 tp=2", **NARROW)),
-    (LLAMA, Plan("dp=2 fsdp=4", zero=2, microbatches=2, reduce_dtype="bfloat16")),
-]
-MORE = [
-    (LLAMA, Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, **HALF)),
-    (LLAMA, Plan("fsdp=4 tp=2", zero=1, reduce_dtype="bfloat16")),
-    (LLAMA, Plan("dp=8", zero=0, reduce_dtype="bfloat16")),
-    (MOE, Plan("fsdp=2 ep=2 tp=2", **NARROW)),
-    (LLAMA, Plan("pp=2 fsdp=4", microbatches=2, **HALF)),
-    (LLAMA, Plan("pp=2 dp=2 fsdp=2", microbatches=2, schedule="zb-h1", **NARROW)),
-    (LLAMA, Plan("fsdp=4 tp=2", remat="block", dtype="bfloat16", **NARROW)),
-    (QWEN, Plan("fsdp=4 dp=2", **HALF)),  # whose biases have heads, and are vectors
-]
-PLANS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)]
-
-
+FEW, MORE = CASES["wire_plans"][:3], CASES["wire_plans"][3:]
+BIASES = QWEN, Plan("fsdp=4 dp=2", **HALF)  # they have heads, and are vectors
+PLANS = [pytest.param(*plans.build(line), id=line) for line in FEW]
+PLANS += [pytest.param(*plans.build(line), id=line, marks=pytest.mark.long) for line in MORE]
+PLANS += [pytest.param(*BIASES, id="biases", marks=pytest.mark.long)]
 FAMILIES = [LLAMA, MOE, QWEN, family("gpt_oss"), family("olmo3")]
 
 
@@ -123,7 +109,7 @@ def error(got, want) -> float:
     return max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in pairs)
 
 
-@pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+@pytest.mark.parametrize("config, plan", PLANS)
 def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config, plan):
     mesh = make_mesh(str(plan.mesh))
     step = Step(config, plan.resolve(config, "cpu", BATCH, SEQ), mesh, optax.trace(0.0), clip=None)
@@ -182,10 +168,8 @@ def test_arrows_with_a_dtype_are_read_and_written_and_others_refused():
     for text in ARROWS:
         assert str(parse_arrow(text)) == text
     text = "d/fsdp,sp:bf16 m/tp +dp:bf16 -> d m/tp"
-    assert (
-        str(parse_arrow(text)) == text
-        and parse_arrow(text).moves == parse_arrow(text.replace(":bf16", "")).moves
-    )
+    assert str(parse_arrow(text)) == text
+    assert parse_arrow(text).moves == parse_arrow(text.replace(":bf16", "")).moves
     for wrong, why in {
         "d/fsdp:fp4 -> d": "the dtypes on arrows are bf16 and e4m3",
         "d +dp:e4m3 +fsdp:bf16 -> d/fsdp": "a dtype is on all axes that move",
@@ -195,25 +179,3 @@ def test_arrows_with_a_dtype_are_read_and_written_and_others_refused():
     }.items():
         with pytest.raises(NotationError, match=why):
             parse_arrow(wrong)
-
-
-REFUSED = {
-    "mode='auto', in which XLA sends what it computes": dict(mesh="fsdp=8", mode="auto", **HALF),
-    "reduce='layer', which adds up in float32": dict(mesh="dp=8", reduce="layer", zero=0, **HALF),
-    "for each 32 numbers, and 16 of blocks.ffn": dict(mesh="fsdp=8", gather_dtype="float8"),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_does_not_go_is_refused_with_the_arithmetic(why):
-    config = dataclasses.replace(LLAMA, ffn_width=2) if "blocks" in why else LLAMA
-    with pytest.raises(ValueError, match=why):
-        Plan(**REFUSED[why]).resolve(config, "cpu", BATCH, SEQ)
-
-
-def test_a_narrower_gather_sends_fewer_bytes_and_spreads_more():
-    plans = [Plan("fsdp=8", gather_dtype=dtype).resolve(LLAMA) for dtype in ("same", "bfloat16", "float8")]
-    gathers = [step_traffic(plan, BATCH, SEQ)["fsdp", "all-gather"].bytes_sent for plan in plans]
-    assert gathers[0] > 1.9 * gathers[1] > 1.9 * 1.7 * gathers[2]
-    bounds = [tolerance(plan, BATCH, SEQ).bound("gradient") for plan in plans]
-    assert bounds[0] < 1e-4 < bounds[1] < bounds[2] / 8

@@ -3,28 +3,13 @@
 import json
 import math
 
+from shared import HERE
+
 from llmpar.draw.scene import DARK, LIGHT, Group, Line, Rect, Scene, Text, to_svg
 
-CHIPS = ["h100", "a100-40"]
 AXES = ("fsdp", "tp")
-ORDER = "F0 F1 B0 B1\nF0 B0 F1 B1"
-START = {"devices": 8, "chip": "h100", "mesh": "fsdp=4 tp=2", "device": 0}
-START |= {"order": "", "move": None, "fields": {}}
-SENTENCE = "Train a model on {devices} {chip}, as {mesh}; device {device}, {order}"
-PANELS = [["axes", "Axes", "left"], ["grid", "Who holds what", "middle"], ["layer", "One layer", "middle"]]
-PANELS += [
-    ["map", "All ways", "right"],
-    ["times", "A timetable", "below"],
-    ["holds", "What it holds", "below"],
-    ["code", "As code", "below"],
-]
-CONTROLS = [
-    {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": 4096},
-    {"name": "chip", "kind": "choice", "label": "chip", "options": CHIPS},
-    {"name": "mesh", "kind": "text", "label": "mesh"},
-    {"name": "device", "kind": "slider", "label": "device", "min": 0, "max": 7},
-    {"name": "order", "kind": "lines", "label": "order of operations"},
-]
+TOLD = json.loads((HERE / "fixtures" / "told.json").read_text())
+ORDER, START = TOLD["order"], TOLD["start"]
 
 
 def scene(width, height, title, items):
@@ -49,9 +34,8 @@ def layer(state):
         items.append(Rect(8 + 120 * i, 8, 110, 24, "ep", "edge", tip=name))
     for k in range(3):
         now = 16 + 120 * k
-        items.append(
-            Group((Line(((now, 2), (now, 38)), "ink", 2), Text(now + 4, 48, f"now {k}", 11)), frame=k)
-        )
+        marks = Line(((now, 2), (now, 38)), "ink", 2), Text(now + 4, 48, f"now {k}", 11)
+        items.append(Group(marks, frame=k))
     return scene(500, 60, "one layer", items)
 
 
@@ -97,11 +81,8 @@ def answer(state, more=False):
     state |= {"mesh": " ".join(f"{a}={n}" for a, n in sizes.items()), "devices": math.prod(sizes.values())}
     fits = sizes["fsdp"] > 2
     steps = [{"text": "fsdp=8: 29.1 GiB, 5.65 s", "do": "apply", "set": {"mesh": "fsdp=8"}}] * (not fits)
-    verdict = {
-        "tone": "good" if fits else "bad",
-        "head": "Fits." if fits else "Does not fit.",
-        "rest": "6.13 s a step",
-    }
+    verdict = {"tone": "good" if fits else "bad", "head": "Fits." if fits else "Does not fit."}
+    verdict |= {"rest": "6.13 s a step"}
     verdict |= {"line": "Most time goes to matmuls.", "steps": steps}
     zero = {"name": "zero", "label": "ZeRO stage", "kind": "choice", "options": [0, 1, 3]}
     parts = {"name": "microbatches", "label": "microbatches", "kind": "int", "min": 1}
@@ -111,9 +92,8 @@ def answer(state, more=False):
     for i in range(4):
         button = f"<button type='button' data-set='{json.dumps({'device': i})}'>device {i}</button>"
         rows += f"<tr><th scope='row'>{button}</th><td>{i} GiB</td></tr>"
-    more_fsdp = Rect(
-        80, 10, 20, 20, "cell", "edge", tip="fsdp 8", act=json.dumps({"mesh": "fsdp=8"}), live=True
-    )
+    act = json.dumps({"mesh": "fsdp=8"})
+    more_fsdp = Rect(80, 10, 20, 20, "cell", "edge", tip="fsdp 8", act=act, live=True)
     form = [more_fsdp, Text(86, 20, "+", 13, live=True)]
     axes = scene(330, 60, "axes", [Text(8, 20, "fsdp 4", 13), Text(8, 40, "tp 2", 13), *form])
     tensor = (
@@ -139,11 +119,7 @@ def answer(state, more=False):
 def document(**state):
     """What a page or a widget gets once."""
     state = START | state
-    doc = {
-        "kind": "told",
-        "title": "A told explorer",
-        "version": "0",
-        "theme": {"light": LIGHT, "dark": DARK},
-    }
-    doc |= {"sentence": SENTENCE, "controls": CONTROLS, "panels": PANELS, "live": True, "stored": []}
+    doc = {"kind": "told", "title": "A told explorer", "version": "0"}
+    doc |= {"theme": {"light": LIGHT, "dark": DARK}}
+    doc |= {name: TOLD[name] for name in ("sentence", "controls", "panels")} | {"live": True, "stored": []}
     return doc | {"state": state, "answer": answer(state)}
