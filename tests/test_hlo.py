@@ -351,39 +351,19 @@ def test_a_send_and_its_recv_are_one():
 
 
 def test_an_asynchronous_call_is_counted_through_its_computation():
-    text = """%wrapped (p: f32[4]) -> f32[2] {
-  %p = f32[4]{0} parameter(0)
-  ROOT %r = f32[2]{0} reduce-scatter(%p), replica_groups=[4,2]<=[8], to_apply=%add
-}
-
-ENTRY %main (x: f32[4]) -> f32[2] {
-  %x = f32[4]{0} parameter(0)
-  %start = ((f32[4]{0}), f32[2]{0}, u32[]) async-start(%x), calls=%wrapped
-  ROOT %done = f32[2]{0} async-done(%start)
-}"""
+    text = (HLO / "async.hlo").read_text()
     assert census_table(census_hlo(text, ABSTRACT)) == table(("tp", "reduce-scatter", 1, 8))
 
 
 LOOP = (HLO / "loop.hlo").read_text()
 
 
-@pytest.mark.parametrize(
-    "was, becomes, trips",
-    [
-        ("", "", 4),  # -1, 1, 3, 5
-        ("constant(6)", "constant(8)", 5),
-        ("constant(6)", "constant(-1)", 0),
-        ("direction=LT", "direction=LE", 4),
-        ("add(%t.1#0", "multiply(%t.1#0", 0),  # -1, -2, ...: never ends
-        ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"11"}}', 11),
-        ("s32[] copy(%limit)", "s32[] rng(%limit)", None),
-    ],
-)
+@pytest.mark.parametrize("was, becomes, trips", TABLES["trips"])
 def test_trips_are_counted_from_constants_in_the_carried_tuple(was, becomes, trips, monkeypatch):
     monkeypatch.setattr("llmpar.inspect.hlo.MAX_TRIPS", 100)
     text = LOOP.replace(was, becomes) if was else LOOP
     assert becomes in text
-    if trips is None or "multiply" in becomes:
+    if trips < 0:
         assert [(c.count, c.per_turn) for c in census_hlo(text, ABSTRACT)] == [(1, "an unnamed line")]
     else:
         assert [c.count for c in census_hlo(text, ABSTRACT)] == ([trips] if trips else [])
