@@ -13,13 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import (
-    AbstractMesh,  # noqa: F401 - given.txt
-    AxisType,
-    Mesh,
-    NamedSharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ
 
