@@ -130,8 +130,6 @@ ON_ONE = [
     (full, 2, dict(mask=WINDOW)),
     (ring_attention, 1, dict(block=1, contiguous=False, mask=CAUSAL)),
     (ring_attention, 4, dict(block=8, contiguous=False, mask=WINDOW)),
-    (ring_attention, 2, dict(block=None, contiguous=False, mask=CAUSAL)),
-    (ring_attention, 4, dict(block=8, contiguous=True, mask=WINDOW)),
     (ring_attention, 2, dict(block=2, contiguous=True, mask=CAUSAL)),
 ]
 
