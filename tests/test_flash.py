@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from shared import program_text
 from test_attention import (
     CAUSAL,
     H,
@@ -314,21 +315,7 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans(monkeypa
         kernel_flops("flush", shapes)
 
 
-WITHOUT = """
-import importlib, pkgutil, sys
-gone = ("jax.experimental.pallas.triton", "jax.experimental.pallas.tpu", "jax.experimental.pallas.mosaic_gpu")
-sys.modules |= dict.fromkeys(gone)  # importing one of them raises ImportError
-import llmpar
-names = [m.name for m in pkgutil.walk_packages(llmpar.__path__, "llmpar.") if not m.name.endswith("__main__")]
-for name in names:
-    importlib.import_module(name)
-import optax
-from llmpar.plan.presets import preset
-from llmpar.plan.plan import Plan
-mesh = llmpar.parallel.mesh.make_mesh("fsdp=1")
-step = llmpar.training.step.Step(preset("tiny"), Plan("fsdp=1"), mesh, optax.adamw(1e-3))
-print(len(names) > 100, "dot_general" in step.lower(2, 32).as_text())
-"""
+WITHOUT = program_text("without_dialects")
 
 
 @pytest.mark.long
