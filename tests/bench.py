@@ -45,7 +45,6 @@ from jax.sharding import PartitionSpec as P
 from llmpar.explore import page as pages
 from llmpar.explore.explorer import by_kind
 from llmpar.inspect.census import census_hlo, compiled_memory
-from llmpar.launch.joined import free_port
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.plan import sequence_order
@@ -109,7 +108,7 @@ def peak() -> float:
 
 
 def start(size: dict) -> Iterator[Row]:
-    """What a reader waits for first: imports, the command line, plans, processes that come together."""
+    """What a reader waits for first: imports, the command line, plans."""
     others = {"plain JAX": python("-c", "import jax, optax")}
     others |= {"torch": missing("torch") or python("-c", "import torch")}
     for code in ("import llmpar", "from llmpar.training.step import Step"):
@@ -121,34 +120,6 @@ def start(size: dict) -> Iterator[Row]:
     num = size["devices"][0]
     asked = planner.Question(preset(size["model"]), hardware.chip("h100"), num, num, 8192)
     yield f"rank plans of {size['model']} on {num}", "CPU s", {"ours": cpu(lambda: planner.decide(asked))()}
-    yield "3 processes have come", "s", {"ours": come}
-
-
-ARRIVE = """
-import sys, time
-from llmpar.launch import joined
-from llmpar.launch.engines import Place
-number, address = int(sys.argv[1]), sys.argv[2]
-print("ready", flush=True)
-begin, place = float(input()), Place("bench", 3, number, address, number, 3)
-_, bind = joined.check_coordinator(place, 20)
-if number == 0:
-    joined._gather(place, bind, 20)
-print(time.monotonic() - begin)
-"""
-
-
-def come() -> float:
-    """Seconds until three processes of this host, which wait for the word to begin, have all come."""
-    pipes, address = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}, free_port()
-    words = [sys.executable, "-c", ARRIVE]
-    ranks = [subprocess.Popen([*words, str(i), f"127.0.0.1:{address}"], **pipes) for i in range(3)]
-    assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 3
-    begin = time.monotonic()
-    for rank in ranks:
-        rank.stdin.write(f"{begin}\n")
-        rank.stdin.flush()
-    return max(float(rank.communicate()[0]) for rank in ranks)
 
 
 # --------------------------------------------------------------------------------------------- training steps
@@ -441,7 +412,6 @@ PAGE = (
     ("a saved page's Python wakes", "s"),
     ("a saved page answers a choice and draws it", "ms"),
     ("a saved page's redraw alone", "ms"),
-    ("a saved page's picture is saved", "ms"),
 )
 REDRAWS = "performance.getEntriesByName('llmpar redraw')"
 
@@ -464,7 +434,7 @@ def page(size: dict) -> Iterator[Row]:
         explorer.save(path := pathlib.Path(folder) / "mesh.html")
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         browser = playwright.chromium.launch(executable_path=program, args=flags)
-        shown = browser.new_page(viewport={"width": 1280, "height": 900}, accept_downloads=True)
+        shown = browser.new_page(viewport={"width": 1280, "height": 900})
 
         def wakes() -> float:
             begin = time.perf_counter()
@@ -483,15 +453,8 @@ def page(size: dict) -> Iterator[Row]:
             began, drawing[0] = shown.evaluate(f"[{REDRAWS}[{num}].startTime, {REDRAWS}[{num}].duration]")
             return began + drawing[0] - begin
 
-        def saves() -> float:
-            shown.evaluate("document.querySelector('.menu').open = true")
-            begin = time.perf_counter()
-            with shown.expect_download(timeout=30_000):
-                shown.locator('[data-do="png"]').click()
-            return 1000 * (time.perf_counter() - begin)
-
         redraw = lambda: (answers(), drawing[0])[1]
-        for row, measure in zip(PAGE, (wakes, answers, redraw, saves), strict=True):
+        for row, measure in zip(PAGE, (wakes, answers, redraw), strict=True):
             yield *row, {"ours": measure}
         browser.close()
 

@@ -1,12 +1,13 @@
 """Parallel programs for `llmpar.check`, right ones and wrong ones, each in some ten lines.
 
-A wrong program has a comment ``# wrong: KIND AXIS`` on the line where values part first. The arguments of a
-body are ``x`` (8, 16), cut over dp; ``up`` (16, 32), cut over tp by columns, and ``down`` (32, 16) by rows;
-``b`` (16,), the same everywhere; or what `over` says.
+Most are rows of checked.toml. A wrong one has a comment ``# wrong: KIND AXIS`` on the line where values part
+first. The arguments of a body are ``x`` (8, 16), cut over dp; ``up`` (16, 32), cut over tp by columns, and
+``down`` (32, 16) by rows; ``b`` (16,), the same everywhere; or what the row gives.
 """
 
 import functools
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -17,139 +18,17 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-RIGHT, WRONG = {}, {}
+TABLE = Path(__file__).with_suffix(".toml")
+PARTS = tomllib.loads(TABLE.read_text())
+BLOCKS, ENDS = PARTS["blocks"], PARTS["ends"]
 SPECS = {"x": P("dp"), "up": P(None, "tp"), "down": P("tp"), "b": P(), "w": P(), "ids": P("dp"), "n": P()}
 SHAPES = {"x": (8, 16), "up": (16, 32), "down": (32, 16), "b": (16,), "w": (16, 16), "ids": (8,), "n": (16,)}
+ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
 
 
 def mesh(**sizes):
     devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))])
     return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def over(out, *, sizes=None, vma=False, **given):
-    """Makes a program of a body: its mesh, and the shapes and specs of arguments that are no usual ones."""
-
-    def decorate(body):
-        names = body.__code__.co_varnames[: body.__code__.co_argcount]
-        specs = [given.get(name, (SHAPES.get(name), SPECS.get(name)))[1] for name in names]
-        shapes = [given.get(name, (SHAPES.get(name), SPECS.get(name)))[0] for name in names]
-
-        def make():
-            on = mesh(**(sizes or dict(dp=2, tp=4)))
-            f = jax.shard_map(body, mesh=on, in_specs=tuple(specs), out_specs=out, check_vma=vma)
-            rng = np.random.default_rng(len(body.__name__))
-            args = [
-                rng.integers(0, 16, shape).astype(np.int32)
-                if name.startswith("ids")
-                else rng.standard_normal(shape).astype(np.float32)
-                for name, shape in zip(names, shapes, strict=True)
-            ]
-            functools.update_wrapper(f, body)
-            return f, args
-
-        make.body = body
-        return make
-
-    return decorate
-
-
-def right(*args, **kwargs):
-    def add(body):
-        RIGHT[body.__name__] = over(*args, **kwargs)(body)
-        return body
-
-    return add
-
-
-def wrong(*args, **kwargs):
-    def add(body):
-        WRONG[body.__name__] = over(*args, **kwargs)(body)
-        return body
-
-    return add
-
-
-ROWS = P("dp")
-ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
-
-# ----------------------------------------------------------------------------------------------- right ones
-
-
-@right(ROWS)
-def mlp(x, up, down, b):
-    return lax.psum(jax.nn.relu(x @ up) @ down, "tp") + b
-
-
-@right(P())
-def loss(x, up, down, b):
-    y = lax.psum(jax.nn.gelu(x @ up) @ down, "tp") + b
-    return lax.pmean((y**2).mean(), "dp")
-
-
-@right(P(), vma=True)
-def loss_with_types(x, up, down, b):
-    y = lax.psum(jax.nn.gelu(x @ up) @ down, "tp") + b
-    return lax.pmean((y**2).mean(), "dp")
-
-
-@right(P())
-def norm_of_gradients(up, b):
-    return jnp.sqrt(lax.psum((up**2).sum(), "tp") + (b**2).sum())
-
-
-@right(P())
-def masked_mean(x):
-    mask = (x[:, 0] > 0).astype(jnp.float32)
-    return lax.psum((x.sum(1) * mask).sum(), "dp") / lax.psum(mask.sum(), "dp")
-
-
-@right(P(), sizes=dict(sp=4), x=((8, 16), P("sp")))
-def ring_in_a_scan(x):
-    n = lax.axis_size("sp")
-
-    def hop(carry, _):
-        total, block = carry
-        return (total + jnp.tanh(block).sum(0), lax.ppermute(block, "sp", ring(n))), None
-
-    return lax.scan(hop, (jnp.zeros((16,)), x), None, length=n)[0][0]
-
-
-@right(ROWS)
-def dropout_by_rank(x):
-    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("dp"))
-    return x * jax.random.bernoulli(key, 0.5, x.shape)
-
-
-@right(ROWS)
-def dropout_of_a_slice(x):
-    mask = jax.random.bernoulli(jax.random.key(0), 0.5, (x.shape[0] * lax.axis_size("dp"), x.shape[1]))
-    return x * lax.dynamic_slice_in_dim(mask, lax.axis_index("dp") * x.shape[0], x.shape[0])
-
-
-@right(ROWS, table=((16, 8), P("tp")))
-def embedding_by_vocabulary(ids, table):
-    local = ids - lax.axis_index("tp") * table.shape[0]
-    mine = (local >= 0) & (local < table.shape[0])
-    return lax.psum(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0.0), "tp")
-
-
-@right(P("dp"), w=((16, 16), P("dp")))
-def gather_and_scatter(x, w):
-    loss = lambda w: ((x @ lax.all_gather(w, "dp", tiled=True)) ** 2).sum()
-    return jax.grad(loss)(w)
-
-
-@right(P("sp"), sizes=dict(sp=4), x=((8, 16), P("sp")), n=((16,), P()))
-def rotary(x, n):
-    at = lax.axis_index("sp") * x.shape[0] + jnp.arange(x.shape[0])
-    return x * jnp.cos(at[:, None] * n)
-
-
-@right((P("dp"), P("dp")), sizes=dict(dp=4), x=((8, 16), P("dp")))
-def exchange(x):
-    other = lax.all_to_all(x.reshape(4, -1, 16)[:, :0] if False else x, "dp", 1, 0, tiled=True)
-    return lax.all_to_all(other, "dp", 0, 1, tiled=True), x.mean(1)
 
 
 @jax.custom_vjp
@@ -160,167 +39,41 @@ def copied(x):
 copied.defvjp(lambda x: (x, None), lambda _, g: (lax.psum(g, "tp"),))
 
 
-@right(P("dp"))
-def megatron_f(x, up):
-    loss = lambda x: (jnp.sin(copied(x) @ up) ** 2).sum()
-    return jax.grad(loss)(x)
+def line_of(kind, name):
+    """The line of checked.toml on which a program's body begins."""
+    lines = TABLE.read_text().splitlines()
+    return lines.index("body = '''", lines.index(f"[{kind}.{name}]")) + 2
 
 
-@right(P())
-def transposed_psum_divided_again(up, b):
-    loss = lambda b: lax.psum((up**2).sum() * (b**2).sum(), "tp")
-    return lax.pmean(jax.grad(loss)(b), "tp")
+def made(kind, name):
+    """A program of the table, whose errors name lines there, and its arguments."""
+    row, names = PARTS[kind][name], PARTS[kind][name]["args"].split()
+    head, begin = f"def {name}({', '.join(names)}):\n", line_of(kind, name)
+    text = "\n" * (begin - 2) + head + textwrap.indent(row["body"], "    ")
+    space = globals() | {}
+    exec(compile(text, str(TABLE), "exec"), space)
+    own = {key: eval(text, space) for key, text in row.get("given", {}).items()}
+    shapes, specs = zip(*(own.get(x, (SHAPES.get(x), SPECS.get(x))) for x in names), strict=True)
+    on, out = mesh(**row.get("sizes", dict(dp=2, tp=4))), eval(row["out"], space)
+    f = jax.shard_map(space[name], mesh=on, in_specs=specs, out_specs=out, check_vma=row.get("vma", False))
+    rng = np.random.default_rng(len(name))
+    integers = lambda shape: rng.integers(0, 16, shape).astype(np.int32)
+    numbers = lambda shape: rng.standard_normal(shape).astype(np.float32)
+    pairs = zip(names, shapes, strict=True)
+    args = [integers(shape) if x.startswith("ids") else numbers(shape) for x, shape in pairs]
+    functools.update_wrapper(f, space[name])
+    return f, args
 
 
-# ----------------------------------------------------------------------------------------------- wrong ones
-
-
-@wrong(ROWS)
-def bias_inside_the_sum(x, up, down, b):
-    return lax.psum(jax.nn.relu(x @ up) @ down + b, "tp")  # wrong: counted tp
-
-
-@wrong(ROWS)
-def no_sum_before_tanh(x, up, down, b):
-    y = jax.nn.relu(x @ up) @ down
-    return jnp.tanh(y) + b  # wrong: missing sum tp
-
-
-@wrong(ROWS)
-def no_sum_at_all(x, up, down, b):
-    return jax.nn.relu(x @ up) @ down  # wrong: missing sum tp
-
-
-@wrong(P())
-def norm_counted(up, b):
-    squares = (up**2).sum() + (b**2).sum()  # wrong: counted tp
-    return jnp.sqrt(lax.psum(squares, "tp"))
-
-
-@wrong(P())
-def mean_of_means(x):
-    mask = (x[:, 0] > 0).astype(jnp.float32)
-    mean = (x.sum(1) * mask).sum() / mask.sum()  # wrong: mean of means dp
-    return lax.pmean(mean, "dp")
-
-
-@wrong(P(), sizes=dict(dp=2, sp=4), x=((8, 16), P("dp", "sp")))
-def mean_of_means_over_two_axes(x):
-    mask = (x > 0).astype(jnp.float32)
-    mean = (x * mask).sum() / mask.sum()  # wrong: mean of means dp,sp
-    return lax.pmean(mean, ("dp", "sp"))
-
-
-@wrong(P("dp"))
-def gradient_without_its_sum(x, up):
-    loss = lambda x: (jnp.sin(x @ up) ** 2).sum()  # wrong: missing sum tp
-    return jax.grad(loss)(x)
-
-
-@wrong(P())
-def gradients_not_summed(x, w):
-    loss = lambda w: ((x @ w) ** 2).sum()  # wrong: missing sum dp
-    return jax.grad(loss)(w)
-
-
-@wrong(P())
-def gradients_not_averaged(x, w):
-    loss = lambda w: ((x @ w) ** 2).mean()  # wrong: missing mean dp
-    return jax.grad(loss)(w)
-
-
-@wrong(P("dp", "tp"))
-def softmax_over_a_shard(x, up):
-    return jax.nn.softmax(x @ up, axis=-1)  # wrong: missing max tp
-
-
-@wrong(ROWS)
-def sum_over_the_wrong_axis(x, up, down):
-    return lax.psum(jax.nn.relu(x @ up) @ down, "dp")  # wrong: wrong axis dp
-
-
-@wrong(P(), sizes=dict(sp=4), x=((8, 16), P("sp")))
-def ring_one_hop_short(x):
-    n, total, block = lax.axis_size("sp"), x.sum(0), x
-    for _ in range(n - 2):
-        block = lax.ppermute(block, "sp", ring(n))
-        total = total + block.sum(0)  # wrong: ring one hop short sp
-    return total
-
-
-@wrong(ROWS)
-def same_key_on_every_rank(x):
-    return x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)  # wrong: same random key dp
-
-
-@wrong(ROWS)
-def another_key_for_copies(x):
-    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("dp") * 4 + lax.axis_index("tp"))
-    return lax.pmean(jnp.tanh(x * jax.random.normal(key, x.shape)), "tp")  # wrong: different random keys tp
-
-
-@wrong(P())
-def transposed_psum(x, w):
-    loss = lambda w: lax.psum(((x @ w) ** 2).sum(), "dp")  # wrong: counted dp
-    return lax.psum(jax.grad(loss)(w), "dp")
-
-
-@wrong(P())
-def a_sum_of_means(x, w):
-    return lax.psum(((x @ w) ** 2).mean(), "dp")  # wrong: counted dp
-
-
-@wrong(P())
-def a_mean_of_sums(x, w):
-    return lax.pmean(((x @ w) ** 2).sum(), "dp")  # wrong: mean for a sum dp
-
-
-@wrong(P("sp"), sizes=dict(sp=4), x=((8, 16), P("sp")), n=((16,), P()))
-def positions_from_zero(x, n):
-    at = jnp.arange(x.shape[0], dtype=jnp.float32)  # wrong: positions without offset sp
-    return x * jnp.cos(at[:, None] * n)
-
-
-@wrong(ROWS, table=((16, 8), P("tp")))
-def look_up_in_a_shard(ids, table):
-    return table[ids]  # wrong: over a shard tp
-
-
-@wrong(P("dp"))
-def best_of_a_shard(x, up):
-    return jnp.argmax(x @ up, axis=1)  # wrong: over a shard tp
-
-
-@wrong(P("sp"), sizes=dict(sp=4), x=((8, 16), P("sp")))
-def other_part_of_the_sequence(x):
-    whole = lax.all_gather(x, "sp", tiled=True)
-    at = (lax.axis_index("sp") + 1) % 4 * x.shape[0]
-    return lax.dynamic_slice_in_dim(whole, at, x.shape[0])  # wrong: other order sp
-
-
-@wrong(P())
-def scale_with_local_norm(x, w):
-    grad = jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
-    scale = 1.0 / jnp.sqrt((grad**2).sum())  # wrong: missing sum dp
-    return lax.psum(grad * scale, "dp")
-
-
-@wrong(P())
-def shard_returned_as_copy(x):
-    return x * 2  # wrong: shard for a copy dp
-
-
-@wrong(P("dp"))
-def two_mistakes(x, up, down, b):
-    h = jnp.tanh(x @ up)
-    y = jnp.tanh(h @ down)  # wrong: missing sum tp
-    return lax.psum(y, "tp") + b
+def declared(name):
+    """The line of a wrong program's mistake, its kind and its axes."""
+    for n, line in enumerate(PARTS["wrong"][name]["body"].splitlines(), line_of("wrong", name)):
+        if mark := re.search(r"# wrong: (.*) ([\w,]+)$", line):
+            return n, *mark.groups()
 
 
 # ----------------------------------------------------------------------------------------- planted mistakes
 
-PARTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-BLOCKS, ENDS = PARTS["blocks"], PARTS["ends"]
 CALL = re.compile(r"<(\w+) (\w+)\|((?:[^<>]|(?<== )>|> 0)*)>")
 OTHER = {"tp": "dp", "dp": "tp"}
 
@@ -333,11 +86,8 @@ def mutations(op, axis):
         yield "doubled", f"lax.psum({call}, '{axis}')", {"counted"}
         yield "wrong axis", call.replace(axis, OTHER[axis]), {"wrong axis"}
         yield "mean", call.replace("psum", "pmean"), {"mean for a sum"}
-        yield (
-            "over both",
-            f"lax.psum({{}}, ('{axis}', '{OTHER[axis]}'))",
-            {"counted", "sum of shards", "wrong axis"},
-        )
+        both = f"lax.psum({{}}, ('{axis}', '{OTHER[axis]}'))"
+        yield "over both", both, {"counted", "sum of shards", "wrong axis"}
     if op == "pmean":
         yield "removed", "({})", {"missing mean"}
         yield "sum", call.replace("pmean", "psum"), {"counted"}
@@ -379,8 +129,7 @@ def built(seed, plant=True):
     exec(compile(text, f"random/{seed}.py", "exec"), space)
     rng = np.random.default_rng(seed)
     sizes = [dict(dp=2, tp=4), dict(dp=4, tp=2)][rng.integers(2)]
-    specs = {"x": P("dp"), "w": P(), "up": P(None, "tp"), "down": P("tp"), "b": P(), "cut": P("dp")}
-    shapes = {"x": (8, 16), "w": (16, 16), "up": (16, 32), "down": (32, 16), "b": (16,), "cut": (16, 16)}
+    specs, shapes = SPECS | {"cut": P("dp")}, SHAPES | {"cut": (16, 16)}
     names = ["x", "w", *("up", "down", "b", "cut") * 3]
     f = jax.shard_map(
         space["f"], mesh=mesh(**sizes), in_specs=tuple(specs[n] for n in names), out_specs=eval(out, space),

@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -46,36 +47,8 @@ from llmpar.predict import hardware, memory, ring
 from llmpar.training.step import Step
 from llmpar.training.trackers import profiling
 
-LARGE = dict(
-    heads=(64, 128, 256),
-    positions=2048,
-    cases=5,  # of attention, at most
-    grouped=(4096, 8, 512, 256),  # rows, owners, the two widths
-    # layers (0: all), rows, positions
-    parity={"gpt2-scale": (0, 2, 256), "llama3.2-1b": (0, 1, 128), "qwen3-30b-a3b": (1, 1, 256)},
-    attention=((1, 8192, 8, 4, 128), (4, 4096, 8, 4, 64), (1, 8192, 8, 1, 256)),  # b s k r h
-    experts=(32_768, 2048, 768, 16),  # rows, widths, experts: qwen3-30b-a3b over 8 ranks
-    product=8192,
-    steps={
-        "gpt2-scale": (0, 16, 1024),
-        "llama3.2-1b": (0, 4, 4096),
-        "llama3-8b": (4, 1, 8192),
-        "qwen3-30b-a3b": (2, 4, 4096),
-    },
-    rounds=10,
-)
-SMALL = dict(
-    heads=(32,),
-    positions=16,
-    cases=1,
-    grouped=(16, 2, 8, 16),
-    parity={"tiny": (1, 2, 16)},
-    attention=((1, 32, 1, 1, 32),),
-    experts=(32, 8, 16, 2),
-    product=32,
-    steps={"tiny": (1, 2, 16)},
-    rounds=1,
-)
+SIZES = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
+LARGE, SMALL = SIZES["large"], SIZES["small"]
 ROUNDED = {"float32": 2e-5, "bfloat16": 2e-2}
 """Of the largest number: float32 with other orders of sums; weights that bfloat16 rounds to 8 bits."""
 
@@ -135,13 +108,11 @@ class Test:
                     of = np.sort(draw.integers(0, documents, (2, s)), 1).astype(np.int32)
                     at = np.tile(np.arange(s, dtype=np.int32), (2, 1))
                     settings = dict(mask=mask, scale=h**-0.5, platform=self.platform, launch=launch)
+                    by_hand = jax.jit(functools.partial(_by_hand, settings, hops))
+                    whole, wide = jax.jit(functools.partial(_whole, mask)), (q, k, v, grad)
                     with jax.default_matmul_precision("highest"):
-                        got = jax.jit(functools.partial(_by_hand, settings, hops))(
-                            q, k, v, grad, jnp.stack([at, of], 1)
-                        )
-                        want = jax.jit(functools.partial(_whole, mask))(
-                            *(x.astype("float32") for x in (q, k, v, grad)), at, of
-                        )
+                        got = by_hand(q, k, v, grad, jnp.stack([at, of], 1))
+                        want = whole(*(x.astype("float32") for x in wide), at, of)
                     self.row("attention", f"{h}, {dtype}, {name}", _apart(got, want), "", ROUNDED[dtype])
 
     def multiplies(self) -> None:
@@ -202,10 +173,8 @@ class Test:
             return grouped.feed_forward(blocks, x, share_rk, w, grouped.lay_out(blocks, expert_rk, num))
 
         back = lambda expert_rk, g, *given: jax.vjp(functools.partial(experts, expert_rk), *given)[1](g)
-        for what, expert in (
-            ("as many rows each", even),
-            ("one with twice its share", np.where(np.arange(rows) < rows // num, 0, even)),
-        ):
+        twice = np.where(np.arange(rows) < rows // num, 0, even)
+        for what, expert in (("as many rows each", even), ("one with twice its share", twice)):
             chosen = jnp.asarray(expert, jnp.int32)[:, None]
             self.rate(f"{num} experts, {what}", 18.0 * rows * d * m, back, chosen, x, x, *w)
 
@@ -214,7 +183,7 @@ class Test:
         q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
         ids, given, what = dict(q_positions_bs=at, k_positions_bt=at), (q, kv, kv, q), f"{s}, heads of {h}"
         both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
-        is_first = (b, s, k, r, h) == self.size["attention"][0]
+        is_first = [b, s, k, r, h] == self.size["attention"][0]
         if self.kernel:
             ours = functools.partial(attention.ring_attention, platform=self.platform)
             seen = self.seen(h, s)
@@ -247,9 +216,8 @@ class Test:
             compiled = step.lower(rows * n, s).compile()
             held, text = compiled_memory(compiled), compiled.as_text() or ""
             for (kind, guess), most in zip(predicted.items(), (1.001, None), strict=True):
-                self.row(
-                    "memory", f"{what}: {kind}s over prediction", held[f"{kind}_bytes"] / guess, "x", most
-                )
+                over = held[f"{kind}_bytes"] / guess
+                self.row("memory", f"{what}: {kind}s over prediction", over, "x", most)
             state, batch = step.init(0), _batch(config, rows * n, s, step)
             taken = []
             for _ in range(2 + self.size["rounds"]):
@@ -341,9 +309,8 @@ def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:
 def main() -> int:
     """Run all parts, write after each, and tell whether all was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--small", action="store_true", help="little of everything, also on simulated devices"
-    )
+    little = "little of everything, also on simulated devices"
+    parser.add_argument("--small", action="store_true", help=little)
     parser.add_argument("--out", type=pathlib.Path, default=None, help="a folder for both files")
     args = parser.parse_args()
     use_devices(2, at_least=1)
@@ -365,9 +332,8 @@ def main() -> int:
         test.row("time", part.__name__, time.perf_counter() - begin, "s")
         write(test, folder, shares)
     wrong = [row for row in test.rows if row[-1] is False]
-    print(
-        f"{len(wrong)} wrong of {sum(row[-1] is not None for row in test.rows)}; wrote {folder / 'device.md'}"
-    )
+    judged = sum(row[-1] is not None for row in test.rows)
+    print(f"{len(wrong)} wrong of {judged}; wrote {folder / 'device.md'}")
     return bool(wrong)
 
 

@@ -26,15 +26,8 @@ SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
 }  # fmt: skip
 """Of attention it is the deviation between the rows of chips that 0.35 gave. With that, attention, a small
 part of most runs, went to 0.9 of an H100's peak where it had to explain something else."""
-MOST = {
-    "matmuls": 0.95,
-    "grouped": 0.9,
-    "attention": 0.9,
-    "memory": 0.95,
-    "links": 1.0,
-    "network": 1.0,
-    "eight_bit": 1.9,
-}
+MOST = dict.fromkeys(("matmuls", "memory"), 0.95) | dict.fromkeys(("grouped", "attention"), 0.9)
+MOST |= {"links": 1.0, "network": 1.0, "eight_bit": 1.9}
 FAR, NOISE = 0.15, 0.05
 """In logarithms: an error that counts less and less, and what two honest runs of a step differ by."""
 

@@ -19,17 +19,6 @@ import numpy as np
 
 HERE = pathlib.Path(__file__).parent
 TEXT, MADE = "to be or not to be", 12
-PAGE = """# Models handed on, and who has read them
-
-Made by `python tests/handed_on.py` from models that `llmpar.training.hugging_face.save` wrote: random
-weights of two layers in float32, in shards of 200 kB with an index, and a small tokenizer. A reader is
-asked for the {made} likeliest tokens after a prompt, which were the same, and for the logarithms of the
-probabilities of the prompt's own tokens. The column has the largest difference from llmpar's. MLX takes
-Mistral's and Qwen2's window for full attention, so its tokens are others.
-
-| reader | version | {kinds} | date |
-|---|---|{lines}---|
-"""
 
 
 def write(folder: pathlib.Path) -> None:
@@ -133,13 +122,14 @@ def read(reader: str, folder: pathlib.Path) -> None:
 
 
 def show(table: dict) -> None:
-    """Write the page."""
+    """Write the page's table; its words are written there."""
+    page = HERE / "handed_on.md"
     kinds = sorted({kind for row in table.values() for kind in row["found"]})
-    text = PAGE.format(made=MADE, kinds=" | ".join(kinds), lines="---|" * len(kinds))
+    lines = [f"| reader | version | {' | '.join(kinds)} | date |", f"|---|---|{'---|' * len(kinds)}---|"]
     for name, row in sorted(table.items()):
         cells = [name, row["version"], *(row["found"].get(kind, "") for kind in kinds), row["date"]]
-        text += f"| {' | '.join(cells)} |\n"
-    (HERE / "handed_on.md").write_text(text)
+        lines.append(f"| {' | '.join(cells)} |")
+    page.write_text(page.read_text().partition("| reader |")[0] + "\n".join(lines) + "\n")
 
 
 def _version(package: str) -> str | None:

@@ -15,24 +15,11 @@ from collections import Counter, defaultdict
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPACT = "plan parallel kernels model pipeline training".split()
 """The package of the card, in the order of its imports: it is read in an afternoon."""
-BESIDE = {
-    "training.hugging_face",
-    "training.quantized",
-    "training.trackers",
-    "training.chat",
-    "training.folder_lock",
-    "training.text_files",
-    "training.apart",
-    "training.tokenizers",
-    "plan.config_json",
-    "plan.families",
-    "plan.running",
-    "plan.presets",
-    "plan.serving",
-    "plan.timetable",
-    "plan.torch_orders",
-    "parallel.devices",
-}
+BESIDE = set(
+    "training.hugging_face training.quantized training.trackers training.chat training.folder_lock "
+    "training.text_files training.apart training.tokenizers plan.config_json plan.families plan.running "
+    "plan.presets plan.serving plan.timetable plan.torch_orders parallel.devices".split()
+)
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {

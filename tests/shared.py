@@ -22,6 +22,11 @@ CASES = tomllib.loads((HERE / "cases.toml").read_text())
 NUMBERS = {row["id"]: row for row in json.loads((HERE / "numbers.json").read_text(encoding="utf-8"))}
 
 
+def program_text(name: str) -> str:
+    """The text of a program that a test runs in a process of its own."""
+    return (HERE / "fixtures" / "programs" / f"{name}.py").read_text()
+
+
 def load(path: str):
     """A script of the repository, which is in no package, as a module."""
     spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), ROOT / path)

@@ -18,6 +18,7 @@ import device
 import jax
 import pytest
 from parity import LLAMA, MOE, assert_same, name, solo
+from shared import program_text
 
 from llmpar.cli import demo, inspect, train
 from llmpar.inspect import roofline
@@ -33,13 +34,9 @@ UNITS = {"highest": "float32", "default": ROUNDED} if ROUNDS else {None: "float3
 THERE = [] if ROUNDS else [pytest.mark.nightly]
 """On CPUs test_plans.py compares more than these, on every change."""
 N = min(8, len(jax.devices()))
-PLANS = [Plan(f"fsdp={N}")] + [
-    Plan("dp=2", zero=0),
-    Plan("tp=2", tp_sequence=True),
-    Plan("sp=2", sequence_order="zigzag"),
-    Plan("pp=2", microbatches=2),
-    Plan("fsdp=2", mode="auto"),
-] * (N > 1)
+OF_TWO = [Plan("dp=2", zero=0), Plan("tp=2", tp_sequence=True), Plan("sp=2", sequence_order="zigzag")]
+OF_TWO += [Plan("pp=2", microbatches=2), Plan("fsdp=2", mode="auto")]
+PLANS = [Plan(f"fsdp={N}"), *OF_TWO * (N > 1)]
 
 
 @pytest.mark.accelerator
@@ -136,26 +133,7 @@ def test_every_lesson_holds_where_products_are_rounded(lesson, rounding):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-PRODUCTS = """
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-x, y = np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32)
-products = [
-    lambda: jnp.asarray(x) @ y,
-    lambda: jax.jit(jnp.matmul)(x, y),
-    lambda: jax.vmap(jnp.dot)(x[:, None], jnp.broadcast_to(y, (64, 64, 64)))[:, 0],
-    lambda: jax.vjp(lambda x: x @ y.T, jnp.asarray(x))[1](jnp.asarray(x))[0],
-    lambda: jax.lax.scan(lambda _, row: (0, row @ y), 0, jnp.asarray(x))[1],
-    lambda: jax.lax.ragged_dot(x, y[None], jnp.array([64])),
-]
-apart = lambda z: np.abs(np.asarray(z, np.float64) - x.astype(np.float64) @ y).max()
-for product in products:
-    with jax.default_matmul_precision("highest"):
-        stated = apart(product())
-    print(apart(product()), stated)
-"""
+PRODUCTS = program_text("products")
 
 
 def test_the_rehearsal_rounds_every_product_whose_precision_nobody_stated_and_catches_what_is_too_tight(

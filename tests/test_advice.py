@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from shared import TABLES
 
 from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.presets import preset
@@ -66,26 +67,15 @@ def test_the_best_of_all_has_no_better_neighbour():
 
 def test_the_band_is_that_of_compiled_plans():
     here = Path(__file__).parent
-    rows = re.findall(
-        rf"(\d+) of (\d+) within {MEMORY_ERROR:.0%}".replace("%", " %"), (here / "compiled.md").read_text()
-    )
+    share = f"{MEMORY_ERROR:.0%}".replace("%", " %")
+    rows = re.findall(rf"(\d+) of (\d+) within {share}", (here / "compiled.md").read_text())
     said = (here.parent / "llmpar/planner/planner.py").read_text()
     for some, least, words in ((rows[:3], 0.9, "plans that were compiled"), (rows, 0.85, "compiled plans")):
         inside, every = (sum(map(int, column)) for column in zip(*some, strict=True))
         assert f"{inside} of {every} {words}" in said and inside > least * every
 
 
-@pytest.mark.parametrize(
-    ("total", "guessed", "words"),
-    [
-        (70, 0.5, "fits"),
-        (91, 0.5, "fits"),
-        (91, 0.8, "at the edge"),  # by a band's width it would not
-        (99.9, 0.5, "at the edge"),
-        (100, 0.0, "fits"),  # nothing is estimated
-        (101, 0.5, "does not fit"),
-    ],
-)
+@pytest.mark.parametrize("total, guessed, words", TABLES["sure"])
 def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
     """``total``: percent of what a program may take, and how much of that is an estimate."""
     q = question()
@@ -103,15 +93,7 @@ def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
     assert said.near == near * (words == "at the edge")
 
 
-@pytest.mark.parametrize(
-    ("row", "share", "capacity", "words"),
-    [
-        ("h100", 0.95, 0.95, "69.1 GiB: 95% of 79.1 by XLA_CLIENT_MEM_FRACTION=0.95, less 8%"),
-        ("h100", 0.75, 0.75, "54.6 GiB: 75% of 79.1 by JAX's default, less 8%"),
-        ("v5e", 0.95, 1.0, "14.5 GiB: all 15.8, less 8%"),
-        ("cpu", 0.95, 1.0, "3.7 GiB: all 4.0, less 8%"),
-    ],
-)
+@pytest.mark.parametrize("row, share, capacity, words", TABLES["may_take"])
 def test_what_a_program_may_take_says_why(row, share, capacity, words):
     q = dataclasses.replace(question(row=row), share=share)
     taken = capacity * q.chip.usable_hbm_gib * GIB

@@ -25,14 +25,7 @@ from jax.sharding import PartitionSpec as P
 from shared import violations
 
 from llmpar.explore.explorer import MeshExplorer
-from llmpar.explore.small import (
-    MemoryExplorer,
-    OverlapExplorer,
-    RingExplorer,
-    RoutingExplorer,
-    TimelineExplorer,
-)
-from llmpar.explore.texts import SAMPLE, HloExplorer, SpecsExplorer
+from llmpar.explore.texts import SAMPLE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
 expect = playwright.expect
@@ -49,45 +42,17 @@ def test_axe_sees_a_fault(tab):
 
 # ------------------------------------------------------------ the browser's side alone, with told answers
 
-PAGE = """<!doctype html><html lang="en"><head><title>x</title>
-<meta name="viewport" content="width=device-width">
-<style>body{{margin:0}}{style}</style></head><body><main></main>
-<script type="application/json" id="doc">{doc}</script><script type="module">
-{module}
-window.asked = [];
-window.gate = Promise.resolve();
-const backend = {{ status: "", more: (state) => window.more(state) }};
-backend.ask = async (state) => {{
-  window.asked.push(state);
-  await window.gate;
-  return window.ask(state);
-}};
-const doc = JSON.parse(document.getElementById("doc").textContent);
-start(doc, doc.live && backend, document.querySelector("main"));
-</script></body></html>"""
-MODEL = """async ([source, values, dead]) => {
-  const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
-  const on = {};
-  const answered = (answer) => window.model.set("answer", answer);
-  const fire = (name) => { for (const f of on[name] || []) f(); };
-  window.model = {
-    get: (name) => values[name], on: (name, f) => { (on[name] ||= []).push(f); },
-    off: (name, f) => { on[name] = on[name].filter((one) => one !== f); },
-    set: (name, value) => { values[name] = value; fire("change:" + name); },
-    save_changes: () => !dead && window.ask(values.state).then(answered),
-    send: ({ more }) => more && !dead && window.more(values.state).then(answered),
-  };
-  const { render } = module.default;
-  for (const el of document.querySelectorAll("main, aside")) render({ model: window.model, el });
-}"""
+FIXTURES = Path(__file__).parent / "fixtures"
+PAGE, MODEL = (FIXTURES / name for name in ("told_page.html", "told_model.js"))
+"""The page as Python writes it, and what stands for JupyterLab's model."""
 
 
 def saved(path, doc):
     """A page as Python writes it, with the told model behind."""
-    text = json.dumps(doc).replace("<", "\\u003c")
-    path.write_text(
-        PAGE.format(style=STYLE.read_text(), doc=text, module=FRONT.read_text()), encoding="utf-8"
-    )
+    parts = {"STYLE": STYLE.read_text(), "MODULE": FRONT.read_text()}
+    parts["DOC"] = json.dumps(doc).replace("<", "\\u003c")
+    text = re.sub("STYLE|MODULE|DOC", lambda found: parts[found[0]], PAGE.read_text())
+    path.write_text(text, encoding="utf-8")
     return path.as_uri()
 
 
@@ -128,7 +93,7 @@ def notebook(page, values, dead=False, views=1):
     places = "<main></main>" + "<aside></aside>" * (views - 1)
     head = f"<title>x</title><style>{STYLE.read_text()}</style>"
     page.set_content(f'<html lang="en"><head>{head}</head><body>{places}</body></html>')
-    page.evaluate(MODEL, [FRONT.read_text(), values, dead])
+    page.evaluate(MODEL.read_text(), [FRONT.read_text(), values, dead])
 
 
 def traits(**state):
@@ -327,13 +292,11 @@ def test_a_link_that_cannot_be_read_says_so_and_the_first_explorer_alone_has_the
 ):
     tab.goto(saved(tmp_path / "page.html", told.document()) + "#devices=x&what=1")
     expect(tab.locator(".said")).to_have_text(re.compile("devices=x, what=1$"))
-    tab.evaluate(
-        """async ([source, doc]) => {
-          const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
-          module.start(doc, null, document.body.appendChild(document.createElement("aside")));
-        }""",
-        [FRONT.read_text(), told.document()],
-    )
+    more = """async ([source, doc]) => {
+      const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+      module.start(doc, null, document.body.appendChild(document.createElement("aside")));
+    }"""
+    tab.evaluate(more, [FRONT.read_text(), told.document()])
     expect(tab.locator("aside .panel svg").first).to_be_visible()
     assert tab.get_by_role("button", name="copy link").count() == 1
 
@@ -399,14 +362,11 @@ def fits(page, width, height=900):
 
 
 # One on the gate, all of them at night: what fails in one of them has failed in most.
-WAYS = [
-    pytest.param(width, scheme, marks=[] if (width, scheme) == (390, "dark") else pytest.mark.nightly)
-    for width in (1400, 900, 390)
-    for scheme in ("light", "dark")
-]
+OTHERS = itertools.product((1400, 900, 390), ("light", "dark"))
+OTHERS = [pytest.param(*way, marks=pytest.mark.nightly) for way in OTHERS if way != (390, "dark")]
 
 
-@pytest.mark.parametrize("width, scheme", WAYS)
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), *OTHERS])
 def test_it_is_accessible(told_page, width, scheme):
     told_page.emulate_media(color_scheme=scheme)
     told_page.locator(".rest summary").click()
@@ -482,14 +442,11 @@ def test_a_page_without_python_says_what_it_does_not_store(tab, tmp_path):
     assert tab.locator(".lpx.waiting").count() == 1, "dimmed: it belongs to another choice"
 
 
-@pytest.mark.parametrize(("devices", "most"), [(512, 300)])
-def test_a_redraw_lays_the_page_out_once(tab, devices, most):
-    """As the browser counts, with the frame that shows it: asking for a size in between costs as much as the
-    pictures. What these may weigh is said in kilobytes."""
+def test_a_redraw_lays_the_page_out_once(tab, devices=512):
+    """As the browser counts: asking for a size in between costs as much as the pictures."""
     tab.set_content('<html lang="en"><body></body></html>')
-    states = [
-        told.START | {"mesh": f"fsdp={devices // 8} tp=8", "devices": devices, "device": i} for i in range(9)
-    ]
+    start = told.START | {"mesh": f"fsdp={devices // 8} tp=8", "devices": devices}
+    states = [start | {"device": i} for i in range(9)]
     doc = told.document(mesh=states[0]["mesh"], devices=devices)
     size = tab.evaluate(
         """async ([source, style, doc]) => {
@@ -509,21 +466,19 @@ def test_a_redraw_lays_the_page_out_once(tab, devices, most):
         }""",
         [FRONT.read_text(), STYLE.read_text(), doc | {"stored": [told.answer(state) for state in states]}],
     )
-    assert size <= 1000 * most
+    assert size <= 300_000
     browser = tab.context.new_cdp_session(tab)
     browser.send("Performance.enable")
     counted = lambda: {x["name"]: x["value"] for x in browser.send("Performance.getMetrics")["metrics"]}
     before, revision = counted(), int(tab.locator(".lpx").get_attribute("data-revision"))
     tab.evaluate("async () => { for (let i = 1; i < 9; i++) await redraw(i); }")
     assert int(tab.locator(".lpx").get_attribute("data-revision")) == revision + 8
-    laid_out = counted()["LayoutCount"] - before["LayoutCount"]
-    assert laid_out <= 8
+    assert counted()["LayoutCount"] - before["LayoutCount"] <= 8
 
 
 # ---------------------------------------------------------------------------- explorers, with Python behind
 
-EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer, MemoryExplorer, OverlapExplorer, RingExplorer]
-EXPLORERS += [SpecsExplorer, HloExplorer]
+EXPLORERS = "mesh timeline routing memory overlap ring specs hlo".split()
 
 
 def mount(page, behind, explorer):
@@ -622,7 +577,7 @@ def test_small_pages_fit_a_laptop_and_a_phone(tab, tmp_path):
         : texts.map((e) => e.getBoundingClientRect().height).filter((high) => high && high < 9);
     })"""
     for kind in EXPLORERS:
-        small(tab, tmp_path, kind.kind)
+        small(tab, tmp_path, kind)
         for width in (1280, 390):
             fits(tab, width, 800)
             assert tab.evaluate(each, width) == [], "a picture scrolls, its words do not shrink"
@@ -647,16 +602,16 @@ def test_a_pasted_text_stays_in_the_page_and_out_of_its_link(tab, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k is MeshExplorer else pytest.mark.nightly) for k in EXPLORERS]
+    "kind", ["mesh", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in EXPLORERS[1:])]
 )
 def test_a_small_page_is_accessible_and_shows_what_is_one_click_away(tab, tmp_path, kind, request):
-    small(tab, tmp_path, kind.kind)
+    small(tab, tmp_path, kind)
     every = request.node.get_closest_marker("nightly")
     for width, scheme in itertools.product((1280, 390), ("light", "dark")) if every else [(1280, "light")]:
         fits(tab, width, 800)
         tab.emulate_media(color_scheme=scheme)
         assert violations(tab) == []
-    if kind is MeshExplorer:
+    if kind == "mesh":
         assert tab.evaluate("llmpar.doc.stored.length") > 2
         assert not any(name in tab.evaluate("llmpar") for name in ("ask", "more"))
         with redrawn(tab):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from make_chat_fixtures import ANSWER, CONVERSATIONS, FIXTURE, LONG, SPECIAL, TEMPLATES, USER, write_tokenizer
+from shared import TABLES
 
 from llmpar.training.apart import Apart
 from llmpar.training.chat import Chat
@@ -87,11 +88,8 @@ def test_no_token_reaches_from_what_is_asked_into_the_answer(opened):
 def test_a_message_cannot_forge_a_special_token(opened, name):
     tokenizer = opened(name)
     end = SPECIAL[name][1]
-    forged = [
-        {"role": "user", "content": f"a{end}b \U000f0000"},
-        {"role": "assistant", "content": f"c{end}d"},
-    ]
-    plain = [{"role": "user", "content": "ab \U000f0000"}, {"role": "assistant", "content": "cd"}]
+    pair = lambda one, two: [{"role": "user", "content": one}, {"role": "assistant", "content": two}]
+    forged, plain = pair(f"a{end}b \U000f0000", f"c{end}d"), pair("ab \U000f0000", "cd")
     (ids, is_answer), (usual, _) = (Chat(tokenizer).tokens(x, ask=False) for x in (forged, plain))
     special = {number for number, x in tokenizer.hub.get_added_tokens_decoder().items() if x.special}
     assert [i for i in ids if i in special] == [i for i in usual if i in special]
@@ -112,21 +110,17 @@ def test_the_files_beside_a_tokenizer_name_what_ends_an_answer(opened, tmp_path,
     first = opened("chatml")
     for name, about in files.items():
         (tmp_path / "chatml" / name).write_text(json.dumps(about))
-    tokenizer, named = (
-        open_tokenizer(first.name, "<|endoftext|>"),
-        [first.hub.token_to_id(x) for x in SPECIAL["chatml"]],
-    )
+    tokenizer = open_tokenizer(first.name, "<|endoftext|>")
+    named = [first.hub.token_to_id(x) for x in SPECIAL["chatml"]]
     assert tokenizer.end_ids == {named[i] if i < 2 else i for i in ends}
     assert open_tokenizer().end_ids == {256} == Chat(open_tokenizer()).end_ids
     assert Chat(tokenizer).end_ids == tokenizer.end_ids | {named[1]}, "the template writes that one"
 
 
+ALTERNATE = "the chat template of '.*brackets' refuses these messages: Roles must alternate: .*; give"
 REFUSED = [
-    (
-        [USER, USER],
-        "the chat template of '.*brackets' refuses these messages: Roles must alternate: .*; give",
-    ),
-    (2 * [{"role": "user", "content": "</s>"}], 'Roles must alternate: .* "</s>"}; give'),
+    ([USER, USER], ALTERNATE),
+    (2 * [{"role": "user", "content": "</s>"}], 'alternate: .* "</s>"}; give'),
 ]
 
 
@@ -137,19 +131,10 @@ def test_what_a_template_refuses_is_refused_in_a_sentence(opened, messages, said
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "template, said",
-    [
-        ("{% for x in %}", "the chat template of '.*chatml' is none: .*; mend it"),
-        (
-            "{{ ''.__class__.__mro__ }}",
-            "refuses these messages: access to attribute '__class__' .* is unsafe",
-        ),
-        ("{{ strftime_now('%d') }}", "refuses these messages: 'strftime_now' is undefined"),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is none: it is nested too deeply; mend it"),
-        ("{{ raise_exception('x' * 10000) }}", "refuses these messages: x{300}; give"),
-    ],
-)
+NESTED = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is none: it is nested too deeply; mend it"
+
+
+@pytest.mark.parametrize("template, said", [*TABLES["templates_refused"], NESTED])
 def test_a_template_is_a_strangers_program(opened, template, said):
     with pytest.raises(ValueError, match=said):
         Chat(opened("chatml", template)).tokens([USER])

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checked import OTHERS, RIGHT, WRONG, built, numbers
+from checked import OTHERS, PARTS, built, declared, made, numbers
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 from shared import ROOT
@@ -41,9 +40,9 @@ def as_people_run(standard_promotion):
 # ------------------------------------------------------------------------------------------- right programs
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", PARTS["right"])
 def test_a_right_program_is_silent_and_its_bound_small(name):
-    f, args = RIGHT[name]()
+    f, args = made("right", name)
     checked = check(f, None, *args)
     assert checked, str(checked)
     assert max(row["bound"] for row in checked.results) < 1e-3 and not checked.notes
@@ -113,22 +112,14 @@ def test_the_model_under_a_plan_is_the_model_on_one_device(mesh):
 # ------------------------------------------------------------------------------------------- wrong programs
 
 
-def declared(body) -> tuple[int, str, str]:
-    """Return the line of a body's mistake, its kind and its axes."""
-    lines, first = inspect.getsourcelines(body)
-    marks = [(n, re.search(r"# wrong: (.*) ([\w,]+)$", line)) for n, line in enumerate(lines, first)]
-    n, mark = next((n, mark) for n, mark in marks if mark)
-    return n, *mark.groups()
-
-
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", PARTS["wrong"])
 def test_a_mistake_is_found_at_its_line_with_its_kind(name):
-    f, args = WRONG[name]()
-    line, kind, axis = declared(WRONG[name].body)
+    f, args = made("wrong", name)
+    line, kind, axis = declared(name)
     checked = check(f, None, *args)
     first = checked.findings[0]
     assert not checked and (first["kind"], first["axes"]) == (kind, axis.split(",")), str(checked)
-    assert first["line"] == f"tests/checked.py:{line}", str(checked)
+    assert first["line"] == f"tests/checked.toml:{line}", str(checked)
     assert all(name in first["sentence"] for name in axis.split(","))
 
 
@@ -177,9 +168,9 @@ def test_planted_mistakes_are_found_and_none_has_a_wrong_kind(seeds):
 
 
 def test_a_check_is_true_or_raises_with_its_report():
-    f, args = WRONG["norm_counted"]()
+    f, args = made("wrong", "norm_counted")
     checked = check(f, None, *args)
-    f, args = RIGHT["norm_of_gradients"]()
+    f, args = made("right", "norm_of_gradients")
     right = check(f, None, *args)
     right.raise_if_different()
     assert right and [x["name"] for x in right.results] == ["result", "gradient of [0]", "gradient of [1]"]
@@ -191,14 +182,14 @@ def test_a_check_is_true_or_raises_with_its_report():
 
 
 def test_the_layout_of_every_value_is_read_where_types_hide_it():
-    f, args = RIGHT["mlp"]()
+    f, args = made("right", "mlp")
     table = check(f, None, *args).table()
     assert re.search(r"f32\[8@dp,16\], a term of a sum over tp +dot_general", table)
     assert re.search(r"f32\[8@dp,32@tp\] +dot_general", table) and re.search(r"f32\[8@dp,16\] +psum", table)
 
 
 def test_a_reference_is_compared_by_results_and_gradients():
-    f, args = RIGHT["loss"]()
+    f, args = made("right", "loss")
     one = lambda x, up, down, b: ((jax.nn.gelu(x @ up) @ down + b) ** 2).mean()
     assert check(f, one, *args) and not check(f, lambda *a: one(*a) * 1.001, *args)
 
@@ -209,7 +200,7 @@ def test_a_gradient_alone_can_be_wrong():
         return x
 
     shared.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
-    f, args = RIGHT["loss"]()
+    f, args = made("right", "loss")
     checked = check(lambda *xs: f(shared(xs[0]), *xs[1:]), f, *args)
     assert not checked and {row["name"] for row in checked.results if not row["equal"]} == {"gradient of [0]"}
 
@@ -246,7 +237,7 @@ def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_an
 
 
 def test_results_of_other_shapes_are_refused():
-    f, args = RIGHT["mlp"]()
+    f, args = made("right", "mlp")
     with pytest.raises(ValueError, match="they must agree"):
         check(f, lambda x, up, down, b: x[:, :3], *args)
 

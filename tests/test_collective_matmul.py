@@ -47,9 +47,8 @@ def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config):
             sums[kind] = [sums[kind][0] + count, sums[kind][1] + sent]
         else:
             assert found[axis, kind, text] == (count, sent)
-    hops = [
-        sum(row) for row in zip(*(v for k, v in found.items() if k[1] == "collective-permute"), strict=True)
-    ]
+    permutes = [row for (_, kind, _), row in found.items() if kind == "collective-permute"]
+    hops = [sum(column) for column in zip(*permutes, strict=True)]
     (gathers, gathered), (scatters, scattered) = sums.values()
     assert hops == [3 * (gathers + scatters), gathered + scattered]
 
@@ -76,9 +75,8 @@ def test_each_hop_travels_beside_a_product_and_no_product_waits_for_it():
                 hops = [any(e.primitive.name == "ppermute" for e in chain) for chain in chains]
                 if any(hops):
                     others = [chain for chain, is_hop in zip(chains, hops, strict=True) if not is_hop]
-                    found.append(
-                        sum(hops) == 1 and "dot_general" in " ".join(str(e) for e in sum(others, []))
-                    )
+                    beside = " ".join(str(e) for e in sum(others, []))
+                    found.append(sum(hops) == 1 and "dot_general" in beside)
             for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
                 if hasattr(inner, "eqns"):
                     walk(getattr(inner, "jaxpr", inner))

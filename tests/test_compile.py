@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from shared import TABLES, program_text
 
 from llmpar import draw
 from llmpar.inspect import roofline
@@ -39,10 +40,9 @@ def has(package: str) -> bool:
     return (COMPILERS / package).is_dir()
 
 
-gpu_compiler = pytest.mark.skipif(
-    not has("jax_plugins"), reason="no compiler for GPUs beside the environment"
-)
-tpu_compiler = pytest.mark.skipif(not has("libtpu"), reason="no compiler for TPUs beside the environment")
+no_compiler = "no compiler for {} beside the environment".format
+gpu_compiler = pytest.mark.skipif(not has("jax_plugins"), reason=no_compiler("GPUs"))
+tpu_compiler = pytest.mark.skipif(not has("libtpu"), reason=no_compiler("TPUs"))
 
 
 # ---------------------------------------------------------------------------------------------------- targets
@@ -64,7 +64,6 @@ def test_every_target_has_a_row_and_its_description_says_what_the_row_says():
         found = dict(re.findall(r"  (\w+): (\S+)", text))
         assert int(found["device_memory_size"]) == round(chip(name).usable_hbm_gib * 2**30)
         assert int(found["memory_bandwidth"]) == int(chip(name).hbm_bytes_per_s)
-        # Four times the threads of a warp, times cores, times the clock, is near the published float32 rate.
         assert text.count("{") == text.count("}") == 3
 
 
@@ -107,6 +106,10 @@ def test_the_walk_counts_turns_and_tells_hidden_from_exposed():
     assert open_.step_s == pytest.approx(5 * (product_s + gather_s))
     assert open_.terms["exposed communication"] == pytest.approx(open_.exposed_s)
     assert sum(open_.terms.values()) == pytest.approx(open_.step_s), "terms add up to the step"
+    more = re.search(r"  %start = .*", PRODUCTS)[0].replace("%start", "%second").strip()
+    more += "\n  %also = bf16[8192,8192]{1,0} all-gather-done(%second)"
+    (row,) = roofline.roofline(PRODUCTS.replace("BETWEEN", more), mesh, H100).sent.values()
+    assert row.count == 10 and row.exposed_s == pytest.approx(row.busy_s), "XLA for GPUs runs one at a time"
     step, turn = open_.loops
     assert turn.count == 5 and turn.seconds == pytest.approx(product_s + gather_s)
 
@@ -123,15 +126,6 @@ def test_what_a_device_reached_takes_the_place_of_what_is_assumed(monkeypatch, t
     assert step_s()["products"] == pytest.approx(before * 0.7 / 0.8)
     low = dict(products=0.8, attention=0.2, cudnn=0.2)
     assert roofline.shares(H100, 0.2) == low, "a band is of kernels, not of plain products"
-
-
-def test_two_collectives_share_the_links():
-    """A second gather beside the first waits for it: XLA for GPUs runs one at a time."""
-    more = re.search(r"  %start = .*", PRODUCTS)[0].replace("%start", "%second").strip()
-    more += "\n  %also = bf16[8192,8192]{1,0} all-gather-done(%second)"
-    found = roofline.roofline(PRODUCTS.replace("BETWEEN", more), Devices("dp=2 fsdp=8"), H100)
-    (row,) = found.sent.values()
-    assert row.count == 10 and row.exposed_s == pytest.approx(row.busy_s)
 
 
 def test_links_carry_collectives_one_after_the_other_or_at_even_shares():
@@ -166,19 +160,7 @@ def test_a_fusion_moves_the_slices_that_it_takes_and_the_slice_that_it_updates()
     assert found.step_s == pytest.approx(4 * slice_bytes / RATE, rel=1e-3)
 
 
-REVERSED = "window={size=32 pad=31_31 rhs_reversal=1}"
-
-
-@pytest.mark.parametrize(
-    "left, kernel, result, attrs, flops",
-    [
-        ("2048,512", "512,1024", "2048,1024", "dim_labels=bf_io->bf", 2 * 2048 * 512 * 1024),
-        ("2048,512", "1024,512", "2048,1024", "dim_labels=bf_oi->bf", 2 * 2048 * 512 * 1024),
-        # heads in a window: contracted where the result has lost them, rows where it has them
-        ("2048,32,64", "32,64,512", "2048,512,1", "window={size=32}, dim_labels=b0f_0io->bf0", 2**32),
-        ("2048,512,1", "512,32,64", "2048,32,64", f"{REVERSED}, dim_labels=bf0_i0o->b0f", 2**32),
-    ],
-)
+@pytest.mark.parametrize("left, kernel, result, attrs, flops", TABLES["convolutions"])
 def test_products_that_a_tpu_writes_as_convolutions(left, kernel, result, attrs, flops):
     text = f"""
 HloModule step
@@ -196,14 +178,16 @@ ENTRY %main (a: bf16[{left}], b: bf16[{kernel}]) -> bf16[{result}] {{
 def test_the_picture_says_what_waits():
     found = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), Devices("dp=2 fsdp=8"), H100)
     turn = found.loops[1]
+    lanes = lambda events: draw.two_lanes(
+        [{"name": turn.name, "count": turn.count, "events": events}], "turn"
+    )
     events = [vars(event) for event in turn.events]
-    scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "one turn")
+    scene = lanes(events)
     assert "forward loop, 5 turns" in scene.text and "exposed" in scene.text
     svg = draw.scene.to_svg(scene)
     assert "computing waits for it" in svg and "between hosts" not in svg
     far = [event | {"lane": "network"} if event["lane"] == "links" else event for event in events]
-    scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": far}], "one turn")
-    assert ">between hosts<" in draw.scene.to_svg(scene)
+    assert ">between hosts<" in draw.scene.to_svg(lanes(far))
 
 
 def test_what_does_not_fit_has_a_plan_near_it_that_does():
@@ -218,53 +202,43 @@ def test_what_does_not_fit_has_a_plan_near_it_that_does():
     assert "no plan near this one fits" in said
 
 
-IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
-EARLY = "xla_gpu_enable_latency_hiding_scheduler"
-ESTIMATE = "xla_gpu_enable_analytical_latency_estimator"
-ESTIMATED = {ESTIMATE} if jax.__version_info__ < (0, 11) else set()
+ESTIMATED = jax.__version_info__ < (0, 11)
+OPTIONS = {
+    "in flight": "xla_gpu_experimental_parallel_collective_overlap_limit",
+    "early": "xla_gpu_enable_latency_hiding_scheduler",
+    "estimated": "xla_gpu_enable_analytical_latency_estimator",
+}
 
 
-@pytest.mark.parametrize(
-    "platform, plan, names",
-    [
-        ("cpu", Plan("sp=2 ep=4"), set()),
-        ("tpu", Plan("sp=2 ep=4"), set()),
-        ("gpu", Plan("fsdp=8"), set()),
-        ("gpu", Plan("fsdp=2 sp=4"), {IN_FLIGHT}),
-        ("gpu", Plan("fsdp=2 sp=4", context_parallel="ulysses"), set()),
-        ("gpu", Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True), {IN_FLIGHT}),
-        ("gpu", Plan("ep=8"), {IN_FLIGHT, EARLY} | ESTIMATED),
-        ("gpu 9.0", Plan("ep=8"), {IN_FLIGHT, EARLY} | ESTIMATED),
-        ("gpu 10.0", Plan("ep=8"), {IN_FLIGHT, EARLY}),
-        ("gpu", Plan("ep=8", dispatch="padded"), set()),
-        ("gpu", Plan("sp=2 ep=4"), {IN_FLIGHT, EARLY} | ESTIMATED),
-    ],
-)
-def test_a_step_tells_the_compiler_what_its_plan_needs(platform, plan, names):
-    assert set(compiler_options(plan.resolve(devices=platform))) == names
+@pytest.mark.parametrize("platform, mesh, fields, names", TABLES["step_options"])
+def test_a_step_tells_the_compiler_what_its_plan_needs(platform, mesh, fields, names):
+    wanted = {OPTIONS[name] for name in filter(None, names.split(", ")) if ESTIMATED or name != "estimated"}
+    assert set(compiler_options(Plan(mesh, **fields).resolve(devices=platform))) == wanted
 
 
 # --------------------------------------------------------------------------------------------- real compilers
 
 
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run Python where the compilers are."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | variables
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])}
+    how = dict(capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    return subprocess.run([sys.executable, *words], **how)
+
+
 def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
-    """Run `llmpar compile` where the compilers are, and give its document and what it said."""
-    path = os.pathsep.join([str(ROOT), str(COMPILERS)])
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    words = [sys.executable, "-m", "llmpar", "compile", "--json", *flags]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=600, env=environment | {"PYTHONPATH": path}, cwd=ROOT
-    )
+    """Run `llmpar compile`, and give its document and what it said."""
+    done = python("-m", "llmpar", "compile", "--json", *flags)
     assert done.returncode == status, done.stderr[-2000:]
     return json.loads(done.stdout), done.stderr
 
 
-def aside(program: str, *words: str) -> subprocess.CompletedProcess:
-    """Run a program where the compilers are."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | COMPILER_ENVIRONMENT
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])}
-    words = sys.executable, "-c", program, *words
-    return subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+def aside(program: str, *words: str) -> str:
+    """What a program prints."""
+    done = python("-c", program, *words, **COMPILER_ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def as_predicted(document: dict) -> bool:
@@ -281,10 +255,8 @@ PLANS = {
     "pipeline": ("--mesh", "pp=2 fsdp=8", "--microbatches", "4", "--batch-size", "32"),
     "experts": ("--mesh", "fsdp=2 ep=8", "--model", "tiny-moe"),
 }
-GATE_AND_NIGHT = [
-    pytest.param(flags, marks=[pytest.mark.nightly] * (name != "all but stages"))
-    for name, flags in PLANS.items()
-]
+at_night = lambda name: [pytest.mark.nightly] * (name != "all but stages")
+GATE_AND_NIGHT = [pytest.param(flags, marks=at_night(name)) for name, flags in PLANS.items()]
 """One program for GPUs, with every kind of collective and our kernels, on every change; others at night."""
 
 
@@ -312,27 +284,7 @@ def test_gpus_compile_what_was_predicted(flags):
     assert named > 0.7 * sum(row["busy_s"] for row in rows), "but for merged ones, each says whose"
 
 
-HEADS = """
-import dataclasses, sys
-import other_gpus
-from llmpar.plan.presets import preset
-from llmpar.planner import aot
-from llmpar.planner import targets
-from llmpar.plan.plan import Plan
-
-base = dataclasses.replace(preset("tiny"), num_layers=1)
-heads, *chips = sys.argv[1:]
-with other_gpus.described():
-    for target in chips:
-        where = targets.parse_target(target)
-        for width, dtype in (head.split() for head in heads.split(",")):
-            plan = Plan(f"fsdp={where.num_devices}", dtype=dtype, attention_kernel="flash")
-            config = dataclasses.replace(base, head_width=int(width))
-            found = aot.compile_step(config, plan, where, where.num_devices, 1024)
-            rows = found["collectives"]
-            sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
-            print(target, width, dtype, found["attention_kernel"], found["fits"] and bool(rows) and sent)
-"""
+HEADS = program_text("heads")
 CHIPS = {"gpu": ["l4:1x2", "a100-80:1x2", "h100:1x2", "b200:1x2"], "tpu": ["v5e:2x2", "v5p:2x2x1"]}
 LARGEST = "256 bfloat16,128 float32"
 
@@ -344,10 +296,9 @@ LARGEST = "256 bfloat16,128 float32"
 )
 def test_the_kernel_of_attention_is_compiled_for_the_widest_heads_on_every_chip(platform):
     """Shared memory, registers and vector memory have room for its tiles; nothing aborts."""
-    done = aside(HEADS, LARGEST, *CHIPS[platform])
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.rsplit(" ", 2)[1:] for line in done.stdout.splitlines()]
-    assert rows == [["flash", "True"]] * 2 * len(CHIPS[platform]), done.stdout
+    out = aside(HEADS, LARGEST, *CHIPS[platform])
+    rows = [line.rsplit(" ", 2)[1:] for line in out.splitlines()]
+    assert rows == [["flash", "True"]] * 2 * len(CHIPS[platform]), out
 
 
 EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
@@ -391,28 +342,7 @@ def test_a_tpu_compiles_what_was_predicted():
     assert held["compiled_arguments"] >= held["predicted_arguments"], "small arrays fill tiles of 8 x 128"
 
 
-HEAP = r"""
-import re, sys
-from pathlib import Path
-
-import jax
-import optax
-
-from llmpar.plan.presets import preset
-from llmpar.inspect.census import compiled_memory
-from llmpar.planner.targets import parse_target
-from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.plan import Plan
-from llmpar.training.step import Step
-
-plan = Plan("fsdp=4", dtype="bfloat16", remat="block")
-mesh = make_mesh(plan.mesh, parse_target("v5e:2x2").devices)
-lowered = Step(preset("llama3.2-1b"), plan, mesh, optax.adamw(1e-3)).lower(4, 2048)
-compiled = lowered.compile({"xla_dump_to": sys.argv[1], "xla_dump_hlo_as_text": True})
-(report,) = Path(sys.argv[1]).glob("*memory-usage-report.txt")
-heap = re.search(r"default.*\nTotal bytes: (\d+)", report.read_text())[1]
-print(heap, compiled_memory(compiled)["peak_bytes"])
-"""
+HEAP = program_text("heap")
 
 
 @pytest.mark.nightly
@@ -420,9 +350,7 @@ print(heap, compiled_memory(compiled)["peak_bytes"])
 @tpu_compiler
 def test_a_tpus_temporaries_are_what_its_heap_holds(tmp_path):
     """Not what it reports as temporaries, half as much again. (128 MiB of it may lie on the chip.)"""
-    done = aside(HEAP, str(tmp_path))
-    assert done.returncode == 0, done.stderr[-2000:]
-    heap, held = map(int, done.stdout.split()[-2:])
+    heap, held = map(int, aside(HEAP, str(tmp_path)).split()[-2:])
     assert 0.95 * heap <= held <= heap + 2**27
 
 

@@ -48,11 +48,8 @@ def faults(batch, corpus, seq_len=16):
     for tokens, targets, segments in zip(row["tokens"], row["targets"], row["segments"], strict=True):
         doc = owner[tokens]
         inside = doc[1:] == doc[:-1]
-        follow, begin = (
-            tokens[1:][inside] == tokens[:-1][inside] + 1,
-            np.isin(tokens[1:][~inside], corpus.offsets),
-        )
-        if not (follow.all() and begin.all()):
+        follow = tokens[1:][inside] == tokens[:-1][inside] + 1
+        if not (follow.all() and np.isin(tokens[1:][~inside], corpus.offsets).all()):
             found.add("tokens")
         if not (targets[:-1] == np.where(inside, tokens[1:], -1)).all():
             found.add("targets")
@@ -125,16 +122,15 @@ def test_every_token_is_an_input_once_per_epoch_apart_from_the_tail(corpus, part
     assert 1 <= len(mine) - len(seen) <= 16  # the last row needs one more token, as its last target
 
 
-def test_every_epoch_has_its_own_order_of_documents_and_rows(corpus):
-    stream = Batches(corpus, config(batch_size=1))
+def test_every_epoch_and_seed_has_its_own_order_of_documents_and_rows(corpus):
+    stream, other = (Batches(corpus, config(batch_size=1, seed=seed)) for seed in (0, 4))
+    assert not any(same(stream.batch(i), other.batch(i)) for i in range(50))
     n = stream.num_rows
     epochs = [[tuple(stream.batch(e * n + i)["tokens"][0]) for i in range(n)] for e in range(3)]
     assert len({tuple(rows) for rows in epochs}) == 3
-    # another order of documents, not only of rows: the rows themselves are others
-    assert len(set(epochs[0]) & set(epochs[1])) < n / 2
-    # rows of one document do not follow one another
+    assert len(set(epochs[0]) & set(epochs[1])) < n / 2, "another order of documents, not only of rows"
     follow = [b[0] == a[-1] + 1 for a, b in zip(epochs[0], epochs[0][1:], strict=False)]
-    assert np.mean(follow) < 0.2
+    assert np.mean(follow) < 0.2, "rows of one document do not follow one another"
 
 
 def test_held_out_rows_are_the_same_for_all_seeds_and_epochs_and_never_trained_on(corpus):
@@ -145,12 +141,6 @@ def test_held_out_rows_are_the_same_for_all_seeds_and_epochs_and_never_trained_o
     trained = {t for i in range(3 * train.num_rows) for t in train.batch(i)["tokens"][0]}
     trained |= {t for i in range(3 * train.num_rows) for t in train.batch(i)["targets"][0]}
     assert not trained & {t for i in range(n) for t in held[0].batch(i)["tokens"][0]}
-
-
-def test_seeds_differ_and_instances_agree(corpus):
-    streams = [Batches(corpus, config(seed=seed)) for seed in (3, 3, 4)]
-    assert all(same(streams[0].batch(i), streams[1].batch(i)) for i in range(50))
-    assert not any(same(streams[0].batch(i), streams[2].batch(i)) for i in range(50))
 
 
 def test_the_order_is_pinned_so_that_other_versions_read_the_same(corpus):
@@ -165,8 +155,14 @@ def test_resuming_at_step_k_equals_running_through(corpus):
     for k in (0, 1, 17, 59):
         resumed = Batches(corpus, CONFIG)
         assert all(same(resumed.batch(step), run[step]) for step in range(k, 60))
-    # looking back, and evaluating in between, leaves no trace
-    assert all(same(through.batch(step), run[step]) for step in (59, 3, 40, 0))
+    for step in (59, 3, 40, 0):  # looking back leaves no trace, nor does what a reader writes into a batch
+        batch = through.batch(step)
+        assert same(batch, run[step])
+        for x in batch.values():
+            x[:] = 99
+        assert same(through.batch(step), run[step])
+    with pytest.raises(ValueError, match="step -1 has no batch"):
+        through.batch(-1)
 
 
 def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
@@ -179,24 +175,13 @@ def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
         assert same(picked, {k: x[[6, 1]] for k, x in whole.items()})
     with pytest.raises(IndexError):
         stream.batch(0, [8])
-
-
-def test_batches_straddle_epochs_row_by_row(corpus):
     single = Batches(corpus, config(batch_size=1))
-    for size in (5, 2 * single.num_rows + 3):
+    for size in (5, 2 * single.num_rows + 3):  # a batch of two epochs, too, has the rows in their order
         stream = Batches(corpus, config(batch_size=size))
         assert stream.num_rows % size
         for step in range(12):
             rows = [single.batch(step * size + i) for i in range(size)]
             assert same(stream.batch(step), {k: np.concatenate([r[k] for r in rows]) for k in rows[0]})
-
-
-def test_a_batch_belongs_to_its_reader(corpus):
-    stream = Batches(corpus, CONFIG)
-    first = stream.batch(0)
-    for x in first.values():
-        x[:] = 99
-    assert same(stream.batch(0), Batches(corpus, CONFIG).batch(0))
 
 
 # -------------------------------------------------------------------------------------------------- documents
@@ -236,18 +221,15 @@ def test_the_default_text_is_the_standard_library_cut_at_the_limit():
 def library(root):
     names = "b.py a.py json/__init__.py json/tool.py json/notes.txt _sysconfigdata__x.py sitecustomize.py "
     names += "site-packages/numpy/x.py test/test_a.py json/tests/t.py idlelib/x.py encodings/cp1.py "
-    names += "pydoc_data/topics.py __pycache__/a.pyc"
-    for name in names.split():
+    for name in (names + "pydoc_data/topics.py __pycache__/a.pyc").split():
         write(root / name, f"# {name}\n")
     return root
 
 
 def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_packages(tmp_path, monkeypatch):
     root, walk = library(tmp_path / "lib"), os.walk
-    # a file system lists a folder in the order it likes
-    monkeypatch.setattr(
-        os, "walk", lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top))
-    )
+    backwards = lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top))
+    monkeypatch.setattr(os, "walk", backwards)  # a file system lists a folder in the order it likes
     names = ["a.py", "b.py", "json/__init__.py", "json/tool.py"]
     assert text_files.library_files(str(root)) == [str(root / n) for n in names]
     beside = write(tmp_path / "LICENSE", "the licence")
@@ -277,23 +259,23 @@ def test_globs_recurse_and_take_no_file_twice(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert text_files.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
-    assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == [
-        "a.txt",
-        "b.txt",
-        "deep/er/c.txt",
-        "odd[1].txt",
-    ]
+    assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == sorted(found)
 
 
 def test_jsonl_has_one_document_a_line(tmp_path):
     texts = ["first\nwith a line break", "zweites: \u00fc \u2028 \U0001f600", "third"]
     lines = [json.dumps({"text": t, "meta": 1}, ensure_ascii=i != 1) for i, t in enumerate(texts)]
-    path = write(
-        tmp_path / "x.jsonl", "\ufeff" + lines[0] + "\r\n\n" + lines[1] + "\n" + lines[2] + '\n{"text": ""}'
-    )
+    text = "\ufeff{}\r\n\n{}\n{}\n".format(*lines) + '{"text": ""}'
+    path = write(tmp_path / "x.jsonl", text)
     corpus = read_corpus(DataConfig(data=(path,)))
     assert documents(corpus) == sorted(texts)
     assert len(corpus.tokens) == 3 + sum(len(t.encode()) for t in texts)
+    for name, content, said in (  # counted from the file's beginning; other refusals are in bad_inputs.toml
+        ("bad.txt", b"\xef\xbb\xbfab\xc3", "byte 0xc3 at offset 5"),
+        ("bad.jsonl", b'{"text": "a"}\n\x1f\x8b', "byte 0x8b at offset 15"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_corpus(DataConfig(data=(write(tmp_path / name, content),)))
     # the same bytes under another name are one text
     other = write(tmp_path / "x.txt", "\n".join(lines))
     assert documents(read_corpus(DataConfig(data=(other,)))) == ["\n".join(lines)]
@@ -337,10 +319,8 @@ def written(rng):
             lines.append({"text": one, "meta": 1})
             want.append([(256, True)] + [(b, True) for b in one.encode()])
             continue
-        messages = [("system", text())] * int(rng.integers(2)) * int(kind == 1) + [
-            ("user", one),
-            ("assistant", two),
-        ]
+        messages = [("system", text())] * int(rng.integers(2)) * int(kind == 1)
+        messages += [("user", one), ("assistant", two)]
         if kind == 1:
             messages *= int(rng.integers(1, 3))
             lines.append({"messages": [{"role": role, "content": content} for role, content in messages]})
@@ -401,10 +381,8 @@ def test_conversations_are_held_out_whole(corpus):
         ends = [part._bounds[[0, -1]].tolist() for part in parts]
         cut = ends[0][1]
         assert ends == [[0, cut], [cut, total]] and cut in corpus.offsets[1:-1]
-        assert (
-            abs(cut - (total - total // held_out))
-            == np.abs(corpus.offsets - (total - total // held_out)).min()
-        )
+        asked = total - total // held_out
+        assert abs(cut - asked) == np.abs(corpus.offsets - asked).min()
     assert Batches(masked, config(held_out=0))._bounds[-1] == total
     with pytest.raises(ValueError, match=r"the train part \(held_out 4\) .* has no answer; give"):
         Batches(dataclasses.replace(corpus, counted=np.arange(total) > total - 9), config())
@@ -421,28 +399,12 @@ def test_the_limit_cuts_no_conversation(tmp_path):
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-def test_the_place_of_a_byte_that_is_no_text_is_counted_from_the_files_beginning(tmp_path):
-    """Behind a mark of the byte order, too, and in a later line. Other refusals are in bad_inputs.toml."""
-    for name, content, said in (
-        ("x.txt", b"\xef\xbb\xbfab\xc3", "byte 0xc3 at offset 5"),
-        ("x.jsonl", b'{"text": "a"}\n\x1f\x8b', "byte 0x8b at offset 15"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            read_corpus(DataConfig(data=(write(tmp_path / name, content),)))
-
-
 def test_too_little_data_for_a_row_is_refused_with_both_numbers(tmp_path):
     path = write(tmp_path / "x.txt", "a" * 99)  # 100 tokens with the start
     corpus = read_corpus(DataConfig(data=(path,)))
     assert Batches(corpus, DataConfig(seq_len=99, held_out=0)).num_rows == 1
-    for seq_len, part, held_out, tokens in (
-        (100, "train", 0, 100),
-        (64, "held_out", 4, 25),
-        (4, "held_out", 0, 0),
-    ):
-        says = (
-            rf"seq_len {seq_len} needs {seq_len + 1} tokens, but the {part} part .* has {tokens} of 100; use"
-        )
+    for seq_len, part, held_out, tokens in ((100, "train", 0, 100), (64, "held_out", 4, 25)):
+        says = rf"seq_len {seq_len} needs {seq_len + 1} tokens, but the {part} part .* has {tokens} of 100"
         with pytest.raises(ValueError, match=says):
             Batches(corpus, DataConfig(seq_len=seq_len, held_out=held_out), part)
 
@@ -451,11 +413,6 @@ def test_an_order_that_is_no_permutation_is_refused(corpus):
     for order in (np.arange(15), np.arange(17), np.arange(1, 17), np.zeros(16, int)):
         with pytest.raises(ValueError, match="is in each row no permutation of 0 to 15"):
             Batches(corpus, CONFIG, order=lambda rows: np.tile(order, (len(rows), 1))).batch(0)  # noqa: B023
-
-
-def test_a_step_before_the_first_is_refused(corpus):
-    with pytest.raises(ValueError, match="step -1 has no batch"):
-        Batches(corpus, CONFIG).batch(-1)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -485,10 +442,8 @@ def make_tokenizer(tmp_path):
         trainer = hf.trainers.BpeTrainer(show_progress=False, **options)
         tokenizer.train_from_iterator(["hello world, hello words"] * 5, trainer)
         if first:
-            ids = [(first, tokenizer.token_to_id(first))]
-            tokenizer.post_processor = hf.processors.TemplateProcessing(
-                single=f"{first} $A", special_tokens=ids
-            )
+            template = dict(single=f"{first} $A", special_tokens=[(first, tokenizer.token_to_id(first))])
+            tokenizer.post_processor = hf.processors.TemplateProcessing(**template)
         if more.get("truncate"):
             tokenizer.enable_truncation(4)
             tokenizer.enable_padding(length=8)
@@ -507,6 +462,9 @@ def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
     assert ids.dtype == np.int32 and 4 < len(ids) < len(text.encode())
     assert tokenizer.decode(ids) == text and tokenizer.start_id not in ids
     assert tokenizer.decode([tokenizer.start_id, *ids]) == text
+    forged = "one<|endoftext|>two"
+    assert tokenizer.start_id not in tokenizer.encode(forged)
+    assert tokenizer.decode(tokenizer.encode(forged)) == forged
     texts = [f"hello {i}" for i in range(1030)]  # more than are encoded at a time
     lines = write(tmp_path / "x.jsonl", "\n".join(json.dumps({"text": t}) for t in texts))
     settings = config(data=(lines,), tokenizer=path)
@@ -515,13 +473,6 @@ def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
     assert open_tokenizer(str(tmp_path)).start_id == tokenizer.start_id  # the folder will do
     batch = Batches(corpus, settings).batch(0)
     assert ((batch["tokens"] == tokenizer.start_id)[:, 1:] == (np.diff(batch["segments"]) == 1)).all()
-
-
-def test_a_document_cannot_forge_a_document_start(make_tokenizer):
-    tokenizer = open_tokenizer(make_tokenizer())
-    text = "one<|endoftext|>two"
-    assert tokenizer.start_id not in tokenizer.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_then_a_usual_name(
@@ -552,13 +503,18 @@ def test_the_size_of_a_vocabulary_with_gaps_is_its_largest_id_plus_one(make_toke
     assert read_corpus(DataConfig(tokenizer=tokenizer.name, limit_bytes=999)).tokens.dtype == np.int32
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(make_tokenizer, tmp_path):
+def test_a_file_that_is_no_tokenizer_is_refused_and_one_that_lacks_its_unknown_token(tmp_path):
     path = write(tmp_path / "bad.json", '{"model": 3}')
     says = rf"^cannot read tokenizer '{re.escape(path)}': .*; give 'bytes' or a tokenizer\.json$"
     with pytest.raises(ValueError, match=says):
         open_tokenizer(path)
     with pytest.raises(ValueError, match="cannot read the tokenizer '.*none.json': No such file"):
         open_tokenizer(str(tmp_path / "none.json"))
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match="'.*t.json' cannot encode the text: .*UNK.*; mend it, or"):
+        open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
 
 
 # ------------------------------------------------------------------------------------ what a checkpoint knows
@@ -566,30 +522,19 @@ def test_a_file_that_is_no_tokenizer_is_refused(make_tokenizer, tmp_path):
 
 def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    for name in ("a.json", "same.json", "other.json"):
+    names = "a.json", "same.json", "other.json"
+    for name in names:
         words = {"<s>": 0, "x" if name == "other.json" else "y": 1}
         tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>")).save(str(tmp_path / name))
-    kept, same, other = (
-        open_tokenizer(str(tmp_path / name)) for name in ("a.json", "same.json", "other.json")
-    )
+    kept, same, other = (open_tokenizer(str(tmp_path / name)) for name in names)
     assert kept.identity["fingerprint"] == same.identity["fingerprint"] != other.identity["fingerprint"]
     made = {"tokenizer": kept.identity}
     assert tokenizer_of(made, None).name == str(tmp_path / "a.json")
     assert tokenizer_of(made, same.name).name == same.name
     for asked in (other.name, "bytes"):
-        with pytest.raises(
-            ValueError, match="was trained with tokenizer '.*a.json', and '.*' is another; give"
-        ):
+        with pytest.raises(ValueError, match="trained with tokenizer '.*a.json', and '.*' is another; give"):
             tokenizer_of(made, asked)
     assert tokenizer_of(None, None).name == tokenizer_of({}, None).name == "bytes"
-
-
-def test_a_token_that_is_missing_for_what_is_unknown_is_a_sentence(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
-    made.save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match="'.*t.json' cannot encode the text: .*UNK.*; mend it, or"):
-        open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
 
 
 def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):

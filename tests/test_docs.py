@@ -29,17 +29,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 NOT_RUN = TABLES["lines_not_run"]
-SLOW = (
-    "llmpar demo",
-    "llmpar rl",
-    "llmpar plan",
-    "llmpar plan --devices 64 --html plan.html",
-    "llmpar plan --against tests/published.json",
-    "llmpar plan --against tests/measured.json",
-    "llmpar plan --model gpt-oss-120b --export megatron",
-    "llmpar plan --devices 64 --export megatron",
-    "llmpar plan --model llama3-70b --chip h100 --devices 256 --batch-tokens 4M --tokens 15T --price 2",
-)
+SLOW = TABLES["lines_slow"]
 """What takes long: the full tests run it."""
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 (STORY,) = re.findall(r"^## Bring a model, tune it, serve it\n.*?(?=^## )", README.read_text(), re.M | re.S)
@@ -141,12 +131,14 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", head).lower()).replace(" ", "-") for head in heads}
 
 
+HEADS = "# Layouts are JAX's types\n\n## `fsdp`, and more\n```python\n# no heading\n```\n"
 LINKED = [*PAGES, *sorted(ROOT.glob("[A-Z]*.md")), ROOT / "notebooks" / "walk.md"]
 LINKED += sorted((ROOT / "notebooks" / "src").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(LINKED), ids=lambda page: page.stem)
 def test_no_link_is_dead(page):
+    assert anchors(HEADS) == {"layouts-are-jaxs-types", "fsdp-and-more"}, "a dead anchor would be seen"
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     if page.suffix == ".py":
         text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
@@ -158,11 +150,6 @@ def test_no_link_is_dead(page):
         there = folder / path if path else page
         assert there.exists(), target
         assert not anchor or there.suffix != ".md" or anchor in anchors(there.read_text()), target
-
-
-def test_a_dead_anchor_would_be_seen():
-    text = "# Layouts are JAX's types\n\n## `fsdp`, and more\n```python\n# no heading\n```\n"
-    assert anchors(text) == {"layouts-are-jaxs-types", "fsdp-and-more"}
 
 
 def test_the_first_page_is_short_and_every_page_is_reached_from_it():

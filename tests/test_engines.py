@@ -146,15 +146,7 @@ def arrivals(*pairs, wait_s=60.0, declines=()):
     return list(said.values())
 
 
-@pytest.mark.parametrize(
-    "pairs, sentence",
-    [
-        ([(0, 3), (1, 3), (2, 3)], "all have come"),
-        ([(0, 3), (1, 3), (1, 3)], "process 1 has come twice, {me} and {me}; give each its"),
-        ([(0, 3), (0, 3), (1, 3)], "process 0 has come twice, {me} and {me}; give each its"),
-        ([(0, 2), (1, 3)], "process 0 is one of 2 ({me}), process 1 one of 3 ({me}); start all"),
-    ],
-)
+@pytest.mark.parametrize("pairs, sentence", TABLES["who_comes"])
 def test_who_comes_twice_or_as_one_of_another_number_is_refused_in_all(monkeypatch, pairs, sentence):
     monkeypatch.setattr(joined, "GREETING_S", 2.0)
     assert all(sentence.format(me=joined._location()) in words for words in arrivals(*pairs))
@@ -166,9 +158,8 @@ def test_a_process_that_ends_before_it_has_come_is_not_waited_for(declines):
     refuse the same, nobody waits."""
     words = arrivals((0, 3), (1, 3), (2, 3), declines=declines)
     told = [words[i] for i in range(3) if i not in declines or i == 0]
-    assert told and all(
-        re.fullmatch(r"process \d, on .*, ended before it came: no such flag", x) for x in told
-    )
+    says = r"process \d, on .*, ended before it came: no such flag"
+    assert told and all(re.fullmatch(says, sentence) for sentence in told)
 
 
 def test_who_is_no_process_0_is_not_waited_for(monkeypatch):
@@ -218,24 +209,10 @@ def test_a_process_that_was_started_again_may_come_again(monkeypatch):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(
-    "environ, here, want",
-    [
-        ({}, place(num_local=1), None),  # one task, all GPUs
-        ({}, place(num_local=2, local_id=1), [4, 5, 6, 7]),  # two tasks share eight
-        ({"CUDA_VISIBLE_DEVICES": "0"}, place(num_local=2, local_id=1), None),  # renumbered for each task
-        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}, place(num_local=2, local_id=1), None),
-        ({"CUDA_VISIBLE_DEVICES": "4,5"}, place(num_local=2, local_id=1), [1]),  # part of a node
-        ({"JAX_LOCAL_DEVICE_IDS": "2,3"}, place(num_local=2), None),  # JAX reads it
-        ({"CUDA_VISIBLE_DEVICES": ""}, place(num_local=2), None),
-        ({"JAX_PLATFORMS": "cpu"}, place(num_local=2), None),
-    ],
-)
-def test_a_process_takes_the_gpus_that_are_its_own(environ, here, want):
-    assert joined.local_devices(here, environ, files=8) == want
-
-
-def test_gpus_that_cannot_be_shared_are_refused():
+@pytest.mark.parametrize("environ, num_local, local_id, want", TABLES["gpus_of_a_process"])
+def test_a_process_takes_the_gpus_that_are_its_own(environ, num_local, local_id, want):
+    found = joined.local_devices(place(num_local=num_local, local_id=local_id), environ, files=8)
+    assert found == (None if want == "all" else want)
     with pytest.raises(ValueError, match="3 processes on .* cannot share 8 GPUs equally"):
         joined.local_devices(place(num=3, num_local=3), {}, files=8)
 
@@ -367,12 +344,8 @@ TRAPS = [
 @pytest.mark.parametrize("words, here, sentence", TRAPS)
 def test_a_trap_is_named_in_one_sentence(words, here, sentence):
     (found,) = traps.traps(env(words), here, 8)
-    assert sentence in found
-
-
-def test_where_nothing_is_wrong_nothing_is_said():
-    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8) == []
-    assert traps.traps({}, place(num_local=2), 0) == []
+    assert sentence in found and traps.traps({}, place(num_local=2), 0) == []
+    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8) == [], "nothing is wrong"
 
 
 # -------------------------------------------------------------------------------------------------- job files
@@ -419,55 +392,23 @@ def test_a_job_file_is_as_it_was(name):
 
 @pytest.mark.parametrize("site", [SITE, Site(image="llmpar", gpus_per_node=0)], ids=["all", "little"])
 def test_a_jobsets_pods_have_the_command_and_find_one_another(site):
-    jobset, policy = yaml.safe_load_all(job_file("jobset", Job(WORDS, 2, site)))
+    """Kubernetes replaces $(NAME), and $$ by $; this is the one rule that it has."""
+    words = ("train", "--checkpoints", "$(JAX_NUM_PROCESSES) $HOME $$ $(x $")
+    jobset, policy = yaml.safe_load_all(job_file("jobset", Job(words, 2, site)))
     assert policy["spec"]["podSelector"] == policy["spec"]["ingress"][0]["from"][0]["podSelector"]
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    assert container["command"] == ["llmpar", *WORDS]
+    put = lambda found: "$" if found[1] == "$" else "replaced"
+    read = lambda word: re.sub(r"\$(\$|\(([^)]*)\))", put, word)
+    assert [read(word) for word in container["command"]] == ["llmpar", *words] and read(words[2]) != words[2]
     assert ("volumes" in pod, "volumeMounts" in container) == (bool(site.volume),) * 2
     given = {row["name"]: row["value"] for row in container["env"]}
     inside = given | env("KUBERNETES_SERVICE_HOST=10.0.0.1 JOB_COMPLETION_INDEX=1")
     assert detect(inside) == Place("Kubernetes", 2, 1, "llmpar-workers-0-0.llmpar:55527")
 
 
-def test_kubernetes_reads_back_the_words():
-    """It replaces $(NAME), and $$ by $; this is the one rule that it has."""
-    words = ("train", "--checkpoints", "$(JAX_NUM_PROCESSES) $HOME $$ $(x $")
-    command = next(yaml.safe_load_all(job_file("jobset", Job(words, 2, SITE))))["spec"]["replicatedJobs"][0]
-    command = command["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    put = lambda found: "$" if found[1] == "$" else "replaced"
-    read = lambda word: re.sub(r"\$(\$|\(([^)]*)\))", put, word)
-    assert [read(word) for word in command] == ["llmpar", *words] and read(words[2]) != words[2]
-
-
-FAKE = """#!{python} -ES
-import json, os, socket, sys, time
-name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
-told = [os.environ.get(name) for name in ("RAY_ADDRESS", "VLLM_API_KEY", "RAY_AUTH_TOKEN")]
-told[2] = len(told[2] or "")
-with open("said.jsonl", "a") as file:
-    print(json.dumps([name, words, told]), file=file)
-if name == "scontrol":
-    print("localhost")
-elif name == "srun":  # options, of which -w and -x have a word, and a command
-    while words[0].startswith("-"):
-        words = words[1 + (words[0] in ("-w", "-x")) :]
-    os.execvp(words[0], words)
-elif name == "apptainer":
-    at = next(i for i, word in enumerate(words) if word.endswith(".sif"))
-    os.execvp(words[at + 1], words[at + 1 :])
-elif name == "ray" and "--head" in words and not os.path.exists("broken"):
-    with socket.create_server(("localhost", int(words[2].partition("=")[2]))):
-        time.sleep(60)
-elif name == "ray" and "--head" not in words:
-    socket.create_connection(("localhost", int(words[1].rpartition(":")[2])))
-    open("joined", "w").close()
-    time.sleep(60)
-elif name == "vllm":
-    while "ray" in words and not os.path.exists("joined"):
-        time.sleep(0.02)
-    sys.exit(7)
-"""
+FAKE = (Path(HERE).parent / "jobs_programs.txt").read_text()
+"""What scontrol, srun, apptainer, ray and vllm are in the tests of job files."""
 
 
 def served(folder, engine, job, *, key="k'e y", broken=False):
@@ -483,9 +424,8 @@ def served(folder, engine, job, *, key="k'e y", broken=False):
     if broken:
         (folder / "broken").touch()
     around = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "VLLM_API_KEY": key}
-    done = subprocess.run(
-        ["bash", "job"], cwd=folder, env=around, capture_output=True, text=True, timeout=200
-    )
+    how = dict(cwd=folder, env=around, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(["bash", "job"], **how)
     told = folder / "said.jsonl"
     said = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
     assert not key or key not in text + done.stdout + done.stderr
@@ -564,9 +504,7 @@ def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, cap
         out, err = capsys.readouterr()
         assert f"6.0 GB in NVFP4 (says {QUANTIZED}), on 1 a100-40" in err
         assert "--dtype" not in out and f"serve {name} " in out
-    with pytest.raises(
-        ValueError, match=f"quantized to NVFP4 .{QUANTIZED}., which is not supported; use the"
-    ):
+    with pytest.raises(ValueError, match=f"quantized to NVFP4 .{QUANTIZED}., which is not supported"):
         from_folder(small)
 
 
@@ -597,7 +535,7 @@ def launch(*words):
     parse(["launch", *words]).run()
 
 
-def test_a_job_file_is_printed_and_nothing_is_submitted(capsys, monkeypatch, tmp_path):
+def test_a_job_file_is_printed_and_submitted_only_when_it_is_asked_for(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("submitted"))
     launch("slurm", "--nodes", "2", "--", "train", "--mesh", "fsdp=16", "--checkpoints", "kept")
@@ -608,22 +546,16 @@ def test_a_job_file_is_printed_and_nothing_is_submitted(capsys, monkeypatch, tmp
     assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
     _, err = capsys.readouterr()
     assert "submit it: sbatch job" in err and "nothing is kept" in err
-
-
-def test_a_job_is_submitted_when_it_is_asked_for(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-    done = subprocess.CompletedProcess([], 0)
-    monkeypatch.setattr(subprocess, "run", lambda line, **_: asked.append(line) or done)
+    asked, ended = [], subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: asked.append(line) or ended)
     with pytest.raises(SystemExit, match="0"):
         launch("slurm", "--submit", "--", "train", "--mesh", "fsdp=8")
     assert asked == [["sbatch", "llmpar-job.sbatch"]] and (tmp_path / "llmpar-job.sbatch").exists()
 
 
 def test_the_variables_of_a_process_here_are_understood_again():
-    environ = local.environment(
-        4, 3, "127.0.0.1:1234", 2, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}
-    )
+    flags = {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}
+    environ = local.environment(4, 3, "127.0.0.1:1234", 2, flags)
     assert detect(environ) == Place("JAX_* variables", 4, 3, "127.0.0.1:1234", 3, 4)
     assert environ["XLA_FLAGS"] == "--a" and environ["JAX_NUM_CPU_DEVICES"] == "2"
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from jax import lax
+from shared import TABLES
 
 from llmpar import lessons
 from llmpar.cli import main
@@ -74,9 +75,8 @@ def test_what_a_function_returns_is_what_real_devices_return():
         return lax.all_gather(lax.ppermute(part, "dp", [(0, 1), (1, 0)]), "tp", tiled=True, to="invarying")
 
     cut = jax.P(("dp", "tp"))
-    on_devices = jax.shard_map(
-        lambda x: function(x[0])[None], mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False
-    )
+    how = dict(mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+    on_devices = jax.shard_map(lambda x: function(x[0])[None], **how)
     found, sent = carried_out(function, "dp=2 tp=2", x)
     np.testing.assert_allclose(np.stack(found), jax.jit(on_devices)(x), rtol=1e-6)
     rows = [[kind, axis, 1, 16] for kind, axis in (("all-gather", "tp"), ("collective-permute", "dp"))]
@@ -84,8 +84,7 @@ def test_what_a_function_returns_is_what_real_devices_return():
 
 
 def test_a_notebook_shows_what_each_device_sends_and_holds(capsys):
-    """Of a function that several devices run, whether right or wrong; outside of notebooks there are words
-    alone."""
+    """Of a function that several devices run, right or wrong; outside of notebooks there are words alone."""
     gathers = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
     lessons.attempt("04.stage2_accumulated", gathers)
     plain = capsys.readouterr().out
@@ -158,17 +157,7 @@ def test_a_page_counts_with_what_the_lesson_gives():
 SAYS = {"hint": "Add.", "because": "Two.", "one": "That is one."}
 
 
-@pytest.mark.parametrize(
-    "change, fault",
-    [
-        ({"`3`": "That is three.", "`* 2`": "Twice.", "nudge": "Think."}, ""),
-        ({"two": "That is two."}, "for two, which mean"),
-        ({"`some`": "That is text."}, "sentences for `some`, which mean nothing to it"),
-        ({"`a=1`": "No parts."}, "sentences for `a=1`"),
-        ({"hint": None}, "no sentence for hint"),
-        ({"one": None}, "no sentence for one"),
-    ],
-)
+@pytest.mark.parametrize("change, fault", TABLES["sentences"])
 def test_a_key_without_a_sentence_and_a_sentence_without_a_key_are_refused(change, fault):
     exercise = lessons.Exercise("core", 2, dict(one=1))
     says = {key: sentence for key, sentence in (SAYS | change).items() if sentence}
@@ -183,9 +172,8 @@ def test_a_key_without_a_sentence_and_a_sentence_without_a_key_are_refused(chang
 def test_a_page_spells_parts_out():
     right = {"a": 3.0, 1: "x"}
     assert judge.read_answer("a=1/2; 1=y", right) == {"a": 0.5, 1: "y"}
-    assert judge.read_answer("a=* 2", right) == {"a": 6.0, 1: "x"} and judge.read_answer("* 2", {"a": 3}) == {
-        "a": 6
-    }
+    assert judge.read_answer("a=* 2", right) == {"a": 6.0, 1: "x"}
+    assert judge.read_answer("* 2", {"a": 3}) == {"a": 6}
     assert judge.read_answer("b=2", right) == "b=2", "no such part"
 
 
@@ -247,15 +235,12 @@ def test_a_miss_goes_on_where_the_hints_were(capsys):
     assert printed(lessons.attempt, 2).startswith("03.bucket (stretch): correct. ")
 
 
-def test_what_is_said_fits_a_notebook_and_keeps_its_words(capsys):
+@pytest.mark.parametrize("line", ["  mpirun --map 'a b' " + 9 * "--mesh 'dp=2 tp=2' ", "echo -n short"])
+def test_what_is_said_fits_a_notebook_and_a_broken_command_is_the_same_command(capsys, line):
     lessons.say("Why: " + "an all-reduce " * 20 + "\n    code = 1")
     *lines, code = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= lessons.COLUMNS and code == "    code = 1"
-    assert not any(line.endswith("-") for line in lines) and " ".join(lines).count("all-reduce") == 20
-
-
-@pytest.mark.parametrize("line", ["  mpirun --map 'a b' " + 9 * "--mesh 'dp=2 tp=2' ", "echo -n short"])
-def test_a_broken_command_is_the_same_command(capsys, line):
+    assert not any(row.endswith("-") for row in lines) and " ".join(lines).count("all-reduce") == 20
     lessons.say_command(line)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= lessons.COLUMNS
@@ -300,9 +285,8 @@ def test_a_prediction_is_met_again(capsys):
     assert printed("07.idle_share", 3 / 11, "drawn") == "you said 0.27; drawn 0.2727\n"
     lessons.attempt("11.replicas", {"dp=16": 90, "fsdp=16": "5000 GB"})
     found = {"dp=16": 89.7531, "fsdp=16": 5.61}
-    assert printed("11.replicas", found) == (
-        "you said dp=16 90, fsdp=16: 5000 GB; compiled dp=16 89.75, fsdp=16 5.61\n"
-    )
+    said = "you said dp=16 90, fsdp=16: 5000 GB; compiled dp=16 89.75, fsdp=16 5.61\n"
+    assert printed("11.replicas", found) == said
     lessons.attempt("12.unfinished", "b/dp s d")
     assert printed("12.unfinished", "b/dp s d +tp", "typed") == "you said b/dp s d; typed b/dp s d +tp\n"
     with pytest.raises(ValueError, match="there is no exercise '03.nothing'"):
@@ -381,18 +365,17 @@ def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_pat
 NOTED = '{"exercise": "03.sent", "answer": "1", "verdict": "not yet", "correct": false, "at": ""}'
 
 
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("my notes", "it is no JSON in line 1"),
-        (NOTED + "\n" + NOTED[:30], "it is no JSON in line 2"),
-        ("[1]", "not an object"),
-        ("{}", "object 1 is no answer, which has exercise (str), "),
-        (NOTED.replace("false", '"no"'), "correct (bool)"),
-        (NOTED.replace("at", "on"), "object 1 is no answer"),
-        ('{"a":' * 100_000, "nested too deeply"),
-    ],
-)
+NO_NOTES = {
+    "my notes": "it is no JSON in line 1",
+    NOTED + "\n" + NOTED[:30]: "it is no JSON in line 2",
+    "[1]": "not an object",
+    "{}": "object 1 is no answer, which has exercise (str), ",
+    NOTED.replace("false", '"no"'): "correct (bool)",
+    NOTED.replace("at", "on"): "object 1 is no answer",
+}
+
+
+@pytest.mark.parametrize("text, why", NO_NOTES.items())
 def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
     (tmp_path / record.FILE).write_text(text)
     assert main(["progress"]) == 1
@@ -400,14 +383,12 @@ def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
     assert "is no file of answers" in said and why in said and "Attempt(" not in said
     lessons.attempt("03.sent", 1)
     assert (tmp_path / record.FILE).read_text() == text, "nothing of the learner's is overwritten"
-
-
-def test_a_pipe_is_no_file_of_answers(tmp_path, capsys):
+    (tmp_path / record.FILE).unlink()
     os.mkfifo(tmp_path / record.FILE)
     assert main(["progress"]) == 1
     lessons.attempt("03.sent", 1)
-    told = capsys.readouterr()
-    assert "no ordinary file" in told.err and "This answer was not noted" in told.out
+    shown = capsys.readouterr()
+    assert "no ordinary file" in shown.err and "This answer was not noted" in shown.out
 
 
 def test_a_lone_notebook_can_ask(tmp_path):
@@ -451,11 +432,15 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
     assert right("01.crossover") == pytest.approx(6 * used / per_position, rel=1e-5)
     replica_gib = 12 * preset("llama3-70b").num_params / 2**30
     assert tuple(right("11.replicas").values()) == pytest.approx((replica_gib, replica_gib / 64), rel=1e-3)
+    end = lambda layers: max(
+        0.081 + 0.060 * layers / 32, 0.080 * layers / 32 + 32 // layers * (0.001 + 0.060 * layers / 32)
+    )
+    assert right("03.bucket") == min((1, 2, 4, 8, 16, 32), key=end), "it ends soonest"
     stages = (formulas.zero_bytes(7e9, 4, stage) / 1e9 for stage in range(4))
     assert tuple(right("04.memory_table").values()) == near(*stages)
     nodes = lambda experts, n: n * (1 - math.comb(experts - experts // n, 8) / math.comb(experts, 8))
     assert tuple(right("09.nodes").values()) == near(nodes(256, 8), nodes(128, 4))
-    llama, left = preset("llama3-8b"), chip("h100").usable_bytes - 2 * preset("llama3-8b").num_params
+    left = chip("h100").usable_bytes - 2 * llama.num_params
     assert right("16.cache_bytes") == serving.cache_bytes(llama)
     fit = [left // serving.cache_bytes(llama, tokens) for tokens in (8192, 63 * 16)]
     assert tuple(right("16.fit").values()) == pytest.approx(fit, rel=0.01)
@@ -474,14 +459,6 @@ def test_answers_in_pages_about_hosts_are_the_package_s():
     along_trees = sum(0.5 for edge in edges for one, other in (edge, edge[::-1]) if one < 4 <= other)
     rights = {"ring": share("all-reduce"), "tree": along_trees, "all-to-all": share("all-to-all")}
     assert law == {name: pytest.approx(float(right)) for name, right in rights.items()}
-
-
-def test_the_bucket_of_the_page_ends_soonest():
-    def end(layers):
-        compute_s, comm_s = 0.080 * layers / 32, 0.001 + 0.060 * layers / 32
-        return max(0.080 + comm_s, compute_s + 32 // layers * comm_s)
-
-    assert lessons.find("03.bucket").solution == min((1, 2, 4, 8, 16, 32), key=end)
 
 
 def test_a_function_is_refused_by_what_it_cannot_take():

@@ -55,11 +55,8 @@ KNOWN = """aria-hidden aria-label async charset class content cx cy d data-frame
     data-name data-op data-set display fill font-family font-size font-weight height href id label lang
     name patternunits pointer-events points r role rx scope selected src stroke stroke-dasharray
     stroke-width style tabindex text-anchor transform type value viewbox width x xmlns y""".split()
-STATES = [
-    {},
-    {"mesh": "pp=2 dp=2 tp=2", "explain": "activations"},
-    {"mesh": "fsdp=8", "explain": "fsdp all-gather"},
-]
+STATES = [{}, {"mesh": "fsdp=8", "explain": "fsdp all-gather"}]
+STATES += [{"mesh": "pp=2 dp=2 tp=2", "explain": "activations"}]
 STATES += [{"model": "tiny-moe", "mesh": "ep=2 tp=2", "devices": 4, "explain": "left out", "device": 1}]
 
 

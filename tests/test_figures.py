@@ -114,14 +114,11 @@ def test_a_dragged_operation_is_moved_and_judged_and_can_be_taken_back():
     (back,) = stuck["refusal"]["steps"]
     again = explorer.answer(stuck["state"] | back["set"])
     assert again["refusal"] is None and again["panels"] == explorer.answer(explorer.state)["panels"]
-
-
-def test_an_operation_that_nobody_runs_is_named_and_is_no_circle():
-    explorer = TimelineExplorer(order="F0 F1 B1 B0\nF0 B0 B1")
+    explorer = TimelineExplorer(order="F0 F1 B1 B0\nF0 B0 B1")  # nobody runs F1 on stage 1: no circle
     refused = explorer.answer(explorer.state)
-    assert "stage 1 never runs F1" in refused["refusal"]["why"]
     picture = refused["panels"]["picture"]["svg"]
-    assert outlined(picture) == set() and "stage 0 waits to run B1 for B1 on stage 1" in picture
+    assert "stage 1 never runs F1" in refused["refusal"]["why"] and outlined(picture) == set()
+    assert "stage 0 waits to run B1 for B1 on stage 1" in picture
 
 
 @pytest.mark.parametrize("move", [[0, 0, 99], [9, 0, 1], [-1, 0, 1]])
@@ -136,9 +133,8 @@ def test_a_move_that_cannot_be_leaves_the_order_and_says_why(move):
 
 def test_known_orders_reach_the_goals_that_they_are_known_for():
     def goals(name):
-        return TimelineExplorer(schedule=name).answer(TimelineExplorer(schedule=name).state)["numbers"][
-            "goals"
-        ]
+        explorer = TimelineExplorer(schedule=name)
+        return explorer.answer(explorer.state)["numbers"]["goals"]
 
     assert goals("gpipe") == [True, False, False, False, False]
     assert goals("1f1b") == [True, True, True, False, False]
@@ -149,9 +145,8 @@ def test_known_orders_reach_the_goals_that_they_are_known_for():
 
 def test_zero_2_differs_from_zero_1_where_gradients_are_added_up():
     def held(count):
-        rows = [
-            line for line in MemoryExplorer(microbatches=count).scene.text.splitlines() if "ZeRO-" in line
-        ]
+        lines = MemoryExplorer(microbatches=count).scene.text.splitlines()
+        rows = [line for line in lines if "ZeRO-" in line]
         return [dict(re.findall(r"(\w+) ([\d.]+) GiB", row.partition("(")[2])) for row in rows[:4]]
 
     one, four = held(1), held(4)
@@ -170,9 +165,7 @@ def test_sums_of_gradients_hide_from_the_threshold_on():
     waits = {}
     for tokens in (512, 2304, 2560, 4096):
         text = OverlapExplorer(tokens=tokens).scene.text
-        total, waits[tokens] = (
-            float(x) for x in re.search(r"side by side: (\S+) ms, (\S+) ms", text).groups()
-        )
+        total, waits[tokens] = map(float, re.search(r"by side: (\S+) ms, (\S+) ms", text).groups())
         assert total - waits[tokens] == pytest.approx(4 * 6.98e9 * tokens / 989.4e12 * 1e3, rel=0.02)
     piece = 4 * 6.98e9 / 8 * 7 / 8 / 370e9 * 1e3
     assert waits[2560] == waits[4096] == pytest.approx(piece, rel=0.02), "the last one"

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from shared import program_text
 from test_attention import (
     CAUSAL,
-    WINDOW,
     H,
     S,
     agree,
@@ -32,7 +32,6 @@ from test_mesh import in_a_fresh_process
 
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
-from llmpar.model import attention
 from llmpar.model.attention import ring_attention
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.plan.plan import Plan
@@ -189,15 +188,6 @@ def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that
         assert (inside(spans, 0, 3, 6) >= some).all() and (inside(spans, 1, 2, 6) <= every).all()
 
 
-def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_masked(monkeypatch):
-    monkeypatch.setattr(flash, "jnp", np)
-    ids = np.stack([np.arange(64), np.ones(64, int)]).astype(np.int32)[None]
-    assert np.asarray(flash.spans(CAUSAL, ids, ids, 8, 8))[0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
-    ids[:, 1] = np.where(np.arange(64) < 32, 1, 2)  # two documents: half of the triangle is gone
-    spans = [[i // 4 * 4, i // 4 * 4 if i % 4 else 0, i if i % 4 else 0, i + 1] for i in range(8)]
-    assert np.asarray(flash.spans(CAUSAL, ids, ids, 8, 8))[0].tolist() == spans
-
-
 # ----------------------------------------------------------------------------------------------------- plans
 
 
@@ -208,24 +198,15 @@ def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
 
 
-def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
+def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus_and_a_platform_refuses_what_it_lacks():
     chosen = lambda platform, **fields: Plan(**fields).resolve(devices=platform).attention_kernel
     assert (chosen("cpu"), chosen("gpu"), chosen("tpu")) == ("portable", "flash", "flash")
     assert chosen("gpu", attention_block=512) == "portable"
     assert chosen("gpu", attention_kernel="xla") == "xla"
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_a_platform_refuses_a_kernel_that_it_lacks(platform):
+    platform = "tpu"
     said = f"does not suit the {platform.upper()}s of this mesh: it is for NVIDIA GPUs"
     with pytest.raises(ValueError, match=said):
         Plan(attention_kernel="cudnn", dtype="bfloat16").resolve(devices=platform)
-
-
-def test_whole_documents_need_no_mask():
-    run = program(attention.by_kernel, grads=False, kernel="xla", contiguous=True, whole=True, mask=WINDOW)
-    found, expected = results(run, *inputs()), oracle(*inputs(), WINDOW)
-    agree(found[:1], expected)
 
 
 # ------------------------------------------------------------------------------------------------ what is run
@@ -288,13 +269,12 @@ def test_a_gpu_is_busy_to_the_end_since_the_longest_spans_come_first(monkeypatch
 
 def test_a_gpu_that_is_not_known_to_have_room_gets_smaller_tiles():
     """As JAX names it."""
-    roomy = "H100 80GB HBM3", "A100-SXM4-40GB", "B200", "A30", "GH200 480GB"
-    others = "L4", "A10G", "GeForce RTX 4090", "RTX A3000", "RTX A1000 Laptop GPU"
-    for chips, keys in {roomy: 64, others: 32}.items():
-        for chip in chips:
-            tiles = kernel_tiles("flash_forward", 128, 2, 4096, 4096, "gpu", f"NVIDIA {chip}")
-            assert tiles == (128, keys, 3, 8), chip
-    assert kernel_tiles("flash_forward", 128, 2, 4096, 4096, "gpu", "cpu").k == 32
+    tiles = partial(kernel_tiles, "flash_forward", 128, 2, 4096, 4096, "gpu")
+    for chip in "H100 80GB HBM3", "A100-SXM4-40GB", "B200", "A30", "GH200 480GB":
+        assert tiles(f"NVIDIA {chip}") == (128, 64, 3, 8), chip
+    for chip in "L4", "A10G", "GeForce RTX 4090", "RTX A3000", "RTX A1000 Laptop GPU":
+        assert tiles(f"NVIDIA {chip}") == (128, 32, 3, 8), chip
+    assert tiles("cpu").k == 32
 
 
 @pytest.mark.long
@@ -335,21 +315,7 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans(monkeypa
         kernel_flops("flush", shapes)
 
 
-WITHOUT = """
-import importlib, pkgutil, sys
-gone = ("jax.experimental.pallas.triton", "jax.experimental.pallas.tpu", "jax.experimental.pallas.mosaic_gpu")
-sys.modules |= dict.fromkeys(gone)  # importing one of them raises ImportError
-import llmpar
-names = [m.name for m in pkgutil.walk_packages(llmpar.__path__, "llmpar.") if not m.name.endswith("__main__")]
-for name in names:
-    importlib.import_module(name)
-import optax
-from llmpar.plan.presets import preset
-from llmpar.plan.plan import Plan
-mesh = llmpar.parallel.mesh.make_mesh("fsdp=1")
-step = llmpar.training.step.Step(preset("tiny"), Plan("fsdp=1"), mesh, optax.adamw(1e-3))
-print(len(names) > 100, "dot_general" in step.lower(2, 32).as_text())
-"""
+WITHOUT = program_text("without_dialects")
 
 
 @pytest.mark.long

@@ -98,12 +98,9 @@ def test_a_tree_is_as_slow_as_its_slowest_level():
     # printed to 3 digits
     assert formulas.level_bytes_per_s(levels) == exactly([514.29e9, 412.9e9, 17.07e12], rel=1e-3)
     assert tree_seconds("all-gather", 413e9, levels) == exactly(1, rel=1e-3)
-    assert tree_seconds("all-gather", 1e9, levels[:1]) == exactly(
-        formulas.switch_seconds("all-gather", 1e9, 8, 450e9)
-    )
-    assert tree_seconds("all-to-all", 1e9, levels[:1]) == exactly(
-        formulas.switch_seconds("all-to-all", 1e9, 8, 450e9)
-    )
+    for kind in ("all-gather", "all-to-all"):
+        alone = formulas.switch_seconds(kind, 1e9, 8, 450e9)
+        assert tree_seconds(kind, 1e9, levels[:1]) == exactly(alone)
 
 
 def test_all_to_all_loses_the_node_as_soon_as_it_leaves_it():
@@ -120,9 +117,7 @@ def test_a_collective_over_links_follows_its_group_out_of_the_node():
     h100, v = chip("h100"), 1e9
     node = formulas.collective_seconds(h100, "all-gather", v, 8)
     assert node == exactly(formulas.switch_seconds("all-gather", v, 8, 370e9))
-    assert formulas.collective_seconds(h100, "all-gather", v, 64) == exactly(node), (
-        "8 nodes: the node still binds"
-    )
+    assert formulas.collective_seconds(h100, "all-gather", v, 64) == exactly(node), "the node still binds"
     assert formulas.collective_seconds(h100, "all-gather", v, 1024) == exactly(v * 127 / 128 / 400e9)
     # One device in each of 8 nodes, as dp has it outside tp=8: a lone port, eight times slower than all ports
     # together.
@@ -153,9 +148,8 @@ def test_two_cores_of_a_chip_share_its_links():
     local = v / 8
     chips = formulas.collective_seconds(whole, "all-to-all", 2 * local, 4)
     assert formulas.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
-    assert formulas.collective_seconds(ironwood, "all-gather", v, 2) < formulas.collective_seconds(
-        whole, "all-gather", v, 2
-    )
+    pair = (formulas.collective_seconds(one, "all-gather", v, 2) for one in (ironwood, whole))
+    assert next(pair) < next(pair)
 
 
 # ---------------------------------------------------------------- strategies

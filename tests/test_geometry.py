@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from shared import program_text
 
 from llmpar.draw import geometry
 from llmpar.plan.layout import DIMS, Dim, Layout
@@ -49,24 +50,7 @@ def held(case):
     ]
 
 
-ASK_JAX = """
-import json, sys
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-devices, out = jax.devices(), []
-for case in json.load(sys.stdin):
-    shape = [case["sizes"][a] for a in case["order"]]
-    mesh = Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), tuple(case["order"]))
-    spec = P(*[tuple(axes) or None for _, axes in case["dims"]])
-    try:
-        where = NamedSharding(mesh, spec).devices_indices_map(tuple(case["shape"]))
-    except ValueError:
-        out.append(None)
-        continue
-    cuts = [[cut.indices(n)[:2] for cut, n in zip(where[d], case["shape"])] for d in mesh.devices.flat]
-    out.append(cuts)
-json.dump(out, sys.stdout)
-"""
+ASK_JAX = program_text("slices_of_jax")
 
 
 def test_slices_are_where_jax_puts_them_in_300_random_cases():
@@ -79,7 +63,13 @@ def test_slices_are_where_jax_puts_them_in_300_random_cases():
     assert done.returncode == 0, done.stderr
     refused = 0
     for case, told in zip(asked, json.loads(done.stdout), strict=True):
-        ours = held(case)
+        ours, sizes = held(case), case["sizes"]
+        own = [
+            geometry.block(layout(case), sizes, geometry.coordinates(sizes, AXES, d))
+            for d in range(len(ours))
+        ]
+        where = {block: [d for d, other in enumerate(own) if other == block] for block in own}
+        assert geometry.holders(layout(case), sizes) == where
         if told is None:
             refused += 1
             assert None in ours, case

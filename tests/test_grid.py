@@ -74,9 +74,12 @@ def test_a_device_is_inked_where_it_holds_the_tensor(seed):
 
 SLICE = re.compile(r"(\w) (\d+):(\d+)")
 LAYOUTS = [
-    (random.Random(seed), most, names) for seed in range(4) for most in (64, 4096) for names in ("dm", "ldm")
+    cut(random.Random(seed), most, names)
+    for seed in range(4)
+    for most in (64, 4096)
+    for names in ("dm", "ldm")
 ]
-LAYOUTS = [cut(*drawn) for drawn in LAYOUTS] + [
+LAYOUTS += [
     ({"fsdp": n, "tp": 2}, ["fsdp", "tp"], Layout((Dim("d", ("fsdp", *down)), Dim("m", across))), [0])
     for n, down, across in ((61, (), ("tp",)), (27, ("tp",), ()))
 ]
@@ -88,9 +91,8 @@ def test_blocks_tile_the_one_tensor_and_name_the_first_device_that_holds_them(si
     shape = [count * 2 for count in parts]
     scene = draw.tensor_grid(layout, shape, sizes, 8, device := n // 3, segments=STILL)
     blocks, held = cells_of(scene, [0]), dict[int, list]()
-    spans = [
-        {name: (int(a), int(b)) for name, a, b in SLICE.findall(r.tip.split(": ")[1])} for _, r in blocks
-    ]
+    slices = [SLICE.findall(r.tip.split(": ")[1]) for _, r in blocks]
+    spans = [{name: (int(a), int(b)) for name, a, b in found} for found in slices]
     for at in range(n):
         own = geometry.slices(layout, shape, sizes, geometry.coordinates(sizes, order, at))
         inside = lambda span, own=own: all(
@@ -106,9 +108,8 @@ def test_blocks_tile_the_one_tensor_and_name_the_first_device_that_holds_them(si
         assert copies == n // math.prod(parts)
     # They lie as their slices do: rows and columns without a hole, but for gaps around an outer dim's.
     starts = [tuple(a for a, _ in span.values()) for span in spans]
-    assert starts == sorted(starts) and [(r.y, r.x) for _, r in blocks] == sorted(
-        (r.y, r.x) for _, r in blocks
-    )
+    places = [(r.y, r.x) for _, r in blocks]
+    assert starts == sorted(starts) and places == sorted(places)
     counts = []
     for low, long in (("x", "w"), ("y", "h")):
         lines = sorted({(round(getattr(r, low), 3), round(getattr(r, long), 3)) for _, r in blocks})
@@ -118,9 +119,8 @@ def test_blocks_tile_the_one_tensor_and_name_the_first_device_that_holds_them(si
     assert math.prod(counts) == len(blocks)
     # The chosen device's own block: inside the block that holds it, as large as its share.
     (mine,) = [rect for k, (_, rect) in enumerate(blocks) if device in held[k]]
-    outline = [i for i in flatten(scene.items) if isinstance(i, Rect) and i.frame == 0 and i.stroke == "ink"][
-        -1
-    ]
+    first = [i for i in flatten(scene.items) if isinstance(i, Rect) and i.frame == 0]
+    outline = [item for item in first if item.stroke == "ink"][-1]
     num = int((re.search(r"^(\d+) blocks", mine.tip) or [0, 1])[1])
     assert mine.y - 0.01 <= outline.y and outline.x + outline.w <= mine.x + mine.w + 2.51
     assert outline.w * outline.h >= mine.w * mine.h / num - 0.01
@@ -153,10 +153,8 @@ def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed
             y, x = ((index + 0.5) / count for index, count in zip(held, parts, strict=True))
             assert any(t - 0.02 <= y <= b + 0.02 and l - 0.02 <= x <= r + 0.02 for (t, b), (l, r) in inked)
         if block < n // 4 and max(parts) <= 8:  # no more than they hold, where that can be seen
-            held = {
-                geometry.block(layout, sizes, geometry.coordinates(sizes, order, d))
-                for d in range(i * block, (i + 1) * block)
-            }
+            at = (geometry.coordinates(sizes, order, d) for d in range(i * block, (i + 1) * block))
+            held = {geometry.block(layout, sizes, place) for place in at}
             area = sum((b - t) * (r - l) for (t, b), (l, r) in inked)
             assert area == pytest.approx(len(held) / math.prod(parts), abs=0.05)
 
@@ -180,14 +178,9 @@ def test_each_segment_of_a_layer_has_a_frame_in_the_grid_and_in_the_lanes():
         assert len(arrows) == (len(team) if one.axes else 0), "once round the ring"
         assert all(item.stroke == f"{one.axes[0]}-line" for item in arrows)
         cursor = [item for item in flatten(lanes.items) if item.frame == k and isinstance(item, Rect)]
-        (bar,) = [
-            item
-            for item in flatten(lanes.items)
-            if isinstance(item, Rect)
-            and item.tip.startswith(f"{one.name}: ")
-            and item.frame < 0
-            and abs(item.x - cursor[0].x) < 1.5
-        ]
+        bars = [item for item in flatten(lanes.items) if isinstance(item, Rect) and item.frame < 0]
+        bars = [bar for bar in bars if bar.tip.startswith(f"{one.name}: ")]
+        (bar,) = [bar for bar in bars if abs(bar.x - cursor[0].x) < 1.5]
         assert cursor[0].w == pytest.approx(bar.w + 2)
     said = [frame["text"] for frame in told]
     gather = next(text for text in said if text.startswith("Next: q, k, v, output"))

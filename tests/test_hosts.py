@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
+from shared import TABLES, program_text
 from test_launch import gone_after_a_kill
 
 from llmpar.launch import wire
@@ -53,26 +54,10 @@ def test_each_device_sends_what_the_arithmetic_of_a_ring_says(kind, group):
         assert sent == laps * Fraction(group - 1, group) + Fraction(int(home), group)
 
 
-@pytest.mark.parametrize(
-    "kind, order, share",
-    [  # of the message, out of each of two hosts; all seen on the kernel's counters
-        ("all-reduce", "0011", Fraction(3, 2)),
-        ("all-reduce", "0101", Fraction(3)),
-        ("all-gather", "0011", Fraction(3, 4)),
-        ("all-gather", "0101", Fraction(3, 2)),
-        ("reduce-scatter", "0011", Fraction(3, 4)),
-        ("reduce-scatter", "0101", Fraction(5, 4)),
-        ("all-to-all", "0011", Fraction(1)),
-        ("collective-permute", "0011", Fraction(1)),
-        ("collective-permute", "0101", Fraction(2)),
-    ],
-)
+@pytest.mark.parametrize("kind, order, share", TABLES["crosses"])
 def test_what_crosses_between_two_hosts(kind, order, share):
     out = sum(part for one, other, part in sends(kind, 4) if (order[one], order[other]) == ("0", "1"))
-    assert out == share
-
-
-def test_a_reduce_scatter_among_three_is_refused():
+    assert out == Fraction(share, 64)
     with pytest.raises(ValueError, match="halves for a reduce-scatter, so not among 3; use 2, 4, 8"):
         list(sends("reduce-scatter", 3))
 
@@ -156,19 +141,8 @@ def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
         assert np.allclose(losses, losses[0], rtol=1e-5, atol=0)
 
 
-SENDER = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 9000)) as line:
-    line.sendall(bytes(2_500_000))
-"""
-TAKER = """
-import socket
-listener = socket.create_server(("0.0.0.0", 9000))
-print("on", flush=True)
-line = listener.accept()[0]
-while line.recv(1 << 16):
-    pass
-"""
+SENDER = program_text("sender")
+TAKER = program_text("taker")
 
 
 @needs_wire
@@ -180,6 +154,7 @@ def test_a_wire_has_its_rate_and_its_own_addresses():
             subprocess.run(hosts_.command(0, [*python, SENDER, hosts_.address(1)]), check=True, timeout=60)
             assert other.wait(60) == 0
         assert 2_500_000 < hosts_.sent_bytes(0) < 2_600_000
+        assert [wire.bytes_per_s(rate) for rate in ("8kbit", "2.5gbit")] == [1e3, 312.5e6]
         for host in range(2):
             ask = hosts_.command(host, ["tc", "qdisc", "show", "dev", wire.CARD])
             assert "rate 50Mbit" in subprocess.run(ask, capture_output=True, text=True, check=True).stdout
@@ -216,25 +191,8 @@ def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_p
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
     assert refusal().startswith(sentence) and "\n" not in refusal()
-
-
-def test_a_wire_joins_hosts_and_carries_its_rate():
     with pytest.raises(ValueError, match="2 to 250 hosts"):
         Wire(1)
-    assert [wire.bytes_per_s(rate) for rate in ("8kbit", "100mbit", "2.5gbit")] == [1e3, 12.5e6, 312.5e6]
-
-
-@needs_wire
-@pytest.mark.nightly  # the wire is seen above, launch local in test_launch.py
-@pytest.mark.processes
-def test_launch_local_joins_hosts_by_a_wire():
-    words = ["launch", "local", "--processes", "2", "--devices", "2", "--wire", "1gbit", "--", "doctor"]
-    done = subprocess.run(
-        [sys.executable, "-m", "llmpar", *words], capture_output=True, text=True, timeout=200, env=BASE
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"coordinator {wire.NETWORK}.1:" in done.stdout and "4 simulated CPU devices of 2" in done.stdout
-    assert "the hosts sent" in done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------- a team

@@ -11,6 +11,7 @@ from pathlib import Path
 import house
 import pytest
 import yaml
+from shared import TABLES
 
 import llmpar
 
@@ -129,16 +130,7 @@ def test_a_folder_imports_only_what_it_may():
     assert list(forbidden_imports(trees())) == []
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("plan.layout", "from llmpar.draw import scene"),
-        ("model.llama", "import llmpar.inspect.hlo"),
-        ("parallel.modes", "from ..inspect import hlo"),
-        ("predict.traffic", "def f():\n    from llmpar.draw import layouts"),
-        ("parallel.mesh", "from llmpar import __version__"),
-    ],
-)
+@pytest.mark.parametrize("name, text", TABLES["imports_forbidden"])
 def test_a_forbidden_import_is_seen(name, text):
     assert len(list(forbidden_imports({name: ast.parse(text)}))) == 1
 
@@ -205,35 +197,24 @@ def axis_words(tree):
 def test_the_model_names_no_mesh_axis():
     for name, tree in trees().items():
         if name in MODEL_TEXT:
-            assert not axis_words(tree), (
-                f"{name} names a mesh axis; let it say which dim moves, the plan where to"
-            )
-
-
-def test_a_mesh_axis_in_a_model_is_seen():
+            assert not axis_words(tree), f"{name} names a mesh axis; let it say which dim moves"
     planted = '"""Over tp."""\ndef f(par, x):\n    "cut by dp"\n    return par.move(x, f"b s +tp -> b s/sp")'
     assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
 
 
-def test_every_folder_stays_within_its_statements():
+def test_every_folder_stays_within_its_statements_and_all_within_their_limits():
     """Compact is a feature: the compact package is read in one afternoon."""
     counts = house.by_folder(trees())
     assert {folder: n for folder, n in counts.items() if n > house.BUDGETS[folder]} == {}
-
-
-def test_what_cannot_be_gamed_stays_within_its_limits():
     measured = house.measure(ROOT)
     over = {what: value for what, value in measured.items() if value > house.LIMITS[what]}
     assert not over, (house.large_functions(trees()), house.two_homes(trees()), house.banned_names(trees()))
 
 
-def test_statements_are_counted_for_the_folder():
+def test_statements_large_functions_two_homes_and_banned_names_are_seen():
     texts = {"plan.plan": "a\nb; c\n", "files": "a\n", "cli.train": "if a:\n\n    b\n"}
     counts = house.by_folder({name: ast.parse(text) for name, text in texts.items()})
     assert counts == {"plan": 3, "top": 1, "cli": 2}
-
-
-def test_large_functions_two_homes_and_banned_names_are_seen():
     large = "def f():\n" + "    x = 1\n" * 46
     planted = {"plan.a": ast.parse(f"{large}\nBOTH = 1"), "plan.b": ast.parse("def BOTH(said): ...")}
     assert house.large_functions(planted) == ["plan.a.f (46)"]
@@ -263,11 +244,6 @@ def test_public_names_are_documented():
     assert [missing for name, tree in trees().items() for missing in undocumented(name, tree)] == []
 
 
-def test_an_undocumented_name_is_seen():
-    tree = ast.parse('"""A file."""\ndef f(): ...\nclass C:\n    """A class."""\ndef _g(): ...')
-    assert list(undocumented("file", tree)) == ["file.f"]
-
-
 def addresses(text):
     """Find package registries and home directories in a text."""
     return [host for host in REGISTRY_HOSTS if host in text] + HOME.findall(text)
@@ -277,15 +253,13 @@ def test_no_file_names_a_registry_or_a_home_directory():
     assert {name: found for name, text in repository_files() if (found := addresses(text))} == {}
 
 
-def test_a_registry_and_a_home_directory_are_seen():
-    planted = (
-        "https://files.pythonhosted" + ".org/x",
-        "see /ho" + "me/ada",
-        "'/ro" + "ot/.venv'",
-        "C:\\Us" + "ers\\ada",
-    )
+def test_addresses_and_undocumented_names_are_seen():
+    planted = ["https://files.pythonhosted" + ".org/x", "see /ho" + "me/ada", "'/ro" + "ot/.venv'"]
+    planted += ["C:\\Us" + "ers\\ada"]
     assert all(addresses(text) for text in planted)
     assert not addresses("the root/leaf of /usr/lib, a tree's /roots/, src/home/index")
+    tree = ast.parse('"""A file."""\ndef f(): ...\nclass C:\n    """A class."""\ndef _g(): ...')
+    assert list(undocumented("file", tree)) == ["file.f"]
 
 
 def requirement(text):
