@@ -533,8 +533,8 @@ def tables_serve(document: dict) -> Iterator[Any]:
         " apart, device: tokens/s of one request beside others' prefill, of one with prefill elsewhere, and"
         " of a device. prefill: its share of the devices, or of their time.\n"
         "No other mesh and number of requests is better both for a user and for a device. Where prefill runs"
-        f" apart, each prompt's cache, {sent / 1e9:.2g} GB in {document['cache_bits']} bits, is sent once, which is"
-        f" not timed. Of published runs of engines half are within {document['error']:.0%} of these formulas,"
+        f" apart, each prompt's cache, {sent / 1e9:.2g} GB in {document['cache_bits']} bits, is sent once,"
+        f" which is not timed. Of published runs of engines half are within {document['error']:.0%} of these formulas,"
         " and the worst is 2.4 times slower."
     )
 
