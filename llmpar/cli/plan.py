@@ -223,7 +223,8 @@ class PlanCommand(Output):
             cures = [{"mesh": str(plan.mesh), "why": one.why_not, "change": best}]
         return planner.Answer(q, [one], cures, 1), [
             *(f"{name} says {entry}, which is not priced" for entry in unread),
-            *[f"{name} names no model: {self.model} is priced; see --model"] * (model == [PlanCommand.model]),
+            *[f"{name} names no model: {self.model} is priced; see --model"]
+            * (model == [PlanCommand.model]),
             *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
             *[f"{name} does not say how many devices: {devices} is the fewest; see --devices"]
             * (self.devices is None and "each" not in known),
@@ -231,7 +232,17 @@ class PlanCommand(Output):
 
     def served(self, text: str) -> dict:
         """Plan for requests of so many tokens."""
-        used = {"serve", "bits", "cache_bits", "model", "chip", "cluster", "devices", "keep", "json"}
+        used = {
+            "serve",
+            "bits",
+            "cache_bits",
+            "model",
+            "chip",
+            "cluster",
+            "devices",
+            "keep",
+            "json",
+        }
         names = {field.name for field in fields(self)} - used - set(hardware.MACHINE)
         if idle := changed(self, sorted(names)):
             raise ValueError(f"--serve plans for requests; leave out {', '.join(idle)}")
@@ -534,8 +545,8 @@ def tables_serve(document: dict) -> Iterator[Any]:
         " of a device. prefill: its share of the devices, or of their time.\n"
         "No other mesh and number of requests is better both for a user and for a device. Where prefill runs"
         f" apart, each prompt's cache, {sent / 1e9:.2g} GB in {document['cache_bits']} bits, is sent once,"
-        f" which is not timed. Of published runs of engines half are within {document['error']:.0%} of these formulas,"
-        " and the worst is 2.4 times slower."
+        " which is not timed. Of published runs of engines half are within"
+        f" {document['error']:.0%} of these formulas, and the worst is 2.4 times slower."
     )
 
 

@@ -118,8 +118,8 @@ def serve(s: Service, keep: int = 8) -> dict[str, Any]:
         raise ValueError(
             f"'{s.config.name}' in {s.bits} bits does not fit with one request of"
             f" {s.prompt + s.answer:,} tokens in {s.cache_bits}: with tp={tp} ep={ep} its weights take"
-            f" {weights_gib:.1f} GiB a device of the {whole:.1f} GiB that engines give to weights and cache; use more devices or"
-            " fewer bits"
+            f" {weights_gib:.1f} GiB a device of the {whole:.1f} GiB that engines give to weights and"
+            " cache; use more devices or fewer bits"
         )
     rates = "tokens_per_s_user", "tokens_per_s_device"
     rows.sort(key=lambda row: tuple(-row[rate] for rate in rates))
