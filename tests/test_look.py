@@ -275,8 +275,11 @@ def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkey
     monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
     for name in ("text.hlo", "drawn.svg"):
         monkeypatch.setenv(name.partition(".")[0].upper(), str(tmp_path / name))
-    status, out, _ = command(f"--program train:look_at --json --svg {tmp_path / 'drawn.svg'}", capsys)
+    named = ["--dims", "x = b d; params['up'] = d m; params['down'] = m d"]
+    more = ["--program", "train:look_at", "--json", "--svg", str(tmp_path / "drawn.svg"), *named]
+    status, out = main(["inspect", *more]), capsys.readouterr().out
     found = json.loads(out)
+    assert {row["letters"] for row in found["rows"][:2]} == {"d m +data -> d m", "m d +data -> m d"}
     assert status == 0 and found["mesh"] == {"data": 4, "model": 2}
     assert found["rows"][0]["bytes_sent"] == 3145728
     assert "mine/train.py" in (tmp_path / "drawn.svg").read_text()
@@ -399,3 +402,66 @@ def test_a_program_that_jax_refuses_carries_the_missing_arrow():
     with jax.set_mesh(mesh), pytest.raises(Exception, match="[Cc]ontracting") as raised:
         look(lambda x: x @ x.T, jax.device_put(jnp.ones((8, 8)), P(None, "Y")))
     assert any("llmpar: " in note and "all-reduce over Y" in note for note in raised.value.__notes__)
+
+
+SIZES = {"b": 24, "s": 40, "d": 56, "n": 8, "h": 88, "m": 104, "v": 136, "l": 2}
+WHERE = {
+    "table": ("v d", "Y", "X"),
+    "q": ("l d n h", None, "X", "Y"),
+    "o": ("l n h d", None, "Y", None, "X"),
+    "up": ("l d m", None, "X", "Y"),
+    "down": ("l m d", None, "Y", "X"),
+}
+
+
+def decoder(weights, tokens):
+    def layer(x, w):
+        q = jnp.einsum("bsd,dnh->bsnh", x, w["q"])
+        scores = jax.nn.softmax(jnp.einsum("bsnh,btnh->bnst", q, q))
+        x += jnp.einsum("bnst,btnh,nhd->bsd", scores, q, w["o"])
+        return x + jax.nn.gelu((x / (1 + (x**2).mean(-1, keepdims=True))) @ w["up"]) @ w["down"], None
+
+    table = weights.pop("table")
+    return (lax.scan(layer, table[tokens], weights)[0] @ table.T).mean()
+
+
+def test_moves_are_in_the_letters_of_the_arguments_only_where_those_are_certain():
+    """Each letter has a size of its own, so that a type says which dims it has."""
+    weights = {k: lie(tuple(SIZES[x] for x in dims.split()), *cut) for k, (dims, *cut) in WHERE.items()}
+    tokens = jax.ShapeDtypeStruct((24, 40), jnp.int32, sharding=NamedSharding(AUTO, P("X")))
+    dims = {"weights": {k: letters for k, (letters, *_) in WHERE.items()}, "tokens": "b s"}
+    found = look(jax.grad(decoder), weights, tokens, dims=dims)
+    lettered = [row for row in found.rows if row["letters"]]
+    assert len(lettered) > 6 and len(lettered) < len(found.rows)
+    assert {"n b s h +X -> n b s h", "b s d +Y -> b s d"} <= {row["letters"] for row in lettered}
+    for row in lettered:
+        one, other = row["letters"].split(" -> ")
+        shape = re.findall(r"(\d+)[^,]*", row["arrow"].split("[")[1].split("]")[0])
+        names = [word[0] for word in one.split() if word[0] != "+"]
+        whole = [SIZES[x] / int(n) for x, n in zip(names, shape, strict=True)]
+        assert all(n in (1, 2, 4, 8) for n in whole) and names == [w[0] for w in other.split()], row
+        assert row["letters"] in str(found) and row["arrow"] not in str(found).split("note")[0]
+    found.sends("b s d +Y -> b s d", "Y").forbids("b s/X d -> b s d")
+
+
+def test_a_dim_that_may_be_another_has_no_letter():
+    """A square weight is added to its transpose; heads of which each device has one are joined."""
+    joined = lambda x, w: (held(x).reshape(4, -1) @ held(w + w.T), x @ jnp.ones((32, 4)))
+    found = look(joined, lie((4, 4, 32), None, "X"), lie((128, 128), "X"), dims={"x": "b n h", "w": "d m"})
+    assert not any("d" in row["letters"] or "m" in row["letters"] for row in found.rows), str(found)
+    inner = manual(lambda x: lax.psum(x.reshape(4, -1), "Y"), P(None, "X"), P(None, "X"))
+    assert look(inner, lie((4, 4, 32), None, "X"), dims={"x": "b n h"}).rows[0]["letters"] == ""
+
+
+@pytest.mark.parametrize(
+    "dims, says",
+    [
+        ({"y": "b d"}, "dims names 'y', and the program uses no argument of that name; it has x"),
+        ({"x": "b"}, "dims gives 1 letters, 'b', for 'x', which has 2 dims"),
+        ({"x": "b b"}, "give one letter for each dim, each once"),
+        ({"x": 2}, "dims gives 2 for 'x'; give one letter"),
+    ],
+)
+def test_letters_that_do_not_fit_are_refused(dims, says):
+    with pytest.raises(ValueError, match=says):
+        look(total, X, dims=dims)

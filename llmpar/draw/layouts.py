@@ -391,7 +391,12 @@ def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], sha
 
 
 def resharded(
-    route: list[Layout], steps: list[tuple[str, str, int]], shape, sizes, itemsize: int
+    route: list[Layout],
+    steps: list[tuple[str, str, int]],
+    shape,
+    sizes,
+    itemsize: int,
+    title: str = "",
 ) -> Scene:
     """Draw a value on its way through layouts, with the words of each step, an axis (its colour), and the
     bytes that a device sends. ``sizes`` are those of axes of any names, in the mesh's order."""
@@ -405,6 +410,6 @@ def resharded(
     for when, one in {"before": route[0], "after": route[-1]}.items():
         owners = enumerate(holders(one, sizes).values())
         lines += [f"{when}, shard {i}: devices {number_ranges(d)}" for i, d in owners][:_MAX_CELLS]
-    title = " -> ".join(map(str, dict.fromkeys((route[0], route[-1]))))
+    title = title or " -> ".join(map(str, dict.fromkeys((route[0], route[-1]))))
     blocks = [_chain(route, words, colors, shape, sizes), _key(route, sizes)]
     return compose(title, blocks, "\n".join(lines))

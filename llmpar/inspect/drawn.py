@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -13,6 +14,7 @@ from llmpar.draw.scene import Scene, scaled, time_text
 from llmpar.inspect.hlo import integers
 from llmpar.inspect.moves import layout_from_text
 from llmpar.inspect.pins import TITLES, words_of
+from llmpar.plan.layout import LETTERS
 
 _KINDS = "line", "wide", "", "number", "number"
 _NUMBERS = itertools.count()
@@ -66,5 +68,16 @@ def _drawings(row: dict[str, Any], sizes: Mapping[str, int]) -> tuple[str, Scene
         each = row["bytes_sent"] // max(row["count"], 1)
         itemsize = max(1, integers(types[0])[0] // 8)
         step = f"{row['collective']} over {over}", row["axes"][0], each
-        scene = resharded(route, [step], shape[: len(route[0].dims)], along, itemsize)
+        names = re.findall(r"(?<![\w/,+])\w", row["letters"]) or (
+            f"dim {i}" for i in range(_MOST_DIMS)
+        )
+        renamed = dict(
+            zip(LETTERS, names, strict=False)
+        )  # those that a type has are none of the user's
+        for i, side in enumerate(route):
+            route[i] = replace(
+                side, dims=tuple(replace(d, name=renamed[d.name]) for d in side.dims)
+            )
+        title = row["letters"] or row["arrow"]
+        scene = resharded(route, [step], shape[: len(route[0].dims)], along, itemsize, title)
     return icon._repr_svg_() if icon else "", scene

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,14 @@ _WHOLE = (
 )
 
 
-def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs: Any) -> Look:
+def look(
+    f: Any,
+    /,
+    *args: Any,
+    dims: Mapping[str, Any] | None = None,
+    trace: str | os.PathLike | None = None,
+    **kwargs: Any,
+) -> Look:
     """Return what a JAX program sends and holds. The program is compiled, and does not run.
 
     Args:
@@ -46,17 +53,26 @@ def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs
             with its mesh as the one argument: a mesh, a dict, or "X=4 Y=2".
         args: f's arguments: arrays or `jax.ShapeDtypeStruct`s, whose shardings name the devices. Arguments
             without an array are static where f is not jitted.
+        dims: a letter for each dim of arguments, by the argument's name: ``{"x": "b s d", "params": {"up":
+            "d m"}}``, or ``"params['up']"`` as JAX names it. Moves are then written in these letters,
+            ``d m +X -> d m``, where it is certain which dims they move, and as JAX's types elsewhere.
         trace: a folder that `jax.profiler.trace` wrote while the program ran: rows get the ``measured`` times
             of `profile.measure_rows`.
         kwargs: f's keyword arguments.
 
     Raises:
-        ValueError: f is none of these, or its arguments are on two meshes, or the mesh does not fit the text.
+        ValueError: f is none of these, or its arguments are on two meshes, or the mesh does not fit the text,
+            or letters do not fit an argument.
             JAX's own sharding errors carry the sentence of `llmpar.explain` as a note.
     """
+    letters = {
+        f"{name}{jax.tree_util.keystr(path)}": words
+        for name, tree in (dims or {}).items()
+        for path, words in jax.tree.leaves_with_path(tree)
+    }
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
-        result = look_at_text(f, given, _links(given))
+        result = look_at_text(f, given, _links(given), letters)
         return _timed(result, f, given, {}, trace)
     try:
         context = jax.sharding.get_mesh()
@@ -88,7 +104,7 @@ def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs
     memory = compiled_memory(compiled)
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
-    result = read_look(text, mesh, notes + _returned(leaves), lines, _links(mesh))
+    result = read_look(text, mesh, notes + _returned(leaves), lines, _links(mesh), letters)
     name = (
         type(f).__name__
         if result.name in ("", "_unnamed_function", "jaxpr_as_fun")

@@ -23,6 +23,8 @@ UPDATE_PINS = "LLMPAR_UPDATE_PINS"
 """Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
+_LETTERED = re.compile(r"((^| )([A-Za-z](/\w+(,\w+)*)?|\+\w+|->))+")
+"""A move in the letters that `look` was given."""
 Words = tuple[str, ...]
 """A row as words, one for each of `TITLES`."""
 
@@ -32,7 +34,7 @@ def words_of(rows: Iterable[Mapping[str, Any]]) -> list[Words]:
     return [
         (
             row["source"] or "(the partitioner's)",
-            row["arrow"] or "-",
+            row["letters"] or row["arrow"] or "-",
             f"{row['collective']} {','.join(row['axes'])}",
             row["direction"] or "-",
             _times(row),
@@ -182,7 +184,9 @@ def matching(
     groups fill no whole axes. Raises ValueError for words that no row could have, so that a misspelt
     assertion does not hold in silence."""
     moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
-    known = *COLLECTIVES, *(row["arrow"] for row in rows)
+    lettered = " -> " in what and _LETTERED.fullmatch(what)
+    moves = moves or lettered and {*re.findall(r"(?<=[/,+])\w+", what)} <= {*mesh}
+    known = *COLLECTIVES, *(row[key] for row in rows for key in ("arrow", "letters"))
     if what not in known and not (moves or _is_arrow(what)):
         raise ValueError(
             f"'{what}' is no collective; use {', '.join(COLLECTIVES)}, or types as look prints them"
@@ -192,4 +196,4 @@ def matching(
     along = [
         row for row in rows if over in (None, *row["axes"]) or partly and "other" in row["axes"]
     ]
-    return [row for row in along if what in (row["collective"], row["arrow"])]
+    return [row for row in along if what in (row["collective"], row["arrow"], row["letters"])]
