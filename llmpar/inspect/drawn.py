@@ -10,7 +10,7 @@ from typing import Any
 from llmpar import draw
 from llmpar.draw.layouts import resharded
 from llmpar.draw.page import page_table
-from llmpar.draw.scene import Scene, scaled, time_text
+from llmpar.draw.scene import Scene, scaled, size_text, time_text
 from llmpar.inspect.hlo import integers
 from llmpar.inspect.moves import layout_from_text
 from llmpar.inspect.pins import TITLES, words_of
@@ -39,6 +39,23 @@ def moves_html(rows: list[dict[str, Any]], sizes: Mapping[str, int]) -> str:
             move += f"<p>{', '.join(filter(None, words_of_time(row)))}</p>"
         cells.append((f"<code>{line}</code>", move, sent, times, num_bytes))
     return page_table((*TITLES[:3], *TITLES[4:]), cells, _KINDS)
+
+
+def schedule_html(read: dict[str, Any], sizes: Mapping[str, int], memory: Mapping[str, int]) -> str:
+    """Write a program's schedule and its memory as a drawing, and how far the curve can be trusted."""
+    most, reserved = read["peak"]["bytes"], memory.get("peak_bytes", 0)
+    apart = most / reserved - 1 if reserved else 0.0
+    than = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'} than" * (abs(apart) >= 0.005)
+    words = [
+        "From left to right operations as a device runs them, the inside of a loop once. Widths are no times."
+        " Hatched is a collective beside which nothing computes; how much of another one computing hides, a"
+        " profile shows. A value is counted from the operation that makes it to the last that takes it.",
+        f"So at most {size_text(most)} are alive, {than or 'equal to'} the {size_text(reserved)} that the"
+        " compiler reserves for arguments, results and temporaries." * bool(reserved),
+    ]
+    svg = draw.schedule(read, dict(sizes), reserved)._repr_svg_()
+    title = "<h2>In the order of the compiled program</h2>"
+    return f'{title}<div class="scroll">{svg}</div><p>{escape(" ".join(words))}</p>'
 
 
 def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:

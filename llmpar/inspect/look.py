@@ -21,6 +21,7 @@ from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
 from llmpar.inspect.profile import measure_rows
 from llmpar.inspect.reshard import cheaper
+from llmpar.inspect.schedule import schedule
 from llmpar.inspect.sent import Look, _line, look_at_text, read_look
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.inspect.transfers import transfers
@@ -73,7 +74,7 @@ def look(
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
         result = look_at_text(f, given, _links(given), letters)
-        return _timed(result, f, given, {}, trace)
+        return _as_it_runs(result, f, given, {}, trace)
     try:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
@@ -114,16 +115,18 @@ def look(
     given = [where for path, _, where in leaves if re.match(r"in (?!captured)", path)]
     ways = cheaper(jaxpr, given, mesh, result.rows) if jaxpr and isinstance(mesh, Mesh) else []
     result = replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
-    return _timed(result, compiled.as_text() or "", mesh, lines, trace)
+    return _as_it_runs(result, compiled.as_text() or "", mesh, lines, trace)
 
 
-def _timed(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], trace: Any) -> Look:
-    """Add what a profile in the folder ``trace`` measured, if there is one, to a look."""
-    if trace is None:
-        return result
+def _as_it_runs(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], trace: Any) -> Look:
+    """Add a compiled program's schedule to a look, and what a profile in the folder ``trace`` measured."""
     if not isinstance(mesh, Mesh):
         mesh = SimpleNamespace(axis_names=(*result.mesh,), shape=result.mesh)
-    notes = measure_rows(result.rows, text, mesh, trace, lambda source: _line(source, lines)[0])
+    line_of = lambda source: _line(source, lines)[0]
+    result = replace(result, schedule=schedule(text, mesh, line_of))
+    if trace is None:
+        return result
+    notes = measure_rows(result.rows, text, mesh, trace, line_of)
     return replace(result, notes=result.notes + notes)
 
 

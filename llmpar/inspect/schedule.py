@@ -2,6 +2,7 @@
 the bytes that are alive. No JAX is needed, and no time is estimated: the unit is an operation."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from llmpar.inspect.roofline import FREE, all_flops, role_of
 
 _MOST = 5
 """How many of the largest values at the peak are named."""
+_SMALL = 0.01
+"""Values below this share of the peak are not."""
 _SAME = "tuple bitcast while opt-barrier get-tuple-element".split()
 """Operations that give what they take. A loop's state is changed in its place."""
 _IN_PLACE = "kind=kLoop|kind=kInput"
@@ -33,10 +36,14 @@ def schedule(text: str, mesh: Any, line_of: Callable[[str], str]) -> dict[str, A
         return {}
     reader = _Reader(parsed(text), mesh, line_of, header)
     reader.run(reader.module.entry)
-    largest = sorted(reader.fullest.items(), key=lambda pair: -pair[1])[:_MOST]
+    sizes = Counter[tuple[str, str, int]]()
+    for (comp, name, _), n in reader.fullest.items():
+        sizes[*reader.named(comp, name), n] += 1
+    largest = sorted(sizes.items(), key=lambda pair: -pair[0][2] * pair[1])[:_MOST]
     values = [
-        {"name": name, "source": reader.source(reader.module.computations[comp][name]), "bytes": n}
-        for (comp, name, _), n in largest
+        {"name": name, "source": source, "bytes": n, "count": count}
+        for (name, source, n), count in largest
+        if n * count >= _SMALL * reader.most
     ]
     live = [reader.alive.get(i, 0) for i in range(reader.now)]
     return {
@@ -164,6 +171,15 @@ class _Reader:
         self.steps.append(row | {"begin": self.now, "end": self.now + 1})
         self.now += 1
         return self.steps[-1]
+
+    def named(self, comp: str, name: str) -> tuple[str, str]:
+        """Return what makes a value, and its line, or that of what takes it."""
+        ops = self.module.computations[comp]
+        op, near = ops[name], [*self.module.users[comp, name], *(x for x, _ in ops[name].operands)]
+        lines = [self.source(one) for one in (op, *(ops[x] for x in near if x in ops))]
+        line = next((x for x in lines if x and not x.startswith("argument ")), "")
+        last = op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""
+        return op.collective or last or op.opcode, line
 
     def source(self, op: Instruction) -> str:
         """Return an operation's line."""

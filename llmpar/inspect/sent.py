@@ -27,7 +27,7 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
-from llmpar.inspect.drawn import moves_html, words_of_time
+from llmpar.inspect.drawn import moves_html, schedule_html, words_of_time
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
 
@@ -57,6 +57,8 @@ class Look:
         notes: what could not be read, and why.
         cheaper: the reshards that send less by another sequence of moves (`reshard.cheaper`): ``source``,
             ``count``, ``bytes_sent`` and ``instead_of`` as both are compiled, ``expression``.
+        schedule: the compiled program in its order, and what is alive in it (`schedule.schedule`); {} for a
+            text that is not scheduled.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Look:
     links: dict[str, str]
     notes: list[str]
     cheaper: list[dict[str, Any]] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         first, *rest = self._words()
@@ -210,6 +213,8 @@ class Look:
             rows = [row for row in self.rows if row["direction"] == name]
             sent = size_text(sum(row["bytes_sent"] for row in rows if not row["per_turn"]))
             parts.append(f"<h2>{name or 'no pass'}: {sent}</h2>" + moves_html(rows, self.mesh))
+        if self.schedule:
+            parts.append(schedule_html(self.schedule, self.mesh, self.memory))
         return html_part(first, *parts, *(f"<p>{escape(line)}</p>" for line in rest))
 
 
