@@ -440,28 +440,73 @@ def test_moves_are_in_the_letters_of_the_arguments_only_where_those_are_certain(
         names = [word[0] for word in one.split() if word[0] != "+"]
         whole = [SIZES[x] / int(n) for x, n in zip(names, shape, strict=True)]
         assert all(n in (1, 2, 4, 8) for n in whole) and names == [w[0] for w in other.split()], row
-        assert row["letters"] in str(found) and row["arrow"] not in str(found).split("note")[0]
+        assert row["letters"] in str(found)
     found.sends("b s d +Y -> b s d", "Y").forbids("b s/X d -> b s d")
+    read = found.schedule  # of the same program: its two loops, and what is alive beside what is reserved
+    assert [span["name"] for span in read["spans"]] == ["loop ×2"] * 2
+    assert abs(read["peak"]["bytes"] / found.memory["peak_bytes"] - 1) < 0.1
+    assert read["argument_bytes"] == found.memory["argument_bytes"]
+    assert "loop ×2" in found._repr_html_() and "than the" in found._repr_html_()
 
 
 def test_a_dim_that_may_be_another_has_no_letter():
     """A square weight is added to its transpose; heads of which each device has one are joined."""
-    joined = lambda x, w: (held(x).reshape(4, -1) @ held(w + w.T), x @ jnp.ones((32, 4)))
-    found = look(joined, lie((4, 4, 32), None, "X"), lie((128, 128), "X"), dims={"x": "b n h", "w": "d m"})
-    assert not any("d" in row["letters"] or "m" in row["letters"] for row in found.rows), str(found)
-    inner = manual(lambda x: lax.psum(x.reshape(4, -1), "Y"), P(None, "X"), P(None, "X"))
-    assert look(inner, lie((4, 4, 32), None, "X"), dims={"x": "b n h"}).rows[0]["letters"] == ""
+    both = lambda x, w: (lax.psum(x.reshape(4, -1), "Y"), lax.psum(w + w.T, "X"), lax.psum(2 * w, "Y"))
+    inner = manual(both, (P(None, "X"), P()), P())
+    found = look(inner, lie((4, 4, 32), None, "X"), lie((8, 8)), dims={"x": "b n h", "w": "d m"})
+    letters = {row["arrow"]: row["letters"] for row in found.rows}
+    assert letters == {
+        "f32[4,32]{U:Y} -> f32[4,32]": "",
+        "f32[8,8]{U:X} -> f32[8,8]": "",
+        "f32[8,8]{U:Y} -> f32[8,8]": "d m +Y -> d m",
+    }
 
 
 @pytest.mark.parametrize(
     "dims, says",
     [
         ({"y": "b d"}, "dims names 'y', and the program uses no argument of that name; it has x"),
-        ({"x": "b"}, "dims gives 1 letters, 'b', for 'x', which has 2 dims"),
-        ({"x": "b b"}, "give one letter for each dim, each once"),
-        ({"x": 2}, "dims gives 2 for 'x'; give one letter"),
+        ({"x": "b"}, "dims gives 'b' for 'x', which has 2 dims; give a letter for each"),
+        ({"x": "b b"}, "every letter once, as 'b s d'"),
+        ({"x": 2}, "dims gives 2 for 'x'"),
     ],
 )
 def test_letters_that_do_not_fit_are_refused(dims, says):
     with pytest.raises(ValueError, match=says):
         look(total, X, dims=dims)
+
+
+SCHEDULED = """HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: f32[4,8], w: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8] parameter(0)
+  %w = f32[4,8] parameter(1)
+  %g = (f32[4,8], f32[8,8]) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}
+  %d = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %gd = f32[8,8] all-gather-done(%g)
+  %e = f32[4,8] dot(%x, %gd), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %h = (f32[4,8], f32[8,8]) all-gather-start(%e), replica_groups={{0,1}}, dimensions={0}
+  %hd = f32[8,8] all-gather-done(%h)
+  %r = f32[4,8] all-reduce(%e), replica_groups={{0,1}}, to_apply=%sum
+  %n = f32[4,8] negate(%r)
+  ROOT %t = f32[4,8] add(%n, %r)
+}
+"""
+
+
+def test_a_schedule_is_read_in_its_order_with_what_is_alive_counted_by_hand():
+    read = look(SCHEDULED, {"X": 2}).schedule
+    steps = [(s["lane"], s["name"], s["begin"], s["end"], s["exposed"], s["count"]) for s in read["steps"]]
+    assert steps == [
+        ("X", "all-gather", 0, 1, False, 1),  # beside the first matmul
+        ("compute", "matmul", 0, 1, False, 1),
+        ("compute", "matmul", 1, 2, False, 1),
+        ("X", "all-gather", 2, 3, True, 1),
+        ("X", "all-reduce", 3, 4, True, 1),
+        ("compute", "other operations", 4, 5, False, 2),
+    ]
+    given, gathered, small = 2 * 4 * 8 * 4, 8 * 8 * 4, 4 * 8 * 4
+    alive = [gathered + 4 * 4 * 4, gathered + small, gathered + small, 2 * small, 3 * small]
+    assert read["live_bytes"] == [given + n for n in alive] and read["argument_bytes"] == given
+    assert read["peak"]["at"] == 1 and read["peak"]["bytes"] == given + gathered + small
+    assert not look(TEXT, AUTO).schedule, "a text before it is scheduled has no order"

@@ -157,10 +157,10 @@ def _shape_text(shape: Shape) -> str:
     return " × ".join(map(str, shape)) + " numbers" * (len(shape) == 1) or "a number"
 
 
-def schedule(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes: int = 0) -> Scene:
-    """Draw a compiled program in its order (`llmpar.inspect.schedule`): a track of what computes and one for
-    each axis of a mesh of these ``sizes``, and below them the bytes that are alive in each step, with their
-    peak beside what the compiler reserves (0: not known)."""
+def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes: int = 0) -> Scene:
+    """Draw a compiled program in its order, as `llmpar.inspect.schedule` reads it: a track of what computes
+    and one for each axis of a mesh of these ``sizes``, and below them the bytes that are alive in each step,
+    with their peak beside what the compiler reserves (0: not known)."""
     steps, live, peak = read["steps"], read["live_bytes"], read["peak"]
     sizes = sizes | {"other": 1}  # groups that fill no whole axes
     lanes = ["compute", *(a for a in sizes if any(a in _lanes(one) for one in steps))]

@@ -53,7 +53,7 @@ def schedule_html(read: dict[str, Any], sizes: Mapping[str, int], memory: Mappin
         f"So at most {size_text(most)} are alive, {than or 'equal to'} the {size_text(reserved)} that the"
         " compiler reserves for arguments, results and temporaries." * bool(reserved),
     ]
-    svg = draw.schedule(read, dict(sizes), reserved)._repr_svg_()
+    svg = draw.program_order(read, dict(sizes), reserved)._repr_svg_()
     title = "<h2>In the order of the compiled program</h2>"
     return f'{title}<div class="scroll">{svg}</div><p>{escape(" ".join(words))}</p>'
 

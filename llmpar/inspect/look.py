@@ -21,7 +21,7 @@ from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
 from llmpar.inspect.profile import measure_rows
 from llmpar.inspect.reshard import cheaper
-from llmpar.inspect.schedule import schedule
+from llmpar.inspect.schedule import read_schedule
 from llmpar.inspect.sent import Look, _line, look_at_text, read_look
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.inspect.transfers import transfers
@@ -123,7 +123,7 @@ def _as_it_runs(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], 
     if not isinstance(mesh, Mesh):
         mesh = SimpleNamespace(axis_names=(*result.mesh,), shape=result.mesh)
     line_of = lambda source: _line(source, lines)[0]
-    result = replace(result, schedule=schedule(text, mesh, line_of))
+    result = replace(result, schedule=read_schedule(text, mesh, line_of))
     if trace is None:
         return result
     notes = measure_rows(result.rows, text, mesh, trace, line_of)

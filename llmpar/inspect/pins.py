@@ -185,7 +185,7 @@ def matching(
     assertion does not hold in silence."""
     moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
     lettered = " -> " in what and _LETTERED.fullmatch(what)
-    moves = moves or lettered and {*re.findall(r"(?<=[/,+])\w+", what)} <= {*mesh}
+    moves |= bool(lettered) and {*re.findall(r"(?<=[/,+])\w+", what)} <= {*mesh}
     known = *COLLECTIVES, *(row[key] for row in rows for key in ("arrow", "letters"))
     if what not in known and not (moves or _is_arrow(what)):
         raise ValueError(

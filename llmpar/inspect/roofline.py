@@ -253,7 +253,7 @@ class _Schedule:
             elif op.opcode == "call":
                 flops += self.run(op.called("to_apply", "calls")[0], events)
             else:
-                role, key, sends = role_of(self.module, name, op)
+                role, key, sends = collective_role(self.module, name, op)
                 sent = self.collective(sends) if sends and role != "done" else None
                 if role == "done" and key in pending:
                     sent, before = pending.pop(key)
@@ -471,7 +471,9 @@ class _Schedule:
         return max(0, moved + written)
 
 
-def role_of(module: Module, name: str, op: Instruction) -> tuple[str, str, Instruction | None]:
+def collective_role(
+    module: Module, name: str, op: Instruction
+) -> tuple[str, str, Instruction | None]:
     """Return whether an operation starts a collective, awaits one (``done``), or runs one to its end
     (``whole``); a key that start and done share; and the collective.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmpar.inspect.hlo import Instruction, Module, group_axes, parsed, shapes, values_bytes
-from llmpar.inspect.roofline import FREE, all_flops, role_of
+from llmpar.inspect.roofline import FREE, all_flops, collective_role
 
 _MOST = 5
 """How many of the largest values at the peak are named."""
@@ -21,7 +21,7 @@ _Value = tuple[str, str, int]
 """An array in memory: its computation, the operation that makes it, which of its results."""
 
 
-def schedule(text: str, mesh: Any, line_of: Callable[[str], str]) -> dict[str, Any]:
+def read_schedule(text: str, mesh: Any, line_of: Callable[[str], str]) -> dict[str, Any]:
     """Return the steps of a scheduled program, and what is alive in each; {} of another text.
 
     ``steps``: matmuls, collectives, and runs of other operations (``count``), each with ``lane`` ("compute",
@@ -138,7 +138,7 @@ class _Reader:
                 span = {"name": what, "source": self.source(op), "begin": begin, "end": self.now}
                 self.spans.append(span)
             self.edge = self.now
-        role, key, sends = role_of(self.module, name, op)
+        role, key, sends = collective_role(self.module, name, op)
         axes, group = group_axes(sends.attrs, self.mesh) if sends and sends.collective else ((), 1)
         if role == "done" and key in begun:
             row = begun.pop(key)

@@ -57,8 +57,8 @@ class Look:
         notes: what could not be read, and why.
         cheaper: the reshards that send less by another sequence of moves (`reshard.cheaper`): ``source``,
             ``count``, ``bytes_sent`` and ``instead_of`` as both are compiled, ``expression``.
-        schedule: the compiled program in its order, and what is alive in it (`schedule.schedule`); {} for a
-            text that is not scheduled.
+        schedule: the compiled program in its order, and what is alive in it (`schedule.read_schedule`);
+            {} for a text that is not scheduled.
     """
 
     name: str
@@ -284,7 +284,7 @@ def read_look(
         key: dict[str, Any] = {
             "source": source,
             "arrow": c.arrow or c.moves,
-            "letters": letters.spelled(module, known, c.place, c.moves) if known else "",
+            "letters": letters.in_letters(module, known, c.place, c.moves) if known else "",
             "collective": c.kind,
             "axes": c.axes,
             "per_turn": c.per_turn,
