@@ -235,8 +235,13 @@ def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_an
     on = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     own = on(lambda w, x: jax.lax.psum(jnp.tanh(x @ w[0]), "i"), in_specs=(P("i"), P()), out_specs=P())
     blocks = on(lambda x: jax.lax.psum(x, "i"), in_specs=P("i"), out_specs=P())
-    with pytest.raises(ValueError, match="each rank takes its only row of an argument"):
-        check(own, None, numbers(8, 4, 4), numbers(2, 4))
+    ours = lambda w: jax.lax.pcast(w, "j", to="varying")[0]
+    varying = lambda w, x: jax.lax.psum(jnp.tanh(x @ ours(w)).sum(0), ("i", "j"))
+    two = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    typed = jax.shard_map(varying, mesh=two, in_specs=(P("i"), P("j")), out_specs=P())
+    for f, rows in ((own, 8), (typed, 4)):
+        with pytest.raises(ValueError, match="each rank takes its only row of an argument"):
+            check(f, None, numbers(rows, 4, 4), numbers(2, 4))
     with pytest.raises(ValueError, match="has shape .* give the function for one device as reference"):
         check(blocks, None, numbers(16, 3))
     assert check(

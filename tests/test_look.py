@@ -443,7 +443,7 @@ def test_moves_are_in_the_letters_of_the_arguments_only_where_those_are_certain(
         assert row["letters"] in str(found)
     found.sends("b s d +Y -> b s d", "Y").forbids("b s/X d -> b s d")
     read = found.schedule  # of the same program: its two loops, and what is alive beside what is reserved
-    assert [span["name"] for span in read["spans"]] == ["loop ×2"] * 2
+    assert [span["name"] for span in read["spans"]].count("loop ×2") == 2
     assert abs(read["peak"]["bytes"] / found.memory["peak_bytes"] - 1) < 0.1
     assert read["argument_bytes"] == found.memory["argument_bytes"]
     assert "loop ×2" in found._repr_html_() and "than the" in found._repr_html_()

@@ -46,7 +46,7 @@ from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.pipelines import bubbles, timeline, timelines
-from llmpar.draw.programs import program_order, program, traced
+from llmpar.draw.programs import program, program_order, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
 from llmpar.draw.strips import before_after, cube, ring_sums

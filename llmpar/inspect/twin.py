@@ -27,7 +27,7 @@ from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tree
 
 _INLINED = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 _INLINED |= {"custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
-_TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"}
+TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"}
 """Primitives that change a value's type inside shard_map, and not the value."""
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
 _OURS = r"^inspect/(check|twin)\.py.*"
@@ -177,7 +177,7 @@ def _is_short(length: int, inner: Any) -> bool:
 def _caller(eqn: Any) -> Callable[..., Any]:
     """Return a function that runs an equation under ``check_vma=False``, whatever it was traced under."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _TYPES:
+    if name in TYPES:
         return _same
     if name in ("psum_invariant", "unreduced_psum"):
         return lambda *xs: [lax.psum(x, params["axes"]) for x in xs]
