@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from checked import OTHERS, RIGHT, WRONG, built, numbers
+from counted import calls
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 from shared import ROOT
@@ -23,6 +24,7 @@ from test_look import EXPLICIT
 import llmpar
 from llmpar.cli import main
 from llmpar.inspect.check import check
+from llmpar.inspect.twin import cut_of
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
@@ -278,3 +280,15 @@ def test_the_page_shows_what_is_printed(monkeypatch):
     printed = str(llmpar.check(f, norm.one_device, *args))
     without_bound = lambda text: re.sub(r"explains \S+", "", text)
     assert without_bound(printed) == without_bound(block.replace("\n    ", "\n").strip())
+
+
+def test_a_value_on_six_axes_is_read_with_little_work():
+    """Dims that are made whole in every order of each other were minutes for one value."""
+    sizes = dict.fromkeys("abcdef", 2)
+    whole = 1e6 * np.random.default_rng(0).normal(size=(2, 8, 8))
+    local = whole.reshape(2, *[2] * 6).transpose(
+        0, 6, 5, 4, 3, 2, 1
+    )  # dim 0 by f, e, d, and dim 1 by c, b, a
+    found = []
+    work = calls(lambda: found.append(cut_of(local.reshape(2, *[2] * 6, 1, 1), whole, sizes)))
+    assert found[0].axes == dict.fromkeys("abc", 1) | dict.fromkeys("def", 0) and work < 100_000
