@@ -23,8 +23,11 @@ UPDATE_PINS = "LLMPAR_UPDATE_PINS"
 """Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
-_LETTERED = re.compile(r"((^| )([A-Za-z](/\w+(,\w+)*)?|\+\w+|->))+")
-"""A move in the letters that `look` was given."""
+_LETTERED, _AXES = (
+    re.compile(r"(([A-Za-z](/\w+(,\w+)*)?|\+\w+|->)( |$)){3,}"),
+    re.compile(r"(?<=[/,+])\w+"),
+)
+"""A move in the letters that `look` was given, and its axes."""
 Words = tuple[str, ...]
 """A row as words, one for each of `TITLES`."""
 
@@ -184,8 +187,7 @@ def matching(
     groups fill no whole axes. Raises ValueError for words that no row could have, so that a misspelt
     assertion does not hold in silence."""
     moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
-    lettered = " -> " in what and _LETTERED.fullmatch(what)
-    moves |= bool(lettered) and {*re.findall(r"(?<=[/,+])\w+", what)} <= {*mesh}
+    moves |= bool(_LETTERED.fullmatch(what)) and {*_AXES.findall(what)} <= {*mesh}
     known = *COLLECTIVES, *(row[key] for row in rows for key in ("arrow", "letters"))
     if what not in known and not (moves or _is_arrow(what)):
         raise ValueError(
