@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from checked import OTHERS, PARTS, built, declared, made, numbers
+from counted import calls
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 from shared import ROOT
@@ -22,6 +23,7 @@ from test_look import EXPLICIT
 import llmpar
 from llmpar.cli import main
 from llmpar.inspect.check import check
+from llmpar.inspect.twin import cut_of
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
@@ -226,8 +228,13 @@ def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_an
     on = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     own = on(lambda w, x: jax.lax.psum(jnp.tanh(x @ w[0]), "i"), in_specs=(P("i"), P()), out_specs=P())
     blocks = on(lambda x: jax.lax.psum(x, "i"), in_specs=P("i"), out_specs=P())
-    with pytest.raises(ValueError, match="each rank takes its only row of an argument"):
-        check(own, None, numbers(8, 4, 4), numbers(2, 4))
+    ours = lambda w: jax.lax.pcast(w, "j", to="varying")[0]
+    varying = lambda w, x: jax.lax.psum(jnp.tanh(x @ ours(w)).sum(0), ("i", "j"))
+    two = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    typed = jax.shard_map(varying, mesh=two, in_specs=(P("i"), P("j")), out_specs=P())
+    for f, rows in ((own, 8), (typed, 4)):
+        with pytest.raises(ValueError, match="each rank takes its only row of an argument"):
+            check(f, None, numbers(rows, 4, 4), numbers(2, 4))
     with pytest.raises(ValueError, match="has shape .* give the function for one device as reference"):
         check(blocks, None, numbers(16, 3))
     assert check(
@@ -264,3 +271,15 @@ def test_the_page_shows_what_is_printed(monkeypatch):
     printed = str(llmpar.check(f, norm.one_device, *args))
     without_bound = lambda text: re.sub(r"explains \S+", "", text)
     assert without_bound(printed) == without_bound(block.replace("\n    ", "\n").strip())
+
+
+def test_a_value_on_six_axes_is_read_with_little_work():
+    """Dims that are made whole in every order of each other were minutes for one value."""
+    sizes = dict.fromkeys("abcdef", 2)
+    whole = 1e6 * np.random.default_rng(0).normal(size=(2, 8, 8))
+    local = whole.reshape(2, *[2] * 6).transpose(
+        0, 6, 5, 4, 3, 2, 1
+    )  # dim 0 by f, e, d, and dim 1 by c, b, a
+    found = []
+    work = calls(lambda: found.append(cut_of(local.reshape(2, *[2] * 6, 1, 1), whole, sizes)))
+    assert found[0].axes == dict.fromkeys("abc", 1) | dict.fromkeys("def", 0) and work < 100_000

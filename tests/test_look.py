@@ -145,7 +145,7 @@ def test_programs_send_what_is_counted_by_hand(given, rows):
     text = str(found)
     assert all(f"{row['bytes_sent']:,} B" in text for row in found.rows)
     assert all(re.match(r"tests/test_look.py:\d+$|argument x$", row["source"]) for row in found.rows), text
-    assert ("<svg" in found._repr_html_()) == bool(rows) and len(text.split("\n")[0]) < 90
+    assert (found._repr_html_().count("<svg") > 1) == bool(rows) and len(text.split("\n")[0]) < 90
     assert json.loads(json.dumps(found.document()))["mesh"] == found.mesh
 
 
@@ -275,8 +275,11 @@ def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkey
     monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
     for name in ("text.hlo", "drawn.svg"):
         monkeypatch.setenv(name.partition(".")[0].upper(), str(tmp_path / name))
-    status, out, _ = command(f"--program train:look_at --json --svg {tmp_path / 'drawn.svg'}", capsys)
+    named = ["--dims", "x = b d; params['up'] = d m; params['down'] = m d"]
+    more = ["--program", "train:look_at", "--json", "--svg", str(tmp_path / "drawn.svg"), *named]
+    status, out = main(["inspect", *more]), capsys.readouterr().out
     found = json.loads(out)
+    assert {row["letters"] for row in found["rows"][:2]} == {"d m +data -> d m", "m d +data -> m d"}
     assert status == 0 and found["mesh"] == {"data": 4, "model": 2}
     assert found["rows"][0]["bytes_sent"] == 3145728
     assert "mine/train.py" in (tmp_path / "drawn.svg").read_text()
@@ -399,3 +402,111 @@ def test_a_program_that_jax_refuses_carries_the_missing_arrow():
     with jax.set_mesh(mesh), pytest.raises(Exception, match="[Cc]ontracting") as raised:
         look(lambda x: x @ x.T, jax.device_put(jnp.ones((8, 8)), P(None, "Y")))
     assert any("llmpar: " in note and "all-reduce over Y" in note for note in raised.value.__notes__)
+
+
+SIZES = {"b": 24, "s": 40, "d": 56, "n": 8, "h": 88, "m": 104, "v": 136, "l": 2}
+WHERE = {
+    "table": ("v d", "Y", "X"),
+    "q": ("l d n h", None, "X", "Y"),
+    "o": ("l n h d", None, "Y", None, "X"),
+    "up": ("l d m", None, "X", "Y"),
+    "down": ("l m d", None, "Y", "X"),
+}
+
+
+def decoder(weights, tokens):
+    def layer(x, w):
+        q = jnp.einsum("bsd,dnh->bsnh", x, w["q"])
+        scores = jax.nn.softmax(jnp.einsum("bsnh,btnh->bnst", q, q))
+        x += jnp.einsum("bnst,btnh,nhd->bsd", scores, q, w["o"])
+        return x + jax.nn.gelu((x / (1 + (x**2).mean(-1, keepdims=True))) @ w["up"]) @ w["down"], None
+
+    table = weights.pop("table")
+    return (lax.scan(layer, table[tokens], weights)[0] @ table.T).mean()
+
+
+def test_moves_are_in_the_letters_of_the_arguments_only_where_those_are_certain():
+    """Each letter has a size of its own, so that a type says which dims it has."""
+    weights = {k: lie(tuple(SIZES[x] for x in dims.split()), *cut) for k, (dims, *cut) in WHERE.items()}
+    tokens = jax.ShapeDtypeStruct((24, 40), jnp.int32, sharding=NamedSharding(AUTO, P("X")))
+    dims = {"weights": {k: letters for k, (letters, *_) in WHERE.items()}, "tokens": "b s"}
+    found = look(jax.grad(decoder), weights, tokens, dims=dims)
+    lettered = [row for row in found.rows if row["letters"]]
+    assert len(lettered) > 6 and len(lettered) < len(found.rows)
+    assert {"n b s h +X -> n b s h", "b s d +Y -> b s d"} <= {row["letters"] for row in lettered}
+    for row in lettered:
+        one, other = row["letters"].split(" -> ")
+        shape = re.findall(r"(\d+)[^,]*", row["arrow"].split("[")[1].split("]")[0])
+        names = [word[0] for word in one.split() if word[0] != "+"]
+        whole = [SIZES[x] / int(n) for x, n in zip(names, shape, strict=True)]
+        assert all(n in (1, 2, 4, 8) for n in whole) and names == [w[0] for w in other.split()], row
+        assert row["letters"] in str(found)
+    found.sends("b s d +Y -> b s d", "Y").forbids("b s/X d -> b s d")
+    read = found.schedule  # of the same program: its two loops, and what is alive beside what is reserved
+    assert [span["name"] for span in read["spans"]].count("loop ×2") == 2
+    assert abs(read["peak"]["bytes"] / found.memory["peak_bytes"] - 1) < 0.1
+    assert read["argument_bytes"] == found.memory["argument_bytes"]
+    assert "loop ×2" in found._repr_html_() and "than the" in found._repr_html_()
+
+
+def test_a_dim_that_may_be_another_has_no_letter():
+    """A square weight is added to its transpose; heads of which each device has one are joined."""
+    both = lambda x, w: (lax.psum(x.reshape(4, -1), "Y"), lax.psum(w + w.T, "X"), lax.psum(2 * w, "Y"))
+    inner = manual(both, (P(None, "X"), P()), P())
+    found = look(inner, lie((4, 4, 32), None, "X"), lie((8, 8)), dims={"x": "b n h", "w": "d m"})
+    letters = {row["arrow"]: row["letters"] for row in found.rows}
+    assert letters == {
+        "f32[4,32]{U:Y} -> f32[4,32]": "",
+        "f32[8,8]{U:X} -> f32[8,8]": "",
+        "f32[8,8]{U:Y} -> f32[8,8]": "d m +Y -> d m",
+    }
+
+
+@pytest.mark.parametrize(
+    "dims, says",
+    [
+        ({"y": "b d"}, "dims names 'y', and the program uses no argument of that name; it has x"),
+        ({"x": "b"}, "dims gives 'b' for 'x', which has 2 dims; give a letter for each"),
+        ({"x": "b b"}, "every letter once, as 'b s d'"),
+        ({"x": 2}, "dims gives 2 for 'x'"),
+    ],
+)
+def test_letters_that_do_not_fit_are_refused(dims, says):
+    with pytest.raises(ValueError, match=says):
+        look(total, X, dims=dims)
+
+
+SCHEDULED = """HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: f32[4,8], w: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8] parameter(0)
+  %w = f32[4,8] parameter(1)
+  %g = (f32[4,8], f32[8,8]) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}
+  %d = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %gd = f32[8,8] all-gather-done(%g)
+  %e = f32[4,8] dot(%x, %gd), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %h = (f32[4,8], f32[8,8]) all-gather-start(%e), replica_groups={{0,1}}, dimensions={0}
+  %hd = f32[8,8] all-gather-done(%h)
+  %r = f32[4,8] all-reduce(%e), replica_groups={{0,1}}, to_apply=%sum
+  %n = f32[4,8] negate(%r)
+  ROOT %t = f32[4,8] add(%n, %r)
+}
+"""
+
+
+def test_a_schedule_is_read_in_its_order_with_what_is_alive_counted_by_hand():
+    read = look(SCHEDULED, {"X": 2}).schedule
+    steps = [(s["lane"], s["name"], s["begin"], s["end"], s["exposed"], s["count"]) for s in read["steps"]]
+    assert steps == [
+        ("X", "all-gather", 0, 1, False, 1),  # beside the first matmul
+        ("compute", "matmul", 0, 1, False, 1),
+        ("compute", "matmul", 1, 2, False, 1),
+        ("X", "all-gather", 2, 3, True, 1),
+        ("X", "all-reduce", 3, 4, True, 1),
+        ("compute", "other operations", 4, 5, False, 2),
+    ]
+    given, gathered, small = 2 * 4 * 8 * 4, 8 * 8 * 4, 4 * 8 * 4
+    alive = [gathered + 4 * 4 * 4, gathered + small, gathered + small, 2 * small, 3 * small]
+    assert read["live_bytes"] == [given + n for n in alive] and read["argument_bytes"] == given
+    assert read["peak"]["at"] == 1 and read["peak"]["bytes"] == given + gathered + small
+    assert not look(TEXT, AUTO).schedule, "a text before it is scheduled has no order"

@@ -40,6 +40,8 @@ class Inspect(Output):
             if it takes an argument, and gives what llmpar.look takes: (f, *arguments), or a jax.stages one.
         hlo: look at the text of an HLO module, of the mesh that --mesh names, with axes of any names.
         target: devices for --program that are not here, as llmpar compile takes them.
+        dims: letters for the dims of arguments of --program or --hlo, by JAX's names of these:
+            "x = b s d; params['up'] = d m".
         pin: keep in this file what --program or --hlo sends, or compare with it: status 1 if it differs.
         trace: a folder that jax.profiler.trace wrote: its times stand beside the lines of --program or --hlo.
         html: also write what --program or --hlo sends into this page, each move drawn.
@@ -52,6 +54,7 @@ class Inspect(Output):
     program: OptionalText = None
     hlo: File = None
     target: OptionalText = None
+    dims: OptionalText = None
     pin: File = None
     trace: File = None
     html: File = None
@@ -63,7 +66,15 @@ class Inspect(Output):
     def run(self) -> dict:
         """Compile the step and print tables, or JSON."""
         check_picture(self.svg)
-        if self.program or self.hlo or self.target or self.pin or self.trace or self.html:
+        if (
+            self.program
+            or self.hlo
+            or self.target
+            or self.dims
+            or self.pin
+            or self.trace
+            or self.html
+        ):
             return self.look()
         from llmpar.inspect import report
         from llmpar.inspect.types import types
@@ -91,14 +102,16 @@ class Inspect(Output):
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
             raise ValueError(
                 "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh, both"
-                f" with --pin, --trace, --html, --svg and --json; {rest}"
+                f" with --dims, --pin, --trace, --html, --svg and --json; {rest}"
             )
         with refusing(self.program or self.hlo):
             program = self.made()
             from llmpar.inspect.look import look
 
             given = program if isinstance(program, tuple) else (program,)
-            shown = look(*given, trace=self.trace)
+            named = (one.rpartition("=") for one in (self.dims or "").split(";") if one.strip())
+            dims = {name.strip(): letters for name, _, letters in named}
+            shown = look(*given, dims=dims, trace=self.trace)
         if self.pin:
             try:
                 shown.pin(self.pin)

@@ -17,7 +17,7 @@ replicas     replicas  messages                 data parallelism, and in how man
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
 goodput      failures                           what failures leave of a run, by the interval of checkpoints
 pipelines    timeline  timelines  bubbles       pipeline orders in time; what is called the bubble
-programs     program  traced                    what lines of code send; a function, rank by rank
+programs     program  traced  program_order         lines of code; a function, rank by rank; what runs when
 serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 two_meshes   traffic                            who sends what to whom from one mesh to another
@@ -46,7 +46,7 @@ from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.pipelines import bubbles, timeline, timelines
-from llmpar.draw.programs import program, traced
+from llmpar.draw.programs import program, program_order, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
 from llmpar.draw.strips import before_after, cube, ring_sums

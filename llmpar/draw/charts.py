@@ -121,7 +121,7 @@ def arrows_sent(rows) -> Scene:
         lines.append(f"{name}: {size_text(total(parts))} ({', '.join(passes)})")
     text = "\n".join([*lines, f"In all {size_text(total(rows))}."])
     title = "Bytes sent per device and step, by arrow"
-    bars = _bars(title, drawn, size_text, _byte_ticks, roles, wide=300, pitch=26, right=right)
+    bars = _bars(title, drawn, size_text, byte_ticks, roles, wide=300, pitch=26, right=right)
     return replace(bars, text=f"{title}\n{text}")
 
 
@@ -172,11 +172,11 @@ def memory_bars(
     is ``wide`` pixels. ``roles`` are those of parts that colours.toml does not know by name."""
     whole = whole_bytes if whole_bytes != capacity_bytes else None
     return _bars(
-        title, rows, size_text, _byte_ticks, MEMORY | (roles or {}), capacity_bytes, whole, wide
+        title, rows, size_text, byte_ticks, MEMORY | (roles or {}), capacity_bytes, whole, wide
     )
 
 
-def _byte_ticks(high: float) -> list[float]:
+def byte_ticks(high: float) -> list[float]:
     """Return round numbers of bytes up to ``high``."""
     unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
     return [unit * t for t in ticks(0, high / unit)]
@@ -310,7 +310,7 @@ def step_memory(
     )
     most = {name: max(sum(moment.values()) for moment in moments) for name, moments in rows.items()}
     high = 1.08 * max([*most.values(), capacity_bytes])
-    levels = _byte_ticks(high)
+    levels = byte_ticks(high)
     left = max(text_width(size_text(v), SMALL) for v in levels) + 8
     right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
     items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]

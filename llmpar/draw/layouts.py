@@ -81,7 +81,7 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
     )
 
 
-def _hue(axis: str, sizes: dict[str, int] | None) -> str:
+def hue(axis: str, sizes: dict[str, int] | None) -> str:
     others = [a for a in sizes or () if a not in ORDER]
     return (
         axis if axis in ORDER else _PALETTE[others.index(axis) % len(_PALETTE)] if others else "sp"
@@ -118,7 +118,7 @@ def _tensor(
     sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
     num = 2 ** len(sums) if sizes is None else math.prod(sizes[a] for a in sums)
     shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
-    stroke = f"{_hue(sums[0], sizes)}-line" if sums else "edge"
+    stroke = f"{hue(sums[0], sizes)}-line" if sums else "edge"
     sheets: list = []
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
@@ -194,7 +194,7 @@ class _Grid:
         one, two = (_places(self.dims[d].axes, self.sizes, j) for j in (before, i))
         axes = [*_places(self.dims[d].axes, self.sizes, 0)]
         axis = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
-        return Line(points, f"{_hue(axis, self.sizes)}-line", 3)
+        return Line(points, f"{hue(axis, self.sizes)}-line", 3)
 
     def block(self, index: tuple[int, ...], w: float, h: float) -> _Block:
         """Return the cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
@@ -224,7 +224,7 @@ class _Grid:
                     if across
                     else (margin - 8, offset + (kh + ticks_above) / 2)
                 )
-                color = f"{_hue(axes[0], self.sizes)}-line" if axes else "soft"
+                color = f"{hue(axes[0], self.sizes)}-line" if axes else "soft"
                 items.append(
                     small_text(x, y, self.tick(d, i), "middle" if across else "end", color)
                 )
@@ -254,7 +254,7 @@ def _cells(
         index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()
     }
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
-    marks = [("/", f"{_hue(a, sizes)}-line") for a in sums[:1]]
+    marks = [("/", f"{hue(a, sizes)}-line") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
     picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
     grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
@@ -307,9 +307,9 @@ def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     used = [a for a in every if a in named and (not sizes or sizes.get(a, 1) > 1)]
     copied = any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
     key: list = [
-        *((_hue(a, sizes), f"{a} = {sizes[a]}" if sizes else a) for a in used),
+        *((hue(a, sizes), f"{a} = {sizes[a]}" if sizes else a) for a in used),
         *(
-            (_hue(a, sizes), f"unfinished sum over {a}", "/")
+            (hue(a, sizes), f"unfinished sum over {a}", "/")
             for a in used
             if any(a in x.sums for x in layouts)
         ),
@@ -391,12 +391,17 @@ def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], sha
 
 
 def resharded(
-    route: list[Layout], steps: list[tuple[str, str, int]], shape, sizes, itemsize: int
+    route: list[Layout],
+    steps: list[tuple[str, str, int]],
+    shape,
+    sizes,
+    itemsize: int,
+    title: str = "",
 ) -> Scene:
     """Draw a value on its way through layouts, with the words of each step, an axis (its colour), and the
     bytes that a device sends. ``sizes`` are those of axes of any names, in the mesh's order."""
     words = [[does, f"{size_text(n)} sent per device"] if n else [does] for does, _, n in steps]
-    colors = [f"{_hue(axis, sizes)}-line" for _, axis, _ in steps]
+    colors = [f"{hue(axis, sizes)}-line" for _, axis, _ in steps]
     facts = ["; ".join(_facts(one, shape, sizes, itemsize)) for one in route]
     lines = [
         facts[0],
@@ -405,6 +410,6 @@ def resharded(
     for when, one in {"before": route[0], "after": route[-1]}.items():
         owners = enumerate(holders(one, sizes).values())
         lines += [f"{when}, shard {i}: devices {number_ranges(d)}" for i, d in owners][:_MAX_CELLS]
-    title = " -> ".join(map(str, dict.fromkeys((route[0], route[-1]))))
+    title = title or " -> ".join(map(str, dict.fromkeys((route[0], route[-1]))))
     blocks = [_chain(route, words, colors, shape, sizes), _key(route, sizes)]
     return compose(title, blocks, "\n".join(lines))

@@ -19,6 +19,8 @@ margin-right:.5em;border-radius:3px}
 .llmpar-page details>svg{margin:.5rem 0;border-radius:6px}
 .llmpar-page mark{display:block;color:inherit;padding:.15rem .5rem;border-left:4px solid Highlight;
 background:color-mix(in srgb,Highlight 16%,transparent)}
+.llmpar-page .scroll{overflow-x:auto;margin:.5rem 0}.llmpar-page .scroll>svg{max-width:none!important;
+border-radius:6px}
 .llmpar-page .half{width:50%}.llmpar-page .line{width:17%}.llmpar-page .wide{width:46%}
 @media(max-width:700px){.llmpar-page thead{display:none}.llmpar-page tr{display:block;padding:.5rem 0;
 border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)}

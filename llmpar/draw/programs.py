@@ -2,10 +2,13 @@
 and returned, in a lane per rank."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from llmpar.draw.charts import count_noun
+from llmpar.draw.charts import byte_ticks, count_noun
 from llmpar.draw.geometry import groups
+from llmpar.draw.layouts import hue
 from llmpar.draw.scene import (
     BODY,
     OTHERS,
@@ -16,13 +19,19 @@ from llmpar.draw.scene import (
     Scene,
     Text,
     compose,
+    fitting_text,
+    legend,
     size_text,
     small_text,
+    style_of,
     text_width,
 )
 
 _LONGEST, PITCH = 190, 44
 """Pixels of the longest bar, and from one line of code to the next."""
+_ORDER, _EXPOSED = "In the order of the compiled program", ", exposed"
+_TRACK, _CURVE, _ACROSS = 30, 120, 690
+"""Pixels of a track of a schedule, of the curve below it, and of both from left to right."""
 _SentBy = Mapping[int, Sequence[tuple[str, int]]]
 
 
@@ -146,3 +155,108 @@ def _bars(of: list[list[int]], x: float, middles: list[float], axis: str) -> lis
 def _shape_text(shape: Shape) -> str:
     """Return a shape as people write it."""
     return " × ".join(map(str, shape)) + " numbers" * (len(shape) == 1) or "a number"
+
+
+def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes: int = 0) -> Scene:
+    """Draw a compiled program in its order, as `llmpar.inspect.schedule` reads it: a track of what computes
+    and one for each axis of a mesh of these ``sizes``, and below them the bytes that are alive in each step,
+    with their peak beside what the compiler reserves (0: not known)."""
+    steps, live, peak = read["steps"], read["live_bytes"], read["peak"]
+    sizes = sizes | {"other": 1}  # groups that fill no whole axes
+    lanes = ["compute", *(a for a in sizes if any(a in _lanes(one) for one in steps))]
+    left = max(text_width(word, SMALL) for word in (*lanes, "999 MiB")) + 12
+    x_of = lambda step: left + _ACROSS * step / max(1, len(live))
+    top = {lane: 24 + _TRACK * i for i, lane in enumerate(lanes)}
+    items = Items()
+    for lane, y in top.items():
+        items += [
+            small_text(left - 8, y + 11, lane, "end", "ink"),
+            Line(((left, y + 22), (left + _ACROSS, y + 22)), "grid", 1),
+        ]
+    for span in read["spans"]:
+        x, wide = x_of(span["begin"]), x_of(span["end"]) - x_of(span["begin"])
+        names = f"{span['name']}, {span['source']}", span["name"], span["name"].replace("loop ", "")
+        items += [
+            Line(((x + 1, 18), (x + 1, 12), (x + wide - 1, 12), (x + wide - 1, 18)), "edge", 1)
+        ]
+        items += fitting_text(x + wide / 2, 2, wide, *names, fill="ink")
+    for one in steps:
+        x, wide = x_of(one["begin"]), x_of(one["end"]) - x_of(one["begin"])
+        tip = f"{one['name']} {one['source']}" + f" and {one['count'] - 1} more" * (
+            one["count"] > 1
+        )
+        for lane in _lanes(one):
+            fill = "matmuls" if one["name"] == "matmul" else "elementwise"
+            look = (fill, "", 0.0, "") if lane == "compute" else _look(lane, sizes, one["exposed"])
+            items.append(Rect(x, top[lane], max(wide, 1.5), 22, *look, tip=tip))
+    items += _alive(read, x_of, top[lanes[-1]] + _TRACK + 26, left, reserved_bytes)
+    counts = Counter((_kind(one), one["lane"], one["name"]) for one in steps)
+    lines = [f"{lane}{kind}: {name} ×{n}" for (kind, lane, name), n in counts.items()]
+    lines += [
+        f"{one['name']}, {one['source']}: steps {one['begin'] + 1} to {one['end']}"
+        for one in read["spans"]
+    ]
+    times = lambda one: f" ×{one['count']}" * (one["count"] > 1)
+    largest = (
+        f"{size_text(one['bytes'])}{times(one)} {one['name']} {one['source']}".strip()
+        for one in peak["values"]
+    )
+    note = f"Largest in the fullest step, {peak['at'] + 1} of {len(live)}: {', '.join(largest)}."
+    lines += [f"alive at most {peak['bytes']:,} B", note]
+    seen = {(a, _kind(one)) for one in steps for a in _lanes(one) if a != "compute"}
+    key: list[tuple] = [("matmuls", "matmul"), ("elementwise", "other operations")]
+    key += [
+        (hue(axis, sizes), axis + kind, "/" * (kind == _EXPOSED)) for axis, kind in sorted(seen)
+    ]
+    key += [("weights", "arguments"), ("activations", "other values")]
+    column = _ACROSS + left + 48
+    return compose(_ORDER, [items, legend(key, 760)], "\n".join(lines), [note], column=column)
+
+
+def _kind(step: Mapping[str, Any]) -> str:
+    """Say whether something computes beside a collective."""
+    beside = _EXPOSED if step["exposed"] else ", beside computing"
+    return beside * (step["lane"] != "compute")
+
+
+def _lanes(step: Mapping[str, Any]) -> list[str]:
+    """Return the tracks of a step: a collective over two axes is on both."""
+    return step["lane"].split(",")
+
+
+def _look(lane: str, sizes: dict[str, int], exposed: bool) -> tuple[str, str, float, str]:
+    """Return fill, stroke, its width and hatch of a collective: full beside computing, hatched where nothing
+    computes."""
+    fill, stroke, hatch = style_of(hue(lane, sizes) + "/" * exposed)
+    return fill, stroke, 1.0, hatch
+
+
+def _alive(read: Mapping[str, Any], x_of: Any, y: float, left: float, reserved: int) -> Items:
+    """Draw the bytes that are alive, arguments below, and their peak with its largest values."""
+    live, peak, base = read["live_bytes"], read["peak"], read["argument_bytes"]
+    high = 1.05 * max(peak["bytes"], reserved, 1)
+    y_of = lambda n: y + _CURVE * (1 - n / high)
+    right, at = x_of(len(live)), x_of(peak["at"] + 0.5)
+    items = Items()
+    for level in byte_ticks(high):
+        items += [
+            Line(((left, y_of(level)), (right, y_of(level))), "grid", 1),
+            small_text(left - 8, y_of(level), size_text(level), "end"),
+        ]
+    edge = [(x_of(i + end), y_of(n)) for i, n in enumerate(live) for end in (0, 1)]
+    items += [
+        Line(((left, y_of(0)), *edge, (right, y_of(0))), "edge", 0.5, fill="activations"),
+        Rect(left, y_of(base), right - left, y_of(0) - y_of(base), "weights", "edge", 0.5),
+        Line(((at, y - 5), (at, y_of(peak["bytes"]))), "ink", 1.5, head=True),
+    ]
+    if reserved:
+        x, anchor = (left, "start") if at > (left + right) / 2 else (right, "end")
+        words = f"the compiler reserves {size_text(reserved)}"
+        items += [
+            Line(((left, y_of(reserved)), (right, y_of(reserved))), "bad", 1.5, dash=True),
+            small_text(x, y - 12, words, anchor, "bad"),
+        ]
+    words = f"peak {size_text(peak['bytes'])}"
+    half = text_width(words, SMALL) / 2
+    items.append(small_text(min(max(at, left + half), right - half), y - 12, words, fill="ink"))
+    return items

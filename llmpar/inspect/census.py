@@ -21,7 +21,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Collective:
     per_turn: str = (
         ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration
     )
+    place: tuple[str, str] = field(default=("", ""), compare=False)  # its computation and its name
 
 
 def arrow_of(scope: str) -> dict[str, Any]:
@@ -262,7 +263,7 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
         operand_arrow(module, comp, name, axes, mesh),
     )
     seen = kind, axes, group_size, 1, sent, dtypes, shape, source
-    return Collective(*seen, moves=moves, **arrow_of(op.scope))
+    return Collective(*seen, moves=moves, place=(comp, name), **arrow_of(op.scope))
 
 
 def is_product(op: Instruction) -> bool:

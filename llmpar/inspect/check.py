@@ -20,6 +20,7 @@ from llmpar.inspect.hlo import short_dtype, typed
 from llmpar.inspect.twin import (
     ENTER,
     RETURN,
+    TYPES,
     Cures,
     Equation,
     Pieces,
@@ -476,6 +477,8 @@ class _Case:
         self.refuse_shapes("a mesh of ones")
         rows = {i for _, step in self.many.all_steps() if step.name == ENTER for i in step.gives}
         for _, step in self.many.all_steps():
+            if step.name in TYPES and rows.intersection(step.takes):
+                rows.update(step.gives)
             for x, v in zip(step.takes, step.eqn.invars if step.eqn else (), strict=False):
                 if x in rows and step.name in _ROWS and 1 in v.aval.shape:
                     raise ValueError(

@@ -3,16 +3,18 @@
 import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 from llmpar import draw
 from llmpar.draw.layouts import resharded
 from llmpar.draw.page import page_table
-from llmpar.draw.scene import Scene, scaled, time_text
+from llmpar.draw.scene import Scene, scaled, size_text, time_text
 from llmpar.inspect.hlo import integers
 from llmpar.inspect.moves import layout_from_text
 from llmpar.inspect.pins import TITLES, words_of
+from llmpar.plan.layout import LETTERS
 
 _KINDS = "line", "wide", "", "number", "number"
 _NUMBERS = itertools.count()
@@ -37,6 +39,23 @@ def moves_html(rows: list[dict[str, Any]], sizes: Mapping[str, int]) -> str:
             move += f"<p>{', '.join(filter(None, words_of_time(row)))}</p>"
         cells.append((f"<code>{line}</code>", move, sent, times, num_bytes))
     return page_table((*TITLES[:3], *TITLES[4:]), cells, _KINDS)
+
+
+def schedule_html(read: dict[str, Any], sizes: Mapping[str, int], memory: Mapping[str, int]) -> str:
+    """Write a program's schedule and its memory as a drawing, and how far the curve can be trusted."""
+    most, reserved = read["peak"]["bytes"], memory.get("peak_bytes", 0)
+    apart = most / reserved - 1 if reserved else 0.0
+    than = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'} than" * (abs(apart) >= 0.005)
+    words = [
+        "From left to right operations as a device runs them, the inside of a loop once. Widths are no times."
+        " Hatched is a collective beside which nothing computes; how much of another one computing hides, a"
+        " profile shows. A value is counted from the operation that makes it to the last that takes it.",
+        f"So at most {size_text(most)} are alive, {than or 'equal to'} the {size_text(reserved)} that the"
+        " compiler reserves for arguments, results and temporaries." * bool(reserved),
+    ]
+    svg = draw.program_order(read, dict(sizes), reserved)._repr_svg_()
+    title = "<h2>In the order of the compiled program</h2>"
+    return f'{title}<div class="scroll">{svg}</div><p>{escape(" ".join(words))}</p>'
 
 
 def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
@@ -66,5 +85,16 @@ def _drawings(row: dict[str, Any], sizes: Mapping[str, int]) -> tuple[str, Scene
         each = row["bytes_sent"] // max(row["count"], 1)
         itemsize = max(1, integers(types[0])[0] // 8)
         step = f"{row['collective']} over {over}", row["axes"][0], each
-        scene = resharded(route, [step], shape[: len(route[0].dims)], along, itemsize)
+        names = re.findall(r"(?<![\w/,+])\w", row["letters"]) or (
+            f"dim {i}" for i in range(_MOST_DIMS)
+        )
+        renamed = dict(
+            zip(LETTERS, names, strict=False)
+        )  # those that a type has are none of the user's
+        for i, side in enumerate(route):
+            route[i] = replace(
+                side, dims=tuple(replace(d, name=renamed[d.name]) for d in side.dims)
+            )
+        title = row["letters"] or row["arrow"]
+        scene = resharded(route, [step], shape[: len(route[0].dims)], along, itemsize, title)
     return icon._repr_svg_() if icon else "", scene

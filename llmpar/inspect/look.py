@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
 from llmpar.inspect.profile import measure_rows
 from llmpar.inspect.reshard import cheaper
+from llmpar.inspect.schedule import read_schedule
 from llmpar.inspect.sent import Look, _line, look_at_text, read_look
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.inspect.transfers import transfers
@@ -38,7 +39,14 @@ _WHOLE = (
 )
 
 
-def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs: Any) -> Look:
+def look(
+    f: Any,
+    /,
+    *args: Any,
+    dims: Mapping[str, Any] | None = None,
+    trace: str | os.PathLike | None = None,
+    **kwargs: Any,
+) -> Look:
     """Return what a JAX program sends and holds. The program is compiled, and does not run.
 
     Args:
@@ -46,18 +54,27 @@ def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs
             with its mesh as the one argument: a mesh, a dict, or "X=4 Y=2".
         args: f's arguments: arrays or `jax.ShapeDtypeStruct`s, whose shardings name the devices. Arguments
             without an array are static where f is not jitted.
+        dims: a letter for each dim of arguments, by the argument's name: ``{"x": "b s d", "params": {"up":
+            "d m"}}``, or ``"params['up']"`` as JAX names it. Moves are then written in these letters,
+            ``d m +X -> d m``, where it is certain which dims they move, and as JAX's types elsewhere.
         trace: a folder that `jax.profiler.trace` wrote while the program ran: rows get the ``measured`` times
             of `profile.measure_rows`.
         kwargs: f's keyword arguments.
 
     Raises:
-        ValueError: f is none of these, or its arguments are on two meshes, or the mesh does not fit the text.
+        ValueError: f is none of these, or its arguments are on two meshes, or the mesh does not fit the text,
+            or letters do not fit an argument.
             JAX's own sharding errors carry the sentence of `llmpar.explain` as a note.
     """
+    letters = {
+        f"{name}{jax.tree_util.keystr(path)}": words
+        for name, tree in (dims or {}).items()
+        for path, words in jax.tree.leaves_with_path(tree)
+    }
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
-        result = look_at_text(f, given, _links(given))
-        return _timed(result, f, given, {}, trace)
+        result = look_at_text(f, given, _links(given), letters)
+        return _as_it_runs(result, f, given, {}, trace)
     try:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
@@ -88,7 +105,7 @@ def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs
     memory = compiled_memory(compiled)
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
-    result = read_look(text, mesh, notes + _returned(leaves), lines, _links(mesh))
+    result = read_look(text, mesh, notes + _returned(leaves), lines, _links(mesh), letters)
     name = (
         type(f).__name__
         if result.name in ("", "_unnamed_function", "jaxpr_as_fun")
@@ -98,16 +115,18 @@ def look(f: Any, /, *args: Any, trace: str | os.PathLike | None = None, **kwargs
     given = [where for path, _, where in leaves if re.match(r"in (?!captured)", path)]
     ways = cheaper(jaxpr, given, mesh, result.rows) if jaxpr and isinstance(mesh, Mesh) else []
     result = replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
-    return _timed(result, compiled.as_text() or "", mesh, lines, trace)
+    return _as_it_runs(result, compiled.as_text() or "", mesh, lines, trace)
 
 
-def _timed(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], trace: Any) -> Look:
-    """Add what a profile in the folder ``trace`` measured, if there is one, to a look."""
-    if trace is None:
-        return result
+def _as_it_runs(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], trace: Any) -> Look:
+    """Add a compiled program's schedule to a look, and what a profile in the folder ``trace`` measured."""
     if not isinstance(mesh, Mesh):
         mesh = SimpleNamespace(axis_names=(*result.mesh,), shape=result.mesh)
-    notes = measure_rows(result.rows, text, mesh, trace, lambda source: _line(source, lines)[0])
+    line_of = lambda source: _line(source, lines)[0]
+    result = replace(result, schedule=read_schedule(text, mesh, line_of))
+    if trace is None:
+        return result
+    notes = measure_rows(result.rows, text, mesh, trace, line_of)
     return replace(result, notes=result.notes + notes)
 
 

@@ -23,6 +23,11 @@ UPDATE_PINS = "LLMPAR_UPDATE_PINS"
 """Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
+_LETTERED, _AXES = (
+    re.compile(r"(([A-Za-z](/\w+(,\w+)*)?|\+\w+|->)( |$)){3,}"),
+    re.compile(r"(?<=[/,+])\w+"),
+)
+"""A move in the letters that `look` was given, and its axes."""
 Words = tuple[str, ...]
 """A row as words, one for each of `TITLES`."""
 
@@ -32,7 +37,7 @@ def words_of(rows: Iterable[Mapping[str, Any]]) -> list[Words]:
     return [
         (
             row["source"] or "(the partitioner's)",
-            row["arrow"] or "-",
+            row["letters"] or row["arrow"] or "-",
             f"{row['collective']} {','.join(row['axes'])}",
             row["direction"] or "-",
             _times(row),
@@ -182,7 +187,8 @@ def matching(
     groups fill no whole axes. Raises ValueError for words that no row could have, so that a misspelt
     assertion does not hold in silence."""
     moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
-    known = *COLLECTIVES, *(row["arrow"] for row in rows)
+    moves |= bool(_LETTERED.fullmatch(what)) and {*_AXES.findall(what)} <= {*mesh}
+    known = *COLLECTIVES, *(row[key] for row in rows for key in ("arrow", "letters"))
     if what not in known and not (moves or _is_arrow(what)):
         raise ValueError(
             f"'{what}' is no collective; use {', '.join(COLLECTIVES)}, or types as look prints them"
@@ -192,4 +198,4 @@ def matching(
     along = [
         row for row in rows if over in (None, *row["axes"]) or partly and "other" in row["axes"]
     ]
-    return [row for row in along if what in (row["collective"], row["arrow"])]
+    return [row for row in along if what in (row["collective"], row["arrow"], row["letters"])]

@@ -51,7 +51,7 @@ _LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
 _LINKS = "links", "network"
 """Lanes of collectives: one for all of them, or one for those within hosts and one for those between
 hosts."""
-_FREE = set(
+FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
     " domain add-dependency".split()
 )
@@ -253,7 +253,7 @@ class _Schedule:
             elif op.opcode == "call":
                 flops += self.run(op.called("to_apply", "calls")[0], events)
             else:
-                role, key, sends = self.role(name, op)
+                role, key, sends = collective_role(self.module, name, op)
                 sent = self.collective(sends) if sends and role != "done" else None
                 if role == "done" and key in pending:
                     sent, before = pending.pop(key)
@@ -271,32 +271,6 @@ class _Schedule:
                 if not (role in ("start", "done") or op.opcode in COLLECTIVES):
                     flops += self.compute(comp, op, events)
         return flops
-
-    def role(self, name: str, op: Instruction) -> tuple[str, str, Instruction | None]:
-        """Return whether an operation starts a collective, awaits one (``done``), or runs one to its end
-        (``whole``); a key that start and done share; and the collective.
-
-        On GPUs these are operations of their own. A TPU starts and ends a collective in fusions, and
-        continues it in the fusions between, where matmuls run.
-        """
-        if op.opcode.removesuffix("-start") in COLLECTIVES:
-            return "start" if op.opcode.endswith("-start") else "whole", name, op
-        if op.opcode.endswith("-done"):
-            return "done", op.operands[0][0], None
-        body = op.called("calls")[0] if op.opcode == "fusion" else ""
-        inner = next(
-            (o for o in self.module.computations.get(body, {}).values() if o.opcode in COLLECTIVES),
-            None,
-        )
-        if inner is None:
-            return "", name, None
-        channel = "".join(re.findall(r"channel_id=\d+", inner.attrs))
-        root = self.module.computations[body][self.module.roots[body]].attrs
-        if "AsyncCollectiveStart" in root:
-            return "start", channel, inner
-        if "AsyncCollectiveDone" in root:
-            return "done", channel, None
-        return ("", name, None) if body in self.module.echoes else ("whole", name, inner)
 
     def wait(self, sent: _Transfer, events: list[_Event]) -> None:
         """Wait until a collective is done."""
@@ -406,7 +380,7 @@ class _Schedule:
     def compute(self, comp: str, op: Instruction, events: list[_Event]) -> float:
         """Run an operation on the computing clock, and return its FLOPs."""
         if (
-            op.opcode in _FREE
+            op.opcode in FREE
             or op.opcode.endswith(("-start", "-done"))
             or '"AllocateBuffer"' in op.attrs
         ):
@@ -495,6 +469,34 @@ class _Schedule:
             elif (place := int(inner.inside)) < len(operands):
                 moved += size(*operands[place])
         return max(0, moved + written)
+
+
+def collective_role(
+    module: Module, name: str, op: Instruction
+) -> tuple[str, str, Instruction | None]:
+    """Return whether an operation starts a collective, awaits one (``done``), or runs one to its end
+    (``whole``); a key that start and done share; and the collective.
+
+    On GPUs these are operations of their own. A TPU starts and ends a collective in fusions, and
+    continues it in the fusions between, where matmuls run.
+    """
+    if op.opcode.removesuffix("-start") in COLLECTIVES:
+        return "start" if op.opcode.endswith("-start") else "whole", name, op
+    if op.opcode.endswith("-done"):
+        return "done", op.operands[0][0], None
+    body = op.called("calls")[0] if op.opcode == "fusion" else ""
+    inner = next(
+        (o for o in module.computations.get(body, {}).values() if o.opcode in COLLECTIVES), None
+    )
+    if inner is None:
+        return "", name, None
+    channel = "".join(re.findall(r"channel_id=\d+", inner.attrs))
+    root = module.computations[body][module.roots[body]].attrs
+    if "AsyncCollectiveStart" in root:
+        return "start", channel, inner
+    if "AsyncCollectiveDone" in root:
+        return "done", channel, None
+    return ("", name, None) if body in module.echoes else ("whole", name, inner)
 
 
 def _short(op: Instruction, term: str) -> str:

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from llmpar import draw
 from llmpar.draw.page import html_page, html_part
 from llmpar.draw.scene import Scene, size_text
-from llmpar.inspect import pins
+from llmpar.inspect import letters, pins
 from llmpar.inspect.census import (
     Collective,
     census_hlo,
@@ -27,7 +27,7 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
-from llmpar.inspect.drawn import moves_html, words_of_time
+from llmpar.inspect.drawn import moves_html, schedule_html, words_of_time
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
 
@@ -45,10 +45,11 @@ class Look:
 
     Attributes:
         rows: what each line sends, largest first: ``source``, ``arrow`` (the types of operand and result,
-            whole along ``axes``: ``f32[64@X,128] -> f32[64,128]``), ``collective``, ``axes``, ``count``,
-            ``bytes_sent``, ``per_turn`` (the loop around it whose trip count is unknown: count and bytes are
-            those of one iteration; or ''), ``conditional`` (in the branch that sends most), ``link``,
-            ``dtype``, ``shape`` (of the result), ``direction``; with a profile ``measured``.
+            whole along ``axes``: ``f32[64@X,128] -> f32[64,128]``), ``letters`` (the same with the letters
+            of ``dims``, ``d/X m -> d m``; '' where they are not certain), ``collective``, ``axes``,
+            ``count``, ``bytes_sent``, ``per_turn`` (the loop around it whose trip count is unknown: count and
+            bytes are those of one iteration; or ''), ``conditional`` (in the branch that sends most),
+            ``link``, ``dtype``, ``shape`` (of the result), ``direction``; with a profile ``measured``.
         memory: argument, output, alias, temp and peak bytes, as the compiler reserves them; {} for a text.
         replicated: values that are equal on several devices although ``axes`` could cut them: ``bytes`` of
             each, and the bytes ``saved`` by the cut.
@@ -56,6 +57,8 @@ class Look:
         notes: what could not be read, and why.
         cheaper: the reshards that send less by another sequence of moves (`reshard.cheaper`): ``source``,
             ``count``, ``bytes_sent`` and ``instead_of`` as both are compiled, ``expression``.
+        schedule: the compiled program in its order, and what is alive in it (`schedule.read_schedule`);
+            {} for a text that is not scheduled.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Look:
     links: dict[str, str]
     notes: list[str]
     cheaper: list[dict[str, Any]] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         first, *rest = self._words()
@@ -187,7 +191,9 @@ class Look:
 
     def picture(self) -> Scene:
         """Draw the bytes of each line."""
-        name = lambda row: f"{row['source'] or '(the partitioner)'} {row['arrow']}".strip()
+        name = lambda row: (
+            f"{row['source'] or '(the partitioner)'} {row['letters'] or row['arrow']}".strip()
+        )
         more = lambda row: {
             "arrow": name(row),
             "axis": ",".join(row["axes"]),
@@ -207,13 +213,21 @@ class Look:
             rows = [row for row in self.rows if row["direction"] == name]
             sent = size_text(sum(row["bytes_sent"] for row in rows if not row["per_turn"]))
             parts.append(f"<h2>{name or 'no pass'}: {sent}</h2>" + moves_html(rows, self.mesh))
+        if self.schedule:
+            parts.append(schedule_html(self.schedule, self.mesh, self.memory))
         return html_part(first, *parts, *(f"<p>{escape(line)}</p>" for line in rest))
 
 
-def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = None) -> Look:
+def look_at_text(
+    text: str,
+    mesh: Any = None,
+    links: dict[str, str] | None = None,
+    dims: Mapping[str, str] | None = None,
+) -> Look:
     """Look at HLO text, whose devices are positions in ``mesh``, over whose axes are these ``links``.
+    ``dims``: the letters of arguments' dims by name, as `look` takes them.
 
-    Raises ValueError where the text is none, or is cut off, and where the mesh does not fit."""
+    Raises ValueError where the text is none, or is cut off, and where the mesh or letters do not fit."""
     if isinstance(mesh, str):
         mesh = read_mesh(mesh) if re.search(r"[=:]\s*\d", mesh) else None
     sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
@@ -224,7 +238,7 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
         )
     places = SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
     try:
-        result = read_look(text, places, [], {}, links or {})
+        result = read_look(text, places, [], {}, links or {}, dims)
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"a part of the text is missing or damaged ({error!r:.80})"
         raise ValueError(f"{why}; give all that the compiler wrote") from error
@@ -238,11 +252,17 @@ def look_at_text(text: str, mesh: Any = None, links: dict[str, str] | None = Non
 
 
 def read_look(
-    text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]], between: dict[str, str]
+    text: str,
+    mesh: Any,
+    notes: list[str],
+    lines: dict[str, set[str]],
+    between: dict[str, str],
+    dims: Mapping[str, str] | None = None,
 ) -> Look:
     """Read the text of a program. ``lines`` is what `kept_lines` returns, or {} where there is no jaxpr;
-    ``between`` names the links of an axis."""
+    ``between`` names the links of an axis, ``dims`` letters of arguments."""
     module = parsed(text)
+    known = letters.followed(module, dims) if dims else {}
     notes = [*notes, LAST] if "is_scheduled=true" in text[: text.find("\n")] else [*notes]
     if module.devices == 1:
         mesh = None
@@ -264,6 +284,7 @@ def read_look(
         key: dict[str, Any] = {
             "source": source,
             "arrow": c.arrow or c.moves,
+            "letters": letters.in_letters(module, known, c.place, c.moves) if known else "",
             "collective": c.kind,
             "axes": c.axes,
             "per_turn": c.per_turn,

@@ -71,6 +71,8 @@ def _in_words(plan: TwoMeshes) -> str:
 def _as_row(plan: TwoMeshes, source: str) -> dict[str, Any]:
     """Write a plan as a row of `llmpar.look`, with the bytes on the busiest device's link."""
     most = max(link_loads(plan).values(), default=0)
-    row: dict[str, Any] = dict.fromkeys(("per_turn", "link", "dtype", "shape", "direction"), "")
+    row: dict[str, Any] = dict.fromkeys(
+        ("letters", "per_turn", "link", "dtype", "shape", "direction"), ""
+    )
     row |= {"source": source, "arrow": str(plan), "collective": "transfer", "axes": ()}
     return row | {"count": 1, "bytes_sent": most, "conditional": False}
