@@ -15,6 +15,10 @@ XLA's shapes are static, so the buffer has a slot for every token that may need 
 drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots of this buffer are
 left out in step 4, and not sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
 
+Where tp cuts experts along m, all of its ranks multiply the same rows. Either all of them send the same
+tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp -> c`` gathers what arrived: more bytes over tp
+for fewer over ep.
+
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that have experts, l the experts of one
 of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al.
@@ -128,15 +132,15 @@ def visit_experts(
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
-    num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
+    num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("tokens s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    blocks = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
+    cut = par.parts("slots c")
+    blocks = grouped.arrange(experts, cut * num_tokens, cut * num_pieces, num_ranks, split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
-        x_td, weights_tk, chosen_tk, slots = dispatch_tokens(
-            experts, par, x_td, weights_tk, chosen_tk, num_slots
-        )
+        *arrived, slots = dispatch_tokens(experts, par, x_td, weights_tk, chosen_tk, num_slots)
+        x_td, weights_tk, chosen_tk = (par.move(z, "slots c d -> experts c d") for z in arrived)
     if experts.weighs == "input":  # of the one expert that a row has
         x_td, weights_tk, _ = vary_alike((x_td, weights_tk, matrices))
         x_td, weights_tk = x_td * weights_tk.astype(x_td.dtype), jnp.ones_like(weights_tk)
@@ -144,7 +148,9 @@ def visit_experts(
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")
     y_td = grouped.feed_forward(blocks, x_td, weights_tk, matrices, slot_map, variant)
-    return (combine_tokens(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
+    if num_ranks > 1:
+        y_td = combine_tokens(par, par.move(y_td, "experts c d +m -> slots c d +m"), slots)
+    return y_td.reshape(x.shape)
 
 
 class SlotTable(NamedTuple):
@@ -171,7 +177,7 @@ def dispatch_tokens(
     number of those stands for an expert of another rank), and the slots to send them back."""
     (t, k), num_ranks, own_rank = chosen.shape, par.parts("experts e"), par.index("experts e")
     num_local = experts.num_experts // num_ranks
-    from_all = [par.move(z[None], "ffn b s e -> routing b s e") for z in (weights, chosen)]
+    from_all = [par.move(z[None], "tokens b s e -> routing b s e") for z in (weights, chosen)]
     # Neither is used before both have arrived: so these collectives come before those of step 3.
     weights_gtk, chosen_gtk = lax.optimization_barrier(tuple(from_all))
     rank_gtk = chosen_gtk // num_local  # past the last for a choice that was dropped
@@ -199,7 +205,7 @@ def dispatch_tokens(
     rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
         1, num_ranks, num_slots, -1
     )
-    rows = exchange(par, rows, sent_g, received_g, "ffn b e c d -> experts b e c d")
+    rows = exchange(par, rows, sent_g, received_g, "tokens b e c d -> slots b e c d")
     weights = take_rows(
         *vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k)))
     )
@@ -217,7 +223,7 @@ def combine_tokens(par: Solo, rows: Float[Array, "gc d"], slots: SlotTable) -> F
     """Run steps 5 and 6: send the rows back, and add up each token's results from its ranks, in float32."""
     num_ranks, (t, k) = len(slots.sent_g), slots.slot_tk.shape
     rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
-    back = "experts b e c d +m -> ffn b e c d +m"
+    back = "slots b e c d +m -> tokens b e c d +m"
     rows = exchange(par, rows, slots.received_g, slots.sent_g, back)
     rows = rows.reshape(-1, rows.shape[-1])
     rows = take_rows(*vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None])))

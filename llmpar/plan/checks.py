@@ -461,7 +461,12 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
             "without tp_sequence nothing is gathered over tp",
         ),
         ("tp_comm_overlap", xla, f"under mode='{plan.mode}' XLA chooses how activations travel"),
-        ("dispatch", mesh.ep == 1, one["ep"]),
+        ("dispatch tp_dispatch", mesh.ep == 1, one["ep"]),
+        (
+            "tp_dispatch",
+            not plan.tp_sequence,
+            "without tp_sequence all of tp has the same tokens",
+        ),
         ("hop", not plan.rings, "no rank passes anything round a ring"),
         (
             "zero",

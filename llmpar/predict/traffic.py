@@ -580,10 +580,13 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     piece = values.b, values.s // pieces, config.width
     layers = run.forward + run.again * bool(ffn)
     if config.ffn_width:
-        carry(of("stream b s d -> ffn b s d"), piece, layers * pieces, run.backward * pieces)
+        inside = "tokens" if config.experts else "ffn"
+        enters = of(f"stream b s d -> {inside} b s d")
+        carry(enters, piece, layers * pieces, run.backward * pieces)
         normed = "ffn_post_norm.scale" in config.block_weights() and plan.remat == "block"
         forward = (run.forward + run.again * normed) * pieces
-        carry(of("ffn b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
+        leaves = of(f"{inside} b s d +m -> stream b s d")
+        carry(leaves, piece, forward, run.backward * pieces)
     values.carry(of("stream b s d -> vocab b s d"), stream, run.loss, run.loss)
     sums = Transfer("three numbers per token for the loss", "vocab b s +v -> data b s")
     tokens = values.b, values.s // plan.loss_chunks
@@ -592,13 +595,15 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
 
 def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Runs) -> None:
     """Add the arrows of `moe`: the routers' choices, to all ranks of experts; tokens to their ranks and back,
-    in a buffer with the same number of slots for each; the routing, to tp; and the routers' losses. A block
-    that is computed again sends its tokens again, and nothing back."""
+    in a buffer with the same number of slots for each; the routing, to tp; with `Plan.tp_dispatch` what
+    arrived, to tp, and what shared experts read; and the routers' losses. A block that is computed again sends
+    its tokens again, and nothing back."""
     plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
-    tokens, pieces = values.local_size("data b s", b, s), values.local_size("data b", b)
-    slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
+    tokens, pieces = values.local_size("tokens b s", b, s), values.local_size("data b", b)
+    cut, tp = plan.mesh.along(plan.place("tokens c").axes), plan.mesh.tp
+    slots = experts.slots(tokens, pieces * (tp // cut if plan.tp_sequence else 1), ranks)
     layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
-    groups = plan.mesh.along(plan.place("ffn b").axes)
+    groups = plan.mesh.along(plan.place("tokens b").axes)
     visited = visited_share(experts.num_experts, experts.top_k, ranks)
     filled = min(1, visited * tokens / slots)
     value = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
@@ -609,14 +614,29 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         else 2.0 * tokens * routed_width(config) * (ranks * visited)
     )
     of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
-    buffer = groups, ranks, slots, routed_width(config)
+    buffer = groups, ranks, cut * slots, routed_width(config)
     routes = {
-        "ffn b e c d -> experts b e c d": layers,
-        "experts b e c d +m -> ffn b e c d +m": run.forward,
+        "tokens b e c d -> slots b e c d": layers,
+        "slots b e c d +m -> tokens b e c d +m": run.forward,
     }
     for arrow, forward in routes.items():
         values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
-    for arrow in ("stream b s e -> ffn b s e", "ffn b s e -> routing b s e"):
+    arrived, back = "slots c d -> experts c d", "experts c d +m -> slots c d +m"
+    rows, k = ranks * cut * slots, experts.top_k
+    of = Transfer("slots that arrived, and their results", arrived)
+    values.carry(of, (rows, buffer[-1]), layers, run.backward)
+    values.carry(of._replace(arrow=back), (rows, buffer[-1]), run.forward, run.backward)
+    of = of._replace(value="the routers' choices", gradient="gradients of the routers' choices")
+    values.carry(of, (rows, k), layers, run.backward, small)
+    values.carry(of, (rows, k), layers, 0, small)
+    if experts.num_shared:
+        for arrow, forward in {
+            "tokens b s d -> ffn b s d": layers,
+            "ffn b s d +m -> tokens b s d +m": run.forward,
+        }.items():
+            of = Transfer("activations", arrow)
+            values.carry(of, (b, s, config.width), forward, run.backward)
+    for arrow in ("stream b s e -> tokens b s e", "tokens b s e -> routing b s e"):
         of = Transfer("the routers' choices", arrow, gradient="gradients of the routers' choices")
         values.carry(of, choices, layers, run.backward, small)
         values.carry(of, choices, layers, 0, small)  # which experts: no gradient
