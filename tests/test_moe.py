@@ -12,7 +12,18 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import BATCH, MOE, assert_same, by_arrow, emulated_ragged_all_to_all, ragged_on_cpus
+from parity import (
+    BATCH,
+    MOE,
+    SEQ,
+    assert_same,
+    by_arrow,
+    check,
+    emulated_ragged_all_to_all,
+    family,
+    name,
+    ragged_on_cpus,
+)
 from plans import DEEPSEEK
 from test_census import predicted
 
@@ -25,7 +36,7 @@ from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
-from llmpar.predict.traffic import full_share
+from llmpar.predict.traffic import full_share, step_traffic
 from llmpar.training.step import Step
 
 HERE = Solo()
@@ -383,3 +394,34 @@ def test_what_cannot_run_says_so():
         ExpertConfig(8, 2, num_groups=3)
     with pytest.raises(ValueError, match="hold 2 experts, fewer than the 3"):
         ExpertConfig(8, 3, num_groups=4)
+
+
+# --------------------------------------------------------------------------------------------- divided over tp
+
+WITH_SHARED, ours = dataclasses.replace(MOE, experts=DEEPSEEK), {"tp_sequence": True, "tp_dispatch": True}
+DIVIDED = [
+    (MOE, Plan("ep=2 tp=2", **ours)),
+    (WITH_SHARED, Plan("ep=2 sp=2 tp=2", mode="explicit", **ours)),
+]
+DIVIDED += [
+    pytest.param(config, plan, marks=pytest.mark.long)
+    for config, plan in (
+        (WITH_SHARED, Plan("ep=2 tp=4", **ours)),
+        (MOE, Plan("ep=4 tp=2", mode="auto", **ours)),
+        (WITH_SHARED, Plan("dp=2 ep=2 tp=2", remat="block", **ours)),
+        (WITH_SHARED, Plan("ep=2 sp=2 tp=2", remat="selective", microbatches=2, **ours)),
+        (family("gpt_oss"), Plan("fsdp=2 ep=2 tp=2", **ours)),
+        (family("deepseek_v3"), Plan("fsdp=2 ep=2 tp=2", zero=1, tp_comm_overlap=True, remat="ffn", **ours)),
+    )
+]
+
+
+@pytest.mark.parametrize("config, plan", DIVIDED, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_ranks_of_tp_that_send_their_own_tokens_give_one_devices_answer(config, plan):
+    """And send over ep a tp-th of what they send together, for more over tp, to the byte."""
+    check(config, plan, 2.5)
+    sent = []
+    for each in (plan, dataclasses.replace(plan, tp_dispatch=False)):
+        rows = step_traffic(each.resolve(config), BATCH, SEQ).items()
+        sent.append({kind: row.bytes_sent for (axes, kind), row in rows if axes == "ep"})
+    assert plan.mesh.tp * sent[0]["all-to-all"] == sent[1]["all-to-all"]

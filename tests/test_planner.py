@@ -234,10 +234,10 @@ def test_a_part_of_memory_is_what_it_is_called(name, devices, mesh, fields):
         batch = rows * devices
         found = held[rows] = memory.parts_bytes(runs, batch, q.seq_len)
         exact = sum(memory.argument_bytes(runs, batch, 8192).values())
-        assert found["total"] == sum(found[part] for part in memory.PART_NAMES)
+        assert found["total"] == sum(memory.named(found).values())
         assert found["total"] == exact + memory.temp_bytes(runs, batch, 8192)
         assert min(found.values()) >= 0 and found["params"] + found["optimizer"] + found["batch"] == exact
-    for part in {*memory.PART_NAMES} - {"activations", "batch", "copies"}:
+    for part in {*memory.PART_NAMES} - {"activations", "batch", "copies", "outer"}:
         assert held[8][part] == held[16][part], part
     assert held[16]["activations"] == pytest.approx(2 * held[8]["activations"], rel=0.25)
     assert held[16]["batch"] == pytest.approx(2 * held[8]["batch"], abs=8)
@@ -486,7 +486,7 @@ def test_the_document_is_the_contract(capsys):
     assert status == 0 and found["tokens_per_step"] == 8 * 8192
     row = found["plans"][0]
     assert set(row) >= set("mesh fits memory_bytes step_s mfu tokens_per_s bubble_fraction why".split())
-    assert set(row["memory_bytes"]) == {*memory.PART_NAMES, "total"}
+    assert {*row["memory_bytes"], "outer"} == {*memory.PART_NAMES, "total"}
     assert all(set(row) >= {"mesh", "why"} for row in found["rejected"])
     assert row["attention_kernel"] == "flash" and row["fits"] and row["verdict"] in ("fits", "at the edge")
     assert "a program may take 69.1 GiB" in found["room_is"]
@@ -506,7 +506,8 @@ def test_the_table_ends_with_the_lines_to_run(capsys):
     status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err
     assert "flash attention" in out and "attention at 20% of peak" in out
-    assert all(f" {part} " in out for part in memory.PART_NAMES.values())
+    parts = [name for key, name in memory.PART_NAMES.items() if key != "outer"]
+    assert all(f" {part} " in out for part in parts)
     assert "llmpar train --model llama3-8b" in out and "llmpar compile --target h100:2x8" in out
 
 
@@ -756,3 +757,26 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     )
     document = json.loads(call(capsys, *full)[1])
     assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]
+
+
+def test_local_steps_are_priced_as_workers_and_an_outer_step(capsys):
+    """The time of an outer step falls by H, and its memory does not. dp=1 has no workers."""
+    sizes, held = ("--devices", "8", "--seq-len", "4096", "--mesh", "dp=2 fsdp=4"), []
+    for every in ("10", "100"):
+        status, out, _ = call(capsys, *sizes, "--local-steps", every, "--json")
+        row = json.loads(out)["plans"][0]
+        assert status == 0 and row["train"].endswith(f"--local-steps {every}") and not row["compile"]
+        held.append(row)
+    q = question("llama3-8b", 8)
+    shared = memory.argument_bytes(Plan("dp=2 fsdp=4").resolve(q.config, "gpu"), 8, 4096)["params"]
+    assert held[0]["memory_bytes"]["outer"] == held[1]["memory_bytes"]["outer"] == 2 * shared
+    assert held[0]["terms"]["outer step"] == pytest.approx(10 * held[1]["terms"]["outer step"])
+    _, out, _ = call(capsys, *sizes, "--json")
+    summed = json.loads(out)["plans"][0]
+    assert "outer" not in summed["memory_bytes"] and "outer step" not in summed["terms"]
+    links = "weights and gradients on links"
+    late = lambda row: row["terms"].get("gradients at the end", 0.0) + row["terms"][links]
+    assert late(held[1]) < late(summed)
+    for more, says in (("dp=1", "of dp workers, .* use dp=2 or more"), ("dp=2 --html x.html", "no local steps")):
+        status, _, err = call(capsys, "--devices", "8", "--local-steps", "10", "--mesh", *more.split())
+        assert status == 1 and re.search(says, " ".join(err.split()))

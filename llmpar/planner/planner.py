@@ -73,6 +73,7 @@ class Question:
     )  # fields of the plan and axes
     model: str = ""  # how the user named it, for the lines that train and compile
     share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
+    local_steps: int = 0  # of workers, the ranks of dp, between two outer steps; 0: no workers
 
     @property
     def taken(self) -> float:
@@ -107,10 +108,15 @@ class Question:
     def run(self, plan: Plan) -> workload.Run:
         """Return what a plan computes and moves."""
         plan = self.resolved(plan, None)
-        return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
+        sizes = self.batch_size, self.seq_len, self.local_steps
+        return workload.of_plan(self.config, plan, self.chip, *sizes)
 
     def resolved(self, plan: Plan, devices: str | None) -> Resolved:
         """Return the plan for the model on devices; on none in particular for what its fields decide."""
+        if self.local_steps and plan.mesh.dp < 2:
+            raise ValueError(
+                f"local steps are of dp workers, and mesh '{plan.mesh}' has dp=1; use dp=2 or more"
+            )
         return _resolved(plan, self.config, devices)
 
 
@@ -404,7 +410,8 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
     @functools.cache  # the last policy is asked about twice
     def holding(remat: str, pieces: int) -> Candidate:
         own: Fields = {"remat": remat, "loss_chunks": pieces}
-        parts = memory.parts_bytes(dataclasses.replace(runs, **own), q.batch_size, q.seq_len)
+        decided = dataclasses.replace(runs, **own)
+        parts = memory.parts_bytes(decided, q.batch_size, q.seq_len, q.local_steps > 0)
         return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
 
     try:
@@ -631,7 +638,8 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
             other = q.resolved(dataclasses.replace(plan, **change), None)
             other.check(q.batch_size, q.seq_len)
             runs = q.resolved(other.effective, q.platform)
-            total = memory.parts_bytes(runs, q.batch_size, q.seq_len)["total"]
+            parts = memory.parts_bytes(runs, q.batch_size, q.seq_len, q.local_steps > 0)
+            total = parts["total"]
         except ValueError:
             continue
         if total <= q.capacity_bytes:
@@ -793,11 +801,14 @@ def commands(q: Question, plan: Plan) -> dict[str, str | None]:
     if why_not_run(q.resolved(plan, None)):
         return dict.fromkeys(("train", "compile", "launch"))
     whole_chips = q.num_devices % q.chip.devices_per_chip == 0
-    return {
+    lines = {
         "train": command(q, plan, "train"),
         "compile": command(q, plan, "compile") if whole_chips else None,
         "launch": launch(q, plan),
     }
+    if q.local_steps:  # other programs, in one process
+        lines = {"train": None if lines["launch"] else lines["train"], "compile": None, "launch": None}
+    return lines
 
 
 def band(value: float) -> list[float]:
@@ -870,6 +881,8 @@ def command(q: Question, plan: Plan, name: str) -> str:
             words += [f"--{flag}", str(value)]
     if name == "train" and plan.muon != "none":
         words += ["--optimizer", "muon"]
+    if name == "train" and q.local_steps:
+        words += ["--local-steps", str(q.local_steps)]
     if q.platform != "tpu":
         words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
     return " ".join(words)

@@ -22,12 +22,13 @@ PART_NAMES = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "moments",
+    "outer": "shared weights and outer momentum",
     "unreduced": "unreduced gradients",
     "copies": "weights in use",
     "activations": "activations",
     "batch": "batch",
 }
-"""What tables and drawings call the parts of a step's memory."""
+"""What tables and drawings call the parts of a step's memory. Only local steps have the part ``outer``."""
 
 KEPT, WORK, LOSS = (
     "a layer keeps for its backward pass",
@@ -42,14 +43,17 @@ BATCH = "tokens", "targets", "positions", "segments"
 
 def named(by_key: Mapping[str, float]) -> dict[str, float]:
     """Rename the parts from the keys of ``llmpar plan --json`` to the names of tables and drawings."""
-    return {name: by_key[key] for key, name in PART_NAMES.items()}
+    return {name: by_key[key] for key, name in PART_NAMES.items() if key in by_key}
 
 
-def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
+def parts_bytes(
+    plan: Resolved, batch_size: int, seq_len: int, local_steps: bool = False
+) -> dict[str, int]:
     """Return a step's bytes per device, by part, and their ``total``. Of the estimate of temporaries
     (`temp_bytes`) ``activations`` are what tokens add; a step without tokens would hold all else too:
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
-    the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
+    the largest where it is cut; and ``copies`` of weights that are gathered or cast. With ``local_steps`` there
+    is ``outer``, too (`outer_bytes`)."""
     arguments, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
     temporaries = temp_bytes(plan, batch_size, seq_len)
     fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
@@ -69,7 +73,18 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
         "activations": temporaries - fixed,
         "batch": arguments["batch"] + arguments["counters"],
     }
+    if local_steps:
+        parts["outer"] = outer_bytes(plan)
     return parts | {"total": sum(parts.values())}
+
+
+def outer_bytes(plan: Resolved) -> int:
+    """Return the bytes per device of what local steps hold beside the worker's own state
+    (`training.local_steps`): the shared weights, and a float32 momentum of the outer optimizer for each trained
+    one, both cut as weights are stored."""
+    stored = dataclasses.replace(plan, muon="none", zero=3 if plan.zero == 3 else 0)
+    held = argument_bytes(stored, 0, 0, moments=1)
+    return held["params"] + held["optimizer"]
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
