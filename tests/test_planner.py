@@ -777,6 +777,9 @@ def test_local_steps_are_priced_as_workers_and_an_outer_step(capsys):
     links = "weights and gradients on links"
     late = lambda row: row["terms"].get("gradients at the end", 0.0) + row["terms"][links]
     assert late(held[1]) < late(summed)
-    for more, says in (("dp=1", "of dp workers, .* use dp=2 or more"), ("dp=2 --html x.html", "no local steps")):
+    for more, says in (
+        ("dp=1", "of dp workers, .* use dp=2 or more"),
+        ("dp=2 --html x.html", "no local steps"),
+    ):
         status, _, err = call(capsys, "--devices", "8", "--local-steps", "10", "--mesh", *more.split())
         assert status == 1 and re.search(says, " ".join(err.split()))

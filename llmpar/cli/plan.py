@@ -73,6 +73,7 @@ class PlanCommand(Output):
         versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
         local_steps: as of `train`: the ranks of dp are workers, joined once in so many steps (0: no workers).
+            What they hold is counted; seconds are of a step that sums all gradients.
         from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
             torchtitan, Megatron-LM, NeMo, MaxText, DeepSpeed, accelerate or vLLM, and say what would make it
             fit.
@@ -402,6 +403,10 @@ def notes(answer: Any) -> list[str]:
     lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
     why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
     lines += [f"the first plan is priced, and does not run here: {why}"] * bool(why)
+    lines += [
+        "seconds are of steps that sum gradients over dp; with local steps one in"
+        f" {q.local_steps} sums what weights moved, so they are less"
+    ] * (q.local_steps > 0)
     if on_links > _OWN_EXCHANGE:
         lines.append(
             f"{on_links:.0%} of the step are tokens on their way to experts: here a copy for each expert, and"

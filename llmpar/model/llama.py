@@ -358,7 +358,7 @@ class Experts(nnx.Module):
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if self.config.num_shared:
-            # Where its sum over m stays unfinished, the move below finishes it with that of the routed experts.
+            # A sum over m that stays unfinished is finished below, with that of the routed experts.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")

@@ -20,6 +20,7 @@ the dims that tp cuts:
     tokens      dp,fsdp,ep    sp        m           tokens that are sent to experts, and their results
     slots       dp,fsdp       sp        m           what arrives at experts; its dim e is cut by ep
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
+    copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
@@ -162,6 +163,9 @@ class Plan:
         tp_dispatch: with tp_sequence, each rank of tp sends its own tokens to the ranks of ep, in place of
             all of tp sending the same. The all-to-all has tp times fewer bytes; what arrives, empty slots
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
+        expert_copies: how many experts of a layer, those that most tokens of the ranks of ep chose in a
+            microbatch, are copied to all of these ranks. Their tokens stay on their rank, so a hot expert
+            delays none; each copy sends an expert's weights and their gradient in all-reduces over ep.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: at the end, many
@@ -235,6 +239,7 @@ class Plan:
     tp_sequence: bool = False
     tp_comm_overlap: bool = False
     tp_dispatch: bool = False
+    expert_copies: Annotated[int, Allowed(int, 0)] = 0
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
@@ -399,6 +404,7 @@ class Resolved(Plan):
             "tokens": {"b": b, **tokens},
             "slots": {"b": live("dp", "fsdp"), "e": live("ep"), **tokens},
             "experts": {"b": live("dp", "fsdp"), "s": s, "e": live("ep"), "m": tp},
+            "copies": {"b": b, "s": s, "m": tp},
             "routing": {"b": live("dp", "fsdp"), "s": tokens["s"]},
         }
 

@@ -108,8 +108,7 @@ class Question:
     def run(self, plan: Plan) -> workload.Run:
         """Return what a plan computes and moves."""
         plan = self.resolved(plan, None)
-        sizes = self.batch_size, self.seq_len, self.local_steps
-        return workload.of_plan(self.config, plan, self.chip, *sizes)
+        return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
 
     def resolved(self, plan: Plan, devices: str | None) -> Resolved:
         """Return the plan for the model on devices; on none in particular for what its fields decide."""
@@ -410,8 +409,9 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
     @functools.cache  # the last policy is asked about twice
     def holding(remat: str, pieces: int) -> Candidate:
         own: Fields = {"remat": remat, "loss_chunks": pieces}
-        decided = dataclasses.replace(runs, **own)
-        parts = memory.parts_bytes(decided, q.batch_size, q.seq_len, q.local_steps > 0)
+        parts = memory.parts_bytes(
+            dataclasses.replace(runs, **own), q.batch_size, q.seq_len, q.local_steps > 0
+        )
         return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
 
     try:
@@ -638,8 +638,7 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
             other = q.resolved(dataclasses.replace(plan, **change), None)
             other.check(q.batch_size, q.seq_len)
             runs = q.resolved(other.effective, q.platform)
-            parts = memory.parts_bytes(runs, q.batch_size, q.seq_len, q.local_steps > 0)
-            total = parts["total"]
+            total = memory.parts_bytes(runs, q.batch_size, q.seq_len, q.local_steps > 0)["total"]
         except ValueError:
             continue
         if total <= q.capacity_bytes:
@@ -801,14 +800,12 @@ def commands(q: Question, plan: Plan) -> dict[str, str | None]:
     if why_not_run(q.resolved(plan, None)):
         return dict.fromkeys(("train", "compile", "launch"))
     whole_chips = q.num_devices % q.chip.devices_per_chip == 0
-    lines = {
-        "train": command(q, plan, "train"),
-        "compile": command(q, plan, "compile") if whole_chips else None,
-        "launch": launch(q, plan),
+    workers = q.local_steps > 0  # whose programs are others, in one process
+    return {
+        "train": None if workers and launch(q, plan) else command(q, plan, "train"),
+        "compile": command(q, plan, "compile") if whole_chips and not workers else None,
+        "launch": None if workers else launch(q, plan),
     }
-    if q.local_steps:  # other programs, in one process
-        lines = {"train": None if lines["launch"] else lines["train"], "compile": None, "launch": None}
-    return lines
 
 
 def band(value: float) -> list[float]:
@@ -881,8 +878,7 @@ def command(q: Question, plan: Plan, name: str) -> str:
             words += [f"--{flag}", str(value)]
     if name == "train" and plan.muon != "none":
         words += ["--optimizer", "muon"]
-    if name == "train" and q.local_steps:
-        words += ["--local-steps", str(q.local_steps)]
+    words += ["--local-steps", str(q.local_steps)] * (name == "train" and q.local_steps > 0)
     if q.platform != "tpu":
         words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
     return " ".join(words)

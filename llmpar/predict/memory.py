@@ -52,8 +52,8 @@ def parts_bytes(
     """Return a step's bytes per device, by part, and their ``total``. Of the estimate of temporaries
     (`temp_bytes`) ``activations`` are what tokens add; a step without tokens would hold all else too:
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
-    the largest where it is cut; and ``copies`` of weights that are gathered or cast. With ``local_steps`` there
-    is ``outer``, too (`outer_bytes`)."""
+    the largest where it is cut; and ``copies`` of weights that are gathered or cast. With ``local_steps``
+    there is ``outer``, too (`outer_bytes`)."""
     arguments, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
     temporaries = temp_bytes(plan, batch_size, seq_len)
     fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
@@ -73,18 +73,17 @@ def parts_bytes(
         "activations": temporaries - fixed,
         "batch": arguments["batch"] + arguments["counters"],
     }
-    if local_steps:
-        parts["outer"] = outer_bytes(plan)
+    parts |= {"outer": outer_bytes(plan)} if local_steps else {}
     return parts | {"total": sum(parts.values())}
 
 
 def outer_bytes(plan: Resolved) -> int:
     """Return the bytes per device of what local steps hold beside the worker's own state
-    (`training.local_steps`): the shared weights, and a float32 momentum of the outer optimizer for each trained
-    one, both cut as weights are stored."""
+    (`training.local_steps`): the shared weights, and a float32 momentum of the outer optimizer for each
+    trained one, both cut as weights are stored."""
     stored = dataclasses.replace(plan, muon="none", zero=3 if plan.zero == 3 else 0)
-    held = argument_bytes(stored, 0, 0, moments=1)
-    return held["params"] + held["optimizer"]
+    state = argument_bytes(stored, 0, 0, moments=1)
+    return state["params"] + state["optimizer"]
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
@@ -406,9 +405,13 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
     if config.experts:
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
-        visits = tokens * config.experts.top_k * 9 // 8
+        visits = tokens * config.experts.top_k * 9 // 8  # and in copies their even share
+        visits = (
+            visits * (config.experts.num_experts + plan.expert_copies) // config.experts.num_experts
+        )
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + shared + (num_slots + visits) * routed_width(config) * item
+    copied = plan.expert_copies * 3 * routed_width(config) * config.ffn_width * item // tp
     scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     described = config.described.rows if config.described else ()
@@ -435,6 +438,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     parts = hidden_arrays * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
     work = (
         3 * whole
+        + copied
         + 3 * stream
         + 2 * queries
         + 2 * keys
@@ -452,7 +456,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
     kept = {
-        "feed-forward": inner * keeps,
+        "feed-forward": inner * keeps + copied,
         "norms in float32": norms,
         "stream": (2 + behind) * stream + (attends + enters) * whole,
         "queries and attention's result": (2 + leaves + normed) * queries,

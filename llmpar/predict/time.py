@@ -18,12 +18,10 @@ from typing import Any
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Resolved
 from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
-from llmpar.predict.memory import outer_bytes
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.traffic import (
     ATTENTION,
@@ -37,7 +35,6 @@ from llmpar.predict.traffic import (
     WHOLE_PASS,
     Prediction,
     Transfer,
-    outer_traffic,
     routed_width,
     step_traffic,
 )
@@ -297,24 +294,13 @@ class Clock:
 
     def sent(self, stage: int) -> dict[tuple[str, str], float]:
         """Return the seconds of a step's collectives on a stage, by term and by what they travel beside
-        (`traffic.Transfer`), without those between stages: `hop` prices these, in the timetable. Of local
-        steps they are a worker's."""
+        (`traffic.Transfer`), without those between stages: `hop` prices these, in the timetable."""
         totals = defaultdict[tuple[str, str], float](float)
-        run, plan, rows = self.run, self.plan, self.run.batch_size
-        if run.local_steps:
-            plan, rows = plan.worker.resolve(run.config, None), rows // run.mesh.dp
-        for row in step_traffic(plan, rows, run.seq_len, stage).values():
+        for row in step_traffic(self.plan, self.run.batch_size, self.run.seq_len, stage).values():
             for message, times in row.messages.items():
                 if message.term != STAGE_LINKS:
                     totals[message.term, message.hidden_by] += times * self.message(row, message)
         return totals
-
-    def outer_step(self, plan: Resolved) -> float:
-        """Return the seconds of an outer step of local steps, beside which nothing runs: its sum over dp, and
-        weights, momentum and the workers' weights, which are read and written."""
-        rows = outer_traffic(plan).values()
-        sent = sum(n * self.message(row, one) for row in rows for one, n in row.messages.items())
-        return sent + 3 * outer_bytes(plan) / self.bytes_per_s
 
     def message(self, row: Prediction, message: Transfer) -> float:
         """Return the seconds of one message of a row of `traffic`, on the nearest links of its axes."""
@@ -385,7 +371,6 @@ class Clock:
         groups = (shared, 1, self.zero_apart), (experts, mesh.ep, self.experts_apart)
         for params, apart, inner in groups:
             late, ranks = soft.late_bytes * params, run.data_ranks * mesh.sp / apart
-            ranks /= mesh.dp if run.local_steps else 1
             group = run.zero_group / apart if self.ours or run.zero == 3 else ranks
             cut = group if run.zero else 1
             if run.zero in (1, 2):
@@ -534,8 +519,6 @@ def step_time(
         slower = clock.rates.eight_bit if run.chip.link == "switch" else 1.0
         rate = clock.device.flops_per_s * clock.rates.matmuls / slower
         terms.add("orthogonalising", muon_flops(run.plan) / rate)
-    if run.plan and run.local_steps:
-        terms.add("outer step", clock.outer_step(run.plan) / run.local_steps)
     return Time(terms.seconds, terms.terms)
 
 

@@ -581,12 +581,10 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     layers = run.forward + run.again * bool(ffn)
     if config.ffn_width:
         inside = "tokens" if config.experts else "ffn"
-        enters = of(f"stream b s d -> {inside} b s d")
-        carry(enters, piece, layers * pieces, run.backward * pieces)
+        carry(of(f"stream b s d -> {inside} b s d"), piece, layers * pieces, run.backward * pieces)
         normed = "ffn_post_norm.scale" in config.block_weights() and plan.remat == "block"
         forward = (run.forward + run.again * normed) * pieces
-        leaves = of(f"{inside} b s d +m -> stream b s d")
-        carry(leaves, piece, forward, run.backward * pieces)
+        carry(of(f"{inside} b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
     values.carry(of("stream b s d -> vocab b s d"), stream, run.loss, run.loss)
     sums = Transfer("three numbers per token for the loss", "vocab b s +v -> data b s")
     tokens = values.b, values.s // plan.loss_chunks
@@ -596,13 +594,13 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
 def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Runs) -> None:
     """Add the arrows of `moe`: the routers' choices, to all ranks of experts; tokens to their ranks and back,
     in a buffer with the same number of slots for each; the routing, to tp; with `Plan.tp_dispatch` what
-    arrived, to tp, and what shared experts read; and the routers' losses. A block that is computed again sends
-    its tokens again, and nothing back."""
+    arrived, to tp, and what shared experts read; copies of hot experts; and the routers' losses. A block that
+    is computed again sends its tokens again, and nothing back."""
     plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
     tokens, pieces = values.local_size("tokens b s", b, s), values.local_size("data b", b)
     cut, tp = plan.mesh.along(plan.place("tokens c").axes), plan.mesh.tp
     slots = experts.slots(tokens, pieces * (tp // cut if plan.tp_sequence else 1), ranks)
-    layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
+    layers, small = run.forward + run.again, FLOAT32
     groups = plan.mesh.along(plan.place("tokens b").axes)
     visited = visited_share(experts.num_experts, experts.top_k, ranks)
     filled = min(1, visited * tokens / slots)
@@ -621,26 +619,34 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     }
     for arrow, forward in routes.items():
         values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
-    arrived, back = "slots c d -> experts c d", "experts c d +m -> slots c d +m"
-    rows, k = ranks * cut * slots, experts.top_k
-    of = Transfer("slots that arrived, and their results", arrived)
-    values.carry(of, (rows, buffer[-1]), layers, run.backward)
-    values.carry(of._replace(arrow=back), (rows, buffer[-1]), run.forward, run.backward)
-    of = of._replace(value="the routers' choices", gradient="gradients of the routers' choices")
-    values.carry(of, (rows, k), layers, run.backward, small)
-    values.carry(of, (rows, k), layers, 0, small)
+    arrived, k = ranks * cut * slots, experts.top_k
+    moved = {
+        "slots c d -> experts c d": ((arrived, routed_width(config)), layers),
+        "experts c d +m -> slots c d +m": ((arrived, routed_width(config)), run.forward),
+    }
     if experts.num_shared:
-        for arrow, forward in {
-            "tokens b s d -> ffn b s d": layers,
-            "ffn b s d +m -> tokens b s d +m": run.forward,
-        }.items():
-            of = Transfer("activations", arrow)
-            values.carry(of, (b, s, config.width), forward, run.backward)
-    for arrow in ("stream b s e -> tokens b s e", "tokens b s e -> routing b s e"):
+        moved |= {
+            "tokens b s d -> ffn b s d": ((b, s, config.width), layers),
+            "ffn b s d +m -> tokens b s d +m": ((b, s, config.width), run.forward),
+        }
+    for arrow, (shape, forward) in moved.items():
+        values.carry(Transfer("tokens that all of tp reads", arrow), shape, forward, run.backward)
+    for arrow, shape in {
+        "stream b s e -> tokens b s e": (b, s, k),
+        "tokens b s e -> routing b s e": (b, s, k),
+        "slots c d -> experts c d": (arrived, k),
+    }.items():
         of = Transfer("the routers' choices", arrow, gradient="gradients of the routers' choices")
-        values.carry(of, choices, layers, run.backward, small)
-        values.carry(of, choices, layers, 0, small)  # which experts: no gradient
-    e = experts.num_experts
+        values.carry(of, shape, layers, run.backward, small)
+        values.carry(of, shape, layers, 0, small)  # which experts: no gradient
+    e, copies = experts.num_experts, plan.expert_copies
+    of = Transfer("copies of experts", "experts c +e -> copies c", gradient="gradients of copies")
+    values.carry(of, (e,), layers * (copies > 0), 0, small)
+    for weight in config.block_weights().values():
+        if copies and weight.dims.startswith("experts e "):
+            dims, back = weight.dims.removeprefix("experts e "), run.backward * (not weight.frozen)
+            own = of._replace(arrow=f"experts c {dims} +e -> copies c {dims}")
+            values.carry(own, (copies, *weight.shape[1:]), layers, back)
     if experts.aux_loss:
         times = run.backward + run.again if _cells(plan) else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")

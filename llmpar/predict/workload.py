@@ -107,7 +107,6 @@ class Run:
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
-    local_steps: int = 0  # between two sums over dp (`OptimizerConfig`); 0: gradients are summed
 
     def __post_init__(self):
         if self.config.lora:
@@ -361,14 +360,7 @@ def message_width(block: ModelConfig, tp: int) -> float:
     return copies * block.cache_width / tp
 
 
-def of_plan(
-    config: ModelConfig,
-    plan: Plan,
-    chip: Chip,
-    batch_size: int,
-    seq_len: int,
-    local_steps: int = 0,
-) -> Run:
+def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
     """Return the run that a plan of ours is: what its fields decide, not those that decide nothing."""
     plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
@@ -390,6 +382,5 @@ def of_plan(
         if plan.dtype == "float32" and chip.link == "switch"
         else 16,  # TPUs read either as 16
         plan=plan,
-        local_steps=local_steps,
         **fields,
     )
