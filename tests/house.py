@@ -39,7 +39,7 @@ BUDGETS = {
     "plan": 2_607,
     "parallel": 949,
     "kernels": 520,
-    "model": 945,
+    "model": 944,
     "pipeline": 321,
     "training": 2_603,
     "predict": 2_384,
@@ -55,8 +55,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_076,
-    "statements": 25_454,
+    "statements of the compact package": 6_075,
+    "statements": 25_453,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

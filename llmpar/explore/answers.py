@@ -130,6 +130,7 @@ def matters(plan: Plan, name: str) -> bool:
         "tp_sequence": "tp",
         "tp_comm_overlap": "tp",
         "tp_dispatch": "tp",
+        "expert_copies": "ep",
         "dispatch": "ep",
     }
     return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
