@@ -65,7 +65,8 @@ def outer_census(local: LocalSteps, index: int = 0):
     after = local._in_all(trained(local.steps[0].abstract_state.params, config))
     outer = local.outer_step.lower(index, after, trained(whole.params, config), whole.optimizer)
     compiled, text = read_program(outer)
-    worker = argument_bytes(local.plan.worker.resolve(config, "cpu"), BATCH, SEQ)
+    worker = dataclasses.replace(local.plan.worker, muon="none").resolve(config, "cpu")
+    worker = argument_bytes(worker, BATCH, SEQ)
     momentum = outer_bytes(local.plan) - worker["params"]  # as large as the trained weights, cut as these are
     assert compiled_memory(compiled)["argument_bytes"] == 3 * momentum, "after, shared weights, momentum"
     return by_arrow(census_hlo(text, local.mesh))

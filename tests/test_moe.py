@@ -411,10 +411,10 @@ DIVIDED = [(MOE, Plan("ep=2 tp=2", **OWN)), (WITH_SHARED, Plan("ep=2 sp=2 tp=2",
 DIVIDED += later(
     (WITH_SHARED, Plan("ep=2 tp=4", **OWN)),
     (MOE, Plan("ep=4 tp=2", mode="auto", **OWN)),
-    (WITH_SHARED, Plan("dp=2 ep=2 tp=2", remat="block", **OWN)),
+    (WITH_SHARED, Plan("dp=2 ep=2 tp=2", remat="block", tp_comm_overlap=True, **OWN)),
     (WITH_SHARED, Plan("ep=2 sp=2 tp=2", remat="selective", microbatches=2, **OWN)),
     (family("gpt_oss"), Plan("fsdp=2 ep=2 tp=2", **OWN)),
-    (family("deepseek_v3"), Plan("fsdp=2 ep=2 tp=2", zero=1, tp_comm_overlap=True, remat="ffn", **OWN)),
+    (family("deepseek_v3"), Plan("fsdp=2 ep=2 tp=2", zero=1, remat="ffn", **OWN)),
 )
 COPIED = [(MOE, Plan("fsdp=2 ep=2 tp=2", **COPY)), (family("gpt_oss"), Plan("ep=2 fsdp=2", zero=1, **COPY))]
 COPIED += later(
