@@ -23,6 +23,7 @@ from parity import (
     family,
     name,
     ragged_on_cpus,
+    spread,
 )
 from plans import DEEPSEEK
 from test_census import predicted
@@ -293,20 +294,32 @@ def with_experts(**changes):
 
 
 @pytest.mark.long
-def test_drops_are_those_of_one_device_where_no_row_is_cut():
-    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2"))
+@pytest.mark.parametrize("copies", (0, 2))
+def test_drops_are_those_of_one_device_where_no_row_is_cut(copies):
+    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2", expert_copies=copies))
+
+
+@pytest.mark.long
+def test_drops_are_the_same_whoever_of_tp_sends():
+    config, whole = with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2", tp_sequence=True)
+    want, got = spread(config, whole), spread(config, dataclasses.replace(whole, tp_dispatch=True))
+    for one, other in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
 # ------------------------------------------------------------------------------------- what accelerators have
 
 
 @pytest.mark.long
-def test_only_full_slots_travel_where_xla_can():
+@pytest.mark.parametrize(
+    "plan", (Plan("ep=4 fsdp=2"), Plan("ep=4 tp=2", tp_sequence=True, tp_dispatch=True)), ids=name
+)
+def test_only_full_slots_travel_where_xla_can(plan):
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
     emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     with ragged_on_cpus(), emulated, mock.patch("llmpar.parallel.collectives.unwritten", nothing):
-        assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
+        assert_same(MOE, dataclasses.replace(plan, dispatch="ragged"))
 
 
 def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_for_a_gpu():
