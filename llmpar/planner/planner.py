@@ -800,11 +800,11 @@ def commands(q: Question, plan: Plan) -> dict[str, str | None]:
     if why_not_run(q.resolved(plan, None)):
         return dict.fromkeys(("train", "compile", "launch"))
     whole_chips = q.num_devices % q.chip.devices_per_chip == 0
-    workers = q.local_steps > 0  # whose programs are others, in one process
+    # programs of workers are others, in one process
     return {
-        "train": None if workers and launch(q, plan) else command(q, plan, "train"),
-        "compile": command(q, plan, "compile") if whole_chips and not workers else None,
-        "launch": None if workers else launch(q, plan),
+        "train": None if q.local_steps and launch(q, plan) else command(q, plan, "train"),
+        "compile": command(q, plan, "compile") if whole_chips and not q.local_steps else None,
+        "launch": None if q.local_steps else launch(q, plan),
     }
 
 

@@ -82,8 +82,7 @@ def outer_bytes(plan: Resolved) -> int:
     (`training.local_steps`): the shared weights, and a float32 momentum of the outer optimizer for each
     trained one, both cut as weights are stored."""
     stored = dataclasses.replace(plan, muon="none", zero=3 if plan.zero == 3 else 0)
-    state = argument_bytes(stored, 0, 0, moments=1)
-    return state["params"] + state["optimizer"]
+    return sum(argument_bytes(stored, 0, 0, moments=1, scalars=0).values())
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
@@ -402,13 +401,14 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     shared = ffn * (config.experts.num_shared if config.experts else 0)
+    # what a feed-forward reads, or is sent to experts
+    entering = stream if plan.tp_dispatch and config.experts and not shared else whole
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
     if config.experts:
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
-        visits = tokens * config.experts.top_k * 9 // 8  # and in copies their even share
-        visits = (
-            visits * (config.experts.num_experts + plan.expert_copies) // config.experts.num_experts
-        )
+        visits = tokens * config.experts.top_k * 9 // 8
+        # and of copies their even share
+        visits += visits * plan.expert_copies // config.experts.num_experts
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + shared + (num_slots + visits) * routed_width(config) * item
     copied = plan.expert_copies * 3 * routed_width(config) * config.ffn_width * item // tp
@@ -428,7 +428,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
     crossing = (
         (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
-        + (1 + again) * (attends + enters + leaves + falls) * whole
+        + (1 + again) * ((attends + leaves + falls) * whole + enters * entering)
         + len(trained & {"q", "o"} if again else trained & {"q"}) * queries
         + len(trained & {"k", "v"}) * keys
     )
@@ -458,7 +458,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     kept = {
         "feed-forward": inner * keeps + copied,
         "norms in float32": norms,
-        "stream": (2 + behind) * stream + (attends + enters) * whole,
+        "stream": (2 + behind) * stream + attends * whole + enters * entering,
         "queries and attention's result": (2 + leaves + normed) * queries,
         "keys and values": 2 * (keys + gathered) + normed * keys,
         "attention's softmax": squares,

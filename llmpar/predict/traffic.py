@@ -576,11 +576,11 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
             repeated = run.forward + run.again
             values.carry(norms, stream[:2], repeated, run.backward, FLOAT32)
     # Experts must see all positions before one travels on: their two arrows are never a ring.
+    inside = "tokens" if config.experts else "ffn"
     carry, pieces = (values.carry, 1) if config.experts else (values.carry_by_ring, plan.ffn_chunks)
     piece = values.b, values.s // pieces, config.width
     layers = run.forward + run.again * bool(ffn)
     if config.ffn_width:
-        inside = "tokens" if config.experts else "ffn"
         carry(of(f"stream b s d -> {inside} b s d"), piece, layers * pieces, run.backward * pieces)
         normed = "ffn_post_norm.scale" in config.block_weights() and plan.remat == "block"
         forward = (run.forward + run.again * normed) * pieces
@@ -642,11 +642,13 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     e, copies = experts.num_experts, plan.expert_copies
     of = Transfer("copies of experts", "experts c +e -> copies c", gradient="gradients of copies")
     values.carry(of, (e,), layers * (copies > 0), 0, small)
-    for weight in config.block_weights().values():
-        if copies and weight.dims.startswith("experts e "):
-            dims, back = weight.dims.removeprefix("experts e "), run.backward * (not weight.frozen)
-            own = of._replace(arrow=f"experts c {dims} +e -> copies c {dims}")
-            values.carry(own, (copies, *weight.shape[1:]), layers, back)
+    rows = (
+        w for w in config.block_weights().values() if copies and w.dims.startswith("experts e ")
+    )
+    for weight in rows:
+        dims, back = weight.dims.removeprefix("experts e "), run.backward * (not weight.frozen)
+        of = of._replace(arrow=f"experts c {dims} +e -> copies c {dims}")
+        values.carry(of, (copies, *weight.shape[1:]), layers, back)
     if experts.aux_loss:
         times = run.backward + run.again if _cells(plan) else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")
