@@ -158,9 +158,9 @@ def visit_experts(
         at_copies = visit(own, x_td, weights_tk, copy_tk, copies)
     num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
     *arrived, slots = dispatch_tokens(experts, par, x_td, weights_tk, chosen_tk, num_slots)
-    rows = (par.move(z, "slots c d -> experts c d") for z in arrived)
-    y_td = par.move(visit(blocks, *rows, matrices), "experts c d +m -> slots c d +m")
-    y_td = combine_tokens(par, y_td, slots)
+    x_td, weights_tk, chosen_tk = (par.move(z, "slots c d -> experts c d") for z in arrived)
+    y_td = visit(blocks, x_td, weights_tk, chosen_tk, matrices)
+    y_td = combine_tokens(par, par.move(y_td, "experts c d +m -> slots c d +m"), slots)
     return (y_td if at_copies is None else y_td + at_copies).reshape(x.shape)
 
 

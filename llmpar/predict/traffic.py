@@ -620,7 +620,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     for arrow, forward in routes.items():
         values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
     arrived, k = ranks * cut * slots, experts.top_k
-    moved = {
+    moved: dict[str, tuple[tuple[int, ...], int]] = {
         "slots c d -> experts c d": ((arrived, routed_width(config)), layers),
         "experts c d +m -> slots c d +m": ((arrived, routed_width(config)), run.forward),
     }
