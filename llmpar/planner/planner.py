@@ -114,7 +114,7 @@ class Question:
         """Return the plan for the model on devices; on none in particular for what its fields decide."""
         if self.local_steps and plan.mesh.dp < 2:
             raise ValueError(
-                f"local steps are of dp workers, and mesh '{plan.mesh}' has dp=1; use dp=2 or more"
+                "local steps are of as many workers as dp has ranks, and it has 1; use dp=2 or more"
             )
         return _resolved(plan, self.config, devices)
 
@@ -584,6 +584,8 @@ def _refuse(q: Question) -> None:
         why = f"{q.num_devices} devices cannot be cut by '{text}', {cut} devices"
         raise ValueError(f"{why}; use a multiple of {cut}, or fix fewer axes")
     _known(q)
+    # refuses one worker
+    q.resolved(Plan(MeshShape(dp=axes.get("dp", 2))), None)
     if not c.experts and axes.get("ep", 1) > 1:
         raise ValueError(
             f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out"
