@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
 
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
 from llmpar.model.weights import trained
@@ -219,19 +219,13 @@ def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
         train_to(0, "dp=2", local_steps=0, outer_rate=0.5)
 
 
-@pytest.mark.parametrize(
-    "mesh, fields",
-    [
-        ("dp=2 fsdp=2 tp=2", {}),
-        ("dp=4 sp=2", {"zero": 1}),
-        ("pp=2 dp=2 fsdp=2", {"microbatches": 2}),
-        ("dp=8", {"zero": 2, "microbatches": 2, "remat": "block"}),
-    ],
-)
-def test_what_a_worker_holds_is_what_the_plan_holds_and_the_outer_part(mesh, fields):
+FEW = [PLAN, Plan("dp=4 sp=2", zero=1), Plan("pp=2 dp=2 fsdp=2", microbatches=2)]
+
+
+@pytest.mark.parametrize("plan", [*FEW, Plan("dp=8", zero=2, microbatches=2, remat="block")], ids=name)
+def test_what_a_worker_holds_is_what_the_plan_holds_and_the_outer_part(plan):
     """Part by part: sums over dp have no place of their own, so a worker's step is as large as the plan's."""
-    plan = Plan(mesh, **fields).resolve(LLAMA)
+    plan = plan.resolve(LLAMA)
     worker = parts_bytes(plan.worker.resolve(LLAMA), BATCH // plan.mesh.dp, SEQ)
-    parts = parts_bytes(plan, BATCH, SEQ, local_steps=True)
     outer = {"outer": outer_bytes(plan), "total": worker["total"] + outer_bytes(plan)}
-    assert parts == worker | outer and outer["outer"] > 0
+    assert parts_bytes(plan, BATCH, SEQ, local_steps=True) == worker | outer and outer["outer"] > 0
