@@ -291,7 +291,7 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
         check_routers(config, plan, jax.tree.map(np.asarray, metrics), params)
 
 
-ISLANDS = {"ffn b s e -> routing b s e"}
+ISLANDS = {"tokens b s e -> routing b s e", "slots c d -> experts c d", "experts c d +m -> slots c d +m"}
 
 
 def compare_with_manual(step: Step, text: str) -> None:

@@ -78,9 +78,12 @@ NOT_HERE = {
     "gather_dtype": {"bfloat16", "float8"},
     "reduce_dtype": {"bfloat16"},
     "muon": {"gather", "owner", "layer"},
+    "tp_dispatch": {True},
+    "expert_copies": {1},
 }
 """What `auto` stands for on CPUs, or only other devices have; dtypes of what travels, which round: they have
-plans of their own in test_wire.py; Muon's layouts, whose plans test_muon.py has."""
+plans of their own in test_wire.py; Muon's layouts, whose plans test_muon.py has; and who sends tokens to
+experts, which is in test_moe.py."""
 
 
 def parse(line: str) -> dict:

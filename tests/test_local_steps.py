@@ -11,14 +11,15 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
 
-from llmpar.inspect.census import census_hlo, read_program
+from llmpar.inspect.census import census_hlo, compiled_memory, read_program
 from llmpar.model.weights import trained
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.plan.plan import Plan
+from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
 from llmpar.predict.traffic import outer_traffic, step_traffic
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Batches, DataConfig, read_corpus
@@ -39,7 +40,8 @@ def full(seed: int):
 @functools.cache
 def workers(rule=LINEAR, every: int = 1, plan: Plan = PLAN, fragments: int = 1):
     mesh = make_mesh(plan.mesh)
-    return LocalSteps(LLAMA, plan, mesh, rule, every, optax.sgd(1.0), clip=None, fragments=fragments)
+    outer = optax.sgd(1.0, momentum=0.0)  # a momentum that forgets at once, and is kept
+    return LocalSteps(LLAMA, plan, mesh, rule, every, outer, clip=None, fragments=fragments)
 
 
 def flat(tree):
@@ -58,11 +60,16 @@ def after_three(local: LocalSteps):
 
 
 def outer_census(local: LocalSteps, index: int = 0):
-    """What the compiled outer step of a fragment sends."""
+    """What the compiled outer step of a fragment sends; it is given what is predicted, to the byte."""
     config, whole = local.config, local.whole.abstract_state
     after = local._in_all(trained(local.steps[0].abstract_state.params, config))
     outer = local.outer_step.lower(index, after, trained(whole.params, config), whole.optimizer)
-    return by_arrow(census_hlo(read_program(outer)[1], local.mesh))
+    compiled, text = read_program(outer)
+    worker = dataclasses.replace(local.plan.worker, muon="none").resolve(config, "cpu")
+    worker = argument_bytes(worker, BATCH, SEQ)
+    momentum = outer_bytes(local.plan) - worker["params"]  # as large as the trained weights, cut as these are
+    assert compiled_memory(compiled)["argument_bytes"] == 3 * momentum, "after, shared weights, momentum"
+    return by_arrow(census_hlo(text, local.mesh))
 
 
 def apart(one: dict, other: dict) -> float:
@@ -210,3 +217,15 @@ def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
         train_to(0, "dp=4", other)
     with pytest.raises(ValueError, match="fragments, outer_rate of an outer optimizer, and local_steps is 0"):
         train_to(0, "dp=2", local_steps=0, outer_rate=0.5)
+
+
+FEW = [PLAN, Plan("dp=4 sp=2", zero=1), Plan("pp=2 dp=2 fsdp=2", microbatches=2)]
+
+
+@pytest.mark.parametrize("plan", [*FEW, Plan("dp=8", zero=2, microbatches=2, remat="block")], ids=name)
+def test_what_a_worker_holds_is_what_the_plan_holds_and_the_outer_part(plan):
+    """Part by part: sums over dp have no place of their own, so a worker's step is as large as the plan's."""
+    plan = plan.resolve(LLAMA)
+    worker = parts_bytes(plan.worker.resolve(LLAMA), BATCH // plan.mesh.dp, SEQ)
+    outer = {"outer": outer_bytes(plan), "total": worker["total"] + outer_bytes(plan)}
+    assert parts_bytes(plan, BATCH, SEQ, local_steps=True) == worker | outer and outer["outer"] > 0

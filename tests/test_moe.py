@@ -12,7 +12,19 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import BATCH, MOE, assert_same, by_arrow, emulated_ragged_all_to_all, ragged_on_cpus
+from parity import (
+    BATCH,
+    MOE,
+    SEQ,
+    assert_same,
+    by_arrow,
+    check,
+    emulated_ragged_all_to_all,
+    family,
+    name,
+    ragged_on_cpus,
+    spread,
+)
 from plans import DEEPSEEK
 from test_census import predicted
 
@@ -25,10 +37,17 @@ from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
-from llmpar.predict.traffic import full_share
+from llmpar.predict.traffic import full_share, step_traffic
 from llmpar.training.step import Step
 
 HERE = Solo()
+
+
+def later(*plans):
+    """Plans that cheaper tests see almost all of."""
+    return [pytest.param(*pair, marks=pytest.mark.long) for pair in plans]
+
+
 CONVENTIONS = {
     "not renormalised": ExpertConfig(8, 3, renormalise=False, z_loss=0.01),
     "deepseek": DEEPSEEK,
@@ -275,20 +294,32 @@ def with_experts(**changes):
 
 
 @pytest.mark.long
-def test_drops_are_those_of_one_device_where_no_row_is_cut():
-    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2"))
+@pytest.mark.parametrize("copies", (0, 2))
+def test_drops_are_those_of_one_device_where_no_row_is_cut(copies):
+    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2", expert_copies=copies))
+
+
+@pytest.mark.long
+def test_drops_are_the_same_whoever_of_tp_sends():
+    config, whole = with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2", tp_sequence=True)
+    want, got = spread(config, whole), spread(config, dataclasses.replace(whole, tp_dispatch=True))
+    for one, other in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * np.abs(one).max())
 
 
 # ------------------------------------------------------------------------------------- what accelerators have
 
 
 @pytest.mark.long
-def test_only_full_slots_travel_where_xla_can():
+@pytest.mark.parametrize(
+    "plan", (Plan("ep=4 fsdp=2"), Plan("ep=4 tp=2", tp_sequence=True, tp_dispatch=True)), ids=name
+)
+def test_only_full_slots_travel_where_xla_can(plan):
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
     emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     with ragged_on_cpus(), emulated, mock.patch("llmpar.parallel.collectives.unwritten", nothing):
-        assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
+        assert_same(MOE, dataclasses.replace(plan, dispatch="ragged"))
 
 
 def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_for_a_gpu():
@@ -383,3 +414,78 @@ def test_what_cannot_run_says_so():
         ExpertConfig(8, 2, num_groups=3)
     with pytest.raises(ValueError, match="hold 2 experts, fewer than the 3"):
         ExpertConfig(8, 3, num_groups=4)
+
+
+# -------------------------------------------------------------- tokens divided over tp; copies of hot experts
+
+WITH_SHARED = dataclasses.replace(MOE, experts=DEEPSEEK)
+OWN, COPY = {"tp_sequence": True, "tp_dispatch": True}, {"expert_copies": 1}
+DIVIDED = [(MOE, Plan("ep=2 tp=2", **OWN)), (WITH_SHARED, Plan("ep=2 sp=2 tp=2", mode="explicit", **OWN))]
+DIVIDED += later(
+    (WITH_SHARED, Plan("ep=2 tp=4", **OWN)),
+    (MOE, Plan("ep=4 tp=2", mode="auto", **OWN)),
+    (WITH_SHARED, Plan("dp=2 ep=2 tp=2", remat="block", tp_comm_overlap=True, **OWN)),
+    (WITH_SHARED, Plan("ep=2 sp=2 tp=2", remat="selective", microbatches=2, **OWN)),
+    (family("gpt_oss"), Plan("fsdp=2 ep=2 tp=2", **OWN)),
+    (family("deepseek_v3"), Plan("fsdp=2 ep=2 tp=2", zero=1, remat="ffn", **OWN)),
+)
+COPIED = [(MOE, Plan("fsdp=2 ep=2 tp=2", **COPY)), (family("gpt_oss"), Plan("ep=2 fsdp=2", zero=1, **COPY))]
+COPIED += later(
+    (WITH_SHARED, Plan("dp=2 ep=4", remat="block", expert_copies=3)),
+    (WITH_SHARED, Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="selective", microbatches=2, **COPY)),
+    (MOE, Plan("ep=4 tp=2", mode="auto", expert_copies=2)),
+    (WITH_SHARED, Plan("ep=2 fsdp=2", mode="explicit", zero=2, **COPY)),
+    (family("llama4_text"), Plan("fsdp=2 ep=2", **COPY)),
+    (MOE, Plan("pp=2 ep=2 dp=2", microbatches=2, **COPY)),
+)
+
+
+@pytest.mark.parametrize("config, plan", DIVIDED, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_ranks_of_tp_that_send_their_own_tokens_give_one_devices_answer(config, plan):
+    """And send over ep a tp-th of what they send together, for more over tp, to the byte."""
+    check(config, plan, 2.5)
+    sent = []
+    for each in (plan, dataclasses.replace(plan, tp_dispatch=False)):
+        rows = step_traffic(each.resolve(config), BATCH, SEQ).items()
+        sent.append({kind: row.bytes_sent for (axes, kind), row in rows if axes == "ep"})
+    assert plan.mesh.tp * sent[0]["all-to-all"] == sent[1]["all-to-all"]
+
+
+@pytest.mark.parametrize("config, plan", COPIED, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_copies_of_hot_experts_give_one_devices_answer(config, plan):
+    check(config, plan, 2.5)
+
+
+def test_the_experts_that_most_tokens_of_all_ranks_chose_are_copied_and_their_tokens_stay():
+    """Rank r has experts 2r and 2r + 1. All but one rank prefer 5; 2 is second, by one token."""
+    chosen = np.array([[5, 2], [5, 2], [5, 2], [2, 0], [5, 7], [5, 1], [3, 2], [7, 0]])
+    matrix, plan = np.arange(8.0, dtype=np.float32)[:, None, None], Plan("ep=4", expert_copies=2)
+    copy = lambda chosen, w: moe.copy_hot(ExpertConfig(8, 2), Manual(plan.resolve(MOE)), 2, chosen, (w,))
+    mesh, cut = make_mesh("ep=4"), jax.P("ep")
+    run = jax.jit(jax.shard_map(copy, mesh=mesh, in_specs=(cut, cut), out_specs=((cut,), cut, cut)))
+    (copies,), at_copy, left = run(jnp.asarray(chosen), jnp.asarray(matrix))
+    assert copies.ravel().tolist() == [2, 5] * 4  # five tokens each: the lower one first
+    assert at_copy.tolist() == np.select([chosen == 2, chosen == 5], [0, 1], 2).tolist()
+    assert left.tolist() == np.where(np.isin(chosen, (2, 5)), 8, chosen).tolist()
+
+
+def test_copies_even_out_the_loads_of_ranks():
+    """By hand, and on loads with heavy tails: the busiest rank has less in all but few of 200."""
+    load = np.array([[2, 2, 2, 2], [6, 0, 1, 1]])
+    assert moe.rank_loads(load, 2).tolist() == [[4, 4], [6, 2]]
+    assert moe.rank_loads(load, 2, 1).tolist() == [[3, 5], [3, 5]]
+    tails = np.random.default_rng(0).pareto(1.2, (200, 32))
+    before, after = (moe.rank_loads(tails, 8, copies).max(1) for copies in (0, 4))
+    assert np.median(after / before) < 0.7 and (after <= before).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ({"expert_copies": 8}, "expert_copies=8 of 8 experts; use fewer"),
+        (OWN | COPY, "needs the tokens of all"),
+    ],
+)
+def test_copies_that_cannot_be_are_refused(more, says):
+    with pytest.raises(ValueError, match=says):
+        Plan("ep=2 tp=2", **more).resolve(MOE, "cpu", BATCH, SEQ)

@@ -50,7 +50,7 @@ def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
         for plan in plans:
             positions = s.replace("[,tp]", ",tp" if plan.tp_sequence else "")
             want = {"b": b, "s": positions} | dict.fromkeys(other.split(), "tp")
-            if region == "experts":
+            if region in ("experts", "slots"):
                 want["e"] = "ep"  # in words: the table has no column for e
             table = plan.regions[region].items()
             found = {dim: ",".join(axes) for dim, axes in table if axes}
@@ -184,6 +184,7 @@ SWEPT = {  # of every field each other choice
     if field.name != "mesh"
 }
 SWEPT |= dict(tp_sequence=(True,), tp_comm_overlap=(True,), reshard_after_forward=(False,), bucket_bytes=(1,))
+SWEPT |= dict(tp_dispatch=(True,), expert_copies=(1,))
 SWEPT |= dict(microbatches=(2, 4), loss_chunks=(2,), ffn_chunks=(2,), virtual_stages=(2,), unroll=(0,))
 SWEPT |= dict(schedule=("gpipe", "interleaved", "zb-h1"), attention_block=(4,))
 UNSEEN = {"mode", "attention_kernel", "attention_block", "dispatch", "hop", "sequence_order"}

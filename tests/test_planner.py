@@ -208,10 +208,10 @@ def test_a_part_of_memory_is_what_it_is_called(name, devices, mesh, fields):
         batch = rows * devices
         found = held[rows] = memory.parts_bytes(runs, batch, q.seq_len)
         exact = sum(memory.argument_bytes(runs, batch, 8192).values())
-        assert found["total"] == sum(found[part] for part in memory.PART_NAMES)
+        assert found["total"] == sum(memory.named(found).values())
         assert found["total"] == exact + memory.temp_bytes(runs, batch, 8192)
         assert min(found.values()) >= 0 and found["params"] + found["optimizer"] + found["batch"] == exact
-    for part in {*memory.PART_NAMES} - {"activations", "batch", "copies"}:
+    for part in {*memory.PART_NAMES} - {"activations", "batch", "copies", "outer"}:
         assert held[8][part] == held[16][part], part
     assert held[16]["activations"] == pytest.approx(2 * held[8]["activations"], rel=0.25)
     assert held[16]["batch"] == pytest.approx(2 * held[8]["batch"], abs=8)
@@ -427,7 +427,7 @@ def test_the_document_is_the_contract(capsys):
     assert status == 0 and found["tokens_per_step"] == 8 * 8192
     row = found["plans"][0]
     assert set(row) >= set("mesh fits memory_bytes step_s mfu tokens_per_s bubble_fraction why".split())
-    assert set(row["memory_bytes"]) == {*memory.PART_NAMES, "total"}
+    assert {*row["memory_bytes"], "outer"} == {*memory.PART_NAMES, "total"}
     assert all(set(row) >= {"mesh", "why"} for row in found["rejected"])
     assert row["attention_kernel"] == "flash" and row["fits"] and row["verdict"] in ("fits", "at the edge")
     assert "a program may take 69.1 GiB" in found["room_is"]
@@ -450,7 +450,8 @@ def test_the_table_ends_with_the_lines_to_run(capsys):
     status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err
     assert "flash attention" in out and "attention at 20% of peak" in out
-    assert all(f" {part} " in out for part in memory.PART_NAMES.values())
+    parts = [name for key, name in memory.PART_NAMES.items() if key != "outer"]
+    assert all(f" {part} " in out for part in parts)
     assert "llmpar train --model llama3-8b" in out and "llmpar compile --target h100:2x8" in out
 
 
@@ -637,3 +638,23 @@ def test_a_launch_line_is_compared_with_a_mesh_and_saved_as_a_page(capsys, tmp_p
     text = page.read_text()
     state, _ = json.JSONDecoder().raw_decode(text, text.index('"state": ') + 9)
     assert state["batch_size"] == 64 and state["fields"]["microbatches"] == 32
+
+
+def test_local_steps_hold_the_shared_weights_and_a_momentum(capsys):
+    """And their seconds are said to be those of other steps. dp=1 has no workers, and a page knows none."""
+    sizes = "--devices", "8", "--seq-len", "4096", "--mesh", "dp=2 fsdp=4"
+    status, out, _ = call(capsys, *sizes, "--local-steps", "10", "--json")
+    found = json.loads(out)
+    row, q = found["plans"][0], question("llama3-8b", 8)
+    assert status == 0 and row["train"].endswith("--local-steps 10") and not row["compile"]
+    assert any("with local steps one in 10 sums" in line for line in found["notes"])
+    shared = memory.argument_bytes(Plan("dp=2 fsdp=4").resolve(q.config, "gpu"), 8, 4096)["params"]
+    held = row["memory_bytes"]
+    assert held["outer"] == 2 * shared == 8 * q.config.num_params / 4
+    assert held["total"] == sum(memory.named(held).values())
+    _, out, _ = call(capsys, *sizes, "--json")
+    assert "outer" not in json.loads(out)["plans"][0]["memory_bytes"]
+    refused = {"dp=1": "it has 1; use dp=2 or more", "dp=2 --html x.html": "no local steps"}
+    for more, says in refused.items():
+        status, _, err = call(capsys, "--devices", "8", "--local-steps", "10", "--mesh", *more.split())
+        assert status == 1 and says in " ".join(err.split())

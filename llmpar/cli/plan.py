@@ -72,6 +72,8 @@ class PlanCommand(Output):
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
         versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
+        local_steps: as of `train`: the ranks of dp are workers, joined once in so many steps (0: no workers).
+            What they hold is counted; seconds are of a step that sums all gradients.
         from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
             torchtitan, Megatron-LM, NeMo, MaxText, DeepSpeed, accelerate or vLLM, and say what would make it
             fit.
@@ -103,6 +105,7 @@ class PlanCommand(Output):
     mesh: OptionalText = None
     versus: OptionalText = None
     fix: OptionalText = None
+    local_steps: int = 0
     from_flags: OptionalText = None
     export: OptionalText = None
     serve: OptionalText = None
@@ -126,6 +129,7 @@ class PlanCommand(Output):
                 )
             return hold_against(self.against, self.chip, self.json)
         check_range("keep", self.keep, 1, 100)
+        check_range("local-steps", self.local_steps, 0, MAX_TOKENS)
         if self.serve is not None:
             return self.served(self.serve)
         self.check()
@@ -145,6 +149,10 @@ class PlanCommand(Output):
             if not self.html.endswith(".html"):
                 raise ValueError(f"a page is saved as .html, and '{self.html}' is not; rename it")
             check_free(self.html, OURS[".html"])
+        if self.local_steps and (self.html or self.export):
+            raise ValueError(
+                "--html and --export know no local steps; leave out --local-steps, or these two"
+            )
         if self.export not in (None, *frameworks.EXPORTS):
             raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
         own = changed(self, ("mesh", "fix", "batch_size", "batch_tokens"))
@@ -311,7 +319,14 @@ class PlanCommand(Output):
                 f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens"
             )
         return planner.Question(
-            config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
+            config,
+            chip,
+            devices,
+            batch_size,
+            self.seq_len,
+            self.fixed(),
+            self.model,
+            local_steps=self.local_steps,
         )
 
     def machine(self) -> tuple[hardware.Chip, int]:
@@ -419,6 +434,10 @@ def notes(answer: Any) -> list[str]:
     lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
     why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
     lines += [f"the first plan is priced, and does not run here: {why}"] * bool(why)
+    lines += [
+        "seconds are of steps that sum gradients over dp; with local steps one in"
+        f" {q.local_steps} sums what weights moved, so they are less"
+    ] * (q.local_steps > 0)
     if on_links > _OWN_EXCHANGE:
         lines.append(
             f"{on_links:.0%} of the step are tokens on their way to experts: here a copy for each expert, and"

@@ -129,6 +129,8 @@ def matters(plan: Plan, name: str) -> bool:
         "stage_saves": "pp",
         "tp_sequence": "tp",
         "tp_comm_overlap": "tp",
+        "tp_dispatch": "tp",
+        "expert_copies": "ep",
         "dispatch": "ep",
     }
     return plan.mesh.sizes[axis[name]] > 1 if name in axis else True

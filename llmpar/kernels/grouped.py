@@ -66,14 +66,20 @@ class SlotMap(NamedTuple):
 
 
 def arrange(
-    experts: ExpertConfig, tokens: int, num_pieces: int, ranks: int = 1, split: bool = False
+    experts: ExpertConfig,
+    tokens: int,
+    num_pieces: int,
+    ranks: int = 1,
+    split: bool = False,
+    copies: int = 0,
 ) -> BlockSizes:
     """Choose the blocks on one of ``ranks`` devices, each with so many tokens, which routers see in a number
-    of pieces (`ExpertConfig.expert_tokens`): enough for the worst routing.
+    of pieces (`ExpertConfig.expert_tokens`): enough for the worst routing. ``copies``: of so many experts,
+    for the tokens of one device.
 
     A block is three eighths of an expert's even share, a multiple of 8 rows. A part after the first has `FEW`
     rows or more, but weights of at most an eighth of the experts."""
-    local, choices = experts.num_experts // ranks, ranks * tokens * experts.top_k
+    local, choices = copies or experts.num_experts // ranks, ranks * tokens * experts.top_k
     of_one = ranks * experts.expert_tokens(tokens, num_pieces)  # choices at most
     of_all = min(ranks * tokens * min(experts.top_k, local), of_one * local)
     block = 8 * -(-3 * choices // (64 * experts.num_experts))

@@ -347,20 +347,22 @@ class Experts(nnx.Module):
             ("stream b s e", "stream b s e", {"loss": "stream b s", "tally": "stream e +b +s"}),
         )
         weights_bsk, chosen_bsk, aux = route(logits_bse, *bias)
-        x = par.move(x, "stream b s d -> ffn b s d")
-        choices = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
+        x = par.move(x, "stream b s d -> tokens b s d")
+        choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
         weights = [getattr(self, name) for name in names if hasattr(self, name)]
         visit = par.local(
             functools.partial(moe.visit_experts, self.config, par.island, variant=self.variant),
-            ["ffn b s d", "ffn b s e", "ffn b s e", *(w.dims for w in weights)],
-            "ffn b s d +m",
+            ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
+            "tokens b s d +m",
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if self.config.num_shared:
-            # Its sum over m stays unfinished: the move below finishes it with that of the routed experts.
-            y = y + self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
-        return par.move(y, "ffn b s d +m -> stream b s d"), aux
+            # A sum over m that stays unfinished is finished below, with that of the routed experts.
+            x = par.move(x, "tokens b s d -> ffn b s d")
+            shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
+            y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
+        return par.move(y, "tokens b s d +m -> stream b s d"), aux
 
 
 class Block(nnx.Module):

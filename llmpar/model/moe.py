@@ -15,12 +15,21 @@ XLA's shapes are static, so the buffer has a slot for every token that may need 
 drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots of this buffer are
 left out in step 4, and not sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
 
+Where tp cuts experts along m, all of its ranks multiply the same rows. Either all of them send the same
+tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp -> c`` gathers what arrived: more bytes over
+tp for fewer over ep.
+
+A rank with a popular expert works while others wait. With `Plan.expert_copies` the most popular ones are
+copied to all ranks, ``c d m +ep -> c d m``, and their tokens are not sent (`copy_hot`; He et al. 2022,
+FasterMoE: shadowing).
+
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that have experts, l the experts of one
 of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al.
 2021; a token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -111,6 +120,9 @@ def route(
 
 # ------------------------------------------------------------------------ dispatching, multiplying, combining
 
+DIMS_OF_MATRICES = ("c d m", "c d m", "c m d", "c m", "c m", "c d")
+"""The dims of a copied expert's `grouped.Weights`; c counts copies."""
+
 
 def visit_experts(
     experts: ExpertConfig,
@@ -128,23 +140,70 @@ def visit_experts(
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
-    num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
+    num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("tokens s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    blocks = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
+    arrange = functools.partial(grouped.arrange, experts, split=split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
-    if num_ranks > 1:
-        num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
-        x_td, weights_tk, chosen_tk, slots = dispatch_tokens(
-            experts, par, x_td, weights_tk, chosen_tk, num_slots
-        )
-    if experts.weighs == "input":  # of the one expert that a row has
-        x_td, weights_tk, _ = vary_alike((x_td, weights_tk, matrices))
-        x_td, weights_tk = x_td * weights_tk.astype(x_td.dtype), jnp.ones_like(weights_tk)
-    slot_map = grouped.lay_out(blocks, chosen_tk, len(matrices[0]))
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")
-    y_td = grouped.feed_forward(blocks, x_td, weights_tk, matrices, slot_map, variant)
-    return (combine_tokens(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
+    visit = functools.partial(multiply, experts, variant)
+    cut = par.parts("slots c")
+    blocks = arrange(cut * num_tokens, cut * num_pieces, num_ranks)
+    if num_ranks == 1:
+        return visit(blocks, x_td, weights_tk, chosen_tk, matrices).reshape(x.shape)
+    at_copies = None
+    if num_copies := par.plan.expert_copies:
+        copies, copy_tk, chosen_tk = copy_hot(experts, par, num_copies, chosen_tk, matrices)
+        own = arrange(num_tokens, num_pieces, copies=num_copies)
+        at_copies = visit(own, x_td, weights_tk, copy_tk, copies)
+    num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
+    *arrived, slots = dispatch_tokens(experts, par, x_td, weights_tk, chosen_tk, num_slots)
+    x_td, weights_tk, chosen_tk = (par.move(z, "slots c d -> experts c d") for z in arrived)
+    y_td = visit(blocks, x_td, weights_tk, chosen_tk, matrices)
+    y_td = combine_tokens(par, par.move(y_td, "experts c d +m -> slots c d +m"), slots)
+    return (y_td if at_copies is None else y_td + at_copies).reshape(x.shape)
+
+
+def multiply(
+    experts: ExpertConfig,
+    variant: Variant,
+    blocks: grouped.BlockSizes,
+    x: Float[Array, "r d"],
+    weights: Float[Array, "r k"],
+    chosen: Int[Array, "r k"],
+    matrices: grouped.Weights,
+) -> Float[Array, "r d"]:
+    """Run step 4 for these rows and experts, which are counted from 0: any number past the last is none."""
+    if experts.weighs == "input":  # of the one expert that a row has
+        x, weights, _ = vary_alike((x, weights, matrices))
+        x, weights = x * weights.astype(x.dtype), jnp.ones_like(weights)
+    slot_map = grouped.lay_out(blocks, chosen, len(matrices[0]))
+    return grouped.feed_forward(blocks, x, weights, matrices, slot_map, variant)
+
+
+def copy_hot(
+    experts: ExpertConfig,
+    par: Solo,
+    num_copies: int,
+    chosen: Int[Array, "t k"],
+    matrices: grouped.Weights,
+) -> tuple[grouped.Weights, Int[Array, "t k"], Int[Array, "t k"]]:
+    """Copy to all ranks of experts the weights of those that most of their tokens chose. Returns them, the
+    choices of a copy (``num_copies``: of none), and the others (the number of experts for a copied one).
+
+    A rank that has a copied expert gives it, and others zeros, to a sum over ep; autodiff sums its gradient
+    over ep, and gives it to the rank that has the expert."""
+    counts = grouped.count(chosen, experts.num_experts)
+    hot = lax.top_k(par.move(counts, "experts c +e -> copies c"), num_copies)[1]
+    local = hot - par.index("experts e") * len(matrices[0])
+    copies = list[Array]()
+    for matrix, dims in zip(matrices, DIMS_OF_MATRICES, strict=False):
+        is_own = (local >= 0) & (local < len(matrix))
+        own = grouped.take_rows(matrix, jnp.where(is_own, local, len(matrix)))
+        copies.append(par.move(own, f"experts {dims} +e -> copies {dims}"))
+    is_copy = chosen[..., None] == hot[None, None]
+    copy = jnp.where(is_copy.any(-1), is_copy.argmax(-1), num_copies)
+    return tuple(copies), copy, jnp.where(copy < num_copies, experts.num_experts, chosen)
 
 
 class SlotTable(NamedTuple):
@@ -171,7 +230,7 @@ def dispatch_tokens(
     number of those stands for an expert of another rank), and the slots to send them back."""
     (t, k), num_ranks, own_rank = chosen.shape, par.parts("experts e"), par.index("experts e")
     num_local = experts.num_experts // num_ranks
-    from_all = [par.move(z[None], "ffn b s e -> routing b s e") for z in (weights, chosen)]
+    from_all = [par.move(z[None], "tokens b s e -> routing b s e") for z in (weights, chosen)]
     # Neither is used before both have arrived: so these collectives come before those of step 3.
     weights_gtk, chosen_gtk = lax.optimization_barrier(tuple(from_all))
     rank_gtk = chosen_gtk // num_local  # past the last for a choice that was dropped
@@ -199,7 +258,7 @@ def dispatch_tokens(
     rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
         1, num_ranks, num_slots, -1
     )
-    rows = exchange(par, rows, sent_g, received_g, "ffn b e c d -> experts b e c d")
+    rows = exchange(par, rows, sent_g, received_g, "tokens b e c d -> slots b e c d")
     weights = take_rows(
         *vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k)))
     )
@@ -217,7 +276,7 @@ def combine_tokens(par: Solo, rows: Float[Array, "gc d"], slots: SlotTable) -> F
     """Run steps 5 and 6: send the rows back, and add up each token's results from its ranks, in float32."""
     num_ranks, (t, k) = len(slots.sent_g), slots.slot_tk.shape
     rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
-    back = "experts b e c d +m -> ffn b e c d +m"
+    back = "slots b e c d +m -> tokens b e c d +m"
     rows = exchange(par, rows, slots.received_g, slots.sent_g, back)
     rows = rows.reshape(-1, rows.shape[-1])
     rows = take_rows(*vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None])))
@@ -254,14 +313,25 @@ take_rows.defvjp(
 # -------------------------------------------------------------------------------------------------- reporting
 
 
-def summary(experts: ExpertConfig, metrics: dict, num_ranks: int = 1) -> dict[str, float]:
+def rank_loads(load: np.ndarray, num_ranks: int, copies: int = 0) -> np.ndarray:
+    """Return the tokens of each rank, ``l g``, from those of each expert, ``l e``, where so many of the
+    hottest are copied to all ranks (`Plan.expert_copies`), and each rank has its share of their tokens."""
+    is_hot = np.argsort(np.argsort(-load, 1, "stable"), 1) < copies
+    cold, hot = np.where(is_hot, 0, load), np.where(is_hot, load, 0)
+    shared = hot.sum(1, keepdims=True) / num_ranks
+    return cold.reshape(len(load), num_ranks, -1).sum(-1) + shared
+
+
+def summary(
+    experts: ExpertConfig, metrics: dict, num_ranks: int = 1, copies: int = 0
+) -> dict[str, float]:
     """Return a step's metrics in four numbers: the share of dropped choices, a router's mean entropy in
     nats, and in the worst layer the load of the busiest expert and of the busiest of ``num_ranks`` over the
-    mean."""
+    mean (`rank_loads`)."""
     load, dropped, entropy = (
         np.asarray(metrics[key]) for key in ("load", "dropped", "router_entropy")
     )
-    total, per_rank = float(load.sum()), load.reshape(load.shape[0], num_ranks, -1).sum(-1)
+    total, per_rank = float(load.sum()), rank_loads(load, num_ranks, copies)
     busiest = lambda x: float((x.max(1) / x.mean(1)).max())
     return {
         "drop_fraction": float(dropped.sum()) / total,

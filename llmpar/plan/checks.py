@@ -117,7 +117,17 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
     explicit = plan.mode == "explicit"
     cuts = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
     fits = ", ".join(str(n) for n in cuts if n <= 4 * tp and 0 in (heads % n, n % heads))
+    num_experts, copies = config.experts.num_experts if config.experts else 0, plan.expert_copies
     return [
+        (
+            copies and copies >= num_experts,
+            f"expert_copies={copies} of {num_experts} experts; use fewer than all, or ep=1",
+        ),
+        (
+            copies and plan.tp_dispatch,
+            "expert_copies does not go with tp_dispatch: a copy is cut by tp, and so needs the tokens of all"
+            " of tp; leave one of them out",
+        ),
         (
             heads % tp and plan.mesh.kv == 1,
             f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of {fits}",
@@ -133,7 +143,7 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
             f"mode='explicit' does not go with tp = {tp} and a norm over all heads: a type has no value that"
             " is a sum over tp and varies over it; use mode='manual'",
         ),
-        Cut("experts", config.experts.num_experts if config.experts else 0, ("ep",), of_model=True),
+        Cut("experts", num_experts, ("ep",), of_model=True),
     ]
 
 
@@ -461,7 +471,8 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
             "without tp_sequence nothing is gathered over tp",
         ),
         ("tp_comm_overlap", xla, f"under mode='{plan.mode}' XLA chooses how activations travel"),
-        ("dispatch", mesh.ep == 1, one["ep"]),
+        ("dispatch tp_dispatch expert_copies", mesh.ep == 1, one["ep"]),
+        ("tp_dispatch", not plan.tp_sequence, "without tp_sequence all of tp has the same tokens"),
         ("hop", not plan.rings, "no rank passes anything round a ring"),
         (
             "zero",

@@ -17,7 +17,10 @@ the dims that tp cuts:
     keys        dp,fsdp,ep    sp        k           the keys and values that go into it
     ids         dp,fsdp,ep                          positions and documents of all keys of a row
     ffn         dp,fsdp,ep    sp        m           inside the feed-forward
+    tokens      dp,fsdp,ep    sp        m           tokens that are sent to experts, and their results
+    slots       dp,fsdp       sp        m           what arrives at experts; its dim e is cut by ep
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
+    copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
@@ -26,6 +29,9 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ring       as in the table
     gather     keys are not cut along s
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
+
+With `Plan.tp_dispatch` tp cuts s of tokens and routing, and c, the slots, of tokens and slots, in place of m:
+each rank of tp sends other tokens, and experts, cut along m, gather over tp what arrived.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
@@ -154,6 +160,12 @@ class Plan:
         tp_comm_overlap: with tp_sequence, overlap the communication of tp with its matmuls: rings of
             permutes, with a matmul between two hops, replace the all-gather before and the reduce-scatter
             after (collective matmul, Wang et al. 2023). Experts, embedding and head keep these collectives.
+        tp_dispatch: with tp_sequence, each rank of tp sends its own tokens to the ranks of ep, in place of
+            all of tp sending the same. The all-to-all has tp times fewer bytes; what arrives, empty slots
+            too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
+        expert_copies: how many experts of a layer, those that most tokens of the ranks of ep chose in a
+            microbatch, are copied to all of these ranks. Their tokens stay on their rank, so a hot expert
+            delays none; each copy sends an expert's weights and their gradient in all-reduces over ep.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: at the end, many
@@ -226,6 +238,8 @@ class Plan:
     zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
     tp_sequence: bool = False
     tp_comm_overlap: bool = False
+    tp_dispatch: bool = False
+    expert_copies: Annotated[int, Allowed(int, 0)] = 0
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
@@ -375,6 +389,9 @@ class Resolved(Plan):
             k, r = live("tp"), live("kv") + exchanging
         else:
             k, r = tp + exchanging, ()
+        tokens: dict[str, tuple[str, ...]] = {"s": s, "m": tp}
+        if self.tp_dispatch:
+            tokens = {"s": stream, "c": tp}
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": stream},
@@ -384,8 +401,11 @@ class Resolved(Plan):
             "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
+            "tokens": {"b": b, **tokens},
+            "slots": {"b": live("dp", "fsdp"), "e": live("ep"), **tokens},
             "experts": {"b": live("dp", "fsdp"), "s": s, "e": live("ep"), "m": tp},
-            "routing": {"b": live("dp", "fsdp"), "s": s},
+            "copies": {"b": b, "s": s, "m": tp},
+            "routing": {"b": live("dp", "fsdp"), "s": tokens["s"]},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:

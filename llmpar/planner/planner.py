@@ -73,6 +73,7 @@ class Question:
     )  # fields of the plan and axes
     model: str = ""  # how the user named it, for the lines that train and compile
     share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
+    local_steps: int = 0  # of workers, the ranks of dp, between two outer steps; 0: no workers
 
     @property
     def taken(self) -> float:
@@ -120,6 +121,10 @@ class Question:
 
     def resolved(self, plan: Plan, devices: str | None) -> Resolved:
         """Return the plan for the model on devices; on none in particular for what its fields decide."""
+        if self.local_steps and plan.mesh.dp < 2:
+            raise ValueError(
+                "local steps are of as many workers as dp has ranks, and it has 1; use dp=2 or more"
+            )
         return _resolved(plan, self.config, devices)
 
 
@@ -413,7 +418,9 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
     @functools.cache  # the last policy is asked about twice
     def holding(remat: str, pieces: int) -> Candidate:
         own: Fields = {"remat": remat, "loss_chunks": pieces}
-        parts = memory.parts_bytes(dataclasses.replace(runs, **own), q.batch_size, q.seq_len)
+        parts = memory.parts_bytes(
+            dataclasses.replace(runs, **own), q.batch_size, q.seq_len, q.local_steps > 0
+        )
         return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
 
     try:
@@ -587,6 +594,8 @@ def _refuse(q: Question) -> None:
         why = f"{q.num_devices} devices cannot be cut by '{text}', {cut} devices"
         raise ValueError(f"{why}; use a multiple of {cut}, or fix fewer axes")
     _known(q)
+    # refuses one worker
+    q.resolved(Plan(MeshShape(dp=axes.get("dp", 2))), None)
     if not c.experts and axes.get("ep", 1) > 1:
         raise ValueError(
             f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out"
@@ -641,7 +650,7 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
             other = q.resolved(dataclasses.replace(plan, **change), None)
             other.check(q.batch_size, q.seq_len)
             runs = q.resolved(other.effective, q.platform)
-            total = memory.parts_bytes(runs, q.batch_size, q.seq_len)["total"]
+            total = memory.parts_bytes(runs, q.batch_size, q.seq_len, q.local_steps > 0)["total"]
         except ValueError:
             continue
         if total <= q.capacity_bytes:
@@ -804,10 +813,11 @@ def commands(q: Question, plan: Plan) -> dict[str, str | None]:
     if why_not_run(q.resolved(plan, None)):
         return dict.fromkeys(("train", "compile", "launch"))
     whole_chips = q.num_devices % q.chip.devices_per_chip == 0
+    # programs of workers are others, in one process
     return {
-        "train": command(q, plan, "train"),
-        "compile": command(q, plan, "compile") if whole_chips else None,
-        "launch": launch(q, plan),
+        "train": None if q.local_steps and launch(q, plan) else command(q, plan, "train"),
+        "compile": command(q, plan, "compile") if whole_chips and not q.local_steps else None,
+        "launch": None if q.local_steps else launch(q, plan),
     }
 
 
@@ -876,6 +886,7 @@ def command(q: Question, plan: Plan, name: str) -> str:
             words += [f"--{flag}", str(value)]
     if name == "train" and plan.muon != "none":
         words += ["--optimizer", "muon"]
+    words += ["--local-steps", str(q.local_steps)] * (name == "train" and q.local_steps > 0)
     if q.platform != "tpu":
         words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
     return " ".join(words)

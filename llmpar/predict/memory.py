@@ -22,12 +22,13 @@ PART_NAMES = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "moments",
+    "outer": "shared weights and outer momentum",
     "unreduced": "unreduced gradients",
     "copies": "weights in use",
     "activations": "activations",
     "batch": "batch",
 }
-"""What tables and drawings call the parts of a step's memory."""
+"""What tables and drawings call the parts of a step's memory. Only local steps have the part ``outer``."""
 
 KEPT, WORK, LOSS = (
     "a layer keeps for its backward pass",
@@ -42,14 +43,17 @@ BATCH = "tokens", "targets", "positions", "segments"
 
 def named(by_key: Mapping[str, float]) -> dict[str, float]:
     """Rename the parts from the keys of ``llmpar plan --json`` to the names of tables and drawings."""
-    return {name: by_key[key] for key, name in PART_NAMES.items()}
+    return {name: by_key[key] for key, name in PART_NAMES.items() if key in by_key}
 
 
-def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
+def parts_bytes(
+    plan: Resolved, batch_size: int, seq_len: int, local_steps: bool = False
+) -> dict[str, int]:
     """Return a step's bytes per device, by part, and their ``total``. Of the estimate of temporaries
     (`temp_bytes`) ``activations`` are what tokens add; a step without tokens would hold all else too:
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
-    the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
+    the largest where it is cut; and ``copies`` of weights that are gathered or cast. With ``local_steps``
+    there is ``outer``, too (`outer_bytes`)."""
     arguments, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
     temporaries = temp_bytes(plan, batch_size, seq_len)
     fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
@@ -69,7 +73,16 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
         "activations": temporaries - fixed,
         "batch": arguments["batch"] + arguments["counters"],
     }
+    parts |= {"outer": outer_bytes(plan)} if local_steps else {}
     return parts | {"total": sum(parts.values())}
+
+
+def outer_bytes(plan: Resolved) -> int:
+    """Return the bytes per device of what local steps hold beside the worker's own state
+    (`training.local_steps`): the shared weights, and a float32 momentum of the outer optimizer for each
+    trained one, both cut as weights are stored."""
+    stored = dataclasses.replace(plan, muon="none", zero=3 if plan.zero == 3 else 0)
+    return sum(argument_bytes(stored, 0, 0, moments=1, scalars=0).values())
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
@@ -388,12 +401,17 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     shared = ffn * (config.experts.num_shared if config.experts else 0)
+    # what a feed-forward reads, or is sent to experts
+    entering = stream if plan.tp_dispatch and config.experts and not shared else whole
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
     if config.experts:
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
+        # and of copies their even share
+        visits += visits * plan.expert_copies // config.experts.num_experts
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + shared + (num_slots + visits) * routed_width(config) * item
+    copied = plan.expert_copies * 3 * routed_width(config) * config.ffn_width * item // tp
     scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     described = config.described.rows if config.described else ()
@@ -410,7 +428,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
     crossing = (
         (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
-        + (1 + again) * (attends + enters + leaves + falls) * whole
+        + (1 + again) * ((attends + leaves + falls) * whole + enters * entering)
         + len(trained & {"q", "o"} if again else trained & {"q"}) * queries
         + len(trained & {"k", "v"}) * keys
     )
@@ -420,6 +438,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     parts = hidden_arrays * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
     work = (
         3 * whole
+        + copied
         + 3 * stream
         + 2 * queries
         + 2 * keys
@@ -437,9 +456,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
     kept = {
-        "feed-forward": inner * keeps,
+        "feed-forward": inner * keeps + copied,
         "norms in float32": norms,
-        "stream": (2 + behind) * stream + (attends + enters) * whole,
+        "stream": (2 + behind) * stream + attends * whole + enters * entering,
         "queries and attention's result": (2 + leaves + normed) * queries,
         "keys and values": 2 * (keys + gathered) + normed * keys,
         "attention's softmax": squares,

@@ -576,14 +576,15 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
             repeated = run.forward + run.again
             values.carry(norms, stream[:2], repeated, run.backward, FLOAT32)
     # Experts must see all positions before one travels on: their two arrows are never a ring.
+    inside = "tokens" if config.experts else "ffn"
     carry, pieces = (values.carry, 1) if config.experts else (values.carry_by_ring, plan.ffn_chunks)
     piece = values.b, values.s // pieces, config.width
     layers = run.forward + run.again * bool(ffn)
     if config.ffn_width:
-        carry(of("stream b s d -> ffn b s d"), piece, layers * pieces, run.backward * pieces)
+        carry(of(f"stream b s d -> {inside} b s d"), piece, layers * pieces, run.backward * pieces)
         normed = "ffn_post_norm.scale" in config.block_weights() and plan.remat == "block"
         forward = (run.forward + run.again * normed) * pieces
-        carry(of("ffn b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
+        carry(of(f"{inside} b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
     values.carry(of("stream b s d -> vocab b s d"), stream, run.loss, run.loss)
     sums = Transfer("three numbers per token for the loss", "vocab b s +v -> data b s")
     tokens = values.b, values.s // plan.loss_chunks
@@ -592,13 +593,15 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
 
 def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Runs) -> None:
     """Add the arrows of `moe`: the routers' choices, to all ranks of experts; tokens to their ranks and back,
-    in a buffer with the same number of slots for each; the routing, to tp; and the routers' losses. A block
-    that is computed again sends its tokens again, and nothing back."""
+    in a buffer with the same number of slots for each; the routing, to tp; with `Plan.tp_dispatch` what
+    arrived, to tp, and what shared experts read; copies of hot experts; and the routers' losses. A block that
+    is computed again sends its tokens again, and nothing back."""
     plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
-    tokens, pieces = values.local_size("data b s", b, s), values.local_size("data b", b)
-    slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
-    layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
-    groups = plan.mesh.along(plan.place("ffn b").axes)
+    tokens, pieces = values.local_size("tokens b s", b, s), values.local_size("data b", b)
+    cut, tp = plan.mesh.along(plan.place("tokens c").axes), plan.mesh.tp
+    slots = experts.slots(tokens, pieces * (tp // cut if plan.tp_sequence else 1), ranks)
+    layers, small = run.forward + run.again, FLOAT32
+    groups = plan.mesh.along(plan.place("tokens b").axes)
     visited = visited_share(experts.num_experts, experts.top_k, ranks)
     filled = min(1, visited * tokens / slots)
     value = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
@@ -609,18 +612,43 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         else 2.0 * tokens * routed_width(config) * (ranks * visited)
     )
     of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
-    buffer = groups, ranks, slots, routed_width(config)
+    buffer = groups, ranks, cut * slots, routed_width(config)
     routes = {
-        "ffn b e c d -> experts b e c d": layers,
-        "experts b e c d +m -> ffn b e c d +m": run.forward,
+        "tokens b e c d -> slots b e c d": layers,
+        "slots b e c d +m -> tokens b e c d +m": run.forward,
     }
     for arrow, forward in routes.items():
         values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
-    for arrow in ("stream b s e -> ffn b s e", "ffn b s e -> routing b s e"):
+    arrived, k = ranks * cut * slots, experts.top_k
+    moved: dict[str, tuple[tuple[int, ...], int]] = {
+        "slots c d -> experts c d": ((arrived, routed_width(config)), layers),
+        "experts c d +m -> slots c d +m": ((arrived, routed_width(config)), run.forward),
+    }
+    if experts.num_shared:
+        moved |= {
+            "tokens b s d -> ffn b s d": ((b, s, config.width), layers),
+            "ffn b s d +m -> tokens b s d +m": ((b, s, config.width), run.forward),
+        }
+    for arrow, (shape, forward) in moved.items():
+        values.carry(Transfer("tokens that all of tp reads", arrow), shape, forward, run.backward)
+    for arrow, shape in {
+        "stream b s e -> tokens b s e": (b, s, k),
+        "tokens b s e -> routing b s e": (b, s, k),
+        "slots c d -> experts c d": (arrived, k),
+    }.items():
         of = Transfer("the routers' choices", arrow, gradient="gradients of the routers' choices")
-        values.carry(of, choices, layers, run.backward, small)
-        values.carry(of, choices, layers, 0, small)  # which experts: no gradient
-    e = experts.num_experts
+        values.carry(of, shape, layers, run.backward, small)
+        values.carry(of, shape, layers, 0, small)  # which experts: no gradient
+    e, copies = experts.num_experts, plan.expert_copies
+    of = Transfer("copies of experts", "experts c +e -> copies c", gradient="gradients of copies")
+    values.carry(of, (e,), layers * (copies > 0), 0, small)
+    rows = (
+        w for w in config.block_weights().values() if copies and w.dims.startswith("experts e ")
+    )
+    for weight in rows:
+        dims, back = weight.dims.removeprefix("experts e "), run.backward * (not weight.frozen)
+        of = of._replace(arrow=f"experts c {dims} +e -> copies c {dims}")
+        values.carry(of, (copies, *weight.shape[1:]), layers, back)
     if experts.aux_loss:
         times = run.backward + run.again if _cells(plan) else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")

@@ -488,7 +488,8 @@ class _Run:
         if number == report.start > 0:
             row["resumed"] = report.start
         if config.experts and "load" in metrics:
-            row |= moe.summary(config.experts, metrics, self.step.plan.mesh.ep)
+            plan = self.step.plan
+            row |= moe.summary(config.experts, metrics, plan.mesh.ep, plan.expert_copies)
         self._write(number, row)
         self.callbacks.on_step(number, report)
 
