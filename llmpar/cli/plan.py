@@ -261,8 +261,8 @@ class PlanCommand(Output):
         prompt, answer = map(int, sizes.groups())
         check_range("serve", prompt + answer, 2, _MAX_SEQ_LEN)
         chip, devices = self.machine()
-        sizes = {name: getattr(self, name) or 16 for name in ("bits", "cache_bits")}
-        request = service.Service(preset(self.model), chip, devices, prompt, answer, **sizes)
+        given = {name: getattr(self, name) or 16 for name in ("bits", "cache_bits")}
+        request = service.Service(preset(self.model), chip, devices, prompt, answer, **given)
         document = service.serve(request, self.keep)
         return give(document, self.json, tables_serve(document))
 
