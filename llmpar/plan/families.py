@@ -210,7 +210,9 @@ def read_family(
     """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
     family = family_of(raw["model_type"]) | {"runs": runs}
-    file = family["unsaid"] | {key: value for key, value in raw.items() if value is not None}
+    unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
+    entries = unsaid | raw  # null is none, and no entry that a file may leave out
+    file = {key: value for key, value in entries.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
     _check_layers(reader, family, num_layers)
