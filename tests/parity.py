@@ -328,7 +328,8 @@ def compare_with_manual(step: Step, text: str) -> None:
         twice = sort == "reduce-scatter" and arrow not in ISLANDS
         want[axes, "all-reduce" if twice else sort, arrow] += count, sent * (1 + twice)
     own = [key for key in found if key[2] in ("", ONCE)]
-    assert sum(found.pop(key)[1] for key in own) < 1200
+    tokens = BATCH * SEQ * step.plan.mesh.tp // step.plan.mesh.size  # two maxima of 4 bytes, sent twice
+    assert sum(found.pop(key)[1] for key in own) < 800 + 16 * tokens
     want = {key: tuple(line) for key, line in want.items() if key[2] != ONCE}
     softmax = [key for key in want if key[2] == "vocab b s +v -> data b s"]
     for key in softmax:  # a maximum and two sums, each of 4 bytes a token
