@@ -313,8 +313,10 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
     layer = layer.with_letters(letters)
     experts = None
     if ffn == "experts":
+        paths = [path for part in parts[1] for path in PARTS[part]]
+        shared = layer.get("u") and any(x.startswith("experts.shared.") for x in paths)
         e, k = layer.number("e", "the number of experts"), layer.number("top", "experts per token")
-        experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(layer.get("u")))}
+        experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(shared))}
         groups = layer.number("n_group | num_expert_group | 1", "the number of groups of experts")
         chosen = layer.number("topk_group | 1", "the groups that are open to a token")
         if groups > 1:
