@@ -209,7 +209,9 @@ def read_family(
 ) -> dict[str, Any]:
     """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
-    family = family_of(raw["model_type"]) | {"runs": runs}
+    family = family_of(raw["model_type"])
+    usual = str(int("experts" in family["ffns"]))
+    family = {"sparse": usual} | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
     entries = unsaid | raw  # null is none, and no entry that a file may leave out
     file = {key: value for key, value in entries.items() if value is not None}
@@ -268,7 +270,8 @@ def _kinds(
     for i in range(num_layers):
         layer = reader.layer(i, num_layers)
         pair = _pair(layer, family)
-        if (key := repr((pair, layer.own))) not in known:
+        ruled = family["runs"] and layer.get(family["sparse"])
+        if (key := repr((pair, layer.own, ruled))) not in known:
             kind = _kind(layer, family, *pair)
             if family["runs"]:
                 kind |= running.fields(layer, family, pair[0], kind)
@@ -286,9 +289,8 @@ def _params(kind: dict[str, Any]) -> int:
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:
     """Return the names of a layer's mixer and feed-forward: those that the file gives, or a rule's."""
-    sparse = family.get("sparse", str(int("experts" in family["ffns"])))
     mixers = family.get("mixer", _MIXER), family["rule"]
-    ffns = family.get("ffn", _FFN), f"'experts' if {sparse} else 'dense'"
+    ffns = family.get("ffn", _FFN), f"'experts' if {family['sparse']} else 'dense'"
     pair = []
     for (given, rule), known in ((mixers, family["mixers"]), (ffns, family["ffns"])):
         name = str(layer.given(f"({given}) | ({rule})", "the kind of a layer"))
