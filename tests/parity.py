@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
@@ -123,6 +124,16 @@ def reference(config):
     with mock.patch.object(moe, "visit_experts", every_expert):
         (value, tally), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights(config), batch())
     return float(value), jax.tree.map(np.asarray, tally), jax.tree.map(np.asarray, trained(grads, config))
+
+
+@functools.cache
+def exact(config):
+    """The gradients by path, in float64, by `oracle`."""
+    with oracle.in_float64():
+        flat = flatten_dict(weights(config), sep=".")
+        start = {path: np.asarray(w, np.float64) for path, w in flat.items()}
+        run = jax.jit(jax.grad(lambda w: oracle.loss(w, batch(), config, None)[0]))
+        return jax.tree.map(np.asarray, run(start))
 
 
 def solo(config):
@@ -239,14 +250,17 @@ def assert_same(config, plan: Plan, products: Unit = "float32", step_class=Step)
 
 
 def compare_leaves(config, plan: Plan, loss: float, norm: float, got, products: Unit = "float32"):
-    """The comparison itself."""
+    """The comparison itself. A gradient that `Solo` in float32 does not know that well, as that of a bias of
+    keys that do not rotate, which is 0, may be off by three times what `Solo`'s is from that in float64."""
     tolerances = allowed(config, plan, products)
     want_loss, want = solo(config)
     assert abs(loss - want_loss) < tolerances["loss"] * want_loss, f"loss {loss} for {want_loss}"
     for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        error = np.abs(g - w).max() / (np.abs(w).max() or 1)
-        told = f"gradient of {jax.tree_util.keystr(path)} is off by {error:.1e}"
-        assert error < tolerances["gradient"], told
+        error, largest = np.abs(g - w).max(), np.abs(w).max() or 1
+        if error >= tolerances["gradient"] * largest:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            unknown = np.abs(w - exact(config)[name]).max() if error < 1e-5 else 0
+            assert error < 3 * unknown, f"gradient of {name} is off by {error / largest:.1e}"
     want_norm = float(np.sqrt(sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(want))))
     assert abs(norm - want_norm) < tolerances["grad_norm"] * want_norm, f"norm {norm} for {want_norm}"
 
@@ -255,7 +269,7 @@ ONCE = "loss, tokens and norm"
 """What is summed once needs everything, so that no device can enter it early."""
 
 
-def check(config, plan: Plan, within: float = math.inf) -> None:
+def check(config, plan: Plan, within: float = math.inf, loss: float = 1e-5) -> None:
     """The state of an optimizer that remembers the last gradient is the gradient. ``within`` this factor is
     what a device holds in all: whether it fits is said as the compiled program has it, but for what lies
     between."""
@@ -285,6 +299,7 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
         compare_with_manual(step, text)
     state, metrics = compiled(state_of(step), put(dealt(batch(), plan), step.batch_sharding))
     grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
+    assert abs(float(metrics["loss"]) / solo(config)[0] - 1) <= loss or plan.dtype != "float32"
     compare_leaves(config, plan, float(metrics["loss"]), float(metrics["grad_norm"]), grads)
     if config.experts:
         params = natural(step, jax.tree.map(np.asarray, state.params))
@@ -306,7 +321,8 @@ def compare_with_manual(step: Step, text: str) -> None:
         twice = sort == "reduce-scatter" and arrow not in ISLANDS
         want[axes, "all-reduce" if twice else sort, arrow] += count, sent * (1 + twice)
     own = [key for key in found if key[2] in ("", ONCE)]
-    assert sum(found.pop(key)[1] for key in own) < 1200
+    tokens = BATCH * SEQ * step.plan.mesh.tp // step.plan.mesh.size  # two maxima of 4 bytes, sent twice
+    assert sum(found.pop(key)[1] for key in own) < 800 + 16 * tokens
     want = {key: tuple(line) for key, line in want.items() if key[2] != ONCE}
     softmax = [key for key in want if key[2] == "vocab b s +v -> data b s"]
     for key in softmax:  # a maximum and two sums, each of 4 bytes a token

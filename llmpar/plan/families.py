@@ -209,8 +209,12 @@ def read_family(
 ) -> dict[str, Any]:
     """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
-    family = family_of(raw["model_type"]) | {"runs": runs}
-    file = family["unsaid"] | {key: value for key, value in raw.items() if value is not None}
+    family = family_of(raw["model_type"])
+    usual = str(int("experts" in family["ffns"]))
+    family = {"sparse": usual} | family | {"runs": runs}
+    unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
+    entries = unsaid | raw  # null is none, and no entry that a file may leave out
+    file = {key: value for key, value in entries.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
     _check_layers(reader, family, num_layers)
@@ -266,7 +270,8 @@ def _kinds(
     for i in range(num_layers):
         layer = reader.layer(i, num_layers)
         pair = _pair(layer, family)
-        if (key := repr((pair, layer.own))) not in known:
+        ruled = family["runs"] and layer.get(family["sparse"])
+        if (key := repr((pair, layer.own, ruled))) not in known:
             kind = _kind(layer, family, *pair)
             if family["runs"]:
                 kind |= running.fields(layer, family, pair[0], kind)
@@ -284,9 +289,8 @@ def _params(kind: dict[str, Any]) -> int:
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:
     """Return the names of a layer's mixer and feed-forward: those that the file gives, or a rule's."""
-    sparse = family.get("sparse", str(int("experts" in family["ffns"])))
     mixers = family.get("mixer", _MIXER), family["rule"]
-    ffns = family.get("ffn", _FFN), f"'experts' if {sparse} else 'dense'"
+    ffns = family.get("ffn", _FFN), f"'experts' if {family['sparse']} else 'dense'"
     pair = []
     for (given, rule), known in ((mixers, family["mixers"]), (ffns, family["ffns"])):
         name = str(layer.given(f"({given}) | ({rule})", "the kind of a layer"))
@@ -311,8 +315,10 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
     layer = layer.with_letters(letters)
     experts = None
     if ffn == "experts":
+        paths = [path for part in parts[1] for path in PARTS[part]]
+        shared = layer.get("u") and any(x.startswith("experts.shared.") for x in paths)
         e, k = layer.number("e", "the number of experts"), layer.number("top", "experts per token")
-        experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(layer.get("u")))}
+        experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(shared))}
         groups = layer.number("n_group | num_expert_group | 1", "the number of groups of experts")
         chosen = layer.number("topk_group | 1", "the groups that are open to a token")
         if groups > 1:

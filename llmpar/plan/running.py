@@ -25,9 +25,6 @@ def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) 
         )
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
-    others = set(file.get("layer_types") or ()) - {"full_attention"}
-    if others and not family.get("reads_layer_types"):
-        raise NotImplementedHere("layer_types is in the file, and its family does not read it")
     for key, value in family["needs"].items():
         allowed = value if isinstance(value, list) else [value]
         if file.get(key) not in (None, *allowed):
@@ -48,6 +45,12 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
     if mixer not in ("full_attention", "sliding_attention", family.get("runs_also")):
         raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
+    ruled = layer.get(family["rule"])
+    alike = mixer == ruled or mixer == "full_attention" and not layer.get("sliding_window")
+    if not alike and not family.get("reads_layer_types"):
+        raise NotImplementedHere("layer_types is in the file, and its family does not read it")
+    if bool(layer.get(family["sparse"])) != bool(kind["experts"]):
+        raise NotImplementedHere("mlp_layer_types is in the file, and its family does not read it")
     layer = layer.with_letters({"mixer": repr(mixer)})
     values = lambda table: {name: layer.get(text) for name, text in family[table].items()}
     given = lambda table: {name: x for name, x in values(table).items() if x is not None}
@@ -56,8 +59,12 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     if name != "clamped" and (name := ACTIVATIONS.get(str(name))) is None:
         raise NotImplementedHere(f"activation {variant['activation']!r:.40} is not implemented")
     rope = _rope_of(layer.file, family, mixer)
-    head_width, share = kind["head_width"], family.get("partial", 1.0)
-    width = int(head_width * _number(rope, "partial_rotary_factor", share))
+    head_width, usual = kind["head_width"], family.get("partial", 1.0)
+    share = _number(rope, "partial_rotary_factor", usual)
+    if share != usual and "partial" not in family:
+        what = f"partial_rotary_factor is {share}, and its family rotates whole heads"
+        raise NotImplementedHere(what)
+    width = int(head_width * share)
     if "rope_width" not in variant and width != head_width:
         variant["rope_width"] = width
     theta = _number(rope, "rope_theta", model["rope_theta"])
