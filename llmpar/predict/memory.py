@@ -254,7 +254,9 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
     ahead = layer * unrolled * wire // item if plan.gathers == "block" and not tpu else 0
-    in_place = config.lora and not plan.gathers and plan.platform == "gpu"
+    # so do float32 ones where each kind has one layer, and XLA slices nothing
+    in_place = config.lora or item == FLOAT32 and max(plan.places) == 1 and not plan.pipeline
+    in_place = in_place and not plan.gathers and plan.platform == "gpu"
     # of the blocks of an iteration one waits for another's, but experts' rows never do
     work += layer * (not in_place) + ahead + (unrolled > 1 and not config.experts) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
@@ -320,6 +322,17 @@ def _layers(plan: Resolved) -> int:
     return sum(plan.places) // (plan.pipeline.visits if plan.pipeline else 1)
 
 
+def _stacks(plan: Resolved) -> bool:
+    """Tell whether a loop over layers, or a slot, stacks what their forward passes save. Elsewhere XLA keeps what
+    matmuls read and make, and computes the rest again where it reads that."""
+    order = plan.pipeline
+    if order and plan.stage_saves == "residuals" or plan.platform != "gpu":
+        return True
+    runs = chunk_loops(plan.config.layer_kinds, order.cells if order else 1)
+    whole = order and order.split_backward or plan.unroll == 0
+    return not whole and any(loop.times > plan.unroll for loop in runs)
+
+
 def _is_written_out(plan: Resolved) -> bool:
     """Tell whether XLA's of CPUs meet a loop over layers that has one iteration: they write it out."""
     return plan.platform == "cpu" and not 0 < plan.unroll < _layers(plan)
@@ -365,8 +378,12 @@ def _scores(
     of_numbers = rows * heads * copies * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         return 3 * rows * dense * item * (plan.documents == "packed"), 0
-    if plan.attention_kernel == "xla":  # the softmax, that in float32 once more, and the mask
-        return of_numbers * dense, rows * heads * dense * (2 * FLOAT32 + 1)
+    if plan.attention_kernel == "xla":
+        scores = rows * heads * dense
+        if not _stacks(plan):  # scores, and the softmax as matmuls read it
+            return FLOAT32 * scores, (FLOAT32 + item) * scores
+        # the softmax, that in float32 once more, and the mask
+        return of_numbers * dense, (2 * FLOAT32 + 1) * scores
     local = max(seq_len // apart, 1)
     length = min(plan.attention_block or tile_length(None, local), local)
     num_tiles = local // length
@@ -399,46 +416,53 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     described = config.described.rows if config.described else ()
     behind = sum("post_norm" in name for name, _ in described)  # norms of what a layer adds (Gemma)
     norms = (2 + behind) * stream * FLOAT32 // item
+    qk_norm = config.qk_norm or any("k_norm" in name for name, _ in described)
     # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
     attends, leaves, enters, falls = (
         bool(trained & {*group}) for group in ("qkv", "o", ("gate", "up"), ("down",))
     )
-    # Where F saved what a layer computes, W reads the inputs of matmuls from that, but of experts.
+    # Weights' gradients read inputs and gradients of matmuls and norms. In W most inputs lie in what F saved.
     again, rows = plan.stage_saves == "input", ffn
+    stacks = _stacks(plan) or bool(plan.pipeline and plan.pipeline.split_backward)  # for W
     if config.experts and plan.pipeline:
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
+    in_ffn = (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
+    in_ffn += (falls * (not config.experts) + again * enters) * whole
+    if plan.ffn_chunks > 1 and not config.experts:  # a loop over pieces has weights' gradients themselves
+        in_ffn = 3 * config.width * config.ffn_width * item // tp * bool(plan.pipeline and not config.lora)
     crossing = (
-        (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
-        + (1 + again) * (attends + enters + leaves + falls) * whole
+        in_ffn
+        + (leaves + again * attends) * whole
+        + (1 + again) * (not config.lora) * ((2 + behind) * stream + qk_norm * (queries + keys))
         + len(trained & {"q", "o"} if again else trained & {"q"}) * queries
         + len(trained & {"k", "v"}) * keys
     )
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     hidden_arrays = 6 if config.variant.activation.startswith("gelu") else 4
-    parts = hidden_arrays * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
+    in_pieces = shared if config.experts else ffn  # rows of routed experts are in none
+    at_once = ffn - in_pieces + in_pieces // plan.ffn_chunks
+    parts = hidden_arrays * at_once, queries + 2 * queries * FLOAT32 // item + scores
     work = (
         3 * whole
         + 3 * stream
         + 2 * queries
         + 2 * keys
-        + (max(parts) if tpu else sum(parts) + 2 * whole)
+        + (max(parts) if tpu or not (enters or falls) else sum(parts) + 2 * whole)
     )
     if _is_written_out(plan) and not config.experts and plan.ffn_chunks == 1:
         work = parts[0] if squares else max(parts)
     pieces = plan.ffn_chunks == 1
-    # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
-    inner = (
-        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
-        if config.experts
-        else (5 + falls) * ffn
-    )
-    normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
+    # What lets gathered weights go keeps pieces too. Of experts rows, and their matmuls with gate and up.
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
+    inner = ((5 if stacks else 2) + falls) * in_pieces * keeps
+    if config.experts:
+        inner += 2 * hidden + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
+    normed = 3 * bool(plan.pipeline and qk_norm)  # in float32, and its result
     kept = {
-        "feed-forward": inner * keeps,
-        "norms in float32": norms,
+        "feed-forward": inner,
+        "norms in float32": norms * stacks,
         "stream": (2 + behind) * stream + (attends + enters) * whole,
         "queries and attention's result": (2 + leaves + normed) * queries,
         "keys and values": 2 * (keys + gathered) + normed * keys,
@@ -452,7 +476,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     }
     saves = {
         "none": kept,
-        "selective": results | {"feed-forward": 2 * (hidden + shared) * pieces},
+        "selective": results | {"feed-forward": 2 * ((hidden - ffn * (not config.experts)) + in_pieces * pieces)},
         "ffn": results,
     }
     return saves | {"block": {"stream": stream}}, crossing, work, stream
