@@ -253,7 +253,8 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     unrolled = 1 if written else min(plan.unroll or one, one)
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
-    ahead = layer * unrolled * wire // item if plan.gathers == "block" and not tpu else 0
+    few = unrolled if plan.reshard_after_forward else 1
+    ahead = layer * few * wire // item if plan.gathers == "block" and not tpu else 0
     # so do float32 ones where each kind has one layer, and XLA slices nothing
     in_place = config.lora or item == FLOAT32 and max(plan.places) == 1 and not plan.pipeline
     in_place = in_place and not plan.gathers and plan.platform == "gpu"
@@ -266,11 +267,15 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
+    # a loop over pieces adds up the head's gradient in float32, and holds two pieces of logits
+    if plan.loss_chunks > 1 and plan.platform == "gpu":
+        loss = 2 * logits + grad + head + weights["head used"] * (not config.lora)
     converted = weights["reordered"]
     if tpu:
         converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
-        kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
+        gathered = _narrow(plan, weights["blocks used"]) // config.num_layers
+        kept |= {"gathered weights": gathered * (plan.mesh.pp == 1)}
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     # autodiff copies what a layer reads
     elif cpu and not written and plan.remat == "none" and plan.gathers != "block":
@@ -323,8 +328,8 @@ def _layers(plan: Resolved) -> int:
 
 
 def _stacks(plan: Resolved) -> bool:
-    """Tell whether a loop over layers, or a slot, stacks what their forward passes save. Elsewhere XLA keeps what
-    matmuls read and make, and computes the rest again where it reads that."""
+    """Tell whether a loop over layers, or a slot, stacks what their forward passes save. Elsewhere XLA keeps
+    what matmuls read and make, and computes the rest again where it reads that."""
     order = plan.pipeline
     if order and plan.stage_saves == "residuals" or plan.platform != "gpu":
         return True
@@ -394,6 +399,32 @@ def _scores(
     return of_numbers * length**2, 0
 
 
+_GROUPS = "qkv", "o", ("gate", "up"), ("down",)
+
+
+def _waiting(
+    plan: Resolved, config: ModelConfig, trained: set[str], rows: int, whole: int, normed: int, heads: list[int]
+) -> int:
+    """Count the bytes that a block's input gradient leaves for those of its ``trained`` weights: what goes
+    into matmuls and norms, and its gradient. In W most of what goes in lies in what F saved. ``rows`` are of
+    hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights; ``heads``
+    of queries and of keys."""
+    again = plan.stage_saves == "input"
+    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    in_ffn = rows
+    if plan.ffn_chunks == 1 or config.experts:
+        in_ffn *= len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))
+        in_ffn += (falls * (not config.experts) + again * enters) * whole
+    of_queries = len(trained & {"q", "o"} if again else trained & {"q"})
+    return (
+        in_ffn
+        + (leaves + again * attends) * whole
+        + (1 + again) * (not config.lora) * normed
+        + of_queries * heads[0]
+        + len(trained & {"k", "v"}) * heads[1]
+    )
+
+
 def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
     """Count the bytes of a block of one kind (`_block`)."""
     tp, tpu = plan.mesh.tp, plan.platform == "tpu"
@@ -417,27 +448,17 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     behind = sum("post_norm" in name for name, _ in described)  # norms of what a layer adds (Gemma)
     norms = (2 + behind) * stream * FLOAT32 // item
     qk_norm = config.qk_norm or any("k_norm" in name for name, _ in described)
-    # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.
+    # Only gradients of weights that are trained read them.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
-    attends, leaves, enters, falls = (
-        bool(trained & {*group}) for group in ("qkv", "o", ("gate", "up"), ("down",))
-    )
-    # Weights' gradients read inputs and gradients of matmuls and norms. In W most inputs lie in what F saved.
-    again, rows = plan.stage_saves == "input", ffn
-    stacks = _stacks(plan) or bool(plan.pipeline and plan.pipeline.split_backward)  # for W
+    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    rows = ffn
     if config.experts and plan.pipeline:
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
-    in_ffn = (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
-    in_ffn += (falls * (not config.experts) + again * enters) * whole
+    normed = (2 + behind) * stream + qk_norm * (queries + keys)
     if plan.ffn_chunks > 1 and not config.experts:  # a loop over pieces has weights' gradients themselves
-        in_ffn = 3 * config.width * config.ffn_width * item // tp * bool(plan.pipeline and not config.lora)
-    crossing = (
-        in_ffn
-        + (leaves + again * attends) * whole
-        + (1 + again) * (not config.lora) * ((2 + behind) * stream + qk_norm * (queries + keys))
-        + len(trained & {"q", "o"} if again else trained & {"q"}) * queries
-        + len(trained & {"k", "v"}) * keys
-    )
+        rows = 3 * config.width * config.ffn_width * item // tp * bool(plan.pipeline and not config.lora)
+    crossing = _waiting(plan, config, trained, rows, whole, normed, [queries, keys])
+    stacks = _stacks(plan) or bool(plan.pipeline and plan.pipeline.split_backward)  # for W
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     hidden_arrays = 6 if config.variant.activation.startswith("gelu") else 4
@@ -476,7 +497,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     }
     saves = {
         "none": kept,
-        "selective": results | {"feed-forward": 2 * ((hidden - ffn * (not config.experts)) + in_pieces * pieces)},
+        "selective": results | {"feed-forward": 2 * (in_pieces * pieces + hidden * bool(config.experts))},
         "ffn": results,
     }
     return saves | {"block": {"stream": stream}}, crossing, work, stream
