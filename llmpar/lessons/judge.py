@@ -110,7 +110,11 @@ _IN_NUMBERS = {
 }
 # What stands for yes and no: alone, in a sentence such as "no, they don't", or as the sentence alone.
 _TRUTHS = {
-    r"(?=\w)(?:y|yes|true)?\W*(?:(?:they|it|both) (?:do|does|is|are|can|will))?\W*": ("yes", "right", "pp"),
+    r"(?=\w)(?:y|yes|true)?\W*(?:(?:they|it|both) (?:do|does|is|are|can|will))?\W*": (
+        "yes",
+        "right",
+        "pp",
+    ),
     r"(?=\w)(?:n|no|false)?\W*(?:(?:they|it|both) (?:(?:do|does|is|are|will) not|(?:do|does|is|are)n['’]t"
     r"|cannot|can['’]t|won['’]t))?\W*": ("no", "wrong", "no pp"),
 }
@@ -490,14 +494,18 @@ def _as_text(answer: Any, right: str) -> Any:
     if isinstance(answer, Mapping) and ("=" in right or "/" in laid_out):
         answer = " ".join(f"{name}={part}" for name, part in answer.items())
     answer = _order(answer) if "\n" in right and isinstance(answer, str | list | tuple) else answer
-    meant = next((row for form, row in _TRUTHS.items() if re.fullmatch(form, str(answer).lower())), ())
+    meant = next(
+        (row for form, row in _TRUTHS.items() if re.fullmatch(form, str(answer).lower())), ()
+    )
     answer = right if right in meant else meant[0] if meant else answer
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
         answer = re.sub(r" *= *", "=", re.sub("[,×]", " ", answer)) if "=" in right else answer
         forms = _IN_LAYOUTS if "/" in laid_out and re.search("[/=]", answer) else {_CALL: r"\1"}
-        called = functools.reduce(lambda text, row: re.sub(*row, text), forms.items(), answer.strip())
+        called = functools.reduce(
+            lambda text, row: re.sub(*row, text), forms.items(), answer.strip()
+        )
         answer = called if "/" in right else SPELLINGS.get(_plain(called), called)
         answer = (
             answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
@@ -510,7 +518,9 @@ def _order(answer: Any) -> str:
     other marks between them, or with the number of its stage before each."""
     rows = re.split(r"[;|\n]\s*", answer.strip()) if isinstance(answer, str) else answer
     texts = (row if isinstance(row, str) else " ".join(map(str, row)) for row in rows)
-    return "\n".join(re.sub(rf"(?i)^(?:stage *)?{i} *:|,", " ", text) for i, text in enumerate(texts))
+    return "\n".join(
+        re.sub(rf"(?i)^(?:stage *)?{i} *:|,", " ", text) for i, text in enumerate(texts)
+    )
 
 
 def as_spec(answer: Any) -> Any:
@@ -545,7 +555,10 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     unit, sizes = (
         SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit),
         {
-            **{"": 1, "k": 1000, f"k {exercise.unit}": 1000, "million": 1e6},
+            "": 1,
+            "k": 1000,
+            f"k {exercise.unit}": 1000,
+            "million": 1e6,
             "bits": exercise.sizes().get("bytes", math.nan) / 8,
             **exercise.sizes(),
         },

@@ -253,13 +253,21 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     unrolled = 1 if written else min(plan.unroll or one, one)
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
-    few = unrolled if plan.reshard_after_forward else 1
-    ahead = layer * few * wire // item if plan.gathers == "block" and not tpu else 0
+    runs_ahead = (unrolled if plan.reshard_after_forward else 1) * (
+        plan.gathers == "block" and not tpu
+    )
     # so do float32 ones where each kind has one layer, and XLA slices nothing
-    in_place = config.lora or item == FLOAT32 and max(plan.places) == 1 and not plan.pipeline
-    in_place = in_place and not plan.gathers and plan.platform == "gpu"
+    in_place = (
+        (config.lora or item == FLOAT32 and max(plan.places) == 1 and not plan.pipeline)
+        and not plan.gathers
+        and plan.platform == "gpu"
+    )
     # of the blocks of an iteration one waits for another's, but experts' rows never do
-    work += layer * (not in_place) + ahead + (unrolled > 1 and not config.experts) * crossing
+    work += (
+        layer * (not in_place)
+        + runs_ahead * layer * wire // item
+        + (unrolled > 1 and not config.experts) * crossing
+    )
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     head = _narrow(plan, weights["head used"]) * (not in_place)
     grad = 0 if config.lora else weights["head used"] * item // FLOAT32
@@ -269,13 +277,16 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     # a loop over pieces adds up the head's gradient in float32, and holds two pieces of logits
     if plan.loss_chunks > 1 and plan.platform == "gpu":
-        loss = 2 * logits + grad + head + weights["head used"] * (not config.lora)
+        loss = 2 * logits + head + weights["head used"] * (not config.lora)
     converted = weights["reordered"]
     if tpu:
         converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
-        gathered = _narrow(plan, weights["blocks used"]) // config.num_layers
-        kept |= {"gathered weights": gathered * (plan.mesh.pp == 1)}
+        kept |= {
+            "gathered weights": (plan.mesh.pp == 1)
+            * _narrow(plan, weights["blocks used"])
+            // config.num_layers
+        }
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     # autodiff copies what a layer reads
     elif cpu and not written and plan.remat == "none" and plan.gathers != "block":
@@ -334,8 +345,9 @@ def _stacks(plan: Resolved) -> bool:
     if order and plan.stage_saves == "residuals" or plan.platform != "gpu":
         return True
     runs = chunk_loops(plan.config.layer_kinds, order.cells if order else 1)
-    whole = order and order.split_backward or plan.unroll == 0
-    return not whole and any(loop.times > plan.unroll for loop in runs)
+    return any(loop.times > plan.unroll > 0 for loop in runs) and not (
+        order and order.split_backward
+    )
 
 
 def _is_written_out(plan: Resolved) -> bool:
@@ -384,11 +396,10 @@ def _scores(
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         return 3 * rows * dense * item * (plan.documents == "packed"), 0
     if plan.attention_kernel == "xla":
-        scores = rows * heads * dense
         if not _stacks(plan):  # scores, and the softmax as matmuls read it
-            return FLOAT32 * scores, (FLOAT32 + item) * scores
+            return rows * heads * FLOAT32 * dense, rows * heads * (FLOAT32 + item) * dense
         # the softmax, that in float32 once more, and the mask
-        return of_numbers * dense, (2 * FLOAT32 + 1) * scores
+        return of_numbers * dense, rows * heads * (2 * FLOAT32 + 1) * dense
     local = max(seq_len // apart, 1)
     length = min(plan.attention_block or tile_length(None, local), local)
     num_tiles = local // length
@@ -396,6 +407,9 @@ def _scores(
     written = plan.attention_kernel == "portable" and plan.in_order and num_tiles <= FEW_TILES
     if written and apart == 1 and plan.platform == "gpu":
         return of_numbers * length**2 * max(num_tiles * (num_tiles + 1) // 4, 1), 0
+    # a ring of few tiles has no loop either: two arrays of all pairs, as matmuls read them
+    if plan.context_parallel == "ring" and num_tiles <= 2 and apart > 1 and plan.platform == "gpu":
+        of_numbers = max(of_numbers, 2 * rows * heads * item * num_tiles**2 * apart)
     return of_numbers * length**2, 0
 
 
@@ -403,12 +417,18 @@ _GROUPS = "qkv", "o", ("gate", "up"), ("down",)
 
 
 def _waiting(
-    plan: Resolved, config: ModelConfig, trained: set[str], rows: int, whole: int, normed: int, heads: list[int]
+    plan: Resolved,
+    config: ModelConfig,
+    trained: set[str],
+    rows: int,
+    whole: int,
+    of_norms: int,
+    of_heads: list[int],
 ) -> int:
     """Count the bytes that a block's input gradient leaves for those of its ``trained`` weights: what goes
     into matmuls and norms, and its gradient. In W most of what goes in lies in what F saved. ``rows`` are of
-    hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights; ``heads``
-    of queries and of keys."""
+    hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights;
+    ``of_heads`` of queries and of keys."""
     again = plan.stage_saves == "input"
     attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
     in_ffn = rows
@@ -419,9 +439,9 @@ def _waiting(
     return (
         in_ffn
         + (leaves + again * attends) * whole
-        + (1 + again) * (not config.lora) * normed
-        + of_queries * heads[0]
-        + len(trained & {"k", "v"}) * heads[1]
+        + (1 + again) * (not config.lora) * of_norms
+        + of_queries * of_heads[0]
+        + len(trained & {"k", "v"}) * of_heads[1]
     )
 
 
@@ -454,10 +474,26 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     rows = ffn
     if config.experts and plan.pipeline:
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
-    normed = (2 + behind) * stream + qk_norm * (queries + keys)
-    if plan.ffn_chunks > 1 and not config.experts:  # a loop over pieces has weights' gradients themselves
-        rows = 3 * config.width * config.ffn_width * item // tp * bool(plan.pipeline and not config.lora)
-    crossing = _waiting(plan, config, trained, rows, whole, normed, [queries, keys])
+    elif (
+        plan.ffn_chunks > 1 and not config.experts
+    ):  # a loop over pieces has weights' gradients themselves
+        rows = (
+            3
+            * config.width
+            * config.ffn_width
+            * item
+            // tp
+            * bool(plan.pipeline and not config.lora)
+        )
+    crossing = _waiting(
+        plan,
+        config,
+        trained,
+        rows,
+        whole,
+        of_norms=(2 + behind) * stream + qk_norm * (queries + keys),
+        of_heads=[queries, keys],
+    )
     stacks = _stacks(plan) or bool(plan.pipeline and plan.pipeline.split_backward)  # for W
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
@@ -477,12 +513,14 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     pieces = plan.ffn_chunks == 1
     # What lets gathered weights go keeps pieces too. Of experts rows, and their matmuls with gate and up.
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
-    inner = ((5 if stacks else 2) + falls) * in_pieces * keeps
-    if config.experts:
-        inner += 2 * hidden + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
+    of_experts = (
+        2 * hidden + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
+        if config.experts
+        else 0
+    )
     normed = 3 * bool(plan.pipeline and qk_norm)  # in float32, and its result
     kept = {
-        "feed-forward": inner,
+        "feed-forward": ((5 if stacks else 2) + falls) * in_pieces * keeps + of_experts,
         "norms in float32": norms * stacks,
         "stream": (2 + behind) * stream + (attends + enters) * whole,
         "queries and attention's result": (2 + leaves + normed) * queries,
@@ -497,7 +535,8 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     }
     saves = {
         "none": kept,
-        "selective": results | {"feed-forward": 2 * (in_pieces * pieces + hidden * bool(config.experts))},
+        "selective": results
+        | {"feed-forward": 2 * (in_pieces * pieces + hidden * bool(config.experts))},
         "ffn": results,
     }
     return saves | {"block": {"stream": stream}}, crossing, work, stream
