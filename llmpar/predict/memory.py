@@ -466,7 +466,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     described = config.described.rows if config.described else ()
     behind = sum("post_norm" in name for name, _ in described)  # norms of what a layer adds (Gemma)
-    norms = (2 + behind) * stream * FLOAT32 // item
+    latents = sum(
+        w.shape[-1] for name, w in described if name in ("attention.q_down", "attention.kv_down")
+    )
     qk_norm = config.qk_norm or any("k_norm" in name for name, _ in described)
     # Only gradients of weights that are trained read them.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
@@ -491,7 +493,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         trained,
         rows,
         whole,
-        of_norms=(2 + behind) * stream + qk_norm * (queries + keys),
+        of_norms=(2 + behind) * stream + qk_norm * (queries + keys) + 2 * tokens * latents * item,
         of_heads=[queries, keys],
     )
     stacks = _stacks(plan) or bool(plan.pipeline and plan.pipeline.split_backward)  # for W
@@ -521,7 +523,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     normed = 3 * bool(plan.pipeline and qk_norm)  # in float32, and its result
     kept = {
         "feed-forward": ((5 if stacks else 2) + falls) * in_pieces * keeps + of_experts,
-        "norms in float32": norms * stacks,
+        "norms in float32": (2 + behind) * stream * FLOAT32 // item * stacks,
         "stream": (2 + behind) * stream + (attends + enters) * whole,
         "queries and attention's result": (2 + leaves + normed) * queries,
         "keys and values": 2 * (keys + gathered) + normed * keys,
