@@ -113,10 +113,9 @@ _TRUTHS = {
     r"(?=\w)(?:y|yes|true)?\W*(?:(?:they|it|both) (?:do|does|is|are|can|will))?\W*": (
         "yes",
         "right",
-        "pp",
     ),
     r"(?=\w)(?:n|no|false)?\W*(?:(?:they|it|both) (?:(?:do|does|is|are|will) not|(?:do|does|is|are)n['’]t"
-    r"|cannot|can['’]t|won['’]t))?\W*": ("no", "wrong", "no pp"),
+    r"|cannot|can['’]t|won['’]t))?\W*": ("no", "wrong"),
 }
 # How people write what stands between dims and axes of a layout, and what the grammar has in its place.
 _IN_LAYOUTS = {
@@ -547,7 +546,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
     text = functools.reduce(lambda text, row: re.sub(*row, text.strip()), _IN_NUMBERS.items(), text)
     bare = (text if text in _FIGURES or not counts else _COUNTED.sub("", text.lower())).lower()
-    text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+", bare) else text)
+    text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+k?", bare) else text)
     unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([,' \u202f]\d{3})+(\.\d*)?", number):
