@@ -586,7 +586,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
 def _plain(text: str) -> str:
     """Write words small, blanks between them, in the singular, and without what may stand around them."""
     return re.sub(
-        r"^(?:(?:an?|the|their|by|into?|along|exactly|cut|split|it|they|is|are|sends?) )+|(?<=\w\w)s\b"
+        r"^(?:(?:an?|the|their|by|in|into|along|exactly|cut|split|it|they|is|are|sends?) )+|(?<=\w\w)s\b"
         r"| ?wise$| (?:cut|split|bytes?|gpus?)$",
         "",
         re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.!").lower()),
