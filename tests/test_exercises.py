@@ -131,6 +131,12 @@ def test_the_verdict_table(name):
     assert np.mean(helped) >= 0.8, "too many answers meet the general hint only"
 
 
+@pytest.mark.parametrize("name, right, wrong", TABLES["spelled"])
+def test_odd_spellings_of_an_answer_are_read_and_none_of_another(name, right, wrong):
+    verdicts = [lessons.find(name).judge(answer).partition(".")[0] for answer in [*right, *wrong]]
+    assert verdicts == [lessons.CORRECT] * len(right) + ["not yet"] * len(wrong)
+
+
 def test_an_exercise_has_an_answer_in_its_page_or_code_beside_it_and_all_code_belongs_to_one():
     for lesson in lessons.lesson_numbers():
         known = importlib.util.find_spec(f"llmpar.lessons.{lesson}")

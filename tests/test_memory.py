@@ -248,6 +248,7 @@ IN_SLOTS = {
     "zb-h1, experts": ("mixtral-8x7b", 4, {"schedule": "zb-h1"}),
     "zb-v, norms of queries": ("qwen3-30b-a3b", 8, {"schedule": "zb-v"}),
     "zb-h1, inputs": ("llama3-8b", 4, {"schedule": "zb-h1", "stage_saves": "input"}),
+    "zb-h1, pieces": ("llama3-8b", 4, {"schedule": "zb-h1", "stage_saves": "input", "ffn_chunks": 2}),
 }
 
 
@@ -276,8 +277,9 @@ def test_what_a_slot_holds_is_what_is_traced(name, monkeypatch):
 
 
 def test_random_plans_that_the_formula_once_missed():
-    """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.5 times: unrolled
-    layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU."""
+    """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.4 times: unrolled
+    layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU;
+    layers without a loop, experts beside pieces, pieces of the loss, a ring of few tiles."""
     rows = json.loads(compare_memory.RECORD.with_name("missed_memory.json").read_text())
     for row in rows:
         config = described_model("by lot", row["file"]) if "file" in row else from_dict(row["config"])
@@ -285,4 +287,4 @@ def test_random_plans_that_the_formula_once_missed():
         arguments = sum(memory.argument_bytes(plan, *row["batch"]).values())
         assert arguments == row["arguments"], row["seed"]
         needs = arguments + row["temporaries"]
-        assert 1 / 1.5 < (arguments + memory.temp_bytes(plan, *row["batch"])) / needs < 1.5, row["seed"]
+        assert 1 / 1.4 < (arguments + memory.temp_bytes(plan, *row["batch"])) / needs < 1.4, row["seed"]

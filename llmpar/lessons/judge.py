@@ -61,6 +61,24 @@ SPELLINGS = {
     "double counting": "counted",
     "block of column": "columns",
     "block of row": "rows",
+    "vertical": "columns",
+    "vertically": "columns",
+    "column parallel": "columns",
+    "horizontal": "rows",
+    "horizontally": "rows",
+    "row parallel": "rows",
+    "same amount": "as many",
+    "same number": "as many",
+    "as many as before": "as many",
+    "too big": "too large",
+    "doesn't fit": "too large",
+    "oom": "too large",
+    "correct": "right",
+    "incorrect": "wrong",
+    "not right": "wrong",
+    "rejected": "refused",
+    "error": "refused",
+    "copy": "copies",
     "double": "twice",
     "twice as much": "twice",
     "2x": "twice",
@@ -74,16 +92,42 @@ SPELLINGS = {
 _FIGURES = dict(
     pair.split("=")
     for pair in (
-        "none=0;nothing=0;first=0;one=1;two=2;twice=2;three=3;four=4;five=5;six=6;seven=7;eight=8;nine=9;ten=10;"
-        "eleven=11;twelve=12;thirteen=13;fourteen=14;half=1/2;a half=1/2;a third=1/3;a quarter=1/4;"
-        "one quarter=1/4;an eighth=1/8;one eighth=1/8"
+        "none=0;nothing=0;zero=0;first=0;one=1;two=2;twice=2;three=3;four=4;five=5;six=6;seven=7;eight=8;"
+        "nine=9;ten=10;eleven=11;twelve=12;thirteen=13;fourteen=14;half=1/2;a half=1/2;a third=1/3;"
+        "a quarter=1/4;one quarter=1/4;an eighth=1/8;one eighth=1/8"
     ).split(";")
 )
 _COUNTED = re.compile(
-    r"^(rank|dim|stage|device|gpu|×) *(?=\d)|(?<=[\w.]) *(gpu|card|device|hop|collective|all-reduce"
-    r"|all-to-all|position|token|request|(micro-?)?batche?|flop|times|x|×|psi|ψ)s?$"
+    r"^(rank|dim|stage|device|gpu|(after )?step|×) *(?=\d)|(?<=[\w.]) *(gpu|card|device|hop|collective"
+    r"|all-reduce|all-to-all|position|token|request|layer|(micro-?)?batche?|flop|times( as long)?|x|×|psi|ψ"
+    r"|in all|in total)s?$"
 )
-_CALL = r"^(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
+_CALL = r"^(?:(?:an?|the) )?(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
+_IN_NUMBERS = {
+    r"^(?:(?:about|around|roughly|exactly|just|at least|the) )+|[. ]+$": "",
+    r"(?<=\d) *[x×] *(?=\d)": "*",
+    r"\^": "**",
+}
+# What stands for yes and no: alone, in a sentence such as "no, they don't", or as the sentence alone.
+_TRUTHS = {
+    r"(?=\w)(?:y|yes|true)?\W*(?:(?:they|it|both) (?:do|does|is|are|can|will))?\W*": (
+        "yes",
+        "right",
+    ),
+    r"(?=\w)(?:n|no|false)?\W*(?:(?:they|it|both) (?:(?:do|does|is|are|will) not|(?:do|does|is|are)n['’]t"
+    r"|cannot|can['’]t|won['’]t))?\W*": ("no", "wrong"),
+}
+# How people write what stands between dims and axes of a layout, and what the grammar has in its place.
+_IN_LAYOUTS = {
+    "=": "/",
+    r"(?i)/ *(?:\[\]|\(\)|none|-)(?=[\s,;]|$)": "",
+    r" +/ *|/ +(?=\w\w|[A-Z])": "/",
+    r"/(?=[\s,;]|$)": "",
+    r"\s*[×*;]\s*|\s(?:x|and)\s": " ",
+    r",? *\+ *": " +",
+    r",\s+(?=\w(?:[/,\s]|$))": " ",
+    r"^[\s.[('\"`]+|[\s.\])'\"`]+$": "",
+}
 
 
 @dataclass(frozen=True)
@@ -371,7 +415,7 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     """Read an answer in its only meaning: an array as a list, numbers and names given as text, or in JAX's
     spelling."""
     if isinstance(answer, str) and isinstance(right, list | tuple):
-        parts = re.split(r" *(?:,| and | ) *", re.sub(r"^\w+s ", "", answer.strip("()[]{} ")))
+        parts = re.split(r" *(?:[,;&]| and | ) *", re.sub(r"^\w+s:? ", "", answer.strip("()[]{} ")))
         answer = parts if len(parts) > 1 else answer
     answer = (
         None
@@ -407,6 +451,7 @@ def _name_of(name: Any, names: Mapping[str, Any]) -> Any:
     """Return which of the names a name means: it spells it, ends with it as `Wq` and `stage 0`, or begins it
     as `tp` does `tp=4`. One that means none, or several, stays."""
     plain = _plain(SPELLINGS.get(_plain(str(name)), str(name)))
+    plain = re.sub(r",? +", " ", re.sub(r" *= *", "=", plain)) if "=" in plain else plain
     near = [x for x in names if plain.endswith(x) or x.startswith(f"{plain}=")]
     return names.get(plain, names[near[0]] if len(near) == 1 else name)
 
@@ -445,26 +490,36 @@ def _as_text(answer: Any, right: str) -> Any:
             for dim, cut in itertools.zip_longest(dims, cuts, fillvalue="")
         ]
         answer = " ".join([*laid, *(f"+{axis}" for axis in sorted(answer.unreduced))])
-    if isinstance(answer, Mapping) and "=" in right:
-        answer = " ".join(f"{axis}={size}" for axis, size in answer.items())
-    answer = {"True": "yes", "False": "no"}.get(str(answer), answer) if right == "yes" else answer
+    if isinstance(answer, Mapping) and ("=" in right or "/" in laid_out):
+        answer = " ".join(f"{name}={part}" for name, part in answer.items())
+    answer = _order(answer) if "\n" in right and isinstance(answer, str | list | tuple) else answer
+    meant = next(
+        (row for form, row in _TRUTHS.items() if re.fullmatch(form, str(answer).lower())), ()
+    )
+    answer = right if right in meant else meant[0] if meant else answer
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
         answer = re.sub(r" *= *", "=", re.sub("[,×]", " ", answer)) if "=" in right else answer
-        answer = (
-            re.sub(
-                r",? *(\+) *|,\s+(?=\w(?:[/,\s]|$))",
-                lambda between: f" {between[1] or ''}",
-                answer.strip(" .[]'\""),
-            )
-            if "/" in right
-            else SPELLINGS.get(_plain(called := re.sub(_CALL, r"\1", answer.strip())), called)
+        forms = _IN_LAYOUTS if "/" in laid_out and re.search("[/=]", answer) else {_CALL: r"\1"}
+        called = functools.reduce(
+            lambda text, row: re.sub(*row, text), forms.items(), answer.strip()
         )
+        answer = called if "/" in right else SPELLINGS.get(_plain(called), called)
         answer = (
             answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
         )
     return answer
+
+
+def _order(answer: Any) -> str:
+    """Write the rows of an order one a line: of a list of rows or of their operations, or of a text with
+    other marks between them, or with the number of its stage before each."""
+    rows = re.split(r"[;|\n]\s*", answer.strip()) if isinstance(answer, str) else answer
+    texts = (row if isinstance(row, str) else " ".join(map(str, row)) for row in rows)
+    return "\n".join(
+        re.sub(rf"(?i)^(?:stage *)?{i} *:|,", " ", text) for i, text in enumerate(texts)
+    )
 
 
 def as_spec(answer: Any) -> Any:
@@ -489,15 +544,23 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
     counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
-    bare = (_COUNTED.sub("", text.strip(" .").lower()) if counts else text).strip(" .").lower()
-    text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+", bare) else text)
+    text = functools.reduce(lambda text, row: re.sub(*row, text.strip()), _IN_NUMBERS.items(), text)
+    bare = (text if text in _FIGURES or not counts else _COUNTED.sub("", text.lower())).lower()
+    text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+k?", bare) else text)
     unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([,' \u202f]\d{3})+(\.\d*)?", number):
         number = re.sub("[,' \u202f]", "", number)
     unit, sizes = (
         SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit),
-        {"": 1, "k": 1000, **exercise.sizes()},
+        {
+            "": 1,
+            "k": 1000,
+            f"k {exercise.unit}": 1000,
+            "million": 1e6,
+            "bits": exercise.sizes().get("bytes", math.nan) / 8,
+            **exercise.sizes(),
+        },
     )
     with contextlib.suppress(ValueError, ArithmeticError, KeyError):
         size = sizes[unit if unit in sizes else unit + "s"]
@@ -505,6 +568,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
         stated = Fraction(given) if unit else given
         return right if size != 1 and same(given, right, 0.01) else stated
     formula = r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
+    text = re.sub(rf"(?<=[\d)]) *{re.escape(exercise.unit or '$')}$", "", text)
     if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
         devices = [exercise.given[name] for name in ("devices", "ranks") if name in exercise.given]
         names = {**exercise.given, **dict.fromkeys("nN" * bool(devices), *devices)}
@@ -522,9 +586,10 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
 def _plain(text: str) -> str:
     """Write words small, blanks between them, in the singular, and without what may stand around them."""
     return re.sub(
-        r"^(?:(?:an?|the|their|by|in) )+|(?<=\w\w)s\b| ?wise$",
+        r"^(?:(?:an?|the|their|by|in|into|along|exactly|cut|split|it|they|is|are|sends?) )+|(?<=\w\w)s\b"
+        r"| ?wise$| (?:cut|split|bytes?|gpus?)$",
         "",
-        re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.").lower()),
+        re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.!").lower()),
     )
 
 

@@ -266,10 +266,21 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     unrolled = 1 if written else min(plan.unroll or one, one)
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
-    ahead = layer * unrolled * wire // item if plan.gathers == "block" and not tpu else 0
-    in_place = config.lora and not plan.gathers and plan.platform == "gpu"
+    runs_ahead = (unrolled if plan.reshard_after_forward else 1) * (
+        plan.gathers == "block" and not tpu
+    )
+    # so do float32 ones where each kind has one layer, and XLA slices nothing
+    in_place = (
+        (config.lora or item == FLOAT32 and max(plan.places) == 1 and not plan.pipeline)
+        and not plan.gathers
+        and plan.platform == "gpu"
+    )
     # of the blocks of an iteration one waits for another's, but experts' rows never do
-    work += layer * (not in_place) + ahead + (unrolled > 1 and not config.experts) * crossing
+    work += (
+        layer * (not in_place)
+        + runs_ahead * layer * wire // item
+        + (unrolled > 1 and not config.experts) * crossing
+    )
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     head = _narrow(plan, weights["head used"]) * (not in_place)
     grad = 0 if config.lora else weights["head used"] * item // FLOAT32
@@ -277,11 +288,18 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
+    # a loop over pieces adds up the head's gradient in float32, and holds two pieces of logits
+    if plan.loss_chunks > 1 and plan.platform == "gpu":
+        loss = 2 * logits + head + weights["head used"] * (not config.lora)
     converted = weights["reordered"]
     if tpu:
         converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
-        kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
+        kept |= {
+            "gathered weights": (plan.mesh.pp == 1)
+            * _narrow(plan, weights["blocks used"])
+            // config.num_layers
+        }
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     # autodiff copies what a layer reads
     elif cpu and not written and plan.remat == "none" and plan.gathers != "block":
@@ -333,6 +351,18 @@ def _layers(plan: Resolved) -> int:
     return sum(plan.places) // (plan.pipeline.visits if plan.pipeline else 1)
 
 
+def _stacks(plan: Resolved) -> bool:
+    """Tell whether a loop over layers, or a slot, stacks what their forward passes save. Elsewhere XLA keeps
+    what matmuls read and make, and computes the rest again where it reads that."""
+    order = plan.pipeline
+    if order and plan.stage_saves == "residuals" or plan.platform != "gpu":
+        return True
+    runs = chunk_loops(plan.config.layer_kinds, order.cells if order else 1)
+    return any(loop.times > plan.unroll > 0 for loop in runs) and not (
+        order and order.split_backward
+    )
+
+
 def _is_written_out(plan: Resolved) -> bool:
     """Tell whether XLA's of CPUs meet a loop over layers that has one iteration: they write it out."""
     return plan.platform == "cpu" and not 0 < plan.unroll < _layers(plan)
@@ -378,8 +408,11 @@ def _scores(
     of_numbers = rows * heads * copies * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         return 3 * rows * dense * item * (plan.documents == "packed"), 0
-    if plan.attention_kernel == "xla":  # the softmax, that in float32 once more, and the mask
-        return of_numbers * dense, rows * heads * dense * (2 * FLOAT32 + 1)
+    if plan.attention_kernel == "xla":
+        if not _stacks(plan):  # scores, and the softmax as matmuls read it
+            return rows * heads * FLOAT32 * dense, rows * heads * (FLOAT32 + item) * dense
+        # the softmax, that in float32 once more, and the mask
+        return of_numbers * dense, rows * heads * (2 * FLOAT32 + 1) * dense
     local = max(seq_len // apart, 1)
     length = min(plan.attention_block or tile_length(None, local), local)
     num_tiles = local // length
@@ -387,7 +420,43 @@ def _scores(
     written = plan.attention_kernel == "portable" and plan.in_order and num_tiles <= FEW_TILES
     if written and apart == 1 and plan.platform == "gpu":
         return of_numbers * length**2 * max(num_tiles * (num_tiles + 1) // 4, 1), 0
+    # a ring of few tiles has no loop either: two arrays of all pairs, as matmuls read them
+    if plan.context_parallel == "ring" and num_tiles <= 2 and apart > 1 and plan.platform == "gpu":
+        of_numbers = max(of_numbers, 2 * rows * heads * item * num_tiles**2 * apart)
     return of_numbers * length**2, 0
+
+
+_GROUPS = "qkv", "o", ("gate", "up"), ("down",)
+
+
+def _waiting(
+    plan: Resolved,
+    config: ModelConfig,
+    trained: set[str],
+    rows: int,
+    whole: int,
+    entering: int,
+    of_norms: int,
+    of_heads: list[int],
+) -> int:
+    """Count the bytes that a block's input gradient leaves for those of its ``trained`` weights: what goes
+    into matmuls and norms, and its gradient. In W most of what goes in lies in what F saved. ``rows`` are of
+    hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights;
+    ``entering`` of what a feed-forward reads, ``of_heads`` of queries and of keys."""
+    again = plan.stage_saves == "input"
+    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    in_ffn = rows
+    if plan.ffn_chunks == 1 or config.experts:
+        in_ffn *= len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))
+        in_ffn += falls * (not config.experts) * whole + again * enters * entering
+    of_queries = len(trained & {"q", "o"} if again else trained & {"q"})
+    return (
+        in_ffn
+        + (leaves + again * attends) * whole
+        + (1 + again) * (not config.lora) * of_norms
+        + of_queries * of_heads[0]
+        + len(trained & {"k", "v"}) * of_heads[1]
+    )
 
 
 def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
@@ -416,48 +485,59 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     described = config.described.rows if config.described else ()
     behind = sum("post_norm" in name for name, _ in described)  # norms of what a layer adds (Gemma)
-    norms = (2 + behind) * stream * FLOAT32 // item
-    # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.
-    trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
-    attends, leaves, enters, falls = (
-        bool(trained & {*group}) for group in ("qkv", "o", ("gate", "up"), ("down",))
+    latents = sum(
+        w.shape[-1] for name, w in described if name in ("attention.q_down", "attention.kv_down")
     )
-    # Where F saved what a layer computes, W reads the inputs of matmuls from that, but of experts.
-    again, rows = plan.stage_saves == "input", ffn
+    qk_norm = config.qk_norm or any("k_norm" in name for name, _ in described)
+    # Only gradients of weights that are trained read them.
+    trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
+    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    rows = ffn
     if config.experts and plan.pipeline:
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
-    crossing = (
-        (len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))) * rows
-        + (1 + again) * ((attends + leaves + falls) * whole + enters * entering)
-        + len(trained & {"q", "o"} if again else trained & {"q"}) * queries
-        + len(trained & {"k", "v"}) * keys
+    elif plan.ffn_chunks > 1 and not config.experts:
+        # a loop over pieces has weights' gradients themselves
+        waits = plan.pipeline and not config.lora
+        rows = 3 * config.width * config.ffn_width * item // tp if waits else 0
+    crossing = _waiting(
+        plan,
+        config,
+        trained,
+        rows,
+        whole,
+        entering,
+        of_norms=(2 + behind) * stream + qk_norm * (queries + keys) + 2 * tokens * latents * item,
+        of_heads=[queries, keys],
     )
+    stacks = _stacks(plan) or bool(plan.pipeline and plan.pipeline.split_backward)  # for W
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     hidden_arrays = 6 if config.variant.activation.startswith("gelu") else 4
-    parts = hidden_arrays * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
+    in_pieces = shared if config.experts else ffn  # rows of routed experts are in none
+    at_once = ffn - in_pieces + in_pieces // plan.ffn_chunks
+    parts = hidden_arrays * at_once, queries + 2 * queries * FLOAT32 // item + scores
     work = (
         3 * whole
         + copied
         + 3 * stream
         + 2 * queries
         + 2 * keys
-        + (max(parts) if tpu else sum(parts) + 2 * whole)
+        + (max(parts) if tpu or not (enters or falls) else sum(parts) + 2 * whole)
     )
     if _is_written_out(plan) and not config.experts and plan.ffn_chunks == 1:
         work = parts[0] if squares else max(parts)
     pieces = plan.ffn_chunks == 1
-    # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
-    inner = (
-        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
-        if config.experts
-        else (5 + falls) * ffn
-    )
-    normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
+    # What lets gathered weights go keeps pieces too. Of experts rows, and their matmuls with gate and up.
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
+    of_experts = (
+        2 * hidden + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
+        if config.experts
+        else 0
+    )
+    normed = 3 * bool(plan.pipeline and qk_norm)  # in float32, and its result
     kept = {
-        "feed-forward": inner * keeps + copied,
-        "norms in float32": norms,
+        "feed-forward": ((5 if stacks else 2) + falls) * in_pieces * keeps + of_experts + copied,
+        "norms in float32": (2 + behind) * stream * FLOAT32 // item * stacks,
         "stream": (2 + behind) * stream + attends * whole + enters * entering,
         "queries and attention's result": (2 + leaves + normed) * queries,
         "keys and values": 2 * (keys + gathered) + normed * keys,
@@ -471,7 +551,8 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     }
     saves = {
         "none": kept,
-        "selective": results | {"feed-forward": 2 * (hidden + shared) * pieces},
+        "selective": results
+        | {"feed-forward": 2 * (in_pieces * pieces + hidden * bool(config.experts))},
         "ffn": results,
     }
     return saves | {"block": {"stream": stream}}, crossing, work, stream
