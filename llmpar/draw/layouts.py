@@ -82,6 +82,7 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
 
 
 def hue(axis: str, sizes: dict[str, int] | None) -> str:
+    """Return whose colour an axis has: its own, or of another name the next of the palette."""
     others = [a for a in sizes or () if a not in ORDER]
     return (
         axis if axis in ORDER else _PALETTE[others.index(axis) % len(_PALETTE)] if others else "sp"

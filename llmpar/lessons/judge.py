@@ -502,9 +502,7 @@ def _as_text(answer: Any, right: str) -> Any:
     if isinstance(answer, str):
         answer = re.sub(r" *= *", "=", re.sub("[,×]", " ", answer)) if "=" in right else answer
         forms = _IN_LAYOUTS if "/" in laid_out and re.search("[/=]", answer) else {_CALL: r"\1"}
-        called = functools.reduce(
-            lambda text, row: re.sub(*row, text), forms.items(), answer.strip()
-        )
+        called = _respelled(answer, forms)
         answer = called if "/" in right else SPELLINGS.get(_plain(called), called)
         answer = (
             answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
@@ -540,11 +538,18 @@ def as_spec(answer: Any) -> Any:
     return answer
 
 
+def _respelled(text: str, rules: Mapping[Any, Any]) -> str:
+    """Rewrite a text by rules in their order, each a pattern and what stands for it."""
+    for pattern, usual in rules.items():
+        text = re.sub(pattern, usual, text.strip())
+    return text
+
+
 def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
     counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
-    text = functools.reduce(lambda text, row: re.sub(*row, text.strip()), _IN_NUMBERS.items(), text)
+    text = _respelled(text, _IN_NUMBERS)
     bare = (text if text in _FIGURES or not counts else _COUNTED.sub("", text.lower())).lower()
     text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+k?", bare) else text)
     unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())

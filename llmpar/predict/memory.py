@@ -459,6 +459,17 @@ def _waiting(
     )
 
 
+def _extras(config: ModelConfig) -> tuple[int, int, bool]:
+    """Count a block's norms of what it adds to the stream (Gemma), and the numbers of its latents; say
+    whether it has norms of queries and keys."""
+    described = config.described.rows if config.described else ()
+    behind = sum("post_norm" in name for name, _ in described)
+    latents = sum(
+        w.shape[-1] for name, w in described if name in ("attention.q_down", "attention.kv_down")
+    )
+    return behind, latents, config.qk_norm or any("k_norm" in name for name, _ in described)
+
+
 def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
     """Count the bytes of a block of one kind (`_block`)."""
     tp, tpu = plan.mesh.tp, plan.platform == "tpu"
@@ -483,12 +494,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     copied = plan.expert_copies * 3 * routed_width(config) * config.ffn_width * item // tp
     scores, squares = _scores(plan, config, tokens, seq_len, item)
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
-    described = config.described.rows if config.described else ()
-    behind = sum("post_norm" in name for name, _ in described)  # norms of what a layer adds (Gemma)
-    latents = sum(
-        w.shape[-1] for name, w in described if name in ("attention.q_down", "attention.kv_down")
-    )
-    qk_norm = config.qk_norm or any("k_norm" in name for name, _ in described)
+    behind, latents, qk_norm = _extras(config)
     # Only gradients of weights that are trained read them.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
     attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
@@ -497,8 +503,8 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
     elif plan.ffn_chunks > 1 and not config.experts:
         # a loop over pieces has weights' gradients themselves
-        waits = plan.pipeline and not config.lora
-        rows = 3 * config.width * config.ffn_width * item // tp if waits else 0
+        waits = bool(plan.pipeline and not config.lora)
+        rows = waits * 3 * config.width * config.ffn_width * item // tp
     crossing = _waiting(
         plan,
         config,
@@ -526,8 +532,8 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     )
     if _is_written_out(plan) and not config.experts and plan.ffn_chunks == 1:
         work = parts[0] if squares else max(parts)
-    pieces = plan.ffn_chunks == 1
     # What lets gathered weights go keeps pieces too. Of experts rows, and their matmuls with gate and up.
+    pieces = plan.ffn_chunks == 1
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
     of_experts = (
         2 * hidden + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
