@@ -70,6 +70,16 @@ def by_arrow(census):
     return {key: tuple(row) for key, row in found.items()}
 
 
+def of_either(rows):
+    """Gradients of attention and of a feed-forward beside it may travel once, by the arrow of either
+    (`traffic._is_merged`): one row, of both."""
+    found = {}
+    for (axes, kind, arrow), numbers in rows.items():
+        key = axes, kind, arrow.replace("attention b s d +n ->", "ffn b s d +m ->")
+        found[key] = tuple(map(sum, zip(found.get(key, (0, 0)), numbers, strict=True)))
+    return found
+
+
 def predicted_by_arrow(traffic):
     """The same of a prediction."""
     return {(*key, text): tuple(line) for key, row in traffic.items() for text, line in row.arrows.items()}
@@ -283,11 +293,13 @@ def check(config, plan: Plan, within: float = math.inf, loss: float = 1e-5) -> N
     assert 1 / within < apart < within, f"temporaries: {estimate} B, and compiled {program['temp_bytes']} B"
     if plan.mode == "manual":  # the others leave it to XLA
         assert ONCE not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
+        norms = set().union(*(block.block_weights() for _, block in config.blocks))
+        rows = of_either if not {"ffn_norm.scale", "ffn_post_norm.scale"} & norms else dict
         for stage in range(plan.mesh.pp):
             taken = branch_shares(plan.pipeline, config.layer_kinds)[stage]
             census = census_hlo(text, step.mesh, taken)
             want = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ, stage))
-            assert by_arrow(census) == want, f"stage {stage}"
+            assert rows(by_arrow(census)) == rows(want), f"stage {stage}"
             assert not any(c.conditional for c in census) and all(c.arrow for c in census)
             sums = {}
             for row in arrow_rows(census):

@@ -518,16 +518,16 @@ class Values:
         self.traffic.add("all-reduce", physical.begin, of, after, backward, of.gradient)
 
     def carry_by_ring(
-        self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int
+        self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int, merged: int = 0
     ) -> None:
         """Add an arrow that matmuls go with (`par.move_matmul` and `matmul_move`). A ring of n makes n - 1
         hops of a block forward, n - 1 backward, and so sends what the one collective would (Wang et al.
-        2023)."""
+        2023). ``merged`` of the forward ones XLA joins with equal ones, of a ring its first hop."""
         if not self.plan.tp_comm_overlap:
-            return self.carry(of, shape, forward, backward)
+            return self.carry(of, shape, forward - merged, backward)
         (axes,) = (move.axes for move in self.plan.physical(of.arrow).moves)
         block = self.itemsize * self.local_size("stream b s d", *shape)
-        hops = (self.traffic.mesh.along(axes) - 1) * (forward + backward)
+        hops = (self.traffic.mesh.along(axes) - 1) * (forward + backward) - merged
         self.ring(axes, of._replace(hidden_by=MATMULS), block, hops)
 
     def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, hops: int) -> None:
@@ -537,6 +537,14 @@ class Values:
             ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
         )
         self.traffic.add(kind, axes, of, pieces * block_bytes, hops)
+
+
+def _is_merged(plan: Resolved, config: ModelConfig) -> bool:
+    """Say whether XLA joins messages of attention and of a feed-forward that read one norm (Cohere): both
+    gather it over tp, and backward both gather the gradient of their sum. Whose arrow the message then has
+    is XLA's choice in stages that save residuals, and the feed-forward's here."""
+    whole = plan.ffn_chunks == 1 and not config.experts
+    return plan.tp_sequence and whole and config.mixer != "none"
 
 
 def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
@@ -560,15 +568,17 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry(
         of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed
     )
+    beside = not {"ffn_norm.scale", "ffn_post_norm.scale"} & config.block_weights().keys()
+    merges = beside and _is_merged(plan, config)
     if config.mixer != "none":
-        layers = run.forward + run.again * bool(attention)
-        values.carry_by_ring(of("stream b s d -> attention b s d"), stream, layers, run.backward)
+        again = run.again * bool(attention)
+        layers, merged = run.forward + again, again * (merges and plan.remat != "selective")
+        read = of("stream b s d -> attention b s d")
+        values.carry_by_ring(read, stream, layers, run.backward, merged)
         # of two results side by side nothing is computed but their sum
-        beside = not {"ffn_norm.scale", "ffn_post_norm.scale"} & config.block_weights().keys()
         reduced = run.forward + run.attention * (not beside)
-        values.carry_by_ring(
-            of("attention b s d +n -> stream b s d"), stream, reduced, run.backward
-        )
+        back = run.backward * (not merges or plan.tp_comm_overlap)
+        values.carry_by_ring(of("attention b s d +n -> stream b s d"), stream, reduced, back)
     if config.variant.qk_norm == "all":  # a mean over the heads of all ranks
         for x in "nk":
             arrow = f"attention b s +{x} -> attention b s"
@@ -579,9 +589,21 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     inside = "tokens" if config.experts else "ffn"
     carry, pieces = (values.carry, 1) if config.experts else (values.carry_by_ring, plan.ffn_chunks)
     piece = values.b, values.s // pieces, config.width
-    layers = run.forward + run.again * bool(ffn)
+    again = run.again * bool(ffn)
+    layers = run.forward + again
+    joined = run.forward + again * (plan.remat == "selective")
+    stages = plan.pipeline
+    if (
+        plan.tp_comm_overlap
+        and stages
+        and not stages.split_backward
+        and plan.stage_saves == "input"
+    ):
+        joined -= run.backward  # what B computes again
+    more = {"merged": joined} if merges else {}
     if config.ffn_width:
-        carry(of(f"stream b s d -> {inside} b s d"), piece, layers * pieces, run.backward * pieces)
+        read = of(f"stream b s d -> {inside} b s d")
+        carry(read, piece, layers * pieces, run.backward * pieces, **more)
         normed = "ffn_post_norm.scale" in config.block_weights() and plan.remat == "block"
         forward = (run.forward + run.again * normed) * pieces
         carry(of(f"{inside} b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
