@@ -63,9 +63,9 @@ KIds = Int[Array, "j _ 2 d"]
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
-# Up to 2 tiles of queries times 4 of keys the loop over pairs of tiles is unrolled. In a contiguous sequence
-# it is unrolled up to `FEW_TILES` tiles of queries, and pairs outside the mask are left out. Unrolled it is
-# 20 % faster on a CPU, and each pair takes 0.03 s to compile.
+# Up to 2 tiles of queries times 4 of keys the loop over pairs of tiles is unrolled. Where queries and keys
+# are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and pairs outside the
+# mask are left out. Unrolled it is 20 % faster on a CPU, and each pair takes 0.03 s to compile.
 _FEW_QUERIES, _FEW_KEYS = 2, 4
 
 
@@ -115,14 +115,14 @@ def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"
 def as_promised(
     par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
 ) -> Bool[Array, " b"]:
-    """Return for each row whether its ids are as this plan's attention assumes them to be:
+    """Return for each row whether its ids are as this plan's attention assumes them to be.
 
-    - any ids, where attention compares the ids of all keys: with a cache, in a ring whose keys reach all
-      ranks, and in the kernel of `flash`;
-    - rising, where it may leave out keys without comparing ids (`Resolved.order_matters`): positions rise
-      along the row, or segments do and positions rise in each segment;
-    - one document, where moreover `Plan.documents` is ``whole`` and the kernel is not ``portable``: one
-      segment and rising positions, which with a window have no gaps."""
+    Any ids will do with a cache, and where their order does not matter (`Resolved.order_matters`): in a ring
+    with all n - 1 hops, with `flash` where a rank has all keys, and where queries and keys are not the same
+    positions in order. Elsewhere tiles or hops are left out without comparing ids: positions must rise along
+    the row, or segments must rise, and positions within each. If moreover `Plan.documents` is ``whole`` and
+    the kernel is not ``portable``, the row must be one segment of rising positions, without gaps if there is
+    a window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -340,8 +340,8 @@ def attend_block_grad(
 def _few_pairs(
     mask: Mask, contiguous: bool, num_queries: int, num_keys: int, c: int
 ) -> list[tuple[int, int]] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. In a
-    contiguous sequence these are only the pairs that the mask admits."""
+    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. Where
+    queries and keys are the same positions in order, these are only the pairs that the mask admits."""
     pairs = list(np.ndindex(num_queries, num_keys))
     if contiguous and num_queries <= FEW_TILES:
         return [
@@ -395,9 +395,8 @@ class _Ring:
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether K and V hop only after dK and dV of their block are computed. Flash computes dK and dV in one
-    # kernel, during which the sums dK and dV of the previous block hop; and dQ in another kernel, during
-    # which K and V hop.
+    # For flash, whose backward pass is two kernels. While the first computes dK and dV, their sum arrives
+    # from the previous rank. K and V hop only after it, while the second computes dQ.
     kv_hop_waits: bool = False
 
 
@@ -438,7 +437,8 @@ def ring_attention(
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
-    # both: its result would be right, but it could never be skipped. None makes tiles of half or less.
+    # both: its result would be right, but it could never be skipped. With ``block=None``, `tile_length` makes
+    # tiles of at most half the positions.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
@@ -519,10 +519,10 @@ def ring_backward(ring, saved, grads):
             keys, dk, dv = the previous rank's
         add the part of this rank's own keys to dq, dk, dv
 
-    Scores are recomputed, and K and V make their hops again. The sum of a block's dK and dV follows the
-    block, one hop behind. The first neighbour starts it, and each rank adds its part. In all it makes as many
-    hops, each of 2 b t k h float32 elements. The last one takes the sum home to the rank of the block: to the
-    next rank if hops = n-1, else (with a window) n - hops ranks further on."""
+    Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the
+    block: the first rank that the block visits starts it, every further rank adds its part, and the last hop
+    takes it home. So it makes ``hops`` hops, too, each of 2 b t k h float32 elements; the last goes to the
+    next rank if hops = n-1, else (with a window) n - hops ranks on."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad

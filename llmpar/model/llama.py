@@ -6,9 +6,10 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight as it is used (`used_weights`: with its LoRA adapters). ``par.move_matmul`` is a move and
-              the matmuls after it, and ``par.matmul_move`` a matmul and the move after it; they are one call
-              so that a ring may send one block while it multiplies another
+              weight ready for a matmul; `used_weights` yields several, each with its LoRA adapters if it has
+              any. ``par.move_matmul`` is a move and the matmuls after it, and ``par.matmul_move`` a matmul
+              and the move after it; they are one call so that a ring may send one block while it multiplies
+              another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
@@ -165,7 +166,8 @@ class Attention(nnx.Module):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0: `rotate` only multiplies queries by their factor, if any.
+        # With rope "none" all angles are 0, so `rotate` only multiplies queries by the factor of
+        # `Variant.query_scale`, if it is set.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
@@ -183,7 +185,8 @@ class Attention(nnx.Module):
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         return self.to_stream(y_bskrh, par)
 
-    def to_stream(self, y: Float[Array, "b t *heads w"], par: Solo) -> Stream:
+    # _: with tp_sequence the stream has fewer positions on a device
+    def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
@@ -268,12 +271,12 @@ def attend(
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     # layouts write s, not t, for the positions of keys
-    queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
-    layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
+    q_layout, k_layout, args = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
+    layouts = [q_layout, k_layout, k_layout, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
         layouts.append("queries k r")
-        values += (par.move(sinks, "attention k r -> queries k r"),)
-    y = par.local(attention.choose_attention(par, mask), layouts, queries)(*values)
+        args += (par.move(sinks, "attention k r -> queries k r"),)
+    y = par.local(attention.choose_attention(par, mask), layouts, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
@@ -558,8 +561,9 @@ def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array,
 
 
 def in_iteration(block: Callable, kind: int, index: int | None) -> Callable:
-    """Return a block that picks its weights out of those of an iteration, a dict by kind. Where an iteration
-    has several layers, weights of one kind are stacked, and ``index`` is that of this block."""
+    """Return a block that takes the weights of a whole iteration, a dict from kind to weights, and uses those
+    of its ``kind``. Where an iteration has several layers these are stacked, and ``index`` says which row is
+    this block's."""
     return lambda x, w: block(x, w[kind] if index is None else at(w[kind], index))
 
 

@@ -4,19 +4,23 @@
 
     weights  par.weight(p)             a parameter, as it is needed for computing
              par.beside(f, x, p)       f(x, weight) elementwise: to add a bias, or to multiply by a scale
+                                       (a method because `Explicit` needs a gradient rule that JAX's
+                                       broadcasting lacks)
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
              par.ragged(x, …, arrow)   an all-to-all that sends only the first rows of each block
     matmuls  par.move_matmul(x, arrow, *ws)   a move, then matmuls of what was moved
              par.matmul_move(x, w, arrow)     a matmul, then a move of its result
     sums     par.summed(f, …, arrow)   a function: f computes a device's term of a sum, the arrow finishes it
-             par.total(x, layout)      the sum over all dims
+             par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
+                                       which `Step` finishes
     islands  par.local(f, …)           f on a device's own blocks: an *island*, as the body of a shard_map is.
                                        Inside f the mode is `par.island`. Of a dim, par.index(layout) is the
                                        index of the device's block, par.parts(layout) the number of blocks,
                                        and par.axes(layout) the mesh axes that cut it
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
-                                       iteration runs one period; par.periods(ws, times) stacks its weights
+                                       iteration runs one period; par.periods(ws, times) groups the stacked
+                                       weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
 `Manual` runs each move of an arrow as a collective or a slice, in a named scope with the arrow's text. By
@@ -112,7 +116,8 @@ class Solo:
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """Sum over all dims of a value with this ``layout``. `Manual` sums the device's own block only."""
+        """Sum over all dims of a value with this ``layout``. In `Manual` the result is this device's term of
+        the sum, which `Step` finishes."""
         return x.sum()
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
@@ -161,7 +166,8 @@ class Solo:
 
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
         part of every piece. The backward pass recomputes each piece, but repeats no collectives. With
-        ``recompute`` it also does so for a single piece, unless XLA merges that with the forward pass.
+        ``recompute`` a single piece is marked for recomputing, too; without a loop XLA may use the forward
+        pass's values instead (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -252,7 +258,8 @@ class Manual(Solo):
             return vary(x, axes)
 
     def max(self, x: Array, arrow: str) -> Array:
-        """All-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
+        """All-reduce by maximum over the axes that the arrow would sum over (its ``+v``); a constant to
+        autodiff."""
         axes = self.plan.physical(arrow).before.sums
         x = lax.stop_gradient(x)
         if not axes:
@@ -267,8 +274,8 @@ class Manual(Solo):
         ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
-        # The arrow is one all-to-all over one axis of n ranks. A device's block has dims b e of sizes 1 n
-        # before it, and n 1 after it (or the other way round), so a reshape swaps them.
+        # The arrow is one all-to-all over one axis of n ranks. Both b and e count ranks: a device has shape
+        # (1, n, …) before it and (n, 1, …) after it, or the reverse. So a reshape will do.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):

@@ -134,7 +134,8 @@ class WeightLayouts:
     # Muon only: an all-gather, then a slice; or two all-to-alls
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
-    # `training.local_steps` only: how far each worker, a rank of dp, moved the weight since the last average
+    # `training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved the
+    # weight since the last average
     difference = property(lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored))
 
 
@@ -214,10 +215,11 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: an all-gather gives every
             device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
-            whole matrices of some layers, and another one returns them. ``layer``: ZeRO cuts gradients and
-            optimizer state of matrices by layers, so that at stages 1 and 2 only tp exchanges matrices.
-            ``none``: for other optimizers. Muon runs too, but XLA's partitioner then chooses its collectives,
-            and they are not predicted.
+            whole matrices of some layers, and another one returns them. ``layer``, for stages 1 and 2: ZeRO
+            cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so that only
+            ranks of tp exchange parts of matrices. ``none``: the plan moves no matrices; for other
+            optimizers. Muon is right with it, too, but XLA's partitioner then chooses its collectives, and
+            they are not predicted.
     """
 
     mesh: Any = MeshShape()  # strings are parsed
@@ -303,8 +305,9 @@ class Plan:
         return dataclasses.replace(mesh, kv=copies, ul=ul)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Return buckets, each a key and the indices of its items. ``sizes`` has the key and the bytes of
-        each item. Items of one key share buckets, in order; a bucket of `bucket_bytes` takes no more."""
+        """Group items into buckets, in order. ``sizes`` has for each item a key (the axes of its sum) and its
+        bytes. Items share a bucket only if their keys are equal, and a bucket is closed at `bucket_bytes`.
+        Return for each bucket its key and the indices of its items."""
         by_key: dict[Any, list[list[int]]] = {}
         for i, (key, _) in enumerate(sizes):
             buckets = by_key.setdefault(key, [[]])
@@ -390,7 +393,8 @@ class Resolved(Plan):
 
     def varying(self, region: str) -> tuple[str, ...]:
         """Return the axes that cut some dim of the region, those of slow links first. Along them values of
-        the region differ, or are different terms of a sum. A physical layout has no region: no axes."""
+        the region differ, or are different terms of a sum. A physical layout has no region, and then the
+        result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -398,7 +402,7 @@ class Resolved(Plan):
     def place(self, layout: Layout | str) -> Layout:
         """Return the physical layout of a logical one: of ``'attention b s d +n'`` ``'b/dp,fsdp s d +tp'``.
 
-        A weight's result is the layout in which it is *used*: cut by tp, but not by ZeRO.
+        For a weight the result is the layout in which it is *used*: cut by tp, but not by ZeRO.
         """
         layout = parse_layout(layout) if isinstance(layout, str) else layout
         if layout.mesh:
@@ -421,7 +425,7 @@ class Resolved(Plan):
         return {}
 
     def physical(self, arrow: str) -> Arrow:
-        """Return the physical arrow of a logical one, which is made once."""
+        """Return the physical arrow of a logical one; each is made once."""
         if arrow not in self._arrows:
             logical = parse_arrow(arrow)
             physical = Arrow(self.place(logical.before), self.place(logical.after))
@@ -451,9 +455,10 @@ class Resolved(Plan):
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
         cut = _cut_more(used, target, zero_axes)  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
-        if self.muon == "layer" and matrix_dims(dims):
-            cut = _cut_more(used, "l", zero_axes)
-        reduced = cut if self.zero else used  # d/fsdp m/tp
+        # muon="layer" cuts the gradient and the optimizer state of a matrix by layers, not inside
+        by_layer = self.muon == "layer" and matrix_dims(dims)
+        state_cut = _cut_more(used, "l", zero_axes) if by_layer else cut  # d/fsdp m/tp
+        reduced = state_cut if self.zero else used  # d/fsdp m/tp
         # the weight of which autodiff takes the gradient: gathered already if that is done once a step
         in_backward = used if self.gathers == "step" else stored  # d m/tp
         axes = self.mesh.live("pp") + differ
@@ -463,10 +468,11 @@ class Resolved(Plan):
         accumulated = unreduced
         if self.zero == 2:
             unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
-            accumulated = Layout(cut.dims, unfinished)  # d/fsdp m/tp +dp
+            accumulated = Layout(state_cut.dims, unfinished)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
-        # Only matrices travel in these dtypes. `matrix_dims` knows those of blocks; embedding, head and
-        # routers are in these two regions. (Biases of heads and experts have two dims, but are no matrices.)
+        # gather_dtype and reduce_dtype are for matrices alone. `matrix_dims` recognises those of blocks; the
+        # others (embedding, head, routers) are the weights of several dims in these two regions. Several dims
+        # alone do not tell: biases of heads and experts have two.
         in_region = parse_layout(dims).region in ("vocab", "stream")
         is_matrix = matrix_dims(dims) or in_region and len(used.letters.replace("l", "")) > 1
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
@@ -656,8 +662,8 @@ class Resolved(Plan):
         return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence for each field of ``given`` that has no effect and is at its default. (`unused`
-        has the fields that were changed.)"""
+        """Return a note for each field that the user typed (``given``), that is at its default, and that has
+        no effect. Fields set to other values are in `unused` already, and so in `notes`."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 

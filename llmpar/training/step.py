@@ -215,7 +215,7 @@ class Step:
         """Apply ``f(matrix, dims)`` to the leaves of Muon: move each to a layout in which its matrices are
         whole (`Plan.muon`), call ``f``, and move the result back to the gradient's layout."""
         par = self.par
-        if isinstance(par, Explicit):
+        if isinstance(par, Explicit):  # the update sees automatic axes, on which Explicit cannot work
             par = Auto(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
@@ -340,9 +340,9 @@ class Step:
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
     def _sum_over_devices(self, values: Tree) -> Tree:
-        """Sum small values over all devices in one all-reduce. It depends on all of them, so it runs last.
-        Separate all-reduces could run in any order beside the collectives of the model, and devices could
-        choose different orders."""
+        """Sum small values over all devices in one all-reduce. Since it takes all these values, it runs after
+        every collective that they depend on. Separate all-reduces could run beside those in any order, and
+        devices could choose different orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
         arrow = Arrow(Layout((), self._live), WHOLE)
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
