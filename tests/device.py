@@ -221,7 +221,7 @@ class Test:
             flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
             self.rate(f"our attention, {what}", flops, both(ours), *given, name="attention" * is_first)
         if "cudnn" in able("attention_kernel", self.named) and fits_cudnn(h, self.named):
-            theirs = functools.partial(attention.by_kernel, kernel="cudnn", contiguous=True, whole=True)
+            theirs = functools.partial(attention.by_kernel, kernel="cudnn", in_order=True, whole=True)
             flops = 7 * 2.0 * b * s * s * k * r * h / 2
             self.rate(f"cuDNN's attention, {what}", flops, both(theirs), *given, name="cudnn" * is_first)
 

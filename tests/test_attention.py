@@ -133,11 +133,11 @@ def agree(found, expected):
 
 ON_ONE = [
     (full, 2, dict(mask=WINDOW)),
-    (ring_attention, 1, dict(block=1, contiguous=False, mask=CAUSAL)),
-    (ring_attention, 4, dict(block=8, contiguous=False, mask=WINDOW)),
-    (ring_attention, 2, dict(block=None, contiguous=False, mask=CAUSAL)),
-    (ring_attention, 4, dict(block=8, contiguous=True, mask=WINDOW)),
-    (ring_attention, 2, dict(block=2, contiguous=True, mask=CAUSAL)),
+    (ring_attention, 1, dict(block=1, in_order=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(block=8, in_order=False, mask=WINDOW)),
+    (ring_attention, 2, dict(block=None, in_order=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(block=8, in_order=True, mask=WINDOW)),
+    (ring_attention, 2, dict(block=2, in_order=True, mask=CAUSAL)),
 ]
 
 
@@ -149,9 +149,9 @@ def test_blocks_and_gradients_are_those_of_the_definition(attend, ratio, options
         agree(results(run, *data), oracle(*data, options["mask"]))
 
 
-@pytest.mark.parametrize(("contiguous", "mask", "ratio"), [(True, CAUSAL, 4), (False, WINDOW, 2)])
-def test_a_kernel_matches_the_definition(contiguous, mask, ratio):
-    run = program(attention.by_kernel, kernel="xla", contiguous=contiguous, mask=mask)
+@pytest.mark.parametrize(("in_order", "mask", "ratio"), [(True, CAUSAL, 4), (False, WINDOW, 2)])
+def test_a_kernel_matches_the_definition(in_order, mask, ratio):
+    run = program(attention.by_kernel, kernel="xla", in_order=in_order, mask=mask)
     for packed in (False, True):
         data = inputs(ratio=ratio, packed=packed)
         (out, _, *grads), (want, _, *expected) = results(run, *data), oracle(*data, mask, of_lse=False)
@@ -188,7 +188,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     qkv, ids = inputs()
     ids["q_segments_bs"] = np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1))
-    for options in (dict(block=None, contiguous=False, mask=CAUSAL), dict(platform="cpu")):
+    for options in (dict(block=None, in_order=False, mask=CAUSAL), dict(platform="cpu")):
         out, lse, dq, *_ = found = results(program(ring_attention, **options), qkv, ids)
         agree(found, oracle(qkv, ids))
         assert (out[:, ::8] == 0).all() and (lse[:, ::8] == -np.inf).all() and (dq[:, ::8] == 0).all()
@@ -259,7 +259,7 @@ def test_a_ring_matches_the_definition(mask, kv_heads, ratio, options):
 
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     qkv, ids = inputs()
-    attend = partial(ring_attention, block=8, contiguous=True, **ids)
+    attend = partial(ring_attention, block=8, in_order=True, **ids)
     assert str(jax.make_jaxpr(attend)(*qkv)).count("cond[") == 4 * 5 // 2
 
 

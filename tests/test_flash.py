@@ -223,7 +223,7 @@ def test_a_platform_refuses_a_kernel_that_it_lacks(platform):
 
 
 def test_whole_documents_need_no_mask():
-    run = program(attention.by_kernel, grads=False, kernel="xla", contiguous=True, whole=True, mask=WINDOW)
+    run = program(attention.by_kernel, grads=False, kernel="xla", in_order=True, whole=True, mask=WINDOW)
     found, expected = results(run, *inputs()), oracle(*inputs(), WINDOW)
     agree(found[:1], expected)
 

@@ -84,14 +84,14 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     if kernel in OF_JAX:
         run: Callable = partial(
-            by_kernel, kernel=kernel, contiguous=plan.in_order, whole=plan.documents == "whole"
+            by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
         )
     else:
         run = partial(
             ring_attention,
             axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
             block=plan.attention_block,
-            contiguous=plan.in_order and not axes,
+            in_order=plan.in_order and not axes,
             platform=par.platform if kernel == "flash" else None,
             branch=par.platform != "gpu",
             hop=plan.hop,
@@ -338,12 +338,12 @@ def attend_block_grad(
 
 
 def _few_pairs(
-    mask: Mask, contiguous: bool, num_queries: int, num_keys: int, c: int
+    mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
 ) -> list[tuple[int, int]] | None:
     """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. Where
     queries and keys are the same positions in order, these are only the pairs that the mask admits."""
     pairs = list(np.ndindex(num_queries, num_keys))
-    if contiguous and num_queries <= FEW_TILES:
+    if in_order and num_queries <= FEW_TILES:
         return [
             (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         ]
@@ -407,7 +407,7 @@ def ring_attention(
     *,
     axis: str | None = None,
     block: int | None = None,
-    contiguous: bool = False,
+    in_order: bool = False,
     platform: str | None = None,
     branch: bool = True,
     hop: str = "permute",
@@ -422,7 +422,7 @@ def ring_attention(
         ids: those of this rank's queries; those of the keys of all ranks, or of this rank's keys, which are
             then gathered.
         block: length of a tile; None: `tile_length` chooses. (Elsewhere a *block* is all keys of a rank.)
-        contiguous: there is one rank, and its queries and keys are the same positions, in order (the caller
+        in_order: there is one rank, and its queries and keys are the same positions, in order (the caller
             promises it; `as_promised`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
             mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
@@ -433,7 +433,7 @@ def ring_attention(
             None: use `attend_block`.
     """
     s, t = q.shape[1], k.shape[1]
-    assert s == t or not contiguous
+    assert s == t or not in_order
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
@@ -444,7 +444,7 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5
     if platform:
         return _ring_of_kernels(axis, hop, hops, mask, scale, platform, (q, k, v, q_ids, k_ids))
-    pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
+    pairs = _few_pairs(mask, in_order, s // c, t // d, c)
     settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
     attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
     ring = _Ring(axis, hop, hops, attend, attend_grad)
@@ -589,19 +589,19 @@ def by_kernel(
     v: V,
     *,
     kernel: str,  # cudnn or xla
-    contiguous: bool = False,
+    in_order: bool = False,
     whole: bool = False,
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> tuple[Q, None]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (all scores).
 
-    The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip later positions. No
+    The mask is an array of b s t, one for all heads; with `in_order` a kernel may skip later positions. No
     mask is built if rows are promised to be `whole`, one document each (`as_promised`). There is no lse: the
     kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and 0.12).
     """
-    attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=contiguous)
-    if whole and contiguous:
+    attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=in_order)
+    if whole and in_order:
         attend = partial(attend, local_window_size=mask.window and (mask.window - 1, 0))
     else:
         q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)

@@ -215,7 +215,8 @@ class Step:
         """Apply ``f(matrix, dims)`` to the leaves of Muon: move each to a layout in which its matrices are
         whole (`Plan.muon`), call ``f``, and move the result back to the gradient's layout."""
         par = self.par
-        if isinstance(par, Explicit):  # the update sees automatic axes, on which Explicit cannot work
+        if isinstance(par, Explicit):
+            # the update sees automatic axes, on which Explicit cannot work
             par = Auto(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
