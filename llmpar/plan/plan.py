@@ -294,7 +294,7 @@ class Plan:
             defaults = {name: getattr(Plan, name) for name in unused}
             plan = dataclasses.replace(plan, **defaults, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)
-        return plan._on(devices) if devices else plan
+        return plan._decided_for(devices) if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads."""
@@ -327,7 +327,7 @@ class Resolved(Plan):
         requested: the plan as the user wrote it.
         model, devices: what it was resolved for; None: for any.
         unused: the fields that the user set and that have no effect, with the reason.
-        on_devices: notes for the user: what was decided for these devices and would not be for others.
+        device_notes: notes for the user: what was decided for these devices and would not be for others.
     """
 
     mesh: MeshShape = MeshShape()
@@ -335,7 +335,7 @@ class Resolved(Plan):
     model: ModelConfig | None
     devices: str | None
     unused: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    on_devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    device_notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Check nothing: the requested plan is checked."""
@@ -591,7 +591,7 @@ class Resolved(Plan):
         if batch_size is not None and seq_len is not None:
             checks.check_plan(self, batch_size, seq_len)
 
-    def _on(self, devices: str) -> Resolved:
+    def _decided_for(self, devices: str) -> Resolved:
         """Return the plan with every ``auto`` decided for these devices."""
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), devices) for name in SUITS
@@ -636,7 +636,7 @@ class Resolved(Plan):
                 "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
                 " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
             )
-        return decided | {"on_devices": tuple(notes)}
+        return decided | {"device_notes": tuple(notes)}
 
     @property
     def takes_cudnn(self) -> bool:
@@ -659,7 +659,7 @@ class Resolved(Plan):
     @property
     def notes(self) -> list[str]:
         """Sentences for the user: which fields have no effect, and what the devices change."""
-        return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
+        return [*checks.unused_notes(self.requested, self.unused), *self.device_notes]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
         """Return a note for each field that the user typed (``given``), that is at its default, and that has

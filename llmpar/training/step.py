@@ -141,7 +141,7 @@ class Step:
             # gather, forward, backward, reduce
             grads, metrics = self.gradients(state.params, batch)
             grads = self._clip(grads, metrics["grad_norm"])
-            trainable, optimizer = self._on_arrays(self._update)(
+            trainable, optimizer = self._with_automatic_axes(self._update)(
                 trainable, grads, state.optimizer, metrics
             )
             trainable = self._restore(trainable)
@@ -152,9 +152,9 @@ class Step:
         what the parity tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._tokens), (self.reduced, WHOLE)
-            return self._on_devices(self._gradients, layouts, results)(params, batch)
+            return self._in_shard_map(self._gradients, layouts, results)(params, batch)
 
-    def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
+    def _in_shard_map(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Return ``f`` in a shard_map in the mode Manual; in Auto and Explicit ``f`` itself."""
         if isinstance(self.par, Auto):
             return f
@@ -206,12 +206,12 @@ class Step:
         learned = self._constrain(learned)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
-            extra = {"on_matrices": self._on_matrices} if self.plan.muon != "none" else {}
+            extra = {"on_matrices": self._on_whole_matrices} if self.plan.muon != "none" else {}
             updates, state = self.optimizer.update(grads, state, learned, **extra)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
         return self._constrain(updated), state
 
-    def _on_matrices(self, f: Callable, tree: Tree) -> Tree:
+    def _on_whole_matrices(self, f: Callable, tree: Tree) -> Tree:
         """Apply ``f(matrix, dims)`` to the leaves of Muon: move each to a layout in which its matrices are
         whole (`Plan.muon`), call ``f``, and move the result back to the gradient's layout."""
         par = self.par
@@ -225,7 +225,7 @@ class Step:
 
         reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
         all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
-        return self._on_devices(all_leaves, (reduced,), reduced)(tree)
+        return self._in_shard_map(all_leaves, (reduced,), reduced)(tree)
 
     def _restore(self, learned: Tree) -> Tree:
         """Move updated weights from ``reduced`` to their stored layout: an all-gather at ZeRO 1 and 2."""
@@ -233,7 +233,7 @@ class Step:
         if self.reduced == stored:
             return learned
         restore = lambda learned: self._carry_out(learned, "restore", "updated", invariant=True)
-        return self._on_devices(restore, (self.reduced,), stored)(learned)
+        return self._in_shard_map(restore, (self.reduced,), stored)(learned)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
@@ -348,7 +348,7 @@ class Step:
         arrow = Arrow(Layout((), self._live), WHOLE)
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
-    def _on_arrays(self, update: Callable) -> Callable:
+    def _with_automatic_axes(self, update: Callable) -> Callable:
         """Return ``update`` as a function that sees automatic axes. In the mode Explicit arrays have explicit
         sharding types, for which optimizers are not written."""
         if not isinstance(self.par, Explicit):
