@@ -59,9 +59,9 @@ from 1). The loss is NaN if positions and segments of a row are not in the order
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and what routers count, ``l (e+2)``: for each layer the tokens of each expert,
+# The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer the tokens of each expert,
 # then the dropped choices and the sum of entropies (`moe.route`); None without experts.
-Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
+LossAndTally = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
 Params = dict[str, nnx.Param]
@@ -428,7 +428,7 @@ class Llama(nnx.Module):
         make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
         return nnx.split_rngs(splits=count)(make)(rngs)
 
-    def loss(self, batch: Batch, par: Solo) -> Loss:
+    def loss(self, batch: Batch, par: Solo) -> LossAndTally:
         """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
         loss = par.total(losses, "data b s")

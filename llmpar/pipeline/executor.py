@@ -40,7 +40,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from llmpar.model.llama import Batch, Loss, Stream
+from llmpar.model.llama import Batch, LossAndTally, Stream
 from llmpar.model.weights import Tree, weight_dims
 from llmpar.parallel.collectives import at, put, scope, vary
 from llmpar.parallel.modes import Manual
@@ -54,18 +54,18 @@ _cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])  # in n parts, a new leading 
 
 
 def gradients(
-    config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: tuple[Loss, Tree]
-) -> tuple[Loss, Tree]:
+    config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: tuple[LossAndTally, Tree]
+) -> tuple[LossAndTally, Tree]:
     """Return loss and gradients of this device's part of the batch, inside shard_map. The blocks come in
     `places.layer_orders`.
 
     ``params`` vary over the sums of `WeightLayouts.unreduced`, pp among them where a weight is not cut by it.
-    All start as ``zeros``; gradients come laid out as `WeightLayouts.accumulated`, loss and routers' counts
+    All start as ``zeros``; gradients come laid out as `WeightLayouts.accumulated`, loss and routers' tally
     unfinished over pp too.
     """
     assert (schedule := par.plan.pipeline)
-    (loss, counts), sums = zeros
-    sums |= jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "counts": counts})
+    (loss, tally), sums = zeros
+    sums |= jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "counts": tally})
     run = _run_two_copies if schedule.parameter_copies == 2 else _run
     sums = run(config, par, params, batch, sums)
     return (sums.pop("loss"), sums.pop("counts")), sums
@@ -92,7 +92,7 @@ def _run_two_copies(
 
 
 def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
-    """Add loss, counts and gradients of a batch to ``sums``: scan the ticks."""
+    """Add loss, tally and gradients of a batch to ``sums``: scan the ticks."""
     assert (schedule := par.plan.pipeline)
     table, alive = _table(schedule, config), slots(lockstep(schedule))
     if par.plan.gathers == "step":

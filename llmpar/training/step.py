@@ -29,7 +29,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
-from llmpar.model.llama import Batch, Loss
+from llmpar.model.llama import Batch, LossAndTally
 from llmpar.model.weights import Tree, init_params, joined, model_graph, trained, weight_dims
 from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
@@ -60,8 +60,8 @@ from llmpar.training.state import (
     state_shapes,
 )
 
-# What routers count, ``l (e+2)``: for each layer the tokens of each expert, then two sums (`moe.route`).
-_ROUTED = (Dim("l"), Dim("e"))
+# The dims of the routers' tally (`LossAndTally`), whose second has e+2 entries.
+_TALLY = (Dim("l"), Dim("e"))
 _MAX_SEED = 2**32 - 1  # JAX makes keys of 32 bits
 
 
@@ -166,22 +166,22 @@ class Step:
         other modes they are global arrays."""
         params = self._with_unfinished_sums(params)
         if self.plan.pipeline and isinstance(self.par, Manual):
-            loss, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
+            sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
-            loss, grads = self._backward(params, batch)
+            sums, grads = self._backward(params, batch)
         else:
-            add = lambda sums, part: (
-                jax.tree.map(jnp.add, sums, self._backward(params, part)),
+            add = lambda total, part: (
+                jax.tree.map(jnp.add, total, self._backward(params, part)),
                 None,
             )
             parts = cut_in_microbatches(batch, self.plan.microbatches)
-            (loss, grads), _ = lax.scan(add, self._zeros(), parts)
-        return self._per_token(loss, self._reduce(grads), batch)
+            (sums, grads), _ = lax.scan(add, self._zeros(), parts)
+        return self._per_token(sums, self._reduce(grads), batch)
 
-    def _backward(self, params: Tree, batch: Batch) -> tuple[Loss, Tree]:
+    def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
         """Return loss and gradients of a microbatch. At ZeRO 2 reduce-scatter the gradients."""
 
-        def loss(learned: Tree) -> Loss:
+        def loss(learned: Tree) -> LossAndTally:
             model = nnx.merge(model_graph(self.config), joined(params, learned))
             return model.loss(batch, self.par)
 
@@ -264,20 +264,20 @@ class Step:
         learned = trained(params, self.config)
         return joined(params, jax.tree.map(mark, learned, self.weight_layouts, self.dims))
 
-    def _zeros(self) -> tuple[Loss, Tree]:
-        """Return zeros for the sums of loss, routers' counts and gradients over microbatches, typed like the
+    def _zeros(self) -> tuple[LossAndTally, Tree]:
+        """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
         config, plan = self.config, self.plan
-        loss, counts = jnp.float32(0), None
+        loss, tally = jnp.float32(0), None
         if isinstance(self.par, Manual):
             loss = vary(loss, plan.varying("data"))
         if config.experts:
             # one entry for each layer with experts
             shape = len(config.routed_kinds), config.experts.num_experts + 2
-            counts = self._zero(shape, Layout(_ROUTED, plan.varying("stream")))
+            tally = self._zero(shape, Layout(_TALLY, plan.varying("stream")))
         zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
         weights = trained(self.abstract_state.params, config)
-        return (loss, counts), jax.tree.map(zero, weights, self.weight_layouts)
+        return (loss, tally), jax.tree.map(zero, weights, self.weight_layouts)
 
     def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
         """Return zeros of a global ``shape``, with this layout."""
@@ -304,33 +304,33 @@ class Step:
                 leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
-    def _per_token(self, sums: Loss, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
+    def _per_token(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Divide summed gradients and loss by the number of targets that count (not -1). Return the gradients
         and metrics; metrics are summed over all devices."""
-        loss, counts = sums
+        loss, tally = sums
         tokens = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Auto):
             tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = optax.tree.norm(grads)
-            arrow = Arrow(Layout(_ROUTED, self.plan.varying("stream")), Layout(_ROUTED))
-            if counts is not None:
-                counts = self.par.carry_out(counts, arrow, "loss, tokens and norm")
+            arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
+            if tally is not None:
+                tally = self.par.carry_out(tally, arrow, "loss, tokens and norm")
         else:
             # leaves are replicated over different axes; `_count_once` keeps one replica of each in the sum
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-            values = loss, tokens.astype(jnp.float32), square, counts
-            loss, tokens, square, counts = self._sum_over_devices(values)
+            values = loss, tokens.astype(jnp.float32), square, tally
+            loss, tokens, square, tally = self._sum_over_devices(values)
             tokens = jnp.maximum(tokens, 1)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
-        if counts is not None:
+        if tally is not None:
             metrics |= {
-                "load": counts[:, :-2],
-                "dropped": counts[:, -2],
-                "router_entropy": counts[:, -1],
+                "load": tally[:, :-2],
+                "dropped": tally[:, -2],
+                "router_entropy": tally[:, -1],
             }
         return grads, metrics
 
