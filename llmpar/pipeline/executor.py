@@ -145,7 +145,7 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     has_experts = [bool(block.experts) for _, block in config.blocks]
     routed = [layer for layer, of in enumerate(kinds) if has_experts[of]]
     rank = {layer: number for number, layer in enumerate(routed)}
-    own = [place for place in places.places(kinds, schedule.cells) if has_experts[place.kind]]
+    own = [place for place in places.chunk_places(kinds, schedule.cells) if has_experts[place.kind]]
     layers = np.array([[rank.get(x, len(rank)) for x in place.layers] for place in own])
     layers = layers.reshape(-1, schedule.cells)
     table |= {"filled": filled.T[on_route], "layers": layers.T[on_route]}

@@ -515,9 +515,9 @@ class Resolved(Plan):
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
-        all stages, also those that are empty (`places`)."""
+        all stages, also those that are empty (`places_per_stage`)."""
         layouts_of = functools.cache(self.layouts_of)
-        layers = [self.mesh.pp * count for count in self.places]
+        layers = [self.mesh.pp * count for count in self.places_per_stage]
         table = dict[str, tuple[Weight, WeightLayouts]]()
         for path, weight in self.config.weights(layers).items():
             layouts = layouts_of(weight.dims)
@@ -535,14 +535,14 @@ class Resolved(Plan):
         return weight if shape == weight.shape else dataclasses.replace(weight, shape=shape)
 
     @functools.cached_property
-    def places(self) -> list[int]:
+    def places_per_stage(self) -> list[int]:
         """For each kind of layers, how many of them fit into the stack of one stage. Some of these places may
         be empty (`llmpar.plan.places`). Without a pipeline it is the model's number of layers."""
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
         # The places of one chunk, the same for every chunk. A stage has `visits` chunks.
-        kinds = [place.kind for place in places.places(config.layer_kinds, schedule.cells)]
+        kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property

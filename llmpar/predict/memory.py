@@ -317,7 +317,7 @@ def _staged_parts(
 def _layers(plan: Resolved) -> int:
     """Return the layers of a loop: of the model, or the places of a chunk, whose room is there also where it
     has no layer."""
-    return sum(plan.places) // (plan.pipeline.visits if plan.pipeline else 1)
+    return sum(plan.places_per_stage) // (plan.pipeline.visits if plan.pipeline else 1)
 
 
 def _is_written_out(plan: Resolved) -> bool:
@@ -339,7 +339,7 @@ def _narrow(plan: Resolved, num_bytes: int) -> int:
 def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     """Count a block's bytes of so many tokens on a device, in numbers of ``item`` bytes. Where kinds of
     layers differ: the mean of what they keep, and the most that one works with."""
-    counts = plan.places
+    counts = plan.places_per_stage
     blocks = [_one_block(plan, block, tokens, seq_len, item) for _, block in plan.config.blocks]
     if len(blocks) == 1:
         return blocks[0]

@@ -74,9 +74,9 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: for each kind of layers, which layer is in which slot of the stacked weights: slot i has
-            the layer ``layer_orders[kind][i]``, counted among the layers of that kind. For an empty slot this
-            number is the count of these layers, so one more than the last (`places.layer_orders`).
+        layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
+            has the layer ``layer_orders[kind][i]``, counted among the layers of that kind. For an empty place
+            this number is the count of these layers, so one more than the last (`places.layer_orders`).
         abstract_state: shapes and shardings of the state, its layers in the order of the pipeline's stages.
         abstract_in_model_order: the same with layers in the model's order.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
@@ -388,7 +388,7 @@ class Step:
 
     def _describe_state(self) -> None:
         """Set `layer_orders`, `abstract_state` (``in_stages``: layers in the order of the stages, with empty
-        slots) and `abstract_in_model_order` (``in_model``)."""
+        places) and `abstract_in_model_order` (``in_model``)."""
         config, plan = self.config, self.plan
         orders = places.layer_orders(plan.pipeline, config.layer_kinds)
         self.layer_orders = [np.array(order) for order in orders]
@@ -400,11 +400,11 @@ class Step:
         check_empty_places(self.optimizer, weights, config.num_layers, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
-        place = lambda x, layout: jax.ShapeDtypeStruct(
+        abstract = lambda x, layout: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=sharding(self.mesh, layout)
         )
-        self.abstract_state = jax.tree.map(place, in_stages, layouts)
-        self.abstract_in_model_order = jax.tree.map(place, in_model, model_layouts)
+        self.abstract_state = jax.tree.map(abstract, in_stages, layouts)
+        self.abstract_in_model_order = jax.tree.map(abstract, in_model, model_layouts)
 
     def _shapes(self, counts: Sequence[int]) -> State:
         return state_shapes(self.config, self.plan, self.optimizer, counts)
@@ -444,7 +444,7 @@ class Step:
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
-        # The inverse permutations: argsort says at which slot each layer is. Empty slots, whose number is
+        # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
         # larger than any layer's, come last, and are left out.
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
         return self._reorder(state, orders, self.abstract_in_model_order, donate)
