@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
-from llmpar.model.weights import Tree, joined, model_graph, trained, weight_dims
+from llmpar.model.weights import Tree, joined, model_graph, trainable_params, weight_dims
 from llmpar.parallel.collectives import at, vary, varying
 from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
@@ -132,7 +132,7 @@ def cell(
     """Compute all that a stage does for one microbatch, both ways, ``(y, ((dx, sums), d_blocks))``, from its
     input x, the gradient dy of its output and the sums over microbatches so far (the loss, the routers'
     counts, and the gradients of ``shared``). The last stage gets dy from the loss."""
-    learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
+    learned = trainable_params({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
     (y, router_loss), pull, tally = jax.vjp(run, learned, x, has_aux=True)
     # every stage adds its own routers' losses, and the tally of its own layers
@@ -171,7 +171,7 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`WeightLayouts.accumulate`)."""
-    par, dims = stage.par, trained(weight_dims(stage.config), stage.config)
+    par, dims = stage.par, trainable_params(weight_dims(stage.config), stage.config)
     move = lambda g, dims: par.carry_out(
         g, par.plan.layouts_of(dims).accumulate, f"gradient {dims}"
     )

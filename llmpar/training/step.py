@@ -30,7 +30,14 @@ from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from llmpar.model.llama import Batch, LossAndTally
-from llmpar.model.weights import Tree, init_params, joined, model_graph, trained, weight_dims
+from llmpar.model.weights import (
+    Tree,
+    init_params,
+    joined,
+    model_graph,
+    trainable_params,
+    weight_dims,
+)
 from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
@@ -104,8 +111,8 @@ class Step:
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        # the trees below have only weights with gradients: with LoRA these are the adapters
-        self.dims = trained(weight_dims(config), config)
+        # the trees below have only trainable weights: with LoRA these are the adapters
+        self.dims = trainable_params(weight_dims(config), config)
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
@@ -136,7 +143,7 @@ class Step:
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
         """Run one step: the list at the top of this file. `run` is this function, compiled."""
-        trainable = trained(state.params, self.config)
+        trainable = trainable_params(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # gather, forward, backward, reduce
             grads, metrics = self.gradients(state.params, batch)
@@ -181,11 +188,11 @@ class Step:
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
         """Return loss and gradients of a microbatch. At ZeRO 2 reduce-scatter the gradients."""
 
-        def loss(learned: Tree) -> LossAndTally:
-            model = nnx.merge(model_graph(self.config), joined(params, learned))
+        def loss(trainable: Tree) -> LossAndTally:
+            model = nnx.merge(model_graph(self.config), joined(params, trainable))
             return model.loss(batch, self.par)
 
-        value, grads = jax.value_and_grad(loss, has_aux=True)(trained(params, self.config))
+        value, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
         return value, self._carry_out(grads, "accumulate")
 
     def _reduce(self, grads: Tree) -> Tree:
@@ -201,14 +208,16 @@ class Step:
         scale = jnp.minimum(1.0, self.clip / jnp.maximum(norm, 1e-12))
         return jax.tree.map(lambda g: g * scale, grads)
 
-    def _update(self, learned: Tree, grads: Tree, state: Tree, metrics: dict) -> tuple[Tree, Tree]:
+    def _update(
+        self, trainable: Tree, grads: Tree, state: Tree, metrics: dict
+    ) -> tuple[Tree, Tree]:
         """Return the updated weights, with the layouts of the gradients, and the optimizer's new state."""
-        learned = self._constrain(learned)
+        trainable = self._constrain(trainable)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
             extra = {"on_matrices": self._on_whole_matrices} if self.plan.muon != "none" else {}
-            updates, state = self.optimizer.update(grads, state, learned, **extra)
-        updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
+            updates, state = self.optimizer.update(grads, state, trainable, **extra)
+        updated = self._balance_experts(trainable, optax.apply_updates(trainable, updates), metrics)
         return self._constrain(updated), state
 
     def _on_whole_matrices(self, f: Callable, tree: Tree) -> Tree:
@@ -227,13 +236,13 @@ class Step:
         all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
         return self._in_shard_map(all_leaves, (reduced,), reduced)(tree)
 
-    def _restore(self, learned: Tree) -> Tree:
+    def _restore(self, trainable: Tree) -> Tree:
         """Move updated weights from ``reduced`` to their stored layout: an all-gather at ZeRO 1 and 2."""
-        stored = trained(self.stored, self.config)
+        stored = trainable_params(self.stored, self.config)
         if self.reduced == stored:
-            return learned
-        restore = lambda learned: self._carry_out(learned, "restore", "updated", invariant=True)
-        return self._in_shard_map(restore, (self.reduced,), stored)(learned)
+            return trainable
+        restore = lambda trainable: self._carry_out(trainable, "restore", "updated", invariant=True)
+        return self._in_shard_map(restore, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
@@ -261,8 +270,8 @@ class Step:
         if not isinstance(par, Explicit) or self.plan.reduce != "end":
             return params
         mark = lambda w, layouts, dims: par.lay(w, layouts.stored, dims, marked=True)
-        learned = trained(params, self.config)
-        return joined(params, jax.tree.map(mark, learned, self.weight_layouts, self.dims))
+        trainable = trainable_params(params, self.config)
+        return joined(params, jax.tree.map(mark, trainable, self.weight_layouts, self.dims))
 
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
@@ -276,7 +285,7 @@ class Step:
             shape = len(config.routed_kinds), config.experts.num_experts + 2
             tally = self._zero(shape, Layout(_TALLY, plan.varying("stream")))
         zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
-        weights = trained(self.abstract_state.params, config)
+        weights = trainable_params(self.abstract_state.params, config)
         return (loss, tally), jax.tree.map(zero, weights, self.weight_layouts)
 
     def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
@@ -396,7 +405,7 @@ class Step:
         self._is_model_order = orders == [list(range(count)) for count in self._counts]
         in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
         num_places = sum(map(len, orders))
-        weights = trained(in_model.params, config)
+        weights = trainable_params(in_model.params, config)
         check_empty_places(self.optimizer, weights, config.num_layers, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
