@@ -291,9 +291,9 @@ def _by_hand(settings, hops, q, k, v, grad, ids):
     for k_part, v_part, k_ids in parts:
         done = flash.kernel_forward(q, k_part, v_part, ids, k_ids, done, **settings)
     out, lse = done
-    terms = grad, lse, (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    per_query = grad, lse, (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     for k_part, v_part, k_ids in parts:
-        dq, *dkv = flash.kernel_backward(q, k_part, v_part, ids, k_ids, terms, dq, **settings)
+        dq, *dkv = flash.kernel_backward(q, k_part, v_part, ids, k_ids, per_query, dq, **settings)
         more.append(dkv)
     return out, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 

@@ -125,9 +125,9 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
         done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
         for part in parts:
             done = flash.kernel_forward(q, *part[:2], of, part[2], done, **settings)
-        terms, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
+        per_query, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
         for part in parts:
-            dq, *dkv = flash.kernel_backward(q, *part[:2], of, part[2], terms, dq, **settings)
+            dq, *dkv = flash.kernel_backward(q, *part[:2], of, part[2], per_query, dq, **settings)
             more.append(dkv)
         return *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 

@@ -304,7 +304,7 @@ def attend_block_grad(
     v: KVTiles,
     q_ids: QIds,
     k_ids: KIds,
-    terms: tuple[QTiles, LseTiles, LseTiles],
+    per_query: tuple[QTiles, LseTiles, LseTiles],
     dq: QTiles | None = None,
     *,
     mask: Mask,
@@ -313,18 +313,18 @@ def attend_block_grad(
     branch: bool,
 ) -> tuple[QTiles, KVTiles, KVTiles]:
     """Return float32 (dq, dk, dv) of a block of keys: its part of dq added to the ``dq`` given, and dk and dv
-    of its keys. ``terms`` are (dO, lse over all keys, delta) of the queries (`attend_tile_grad`); the other
-    arguments are those of `attend_block`."""
+    of its keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`); the
+    other arguments are those of `attend_block`."""
     may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
     def add_pair(i, j, dq_i, dkv_j):
-        (q_i, terms_i, q_ids_i), (k_j, v_j, k_ids_j) = (
-            at((q, terms, q_ids), i),
+        (q_i, per_query_i, q_ids_i), (k_j, v_j, k_ids_j) = (
+            at((q, per_query, q_ids), i),
             at((k, v, k_ids), j),
         )
 
         def added():
-            (out_grad, lse, delta), seen = terms_i, sees(mask, q_ids_i, k_ids_j)
+            (out_grad, lse, delta), seen = per_query_i, sees(mask, q_ids_i, k_ids_j)
             dq, dk, dv = attend_tile_grad(
                 q_i, out_grad, lse, delta, k_j, v_j, seen, scale, mask.cap
             )
@@ -527,14 +527,16 @@ def ring_backward(ring, saved, grads):
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # Of a query that saw no key any finite number will do: `attend_tile_grad` masks its weights to 0.
-    terms = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
+    per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
         """Add the part of the keys, which have made ``hops`` hops, to dq and to their sum dkv. The sum
         arrives one hop later than the keys; it is None at the first rank, which starts it."""
         kv, dq, dkv = carry
         dkv = None if dkv is None else _hop(ring, dkv)
-        dq, *dkv_part = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), terms, dq)
+        dq, *dkv_part = ring.attend_grad(
+            q, *kv, q_ids, at(k_ids, _owner(ring, hops)), per_query, dq
+        )
         if ring.kv_hop_waits:
             kv, dkv_part = lax.optimization_barrier((kv, dkv_part))
         if not last:
@@ -551,7 +553,7 @@ def ring_backward(ring, saved, grads):
             carry, _ = lax.scan(add_and_hop, carry, jnp.arange(2, ring.hops))
             carry, _ = add_and_hop(carry, ring.hops, last=True)
         _, dq, dkv = carry
-    dq, dk, dv = ring.attend_grad(q, k, v, q_ids, at(k_ids, _owner(ring, 0)), terms, dq)
+    dq, dk, dv = ring.attend_grad(q, k, v, q_ids, at(k_ids, _owner(ring, 0)), per_query, dq)
     if ring.hops:
         dk, dv = _hop(ring, dkv, len(k_ids) - ring.hops) + jnp.stack((dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
