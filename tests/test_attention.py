@@ -133,11 +133,11 @@ def agree(found, expected):
 
 ON_ONE = [
     (full, 2, dict(mask=WINDOW)),
-    (ring_attention, 1, dict(block=1, in_order=False, mask=CAUSAL)),
-    (ring_attention, 4, dict(block=8, in_order=False, mask=WINDOW)),
-    (ring_attention, 2, dict(block=None, in_order=False, mask=CAUSAL)),
-    (ring_attention, 4, dict(block=8, in_order=True, mask=WINDOW)),
-    (ring_attention, 2, dict(block=2, in_order=True, mask=CAUSAL)),
+    (ring_attention, 1, dict(tile=1, in_order=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(tile=8, in_order=False, mask=WINDOW)),
+    (ring_attention, 2, dict(tile=None, in_order=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(tile=8, in_order=True, mask=WINDOW)),
+    (ring_attention, 2, dict(tile=2, in_order=True, mask=CAUSAL)),
 ]
 
 
@@ -188,7 +188,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     qkv, ids = inputs()
     ids["q_segments_bs"] = np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1))
-    for options in (dict(block=None, in_order=False, mask=CAUSAL), dict(platform="cpu")):
+    for options in (dict(tile=None, in_order=False, mask=CAUSAL), dict(platform="cpu")):
         out, lse, dq, *_ = found = results(program(ring_attention, **options), qkv, ids)
         agree(found, oracle(qkv, ids))
         assert (out[:, ::8] == 0).all() and (lse[:, ::8] == -np.inf).all() and (dq[:, ::8] == 0).all()
@@ -224,7 +224,7 @@ def bfloat16_agrees(run, qkv, ids, order=None):
 
 def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
     zigzag = sequence_permutation("zigzag", S, 2)
-    bfloat16_agrees(program(RING, 2, block=8), *inputs(ratio=4), zigzag)
+    bfloat16_agrees(program(RING, 2, tile=8), *inputs(ratio=4), zigzag)
 
 
 # --------------------------------------------------------------------------------------- over several devices
@@ -236,7 +236,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 @pytest.mark.parametrize(
     ("mask", "kv_heads", "ratio", "options"),
     [
-        (CAUSAL, 2, 2, dict(block=2)),
+        (CAUSAL, 2, 2, dict(tile=2)),
         (WINDOW, 1, 4, {}),
         # the kernel is interpreted
         pytest.param(WINDOW, 1, 2, dict(platform="cpu"), marks=pytest.mark.long),
@@ -259,7 +259,7 @@ def test_a_ring_matches_the_definition(mask, kv_heads, ratio, options):
 
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     qkv, ids = inputs()
-    attend = partial(ring_attention, block=8, in_order=True, **ids)
+    attend = partial(ring_attention, tile=8, in_order=True, **ids)
     assert str(jax.make_jaxpr(attend)(*qkv)).count("cond[") == 4 * 5 // 2
 
 
@@ -366,7 +366,7 @@ def test_masked_blocks_are_not_executed(monkeypatch):
             return compute(*args)
 
         monkeypatch.setattr(attention, name, counting)
-    run = program.__wrapped__(RING, n, mask=mask, block=block)
+    run = program.__wrapped__(RING, n, mask=mask, tile=block)
     for layout in ("zigzag", "contiguous"):
         results(run, *inputs(), sequence_permutation(layout, S, n))
         jax.effects_barrier()
@@ -381,7 +381,7 @@ def test_a_rings_program_has_two_products_forward_and_five_backward_in_each_bloc
     """The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks.
     Backward, scores are recomputed."""
     qkv, ids = inputs()
-    text = program(RING, 2, block=8).lower(qkv, ids, *functional(qkv[0])).compile().as_text()
+    text = program(RING, 2, tile=8).lower(qkv, ids, *functional(qkv[0])).compile().as_text()
     assert executed_flops(text) == 7 * (2 * B * S * S * 2 * 2 * H) / 2
 
 
@@ -455,6 +455,6 @@ def test_refusals_say_what_would_work():
     with pytest.raises(
         ValueError, match="block=12 does not divide the 32 positions of a rank; use a divisor"
     ):
-        ring_attention(*map(jnp.asarray, qkv), block=12, **ids)
+        ring_attention(*map(jnp.asarray, qkv), tile=12, **ids)
     with pytest.raises(ValueError, match="only one of queries and keys"):
         full(*map(jnp.asarray, qkv), **ids | {"k_segments_bt": None})

@@ -203,7 +203,7 @@ def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_mas
 
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
-    data, options = inputs(packed=True), dict(block=8, branch=False)
+    data, options = inputs(packed=True), dict(tile=8, branch=False)
     agree(results(program(ring_attention, **options), *data), oracle(*data))
     assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
 

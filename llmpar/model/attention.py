@@ -90,7 +90,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
         run = partial(
             ring_attention,
             axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
-            block=plan.attention_block,
+            tile=plan.attention_block,
             in_order=plan.in_order and not axes,
             platform=par.platform if kernel == "flash" else None,
             branch=par.platform != "gpu",
@@ -406,7 +406,7 @@ def ring_attention(
     v: V,
     *,
     axis: str | None = None,
-    block: int | None = None,
+    tile: int | None = None,
     in_order: bool = False,
     platform: str | None = None,
     branch: bool = True,
@@ -421,7 +421,7 @@ def ring_attention(
     Args:
         ids: those of this rank's queries; those of the keys of all ranks, or of this rank's keys, which are
             then gathered.
-        block: length of a tile; None: `tile_length` chooses. (Elsewhere a *block* is all keys of a rank.)
+        tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order (the caller
             promises it; `as_promised`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
             mask.
@@ -437,10 +437,10 @@ def ring_attention(
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
-    # both: its result would be right, but it could never be skipped. With ``block=None``, `tile_length` makes
+    # both: its result would be right, but it could never be skipped. With ``tile=None``, `tile_length` makes
     # tiles of at most half the positions.
-    block = None if axis and block and block >= s else block
-    c, d = tile_length(block, s), tile_length(block, t)
+    tile = None if axis and tile and tile >= s else tile
+    c, d = tile_length(tile, s), tile_length(tile, t)
     scale = q.shape[-1] ** -0.5
     if platform:
         return _ring_of_kernels(axis, hop, hops, mask, scale, platform, (q, k, v, q_ids, k_ids))
