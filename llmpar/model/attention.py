@@ -79,8 +79,8 @@ class _Ids(TypedDict, total=False):
 
 
 def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
-    """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids (`_Ids`, in its
-    order), and sinks, if the model has any."""
+    """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids, and sinks, if
+    the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     if kernel in OF_JAX:
         run: Callable = partial(
@@ -98,10 +98,15 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
             order=plan.sequence_order,
         )
 
-    def attend_by_plan(q, k, v, *ids):
-        ids, sinks = ids[:4], ids[4:]
-        out, lse = run(q, k, v, mask=mask, **dict(zip(_Ids.__annotations__, ids, strict=True)))
-        return with_sinks(out, lse, *sinks) if sinks else out
+    def attend_by_plan(q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None):
+        ids = _Ids(
+            q_positions_bs=q_positions,
+            q_segments_bs=q_segments,
+            k_positions_bt=k_positions,
+            k_segments_bt=k_segments,
+        )
+        out, lse = run(q, k, v, mask=mask, **ids)
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     return attend_by_plan
 
