@@ -117,7 +117,7 @@ def tensors(seen: View) -> list[Tensor]:
     attending = sum(count for count, block in c.blocks if block.mixer == "attention")
     layers = -(-attending // plan.mesh.pp)
     cache: tuple = "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers
-    if c.shares_cache:
+    if c.has_latent_attention:
         cache = "what heads share", "data b s c", (b, s, c.cache_width), 2, layers
     table = [
         ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),

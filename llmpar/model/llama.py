@@ -375,7 +375,7 @@ class Block(nnx.Module):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
         self.norms = tuple(name for name in NORMS if f"{name}.scale" in params)
         take(self, params, "", config.norm_eps, config.variant)
-        mixer = LatentAttention if config.shares_cache else Attention
+        mixer = LatentAttention if config.has_latent_attention else Attention
         self.attention = mixer(config, params)
         if config.experts:
             self.experts = Experts(config, params)

@@ -217,7 +217,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
 def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
-    latent = any(block.shares_cache for _, block in config.blocks)
+    latent = any(block.has_latent_attention for _, block in config.blocks)
     what = "latent attention" if latent else "experts in layers of several kinds"
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),

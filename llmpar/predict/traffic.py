@@ -363,7 +363,7 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         if block.experts:
             _experts(values, block, block.experts, own)
     k, h = config.num_kv_heads, config.head_width
-    if config.shares_cache:  # every rank of tp has the latents
+    if config.has_latent_attention:  # every rank of tp has the latents
         k, h = plan.mesh.tp, config.cache_width
     scores = FLOAT32 * values.local_size(
         "attention b s k r", num_rows, width, k, config.num_heads // k
@@ -653,7 +653,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         values.carry(Transfer("queries and what attention gives", arrow), value, layers, again)
     gradients = "gradients of keys and values"
     of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)
-    if config.shares_cache:  # instead of each head's keys and values
+    if config.has_latent_attention:  # instead of each head's keys and values
         latents = b, s, config.cache_width
         of = of._replace(arrow="attention b s c -> keys b s c")
         values.carry(of, latents, layers, again)
