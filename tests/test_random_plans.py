@@ -697,7 +697,7 @@ def test_a_field_that_is_set_changes_the_program_or_is_said_to_change_nothing(se
             continue
         if any(line.startswith(f"{field.name}=") for line in plan.resolve(config).notes):
             continue
-        if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).resolve().gathers:
+        if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).resolve().gather_per:
             continue  # no axis to cut by: then 0 is the same as 3, and says what is true
         if not refused(asked | {field.name: field.default}):
             without = dataclasses.replace(plan, **{field.name: field.default})

@@ -215,7 +215,9 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
-        whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
+        whole = (
+            x.astype(self.dtype) if self.plan.gather_per == "step" else self.gather(x, param.dims)
+        )
         return checkpoint_name(whole, WEIGHT)
 
     def gather(self, shard: Array, dims: str) -> Array:

@@ -26,7 +26,7 @@ more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `places.layer_orders` says which
 layer is where. All other weights are whole on every stage, and their gradients are summed over pp at the
 end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
-before the first tick for all of them (`Plan.gathers`). Where a schedule wants two copies of the model
+before the first tick for all of them (`Plan.gather_per`). Where a schedule wants two copies of the model
 (DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
 """
 
@@ -95,7 +95,7 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     """Add loss, tally and gradients of a batch to ``sums``: scan the ticks."""
     assert (schedule := par.plan.pipeline)
     table, alive = _table(schedule, config), slots(lockstep(schedule))
-    if par.plan.gathers == "step":
+    if par.plan.gather_per == "step":
         params = jax.tree.map(par.gather, params, weight_dims(config))
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
     chunks = jax.tree.map(in_chunks, params["blocks"])

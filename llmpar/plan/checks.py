@@ -472,7 +472,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         (
             "reshard_after_forward gather_dtype",
-            not plan.gathers,
+            not plan.gather_per,
             "only ZeRO 3 gathers weights for use",
         ),
         ("gather_dtype", plan.gather_dtype == plan.dtype, f"dtype is '{plan.dtype}' already"),

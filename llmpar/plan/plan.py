@@ -460,7 +460,7 @@ class Resolved(Plan):
         state_cut = _cut_more(used, "l", zero_axes) if by_layer else cut  # d/fsdp m/tp
         reduced = state_cut if self.zero else used  # d/fsdp m/tp
         # the weight of which autodiff takes the gradient: gathered already if that is done once a step
-        in_backward = used if self.gathers == "step" else stored  # d m/tp
+        in_backward = used if self.gather_per == "step" else stored  # d m/tp
         axes = self.mesh.live("pp") + differ
         replica_axes = tuple(a for a in axes if a not in in_backward.axes)  # dp fsdp
         sums = () if self.reduce == "layer" else replica_axes
@@ -499,7 +499,7 @@ class Resolved(Plan):
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
     @property
-    def gathers(self) -> Literal["", "block", "step"]:
+    def gather_per(self) -> Literal["", "block", "step"]:
         """When weights that are stored sharded are gathered for use: for each ``block``, as FSDP does, or
         once a ``step`` (in a pipeline that keeps them); empty if no weight is stored sharded."""
         if self.zero != 3 or not self.zero_cuts():
@@ -630,7 +630,7 @@ class Resolved(Plan):
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         # experts are gathered over these axes without ep: over other groups of devices than other weights
         cuts = self.zero_cuts()
-        if split and "ep" in cuts and len(cuts) > 1 and self.gathers == "block":
+        if split and "ep" in cuts and len(cuts) > 1 and self.gather_per == "block":
             decided["reshard_after_forward"] = False
             notes.append(
                 "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"

@@ -124,7 +124,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
             total["one moment"] += own["reduced"]
             whole = layouts.whole.shard_shape(weight.shape, sizes)
             total["whole matrices"] += FLOAT32 * math.prod(whole)
-        if plan.gathers == "block" and (in_blocks or plan.microbatches > 1):
+        if plan.gather_per == "block" and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
             total["reordered"] += own["stored"] * any(cut[1:]) * narrow // FLOAT32
@@ -253,8 +253,8 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     unrolled = 1 if written else min(plan.unroll or one, one)
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
-    ahead = layer * unrolled * wire // item if plan.gathers == "block" and not tpu else 0
-    in_place = config.lora and not plan.gathers and plan.platform == "gpu"
+    ahead = layer * unrolled * wire // item if plan.gather_per == "block" and not tpu else 0
+    in_place = config.lora and not plan.gather_per and plan.platform == "gpu"
     # of the blocks of an iteration one waits for another's, but experts' rows never do
     work += layer * (not in_place) + ahead + (unrolled > 1 and not config.experts) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
@@ -266,12 +266,12 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     converted = weights["reordered"]
     if tpu:
-        converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
+        converted = _narrow(plan, weights["blocks stored"]) * (plan.gather_per != "step")
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     # autodiff copies what a layer reads
-    elif cpu and not written and plan.remat == "none" and plan.gathers != "block":
+    elif cpu and not written and plan.remat == "none" and plan.gather_per != "block":
         kept |= {"weights in use": layer}
     return kept, work, loss, after_loss, converted
 
@@ -293,7 +293,7 @@ def _staged_parts(
     chunk += num_kept * weights["layer used"] * ITEMSIZE[plan.dtype] // FLOAT32
     running = weights["blocks unreduced"] // order.visits + work
     saved = stream if repeats else chunk
-    layout = "used" if plan.gathers == "step" else "stored"
+    layout = "used" if plan.gather_per == "step" else "stored"
     whole = _narrow(plan, weights["used"]) * (layout == "used")
     lent = (order.parameter_copies - 1) * (
         weights[f"blocks {layout}"] + weights["blocks accumulated"]
@@ -435,7 +435,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         else (5 + falls) * ffn
     )
     normed = 3 * bool(plan.pipeline and config.variant.qk_norm)  # in float32, and its result
-    keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
+    keeps = (
+        pieces or plan.gather_per == "block" and plan.reshard_after_forward and not plan.pipeline
+    )
     kept = {
         "feed-forward": inner * keeps,
         "norms in float32": norms,

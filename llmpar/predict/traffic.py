@@ -406,7 +406,7 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
         )
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
         # all layers at once, those that are lent too; no gradient comes back here
-        if plan.gathers == "step":
+        if plan.gather_per == "step":
             of, stored = Transfer("weights", dims, LATE), copies * layers * stored
             gathers, gradients = 1, 0
         item = ITEMSIZE[plan.dtype]
