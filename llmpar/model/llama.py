@@ -117,7 +117,7 @@ class Norm(nnx.Module):
             x32 = unit(x32, self.eps)
         offset = self.variant.norm_offset
         times = lambda x, scale: x * (scale + offset) if offset else x * scale
-        return par.beside(times, x32.astype(x.dtype), self.scale)
+        return par.with_weight(times, x32.astype(x.dtype), self.scale)
 
     def mean_of_heads(
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
+        return par.with_weight(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
 
 
 class LatentAttention(Attention):
@@ -234,7 +234,7 @@ class LatentAttention(Attention):
         (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
         bias = getattr(self, f"{name}_bias", None)
-        return y if bias is None else par.beside(jnp.add, y, bias)
+        return y if bias is None else par.with_weight(jnp.add, y, bias)
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
@@ -311,7 +311,7 @@ class FeedForward(nnx.Module):
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
-        return par.beside(jnp.add, y, self.down_bias) if self.biased else y
+        return par.with_weight(jnp.add, y, self.down_bias) if self.biased else y
 
 
 class Experts(nnx.Module):
@@ -338,7 +338,7 @@ class Experts(nnx.Module):
         )
         if hasattr(self, "router_bias"):
             plus = lambda logits, bias: logits + bias.astype(logits.dtype)
-            logits_bse = par.beside(plus, logits_bse, self.router_bias)
+            logits_bse = par.with_weight(plus, logits_bse, self.router_bias)
         bias = []  # empty, or the one bias
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]

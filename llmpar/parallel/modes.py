@@ -3,7 +3,7 @@
 `Explicit`, under JAX's sharding types. The model's code is the same in all four, and never names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
-             par.beside(f, x, p)       f(x, weight) elementwise: to add a bias, or to multiply by a scale
+             par.with_weight(f, x, p)  f(x, weight) elementwise: to add a bias, or to multiply by a scale
                                        (a method because `Explicit` needs a gradient rule that JAX's
                                        broadcasting lacks)
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
@@ -64,7 +64,7 @@ class Solo:
         """Return the parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
-    def beside(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
+    def with_weight(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
         """Return ``f(x, weight)``, element by element along the last dims of ``x``."""
         weight = self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
@@ -94,7 +94,7 @@ class Solo:
         )
         if biases:
             results = [
-                self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
+                self.with_weight(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
             ]
         name = OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:

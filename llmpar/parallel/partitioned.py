@@ -89,7 +89,7 @@ class Explicit(Auto):
             self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT
         )
 
-    def beside(self, f: Callable, x: Array, param) -> Array:
+    def with_weight(self, f: Callable, x: Array, param) -> Array:
         """Return ``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the
         gradient of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing is saved."""
         weight = self.weight(param)
