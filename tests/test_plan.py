@@ -278,7 +278,7 @@ def counted(plan: Plan, config) -> list:
     """What formulas know of a plan's program: what lies where, what moves, what is held."""
     runs = plan.resolve(config, "gpu")
     sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
-    lives = {path: layouts for path, (_, layouts) in runs.weight_layouts.items()}
+    lives = {path: layouts for path, (_, layouts) in runs.layouts_by_path.items()}
     at_once = runs.microbatches, runs.loss_chunks, runs.gather_per
     return [at_once, runs.regions, lives, runs.pipeline, sent, memory.parts_bytes(runs, 16, 128)]
 

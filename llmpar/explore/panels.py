@@ -110,7 +110,7 @@ def tensors(seen: View) -> list[Tensor]:
     rows = [
         Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times)
         for kind, when, times in states
-        for path, (weight, layouts) in plan.weight_layouts.items()
+        for path, (weight, layouts) in plan.layouts_by_path.items()
     ]
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width

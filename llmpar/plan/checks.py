@@ -363,7 +363,7 @@ def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
         " two; use muon='owner', or zero=1 or 2",
     )
     rows, num_stages = list[Row]([stored]), plan.mesh.pp
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         axes = tuple(a for a in layouts.whole.cut("l") if a != "pp")
         parts, layers = plan.mesh.along(axes), weight.shape[0] // num_stages
         lacks = (
@@ -409,7 +409,7 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
         ),
     ]
     for path, (weight, layouts) in (
-        plan.weight_layouts if plan.gather_dtype == "float8" else {}
+        plan.layouts_by_path if plan.gather_dtype == "float8" else {}
     ).items():
         sizes = layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
         size = math.prod(sizes[1:] if path.startswith("blocks.") else sizes)
@@ -449,7 +449,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         plan.reduce != "layer"
         and plan.zero
         or not was_set("reduce")
-        or any(layouts.replica_axes for _, layouts in plan.weight_layouts.values())
+        or any(layouts.replica_axes for _, layouts in plan.layouts_by_path.values())
     )
     rules = [
         ("schedule virtual_stages stage_saves", mesh.pp == 1, one["pp"]),

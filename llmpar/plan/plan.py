@@ -513,7 +513,7 @@ class Resolved(Plan):
     # --------------------------------------------------------------------------------- weights, layers, order
 
     @functools.cached_property
-    def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
+    def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
         all stages, also those that are empty (`places_per_stage`)."""
         layouts_of = functools.cache(self.layouts_of)

@@ -102,7 +102,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
     layers = Counter[tuple[str, int]]()
     known = dict[tuple[str, tuple[int, ...]], dict[str, int]]()  # many rows of kinds are alike
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         in_blocks, kind = path.startswith("blocks."), kind_of(path)
         if (alike := (weight.dims, weight.shape)) not in known:
             local = ((x, getattr(layouts, x).shard_shape(weight.shape, sizes)) for x in _LAYOUTS)

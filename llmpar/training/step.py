@@ -122,8 +122,8 @@ class Step:
                 " llmpar.training.muon.muon(rate, config), or leave muon out"
             )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self._tokens = plan.place("data b s")
-        self.batch_sharding = sharding(self.mesh, self._tokens)
+        self._batch_layout = plan.place("data b s")
+        self.batch_sharding = sharding(self.mesh, self._batch_layout)
         run = jax.jit(
             self.train_step,
             in_shardings=(self.shardings, self.batch_sharding),
@@ -158,7 +158,7 @@ class Step:
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            layouts, results = (self.stored, self._tokens), (self.reduced, WHOLE)
+            layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
             return self._in_shard_map(self._gradients, layouts, results)(params, batch)
 
     def _in_shard_map(self, f: Callable, layouts: Any, results: Any) -> Callable:
