@@ -49,10 +49,10 @@ from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Plan, Resolved, WeightLayouts
 from llmpar.training.layer_order import (
     check_empty_places,
-    in_order,
     layer_dims,
     model_order_layout,
     reorder,
+    take_in_order,
 )
 from llmpar.training.muon import Muon, on_leaves
 from llmpar.training.state import (
@@ -389,7 +389,7 @@ class Step:
                 # the layers of this kind, in the model's order
                 own_le = direction_le[kinds == kind]
                 if not self._is_model_order:
-                    own_le = in_order(own_le, self.layer_orders[kind], 0)
+                    own_le = take_in_order(own_le, self.layer_orders[kind], 0)
                 flat[path] = bias_le + rate * own_le
         return unflatten_dict(flat, sep=".")
 
