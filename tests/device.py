@@ -216,7 +216,7 @@ class Test:
         both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
         is_first = (b, s, k, r, h) == self.size["attention"][0]
         if self.kernel:
-            ours = functools.partial(attention.ring_attention, platform=self.platform)
+            ours = functools.partial(attention.flash_attention, platform=self.platform)
             seen = self.seen(h, s)
             flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
             self.rate(f"our attention, {what}", flops, both(ours), *given, name="attention" * is_first)

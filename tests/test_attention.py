@@ -22,7 +22,7 @@ from shared import TABLES
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
-from llmpar.model.attention import full, merge, ring_attention
+from llmpar.model.attention import flash_attention, full, merge, ring_attention
 from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask, ring_hops, sequence_permutation
@@ -83,11 +83,17 @@ def oracle(qkv, ids, mask=CAUSAL, of_lse=True):
 AT = P(None, "sp")
 
 
+def of_all(ids):
+    """The ids of this rank's queries, and of the keys of all ranks of sp."""
+    gather = lambda x: jax.lax.all_gather(x, "sp", axis=1, tiled=True)
+    return {name: jax.tree.map(gather, x) if name.startswith("k") else x for name, x in ids.items()}
+
+
 def on_ranks(attend, n=1, **options):
     """A function of q, k, v and ids, inside shard_map where there are several ranks of sp."""
-    local = lambda q, k, v, ids: attend(q, k, v, **ids, **options)
     if n == 1:
-        return local
+        return lambda q, k, v, ids: attend(q, k, v, **ids, **options)
+    local = lambda q, k, v, ids: attend(q, k, v, **of_all(ids), **options)
     mesh = jax.make_mesh((n,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
     return jax.shard_map(local, mesh=mesh, in_specs=(AT, AT, AT, AT), out_specs=AT)
 
@@ -188,8 +194,8 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     qkv, ids = inputs()
     ids["q_segments_bs"] = np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1))
-    for options in (dict(tile=None, in_order=False, mask=CAUSAL), dict(platform="cpu")):
-        out, lse, dq, *_ = found = results(program(ring_attention, **options), qkv, ids)
+    for attend, options in ((ring_attention, dict(tile=None)), (flash_attention, dict(platform="cpu"))):
+        out, lse, dq, *_ = found = results(program(attend, **options), qkv, ids)
         agree(found, oracle(qkv, ids))
         assert (out[:, ::8] == 0).all() and (lse[:, ::8] == -np.inf).all() and (dq[:, ::8] == 0).all()
 
@@ -230,24 +236,24 @@ def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
 # --------------------------------------------------------------------------------------- over several devices
 
 RING = partial(ring_attention, axis="sp")
+FLASH = partial(flash_attention, axis="sp", platform="cpu")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 @pytest.mark.parametrize(
-    ("mask", "kv_heads", "ratio", "options"),
+    ("attend", "mask", "kv_heads", "ratio", "options"),
     [
-        (CAUSAL, 2, 2, dict(tile=2)),
-        (WINDOW, 1, 4, {}),
+        pytest.param(RING, CAUSAL, 2, 2, dict(tile=2), id="tiles of 2"),
+        pytest.param(RING, WINDOW, 1, 4, {}, id="window"),
         # the kernel is interpreted
-        pytest.param(WINDOW, 1, 2, dict(platform="cpu"), marks=pytest.mark.long),
+        pytest.param(FLASH, WINDOW, 1, 2, {}, marks=pytest.mark.long, id="flash"),
     ],
-    ids=str,
 )
-def test_a_ring_matches_the_definition(mask, kv_heads, ratio, options):
+def test_a_ring_matches_the_definition(attend, mask, kv_heads, ratio, options):
     """In every order of positions, packed or not: one program, since both are data. Again and again to the
     bit: a linear functional's backward ring needs nothing of the forward one, and simulated devices mixed up
     their hops. Before `after` tied them, half of such runs were wrong."""
-    run = program(RING, 4, mask=mask, **options)
+    run = program(attend, 4, mask=mask, **options)
     for layout, packed in itertools.product(LAYOUTS, (False, True)):
         data = inputs(kv_heads, ratio, packed)
         agree(results(run, *data, sequence_permutation(layout, S, 4)), oracle(*data, mask))

@@ -24,6 +24,7 @@ from test_attention import (
     functional,
     ids_of,
     inputs,
+    of_all,
     oracle,
     program,
     results,
@@ -33,7 +34,7 @@ from test_mesh import in_a_fresh_process
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
 from llmpar.model import attention
-from llmpar.model.attention import ring_attention
+from llmpar.model.attention import flash_attention, ring_attention
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask
@@ -76,11 +77,11 @@ def close(found, expected):
 )
 def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_and_mask(seed):
     qkv, ids, mask = drawn(seed)
-    close(results(program(ring_attention, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
+    close(results(program(flash_attention, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
-    bfloat16_agrees(program(ring_attention, platform="cpu"), *inputs(ratio=4, packed=True))
+    bfloat16_agrees(program(flash_attention, platform="cpu"), *inputs(ratio=4, packed=True))
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_docume
     if platform == "tpu":
         monkeypatch.setattr(flash, "kernel_tiles", lambda *args: KernelTiles(16, 32, 2, 8))
     qkv, ids, mask = drawn(seed)
-    fresh = program.__wrapped__(ring_attention, platform=platform, mask=mask)
+    fresh = program.__wrapped__(flash_attention, platform=platform, mask=mask)
     close(results(fresh, qkv, ids), oracle(qkv, ids, mask))
 
 
@@ -237,9 +238,9 @@ def on_a_gpu(s, **options):
     cut = jax.sharding.PartitionSpec(None, "sp")
 
     def local(q, k, v, at, of):
-        return ring_attention(q, k, v, axis="sp", platform="gpu", **ids_of(at, of), **options)[0].astype(
-            jnp.float32
-        )
+        ids = of_all(ids_of(at, of))
+        out, _ = flash_attention(q, k, v, axis="sp", platform="gpu", **ids, **options)
+        return out.astype(jnp.float32)
 
     mesh = abstract_mesh(f"sp={n}", "gpu")
     attend = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)

@@ -17,8 +17,8 @@ document. Every rank knows the ids of all keys. So ranks may have positions in a
 
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
-`attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. A
-kernel of `llmpar.kernels.flash` may take the place of `attend_block`.
+`attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. In
+`flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `attend_block`.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
 width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
@@ -82,20 +82,24 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids, and sinks, if
     the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
+    ring: dict[str, Any] = dict(
+        axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
+        hop=plan.hop,
+        order=plan.sequence_order,
+    )
     if kernel in OF_JAX:
         run: Callable = partial(
             by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
         )
+    elif kernel == "flash":
+        run = partial(flash_attention, platform=par.platform, **ring)
     else:
         run = partial(
             ring_attention,
-            axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
             tile=plan.attention_block,
             in_order=plan.in_order and not axes,
-            platform=par.platform if kernel == "flash" else None,
             branch=par.platform != "gpu",
-            hop=plan.hop,
-            order=plan.sequence_order,
+            **ring,
         )
 
     def attend_by_plan(q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None):
@@ -153,17 +157,13 @@ def ids_of(
     k_segments_bt=None,
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
     """Return the ids of this rank's queries, and of the `t` keys of each of the n ranks along an axis. Ids of
-    keys are given for all ranks, or for this rank alone: then they are all-gathered. Without segments all
-    positions are one document. If the mask cuts documents into chunks, each chunk becomes a segment, so that
-    a query sees only keys of its chunk."""
+    keys are given for all ranks. Without segments all positions are one document. If the mask cuts documents
+    into chunks, each chunk becomes a segment, so that a query sees only keys of its chunk."""
     if (q_segments_bs is None) != (k_segments_bt is None):
         raise ValueError(
             "segments were given for only one of queries and keys; give both or neither"
         )
-    n, keys = lax.axis_size(axis) if axis else 1, (k_positions_bt, k_segments_bt)
-    if n > 1 and k_positions_bt.shape[1] == t:
-        with scope("data b s -> ids b s"):
-            keys = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), keys)
+    n = lax.axis_size(axis) if axis else 1
     q_ids, k_ids = (
         jnp.stack(
             jnp.broadcast_arrays(
@@ -171,7 +171,10 @@ def ids_of(
             ),
             1,
         )
-        for positions, segments in ((q_positions_bs, q_segments_bs), keys)
+        for positions, segments in (
+            (q_positions_bs, q_segments_bs),
+            (k_positions_bt, k_segments_bt),
+        )
     )
     if mask.in_chunks and (length := mask.window):
         # `many` is more than the chunks of any document, so each chunk of a row gets another number, and the
@@ -275,31 +278,19 @@ def attend_block(
     k_ids: KIds,
     partials: tuple[QTiles, LseTiles] | None = None,
     *,
-    mask: Mask,
+    over_pairs: Callable,
     scale: float,
-    pairs: list[tuple[int, int]] | None,
-    branch: bool,
+    cap: float | None,
 ) -> tuple[QTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
+    ``over_pairs`` is `_over_pairs` with its settings."""
 
-    `pairs` are the pairs of tiles to unroll (`_few_pairs`); None: a loop takes all pairs. `seen_tiles` finds
-    pairs in which no query sees a key: with `branch` a `lax.cond` skips them, else they are computed and
-    masked."""
-    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
-
-    def merge_pair(i, j, partial_i, _of_keys):
-        (q_i, q_ids_i), (k_j, v_j, k_ids_j) = at((q, q_ids), i), at((k, v, k_ids), j)
-
-        def merged():
-            out, lse = partial_i
-            seen = sees(mask, q_ids_i, k_ids_j)
-            return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, mask.cap))
-
-        return (lax.cond(may_see[i, j], merged, lambda: partial_i) if branch else merged()), ()
+    def merge_pair(queries, keys, seen, partial_i, _of_keys):
+        return merge(*partial_i, *attend_tile(*queries, *keys, seen, scale, cap)), ()
 
     start = partials or _no_keys_yet(q, v)
     # (): the forward pass has no results for tiles of keys
-    of_queries, _ = _over_pairs(pairs, may_see.shape, merge_pair, start, ())
+    of_queries, _ = over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())
     return of_queries
 
 
@@ -312,33 +303,19 @@ def attend_block_grad(
     per_query: tuple[QTiles, LseTiles, LseTiles],
     dq: QTiles | None = None,
     *,
-    mask: Mask,
+    over_pairs: Callable,
     scale: float,
-    pairs: list[tuple[int, int]] | None,
-    branch: bool,
+    cap: float | None,
 ) -> tuple[QTiles, KVTiles, KVTiles]:
     """Return float32 (dq, dk, dv) of a block of keys: its part of dq added to the ``dq`` given, and dk and dv
-    of its keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`); the
-    other arguments are those of `attend_block`."""
-    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
+    of its keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`)."""
 
-    def add_pair(i, j, dq_i, dkv_j):
-        (q_i, per_query_i, q_ids_i), (k_j, v_j, k_ids_j) = (
-            at((q, per_query, q_ids), i),
-            at((k, v, k_ids), j),
-        )
-
-        def added():
-            (out_grad, lse, delta), seen = per_query_i, sees(mask, q_ids_i, k_ids_j)
-            dq, dk, dv = attend_tile_grad(
-                q_i, out_grad, lse, delta, k_j, v_j, seen, scale, mask.cap
-            )
-            return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, (dk, dv)))
-
-        return lax.cond(may_see[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
+    def add_pair(queries, keys, seen, dq_i, dkv_j):
+        dq, *dkv = attend_tile_grad(*queries, *keys, seen, scale, cap)
+        return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
 
     sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
-    dq, dkv = _over_pairs(pairs, may_see.shape, add_pair, *sums)
+    dq, dkv = over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
     return dq, *dkv
 
 
@@ -355,27 +332,38 @@ def _few_pairs(
     return pairs if num_queries <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
 
 
-def _over_pairs(pairs, shape, add_pair, of_queries, of_keys):
-    """Run this for each pair of tiles, and return ``(of_queries, of_keys)``:
+def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, mask, pairs, branch):
+    """Run this for pairs of a tile of queries and one of keys, and return ``(of_queries, of_keys)``:
 
-        of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])
+        of_queries[i], of_keys[j] = add_pair(queries[i], keys[j], seen, of_queries[i], of_keys[j])
 
     ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and is ()
-    where there are none. ``pairs`` are unrolled; None: a loop over all i and j below ``shape``."""
+    where there are none.
+
+    Args:
+        pairs: those to unroll (`_few_pairs`); None: a loop takes all pairs.
+        branch: skip pairs in which no query sees a key (`seen_tiles`), by a `lax.cond`; else compute and mask
+            them.
+    """
+    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
+
+    def add(i, j, of_i, of_j):
+        (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
+        added = lambda: add_pair(queries_i, keys_j, sees(mask, q_ids_i, k_ids_j), of_i, of_j)
+        return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if branch else added()
 
     def add_in_loop(pair, sums):
-        (i, j), (of_queries, of_keys) = divmod(pair, shape[1]), sums
-        of_i, of_j = add_pair(i, j, at(of_queries, i), at(of_keys, j))
+        (i, j), (of_queries, of_keys) = divmod(pair, may_see.shape[1]), sums
+        of_i, of_j = add(i, j, at(of_queries, i), at(of_keys, j))
         return put(of_queries, i, of_i), put(of_keys, j, of_j)
 
     if pairs is None:
-        return lax.fori_loop(0, shape[0] * shape[1], add_in_loop, (of_queries, of_keys))
-    queries, keys = (
-        [at(x, i) for i in range(n)] for x, n in zip((of_queries, of_keys), shape, strict=True)
-    )
+        return lax.fori_loop(0, may_see.size, add_in_loop, (of_queries, of_keys))
+    sums = zip((of_queries, of_keys), may_see.shape, strict=True)
+    by_query, by_key = ([at(x, i) for i in range(n)] for x, n in sums)
     for i, j in pairs:
-        queries[i], keys[j] = add_pair(i, j, queries[i], keys[j])
-    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *sums) for sums in (queries, keys))
+        by_query[i], by_key[j] = add(i, j, by_query[i], by_key[j])
+    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *x) for x in (by_query, by_key))
 
 
 def _zeros(x):
@@ -413,7 +401,6 @@ def ring_attention(
     axis: str | None = None,
     tile: int | None = None,
     in_order: bool = False,
-    platform: str | None = None,
     branch: bool = True,
     hop: str = "permute",
     order: str = "",
@@ -424,18 +411,14 @@ def ring_attention(
     and the result is that of `full`, in memory linear in the sequence.
 
     Args:
-        ids: those of this rank's queries; those of the keys of all ranks, or of this rank's keys, which are
-            then gathered.
+        ids: those of this rank's queries, and those of the keys of all ranks.
         tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order (the caller
             promises it; `as_promised`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
             mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
-        branch: skip pairs of tiles in which no query sees a key (`seen_tiles`), by `lax.cond`; else compute
-            and mask them.
-        platform: use the flash kernel of this platform (`llmpar.kernels.flash`; interpreted on ``cpu``);
-            None: use `attend_block`.
+        branch: skip pairs of tiles in which no query sees a key (`_over_pairs`).
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not in_order
@@ -447,10 +430,9 @@ def ring_attention(
     tile = None if axis and tile and tile >= s else tile
     c, d = tile_length(tile, s), tile_length(tile, t)
     scale = q.shape[-1] ** -0.5
-    if platform:
-        return _ring_of_kernels(axis, hop, hops, mask, scale, platform, (q, k, v, q_ids, k_ids))
     pairs = _few_pairs(mask, in_order, s // c, t // d, c)
-    settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
+    over_pairs = partial(_over_pairs, mask=mask, pairs=pairs, branch=branch)
+    settings = dict(over_pairs=over_pairs, scale=scale, cap=mask.cap)
     attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
     ring = _Ring(axis, hop, hops, attend, attend_grad)
     # cut:      b (i c) … h -> i b … c h
@@ -463,9 +445,22 @@ def ring_attention(
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
 
-def _ring_of_kernels(axis, hop, hops, mask, scale, platform, arrays):
-    """Attend as `ring_attention` does, by a platform's kernel, which cuts tiles itself."""
-    q, k, v, *ids = arrays
+def flash_attention(
+    q: Q,
+    k: KV,
+    v: V,
+    *,
+    platform: str,
+    axis: str | None = None,
+    hop: str = "permute",
+    order: str = "",
+    mask: Mask = CAUSAL,
+    **ids: Unpack[_Ids],
+) -> Partial:
+    """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; interpreted
+    on ``cpu``), which cuts tiles itself."""
+    q_ids, k_ids = ids_of(mask, axis, k.shape[1], **ids)
+    hops, scale = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1] ** -0.5
     # the kernels need values as wide as keys: pad narrower ones
     narrow, width = v.shape[-1], k.shape[-1]
     v = jnp.pad(v, [(0, 0)] * 3 + [(0, width - narrow)]) if narrow < width else v
@@ -475,7 +470,7 @@ def _ring_of_kernels(axis, hop, hops, mask, scale, platform, arrays):
         partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
     )
     ring = _Ring(axis, hop, hops, forward, backward, kv_hop_waits=True)
-    out, lse = ring_forward(ring, *vary_alike((q, k, v, *ids)))
+    out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
     return (out[..., :narrow] if narrow < width else out), lse
 
 
