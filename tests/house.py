@@ -37,11 +37,11 @@ BESIDE = {
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
     "plan": 2_601,
-    "parallel": 949,
+    "parallel": 989,
     "kernels": 520,
-    "model": 906,
+    "model": 899,
     "pipeline": 321,
-    "training": 2_602,
+    "training": 2_567,
     "predict": 2_361,
     "planner": 1_624,
     "draw": 2_733,
@@ -55,8 +55,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_030,
-    "statements": 25_375,
+    "statements of the compact package": 6_028,
+    "statements": 25_373,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -101,11 +101,11 @@ class MeanOfMeans(Step):
         return (loss * weight, tally), jax.tree.map(lambda g: g * weight, grads)
 
 
-class LocalNorm(Step):
+class LocalNorm(Manual):
     """The global norm leaves the sum over shards out."""
 
-    def _sum_over_devices(self, values):
-        loss, tokens, _, tally = super()._sum_over_devices(values)
+    def sum_over_devices(self, values):
+        loss, tokens, _, tally = super().sum_over_devices(values)
         return loss, tokens, values[2], tally
 
 
@@ -137,7 +137,7 @@ FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-
     ),
     "mean of means": (MeanOfMeans, AssertionError, r"^loss 5\.\d+ for 5\.\d+"),
     "norm of one shard": (
-        LocalNorm,
+        with_reading(LocalNorm),
         ValueError,
         r"out_specs\[1\]\['grad_norm'\] is P\(\)|out_specs\[1\] is P\(\)",
     ),

@@ -3,9 +3,9 @@
 `Explicit`, under JAX's sharding types. The model's code is the same in all four, and never names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
-             par.with_weight(f, x, p)  f(x, weight) elementwise: to add a bias, or to multiply by a scale
-                                       (a method because `Explicit` needs a gradient rule that JAX's
-                                       broadcasting lacks)
+             par.with_weight(f, x, p)  f(x, weight) elementwise, such as a product with a scale (a method
+                                       because `Explicit` needs a gradient rule that JAX's broadcasting lacks)
+             par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
              par.ragged(x, …, arrow)   an all-to-all that sends only the first rows of each block
@@ -23,6 +23,13 @@
                                        weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
+`Step` calls three more, of all but `Solo`. In `Manual` its arrays are a device's own shards, in the other
+modes global arrays:
+
+    par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
+    par.unfinished(w, dims)    a stored weight, typed so that autodiff leaves its gradient an unfinished sum
+    par.zeros(shape, layout)   zeros with a layout, to add to
+
 `Manual` runs each move of an arrow as a collective or a slice, in a named scope with the arrow's text. By
 that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
 Autodiff writes the backward collectives. All-gather and reduce-scatter are each other's transpose.
@@ -39,13 +46,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from llmpar.parallel import wire
 from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
 from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, send, vary, varying
+from llmpar.parallel.mesh import spec
 from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
-from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
+from llmpar.plan.layout import Arrow, Layout, parse_arrow, parse_layout
 from llmpar.plan.plan import Plan, Resolved
 
 
@@ -59,6 +69,7 @@ class Solo:
         self.plan = plan = plan or Plan().resolve()
         self.platform = plan.platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
+        self.live = plan.mesh.live(*plan.mesh.sizes)  # the axes of more than one device
 
     def weight(self, param: nnx.Variable) -> Array:
         """Return the parameter in the computing dtype."""
@@ -68,6 +79,10 @@ class Solo:
         """Return ``f(x, weight)``, element by element along the last dims of ``x``."""
         weight = self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
+
+    def plus(self, x: Array, bias: nnx.Variable | None) -> Array:
+        """Return ``x`` plus a bias, in the dtype of ``x``; without a bias ``x`` itself."""
+        return x if bias is None else self.with_weight(lambda x, b: x + b.astype(x.dtype), x, bias)
 
     def move(self, x: Array, arrow: str) -> Array:
         """Return ``x`` itself: on one device nothing moves."""
@@ -84,18 +99,15 @@ class Solo:
         return x
 
     def move_matmul(
-        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable] = ()
+        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable | None]
     ) -> list[Array]:
-        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add their biases. Give
-        the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
+        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add the bias of each, or
+        None. Give the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
         ring = self.ring(arrow, "all-gather")
         results = (
             gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
         )
-        if biases:
-            results = [
-                self.with_weight(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
-            ]
+        results = [self.plus(y, bias) for y, bias in zip(results, biases, strict=True)]
         name = OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results  # without a checkpoint name: the hidden values of chunks are not saved
@@ -307,3 +319,35 @@ class Manual(Solo):
     def axes(self, layout: str) -> tuple[str, ...]:
         """Return the mesh axes that cut the layout's one dim."""
         return self.plan.place(layout).axes
+
+    def over_devices(
+        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
+    ) -> Callable:
+        """Return ``f`` in a shard_map: its arguments and results are a device's own shards. ``layouts`` and
+        ``results`` are trees of their physical layouts."""
+        layouts, results = jax.tree.map(spec, (layouts, results))
+        return jax.shard_map(f, mesh=mesh, in_specs=layouts, out_specs=results)
+
+    def unfinished(self, w: Array, dims: str) -> Array:
+        """Type a stored weight as varying over the axes of `WeightLayouts.unreduced`. A gradient has its
+        weight's type, so along these axes each device has its own term of the sum."""
+        return vary(w, self.plan.layouts_of(dims).unreduced.sums)
+
+    def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:
+        """Return this device's zeros of a global ``shape``, which vary over all axes of the layout."""
+        zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
+        return vary(zeros, layout.axes + layout.sums)
+
+    def count_once(self, x: Array) -> Array:
+        """Return ``x`` on one of its replicas and 0 on the others, so that a sum over all devices counts it
+        once. The replicas are along the axes over which ``x`` does not vary; the first of them keeps it."""
+        same = tuple(a for a in self.live if a not in varying(x))
+        return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self.live)
+
+    def sum_over_devices(self, values: Any) -> Any:
+        """Sum small values over all devices in one all-reduce. Since it takes all these values, it runs after
+        every collective that they depend on. Separate all-reduces could run beside those in any order, and
+        devices could choose different orders."""
+        flat, restore = ravel_pytree(jax.tree.map(self.count_once, values))
+        arrow = Arrow(Layout((), self.live), Layout(()))
+        return restore(self.carry_out(flat, arrow, "loss, tokens and norm"))

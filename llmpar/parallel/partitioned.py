@@ -66,6 +66,21 @@ class Auto(Solo):
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)
 
+    def over_devices(
+        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
+    ) -> Callable:
+        """Return ``f`` itself, a function of global arrays."""
+        return f
+
+    def unfinished(self, w: Array, dims: str) -> Array:
+        """Return the weight itself: XLA decides when to sum its gradient."""
+        return w
+
+    def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:
+        """Return zeros with a layout. A scalar has none: in these modes its sum is always finished."""
+        zeros = jnp.zeros(shape)
+        return self.carry_out(zeros, Arrow(Layout(()), layout)) if shape else zeros
+
 
 class Explicit(Auto):
     """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
@@ -135,6 +150,12 @@ class Explicit(Auto):
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Return ``x`` with the type of a physical arrow's last layout."""
         return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
+
+    def unfinished(self, w: Array, dims: str) -> Array:
+        """Return a stored weight whose type has the marks with which its gradient stays an unfinished sum, if
+        the plan sums gradients at the end."""
+        stored = self.plan.stored(dims)
+        return self.lay(w, stored, dims, marked=True) if self.plan.reduce == "end" else w
 
     def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
         """Multiply ``x`` by a weight, which gives the type of an unfinished sum, then move the result."""

@@ -25,7 +25,6 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
@@ -38,8 +37,8 @@ from llmpar.model.weights import (
     trainable_params,
     weight_dims,
 )
-from llmpar.parallel.collectives import vary, varying
-from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
+from llmpar.parallel.collectives import varying
+from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.parallel.partitioned import Auto, Explicit
 from llmpar.pipeline import executor
@@ -109,7 +108,6 @@ class Step:
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._parallel()
-        self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
         # the trees below have only trainable weights: with LoRA these are the adapters
         self.dims = trainable_params(weight_dims(config), config)
@@ -159,19 +157,14 @@ class Step:
         what the parity tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
-            return self._in_shard_map(self._gradients, layouts, results)(params, batch)
-
-    def _in_shard_map(self, f: Callable, layouts: Any, results: Any) -> Callable:
-        """Return ``f`` in a shard_map in the mode Manual; in Auto and Explicit ``f`` itself."""
-        if isinstance(self.par, Auto):
-            return f
-        layouts, results = jax.tree.map(spec, (layouts, results))
-        return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
+            gradients = self.par.over_devices(self._gradients, self.mesh, layouts, results)
+            return gradients(params, batch)
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        params = self._with_unfinished_sums(params)
+        # the sums of gradients over replicas stay unfinished (`WeightLayouts.unreduced`) until `_reduce`
+        params = jax.tree.map(self.par.unfinished, params, weight_dims(self.config))
         if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
@@ -186,14 +179,15 @@ class Step:
         return self._per_token(sums, self._reduce(grads), batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
-        """Return loss and gradients of a microbatch. At ZeRO 2 reduce-scatter the gradients."""
+        """Return the sums of loss and tally, and the gradients, of a microbatch. At ZeRO 2 reduce-scatter the
+        gradients."""
 
         def loss(trainable: Tree) -> LossAndTally:
             model = nnx.merge(model_graph(self.config), joined(params, trainable))
             return model.loss(batch, self.par)
 
-        value, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
-        return value, self._carry_out(grads, "accumulate")
+        sums, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
+        return sums, self._carry_out(grads, "accumulate")
 
     def _reduce(self, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
@@ -234,7 +228,7 @@ class Step:
 
         reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
         all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
-        return self._in_shard_map(all_leaves, (reduced,), reduced)(tree)
+        return par.over_devices(all_leaves, self.mesh, (reduced,), reduced)(tree)
 
     def _restore(self, trainable: Tree) -> Tree:
         """Move updated weights from ``reduced`` to their stored layout: an all-gather at ZeRO 1 and 2."""
@@ -242,7 +236,7 @@ class Step:
         if self.reduced == stored:
             return trainable
         restore = lambda trainable: self._carry_out(trainable, "restore", "updated", invariant=True)
-        return self._in_shard_map(restore, (self.reduced,), stored)(trainable)
+        return self.par.over_devices(restore, self.mesh, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
@@ -256,44 +250,18 @@ class Step:
 
         return jax.tree.map(one, tree, self.weight_layouts, self.dims)
 
-    def _with_unfinished_sums(self, params: Tree) -> Tree:
-        """Return the weights, typed so that autodiff does not sum their gradients over replicas. The sums
-        stay unfinished (`WeightLayouts.unreduced`) until `_reduce`.
-
-        A gradient has its weight's type. In Manual, if a weight is typed as varying over dp, its gradient
-        varies over dp, too: each device has its own term of the sum. In Explicit a mark in the type does the
-        same, only with ``reduce="end"``. In Auto XLA decides when to sum."""
-        par = self.par
-        if isinstance(par, Manual):
-            as_varying = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
-            return jax.tree.map(as_varying, params, weight_dims(self.config))
-        if not isinstance(par, Explicit) or self.plan.reduce != "end":
-            return params
-        mark = lambda w, layouts, dims: par.lay(w, layouts.stored, dims, marked=True)
-        trainable = trainable_params(params, self.config)
-        return joined(params, jax.tree.map(mark, trainable, self.weight_layouts, self.dims))
-
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
-        config, plan = self.config, self.plan
-        loss, tally = jnp.float32(0), None
-        if isinstance(self.par, Manual):
-            loss = vary(loss, plan.varying("data"))
+        config, par = self.config, self.par
+        loss, tally = par.zeros((), Layout((), self.plan.varying("data"))), None
         if config.experts:
             # one entry for each layer with experts
             shape = len(config.routed_kinds), config.experts.num_experts + 2
-            tally = self._zero(shape, Layout(_TALLY, plan.varying("stream")))
-        zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
+            tally = par.zeros(shape, Layout(_TALLY, self.plan.varying("stream")))
+        zero = lambda w, layouts: par.zeros(w.shape, layouts.accumulated)
         weights = trainable_params(self.abstract_state.params, config)
         return (loss, tally), jax.tree.map(zero, weights, self.weight_layouts)
-
-    def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
-        """Return zeros of a global ``shape``, with this layout."""
-        if isinstance(self.par, Auto):  # Auto and Explicit use only the second layout of an arrow
-            return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
-        zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
-        return vary(zeros, layout.axes + layout.sums)
 
     def _in_buckets(self, grads: Tree) -> Tree:
         """All-reduce gradients in flat buckets (Li et al. 2020): fewer collectives, the same bytes, and the
@@ -318,21 +286,21 @@ class Step:
         and metrics; metrics are summed over all devices."""
         loss, tally = sums
         tokens = (batch["targets"] >= 0).sum()
-        if isinstance(self.par, Auto):
+        if isinstance(self.par, Manual):
+            # leaves are replicated over different axes; `count_once` keeps one replica of each in the sum
+            square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
+            values = loss, tokens.astype(jnp.float32), square, tally
+            loss, tokens, square, tally = self.par.sum_over_devices(values)
+            tokens = jnp.maximum(tokens, 1)
+            grads = jax.tree.map(lambda g: g / tokens, grads)
+            norm = jnp.sqrt(square) / tokens
+        else:
             tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = optax.tree.norm(grads)
             arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
             if tally is not None:
                 tally = self.par.carry_out(tally, arrow, "loss, tokens and norm")
-        else:
-            # leaves are replicated over different axes; `_count_once` keeps one replica of each in the sum
-            square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-            values = loss, tokens.astype(jnp.float32), square, tally
-            loss, tokens, square, tally = self._sum_over_devices(values)
-            tokens = jnp.maximum(tokens, 1)
-            grads = jax.tree.map(lambda g: g / tokens, grads)
-            norm = jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
         if tally is not None:
@@ -342,20 +310,6 @@ class Step:
                 "router_entropy": tally[:, -1],
             }
         return grads, metrics
-
-    def _count_once(self, x: Array) -> Array:
-        """Return ``x`` on one of its replicas and 0 on the others, so that a sum over all devices counts it
-        once. The replicas are along the axes over which ``x`` does not vary; the first of them keeps it."""
-        same = tuple(a for a in self._live if a not in varying(x))
-        return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
-
-    def _sum_over_devices(self, values: Tree) -> Tree:
-        """Sum small values over all devices in one all-reduce. Since it takes all these values, it runs after
-        every collective that they depend on. Separate all-reduces could run beside those in any order, and
-        devices could choose different orders."""
-        flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
-        arrow = Arrow(Layout((), self._live), WHOLE)
-        return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _with_automatic_axes(self, update: Callable) -> Callable:
         """Return ``update`` as a function that sees automatic axes. In the mode Explicit arrays have explicit
@@ -504,9 +458,9 @@ class Step:
             return Checked(
                 jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size
             )
-        given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
-        manual = lambda params, batch: self._sum_over_devices(sums(Manual(plan), params, batch))
-        mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
+        par = Manual(plan)
+        manual = lambda params, batch: par.sum_over_devices(sums(par, params, batch))
+        mapped = par.over_devices(manual, self.mesh, (self.stored, self._batch_layout), WHOLE)
         return Checked(jax.jit(mapped), self.config.vocab_size)
 
 
