@@ -92,7 +92,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
             by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
         )
     elif kernel == "flash":
-        run = partial(flash_attention, platform=par.platform, **ring)
+        run = partial(flash_attention, platform=str(par.platform), **ring)
     else:
         run = partial(
             ring_attention,
@@ -285,13 +285,13 @@ def attend_block(
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
     ``over_pairs`` is `_over_pairs` with its settings."""
 
-    def merge_pair(queries, keys, seen, partial_i, _of_keys):
-        return merge(*partial_i, *attend_tile(*queries, *keys, seen, scale, cap)), ()
+    def merge_pair(q_i, k_j, v_j, seen, partial_i, _of_keys):
+        out, lse = partial_i
+        return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, cap)), ()
 
     start = partials or _no_keys_yet(q, v)
     # (): the forward pass has no results for tiles of keys
-    of_queries, _ = over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())
-    return of_queries
+    return over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())[0]
 
 
 def attend_block_grad(
@@ -310,8 +310,8 @@ def attend_block_grad(
     """Return float32 (dq, dk, dv) of a block of keys: its part of dq added to the ``dq`` given, and dk and dv
     of its keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`)."""
 
-    def add_pair(queries, keys, seen, dq_i, dkv_j):
-        dq, *dkv = attend_tile_grad(*queries, *keys, seen, scale, cap)
+    def add_pair(q_i, out_grad, lse, delta, k_j, v_j, seen, dq_i, dkv_j):
+        dq, *dkv = attend_tile_grad(q_i, out_grad, lse, delta, k_j, v_j, seen, scale, cap)
         return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
 
     sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
@@ -335,8 +335,9 @@ def _few_pairs(
 def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, mask, pairs, branch):
     """Run this for pairs of a tile of queries and one of keys, and return ``(of_queries, of_keys)``:
 
-        of_queries[i], of_keys[j] = add_pair(queries[i], keys[j], seen, of_queries[i], of_keys[j])
+        of_queries[i], of_keys[j] = add_pair(*queries_i, *keys_j, seen, of_queries[i], of_keys[j])
 
+    ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j.
     ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and is ()
     where there are none.
 
@@ -349,7 +350,7 @@ def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, m
 
     def add(i, j, of_i, of_j):
         (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
-        added = lambda: add_pair(queries_i, keys_j, sees(mask, q_ids_i, k_ids_j), of_i, of_j)
+        added = lambda: add_pair(*queries_i, *keys_j, sees(mask, q_ids_i, k_ids_j), of_i, of_j)
         return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if branch else added()
 
     def add_in_loop(pair, sums):
