@@ -388,8 +388,7 @@ class Block(nnx.Module):
         normed = lambda norm, x: norm(x, par) if norm else x
         y = normed(self.attention_norm, x)
         x = self.added(x, self.attention(y, ids, rope, par), self.attention_post_norm, par)
-        is_parallel = not (self.ffn_norm or self.ffn_post_norm)
-        if not is_parallel:
+        if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
             if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
             y = normed(self.ffn_norm, x)

@@ -27,7 +27,7 @@
 modes global arrays:
 
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
-    par.unfinished(w, dims)    a stored weight, typed so that autodiff leaves its gradient an unfinished sum
+    par.unfinished(w, weight)  a stored weight, typed so that autodiff leaves its gradient an unfinished sum
     par.zeros(shape, layout)   zeros with a layout, to add to
 
 `Manual` runs each move of an arrow as a collective or a slice, in a named scope with the arrow's text. By
@@ -56,6 +56,7 @@ from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, s
 from llmpar.parallel.mesh import spec
 from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
 from llmpar.plan.layout import Arrow, Layout, parse_arrow, parse_layout
+from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Plan, Resolved
 
 
@@ -328,10 +329,10 @@ class Manual(Solo):
         layouts, results = jax.tree.map(spec, (layouts, results))
         return jax.shard_map(f, mesh=mesh, in_specs=layouts, out_specs=results)
 
-    def unfinished(self, w: Array, dims: str) -> Array:
+    def unfinished(self, w: Array, weight: Weight) -> Array:
         """Type a stored weight as varying over the axes of `WeightLayouts.unreduced`. A gradient has its
         weight's type, so along these axes each device has its own term of the sum."""
-        return vary(w, self.plan.layouts_of(dims).unreduced.sums)
+        return vary(w, self.plan.layouts_of(weight.dims).unreduced.sums)
 
     def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:
         """Return this device's zeros of a global ``shape``, which vary over all axes of the layout."""

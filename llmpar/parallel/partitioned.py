@@ -17,6 +17,7 @@ from llmpar.parallel.collectives import MOVED, WEIGHT, scope, vary
 from llmpar.parallel.mesh import as_type, from_type, sharding, spec
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.layout import Arrow, Layout, parse_layout
+from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Resolved
 
 
@@ -72,7 +73,7 @@ class Auto(Solo):
         """Return ``f`` itself, a function of global arrays."""
         return f
 
-    def unfinished(self, w: Array, dims: str) -> Array:
+    def unfinished(self, w: Array, weight: Weight) -> Array:
         """Return the weight itself: XLA decides when to sum its gradient."""
         return w
 
@@ -151,11 +152,12 @@ class Explicit(Auto):
         """Return ``x`` with the type of a physical arrow's last layout."""
         return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
 
-    def unfinished(self, w: Array, dims: str) -> Array:
+    def unfinished(self, w: Array, weight: Weight) -> Array:
         """Return a stored weight whose type has the marks with which its gradient stays an unfinished sum, if
-        the plan sums gradients at the end."""
-        stored = self.plan.stored(dims)
-        return self.lay(w, stored, dims, marked=True) if self.plan.reduce == "end" else w
+        it has a gradient and the plan sums gradients at the end."""
+        if weight.frozen or self.plan.reduce != "end":
+            return w
+        return self.lay(w, self.plan.stored(weight.dims), weight.dims, marked=True)
 
     def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
         """Multiply ``x`` by a weight, which gives the type of an unfinished sum, then move the result."""

@@ -31,6 +31,7 @@ from jaxtyping import Array
 from llmpar.model.llama import Batch, LossAndTally
 from llmpar.model.weights import (
     Tree,
+    described,
     init_params,
     joined,
     model_graph,
@@ -157,14 +158,15 @@ class Step:
         what the parity tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
-            gradients = self.par.over_devices(self._gradients, self.mesh, layouts, results)
-            return gradients(params, batch)
+            return self.par.over_devices(self._gradients, self.mesh, layouts, results)(
+                params, batch
+            )
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
         # the sums of gradients over replicas stay unfinished (`WeightLayouts.unreduced`) until `_reduce`
-        params = jax.tree.map(self.par.unfinished, params, weight_dims(self.config))
+        params = jax.tree.map(self.par.unfinished, params, described(self.config))
         if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
@@ -253,14 +255,13 @@ class Step:
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
-        config, par = self.config, self.par
-        loss, tally = par.zeros((), Layout((), self.plan.varying("data"))), None
-        if config.experts:
+        loss, tally = self.par.zeros((), Layout((), self.plan.varying("data"))), None
+        if self.config.experts:
             # one entry for each layer with experts
-            shape = len(config.routed_kinds), config.experts.num_experts + 2
-            tally = par.zeros(shape, Layout(_TALLY, self.plan.varying("stream")))
-        zero = lambda w, layouts: par.zeros(w.shape, layouts.accumulated)
-        weights = trainable_params(self.abstract_state.params, config)
+            shape = len(self.config.routed_kinds), self.config.experts.num_experts + 2
+            tally = self.par.zeros(shape, Layout(_TALLY, self.plan.varying("stream")))
+        zero = lambda w, layouts: self.par.zeros(w.shape, layouts.accumulated)
+        weights = trainable_params(self.abstract_state.params, self.config)
         return (loss, tally), jax.tree.map(zero, weights, self.weight_layouts)
 
     def _in_buckets(self, grads: Tree) -> Tree:
