@@ -37,7 +37,7 @@ BESIDE = {
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
     "plan": 2_601,
-    "parallel": 992,
+    "parallel": 993,
     "kernels": 520,
     "model": 898,
     "pipeline": 321,
@@ -55,8 +55,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_028,
-    "statements": 25_373,
+    "statements of the compact package": 6_029,
+    "statements": 25_374,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -100,15 +100,16 @@ class Solo:
         return x
 
     def move_matmul(
-        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable | None]
+        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable | None] = ()
     ) -> list[Array]:
-        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add the bias of each, or
-        None. Give the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
+        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add its bias, if it has
+        one. Give the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
         ring = self.ring(arrow, "all-gather")
         results = (
             gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
         )
-        results = [self.plus(y, bias) for y, bias in zip(results, biases, strict=True)]
+        pairs = zip(results, biases or [None] * len(weights), strict=True)
+        results = [self.plus(y, bias) for y, bias in pairs]
         name = OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results  # without a checkpoint name: the hidden values of chunks are not saved
