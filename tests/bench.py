@@ -319,7 +319,8 @@ def attends(size: dict) -> Iterator[Row]:
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut)
     def ring(q, k, v, at):
-        places = dict(q_positions_bs=at, k_positions_bt=at)
+        everywhere = jax.lax.all_gather(at, "sp", axis=1, tiled=True)
+        places = dict(q_positions_bs=at, k_positions_bt=everywhere)
         return attention.ring_attention(q[..., None, :], k, v, axis="sp", **places)[0][..., 0, :]
 
     runs, memory, values = dict[str, Value](), dict[str, Value](), []

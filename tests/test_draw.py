@@ -72,7 +72,7 @@ def pipeline(name, p, m, **costs):
 def tensor(mesh, name, device, **more):
     """A weight of a Llama on a mesh of H100s."""
     plan = Plan(mesh).resolve(preset("llama3-8b"), None)
-    weight, layouts = next(plan.weight_layouts[key] for key in plan.weight_layouts if key.startswith(name))
+    weight, layouts = next(plan.layouts_by_path[key] for key in plan.layouts_by_path if key.startswith(name))
     sizes = plan.mesh.sizes
     return draw.tensor_grid(layouts.stored, weight.shape, sizes, 8, device, name=name, **more)
 

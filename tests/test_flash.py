@@ -24,6 +24,7 @@ from test_attention import (
     functional,
     ids_of,
     inputs,
+    of_all,
     oracle,
     program,
     results,
@@ -32,7 +33,7 @@ from test_mesh import in_a_fresh_process
 
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
-from llmpar.model.attention import ring_attention
+from llmpar.model.attention import flash_attention, ring_attention
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask
@@ -75,11 +76,11 @@ def close(found, expected):
 )
 def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_and_mask(seed):
     qkv, ids, mask = drawn(seed)
-    close(results(program(ring_attention, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
+    close(results(program(flash_attention, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
-    bfloat16_agrees(program(ring_attention, platform="cpu"), *inputs(ratio=4, packed=True))
+    bfloat16_agrees(program(flash_attention, platform="cpu"), *inputs(ratio=4, packed=True))
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_docume
     if platform == "tpu":
         monkeypatch.setattr(flash, "kernel_tiles", lambda *args: KernelTiles(16, 32, 2, 8))
     qkv, ids, mask = drawn(seed)
-    fresh = program.__wrapped__(ring_attention, platform=platform, mask=mask)
+    fresh = program.__wrapped__(flash_attention, platform=platform, mask=mask)
     close(results(fresh, qkv, ids), oracle(qkv, ids, mask))
 
 
@@ -124,9 +125,9 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
         done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
         for part in parts:
             done = flash.kernel_forward(q, *part[:2], of, part[2], done, **settings)
-        terms, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
+        per_query, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
         for part in parts:
-            dq, *dkv = flash.kernel_backward(q, *part[:2], of, part[2], terms, dq, **settings)
+            dq, *dkv = flash.kernel_backward(q, *part[:2], of, part[2], per_query, dq, **settings)
             more.append(dkv)
         return *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 
@@ -193,7 +194,7 @@ def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that
 
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
-    data, options = inputs(packed=True), dict(block=8, branch=False)
+    data, options = inputs(packed=True), dict(tile=8, branch=False)
     agree(results(program(ring_attention, **options), *data), oracle(*data))
     assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
 
@@ -218,9 +219,9 @@ def on_a_gpu(s, **options):
     cut = jax.sharding.PartitionSpec(None, "sp")
 
     def local(q, k, v, at, of):
-        return ring_attention(q, k, v, axis="sp", platform="gpu", **ids_of(at, of), **options)[0].astype(
-            jnp.float32
-        )
+        ids = of_all(ids_of(at, of))
+        out, _ = flash_attention(q, k, v, axis="sp", platform="gpu", **ids, **options)
+        return out.astype(jnp.float32)
 
     mesh = abstract_mesh(f"sp={n}", "gpu")
     attend = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
 
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
-from llmpar.model.weights import trained
+from llmpar.model.weights import trainable_params
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
@@ -62,8 +62,8 @@ def after_three(local: LocalSteps):
 def outer_census(local: LocalSteps, index: int = 0):
     """What the compiled outer step of a fragment sends; it is given what is predicted, to the byte."""
     config, whole = local.config, local.whole.abstract_state
-    after = local._in_all(trained(local.steps[0].abstract_state.params, config))
-    outer = local.outer_step.lower(index, after, trained(whole.params, config), whole.optimizer)
+    after = local._in_all(trainable_params(local.steps[0].abstract_state.params, config))
+    outer = local.outer_step.lower(index, after, trainable_params(whole.params, config), whole.optimizer)
     compiled, text = read_program(outer)
     worker = dataclasses.replace(local.plan.worker, muon="none").resolve(config, "cpu")
     worker = argument_bytes(worker, BATCH, SEQ)

@@ -14,7 +14,7 @@ from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 
 from llmpar.cli.export import Export
-from llmpar.model.weights import described, joined, trained
+from llmpar.model.weights import described, joined, trainable_params
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, matrix_dims
 from llmpar.plan.plan import Plan
@@ -95,7 +95,7 @@ def test_adapters_start_without_effect_and_the_base_never_moves():
     same = jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b)), begin, state.params)
     assert same == jax.tree.map(lambda w: w.frozen, described(config))
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
-    assert len(moments) == 2 * len(jax.tree.leaves(trained(begin, config)))
+    assert len(moments) == 2 * len(jax.tree.leaves(trainable_params(begin, config)))
 
 
 def test_merged_or_beside_their_weights_adapters_give_the_same_logits():

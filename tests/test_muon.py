@@ -15,7 +15,7 @@ from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, dealt, predicted_by_
 from shared import CASES
 
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
-from llmpar.model.weights import trained, weight_dims
+from llmpar.model.weights import trainable_params, weight_dims
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import OptimizerConfig, matrix_dims
@@ -57,7 +57,7 @@ def numbers(dims: str):
 def test_on_one_device_it_is_muon_of_optax_in_updates_and_state():
     """Two updates, with weight decay, of all weights of a model with experts; 1e-5 of the largest update."""
     config = ROUTED
-    dims, params = trained(weight_dims(config), config), weights(config)
+    dims, params = trainable_params(weight_dims(config), config), weights(config)
     given = dict(weight_decay=0.1, muon_weight_dimension_numbers=jax.tree.map(numbers, dims))
     rate = optax.linear_schedule(0.0, 1e-2, 1)
     rules = muon(rate, config, 0.1), optax.contrib.muon(rate, **given)

@@ -126,7 +126,7 @@ def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
 
 def test_places_have_the_layers_of_every_chunk_in_order():
     """DeepSeek's dense layer leads; of any order no chunk lacks a layer, and few places are empty."""
-    assert [*places.places((0, 1, 1, 1, 1, 1, 1, 1), 2)] == [
+    assert [*places.chunk_places((0, 1, 1, 1, 1, 1, 1, 1), 2)] == [
         places.LayerPlace(0, (0, -1)),
         *(places.LayerPlace(1, (1 + i, 4 + i)) for i in range(3)),
         places.LayerPlace(1, (-1, 7)),
@@ -135,7 +135,7 @@ def test_places_have_the_layers_of_every_chunk_in_order():
     for _ in range(200):
         kinds = tuple(rng.choices(range(3), k=rng.randrange(1, 30)))
         chunks = rng.randrange(1, len(kinds) + 1)
-        table, loops = places.places(kinds, chunks), places.chunk_loops(kinds, chunks)
+        table, loops = places.chunk_places(kinds, chunks), places.chunk_loops(kinds, chunks)
         rows = [[(place.kind, place.layers[i]) for place in table] for i in range(chunks)]
         filled = [[(kind, layer) for kind, layer in row if layer >= 0] for row in rows]
         assert sum(filled, []) == [(kind, layer) for layer, kind in enumerate(kinds)]

@@ -195,8 +195,8 @@ def counted(plan: Plan, config) -> list:
     """What formulas know of a plan's program: what lies where, what moves, what is held."""
     runs = plan.resolve(config, "gpu")
     sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
-    lives = {path: layouts for path, (_, layouts) in runs.weight_layouts.items()}
-    at_once = runs.microbatches, runs.loss_chunks, runs.gathers
+    lives = {path: layouts for path, (_, layouts) in runs.layouts_by_path.items()}
+    at_once = runs.microbatches, runs.loss_chunks, runs.gather_per
     return [at_once, runs.regions, lives, runs.pipeline, sent, memory.parts_bytes(runs, 16, 128)]
 
 
@@ -280,7 +280,7 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
         assert "gathered once a step" in " ".join(cpu.notes) and not gpu.notes
         for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
             other = dataclasses.replace(plan, **same)
-            assert other.resolve().gathers == other.resolve(devices="gpu").gathers
+            assert other.resolve().gather_per == other.resolve(devices="gpu").gather_per
             assert not other.resolve().notes
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 

@@ -120,10 +120,10 @@ def test_the_parts_of_a_planned_model_add_up(name):
     halves = config.count_kinds(0, start), config.count_kinds(start, config.num_layers)
     assert [a + b for a, b in zip(*halves, strict=True)] == [count for count, _ in config.blocks]
     plan = Plan("pp=4 fsdp=2", microbatches=8).resolve(config, "gpu", 32, 4096)
-    table = places.places(config.layer_kinds, 4)
+    table = places.chunk_places(config.layer_kinds, 4)
     filled = [(place.kind, layer) for place in table for layer in place.layers if layer >= 0]
     assert sorted(filled, key=lambda pair: pair[1]) == [(k, i) for i, k in enumerate(config.layer_kinds)]
-    assert all(4 * n >= count for n, (count, _) in zip(plan.places, config.blocks, strict=True))
+    assert all(4 * n >= count for n, (count, _) in zip(plan.places_per_stage, config.blocks, strict=True))
     one = Plan("fsdp=1").resolve(config, "gpu", 8, 4096)
     assert memory.argument_bytes(one, 8, 4096)["params"] == 4 * config.num_params
     cut = memory.argument_bytes(Plan("fsdp=8").resolve(config, "gpu", 8, 4096), 8, 4096)["params"]

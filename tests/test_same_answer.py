@@ -92,18 +92,18 @@ class MeanOfMeans(Step):
     """Each device divides by its own number of targets, and the results are averaged."""
 
     def _backward(self, params, batch):
-        (loss, counts), grads = super()._backward(params, batch)
+        (loss, tally), grads = super()._backward(params, batch)
         local = jnp.maximum((batch["targets"] >= 0).sum().astype(jnp.float32), 1.0)
         weight = jax.lax.pmean(local, ("dp", "fsdp")) / local
-        return (loss * weight, counts), jax.tree.map(lambda g: g * weight, grads)
+        return (loss * weight, tally), jax.tree.map(lambda g: g * weight, grads)
 
 
-class LocalNorm(Step):
+class LocalNorm(Manual):
     """The global norm leaves the sum over shards out."""
 
-    def _sum_over_devices(self, values):
-        loss, tokens, _, counts = super()._sum_over_devices(values)
-        return loss, tokens, values[2], counts
+    def sum_over_devices(self, values):
+        loss, tokens, _, tally = super().sum_over_devices(values)
+        return loss, tokens, values[2], tally
 
 
 class LocalGradients(Step):

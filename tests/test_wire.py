@@ -55,7 +55,7 @@ FAMILIES = [LLAMA, MOE, QWEN, family("gpt_oss"), family("olmo3")]
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda x: x.name)
 def test_matrices_travel_in_fewer_bits_and_no_vector_does(config):
     plan = Plan("fsdp=2", **HALF).resolve(config)
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         assert bool(layouts.gather_wire) != weight.is_vector, f"{path} {weight.dims}"
 
 
@@ -81,7 +81,7 @@ def cut(x: np.ndarray, counts) -> list[tuple]:
 def as_gathered(config, plan):
     """The weights as the ranks of a plan multiply by them: each shard of a layer rounded by itself."""
     plan, flat = plan.resolve(config), flatten_dict(weights(config), sep=".")
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         if layouts.gather.moves and not weight.is_vector:
             counts = [plan.mesh.along(dim.axes) for dim in layouts.stored.dims]
             if path.startswith("blocks."):

@@ -62,7 +62,7 @@ def described_kind(count: int, block: ModelConfig) -> str:
     """Return what layers of a kind are, in a line."""
     mixers = {"attention": "attention", "recurrent": "a recurrent state", "none": "no mixer"}
     words = [mixers[block.mixer]]
-    if block.shares_cache:
+    if block.has_latent_attention:
         words[0] = "latent attention"
     if block.window:
         cut = "chunks" if block.variant.chunked else "a window"

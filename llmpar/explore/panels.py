@@ -110,14 +110,14 @@ def tensors(seen: View) -> list[Tensor]:
     rows = [
         Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times)
         for kind, when, times in states
-        for path, (weight, layouts) in plan.weight_layouts.items()
+        for path, (weight, layouts) in plan.layouts_by_path.items()
     ]
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width
     attending = sum(count for count, block in c.blocks if block.mixer == "attention")
     layers = -(-attending // plan.mesh.pp)
     cache: tuple = "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers
-    if c.shares_cache:
+    if c.has_latent_attention:
         cache = "what heads share", "data b s c", (b, s, c.cache_width), 2, layers
     table = [
         ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),

@@ -249,17 +249,17 @@ def kernel_backward(
     v: KV,
     q_ids: QueryIds,
     k_ids: KeyIds,
-    terms: tuple,
+    per_query: tuple,
     dq: Q | None = None,
     **settings: Any,
 ) -> tuple[Q, KV, KV]:
-    """Return float32 (dq, dk, dv), where dq is added to the one given. The terms: dO; the lse of whole rows,
-    finite; and delta, the row sum of dO O less the gradient of lse.
+    """Return float32 (dq, dk, dv), where dq is added to the one given. ``per_query``: dO; the lse of whole
+    rows, finite; and delta, the row sum of dO O less the gradient of lse.
 
     Where a device has few KV heads, query heads have parts of dK and dV, which are summed here: more programs
     keep a GPU busy."""
-    out_grad, *per_query = terms
-    arrays = (k, v), (q, out_grad, *map(_heads_first, per_query))
+    out_grad, *rows = per_query
+    arrays = (k, v), (q, out_grad, *map(_heads_first, rows))
     (dq,) = _call(_QUERIES_GRAD, *arrays, () if dq is None else (dq,), q_ids, k_ids, **settings)
     dk, dv = _call(_KEYS_GRAD, *arrays, (), q_ids, k_ids, **settings)
     return dq, dk.sum(3), dv.sum(3)

@@ -17,8 +17,8 @@ document. Every rank knows the ids of all keys. So ranks may have positions in a
 
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
-`attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. A
-kernel of `llmpar.kernels.flash` may take the place of `attend_block`.
+`attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. In
+`flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `attend_block`.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
 width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
@@ -63,9 +63,9 @@ KIds = Int[Array, "j _ 2 d"]
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
-# Up to 2 tiles of queries times 4 of keys the loop over pairs of tiles is unrolled. In a contiguous sequence
-# it is unrolled up to `FEW_TILES` tiles of queries, and pairs outside the mask are left out. Unrolled it is
-# 20 % faster on a CPU, and each pair takes 0.03 s to compile.
+# Up to 2 tiles of queries times 4 of keys the loop over pairs of tiles is unrolled. Where queries and keys
+# are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and pairs outside the
+# mask are left out. Unrolled it is 20 % faster on a CPU, and each pair takes 0.03 s to compile.
 _FEW_QUERIES, _FEW_KEYS = 2, 4
 
 
@@ -79,29 +79,38 @@ class _Ids(TypedDict, total=False):
 
 
 def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
-    """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids (`_Ids`, in its
-    order), and sinks, if the model has any."""
+    """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids, and sinks, if
+    the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
+    ring: dict[str, Any] = dict(
+        axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
+        hop=plan.hop,
+        order=plan.sequence_order,
+    )
     if kernel in OF_JAX:
         run: Callable = partial(
-            by_kernel, kernel=kernel, contiguous=plan.in_order, whole=plan.documents == "whole"
+            by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
         )
+    elif kernel == "flash":
+        run = partial(flash_attention, platform=str(par.platform), **ring)
     else:
         run = partial(
             ring_attention,
-            axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
-            block=plan.attention_block,
-            contiguous=plan.in_order and not axes,
-            platform=par.platform if kernel == "flash" else None,
+            tile=plan.attention_block,
+            in_order=plan.in_order and not axes,
             branch=par.platform != "gpu",
-            hop=plan.hop,
-            order=plan.sequence_order,
+            **ring,
         )
 
-    def attend_by_plan(q, k, v, *ids):
-        ids, sinks = ids[:4], ids[4:]
-        out, lse = run(q, k, v, mask=mask, **dict(zip(_Ids.__annotations__, ids, strict=True)))
-        return with_sinks(out, lse, *sinks) if sinks else out
+    def attend_by_plan(q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None):
+        ids = _Ids(
+            q_positions_bs=q_positions,
+            q_segments_bs=q_segments,
+            k_positions_bt=k_positions,
+            k_segments_bt=k_segments,
+        )
+        out, lse = run(q, k, v, mask=mask, **ids)
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     return attend_by_plan
 
@@ -115,14 +124,14 @@ def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"
 def as_promised(
     par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
 ) -> Bool[Array, " b"]:
-    """Return for each row whether its ids are as this plan's attention assumes them to be:
+    """Return for each row whether its ids are as this plan's attention assumes them to be.
 
-    - any ids, where attention compares the ids of all keys: with a cache, in a ring whose keys reach all
-      ranks, and in the kernel of `flash`;
-    - rising, where it may leave out keys without comparing ids (`Resolved.order_matters`): positions rise
-      along the row, or segments do and positions rise in each segment;
-    - one document, where moreover `Plan.documents` is ``whole`` and the kernel is not ``portable``: one
-      segment and rising positions, which with a window have no gaps."""
+    Any ids will do with a cache, and where their order does not matter (`Resolved.order_matters`): in a ring
+    with all n - 1 hops, with `flash` where a rank has all keys, and where queries and keys are not the same
+    positions in order. Elsewhere tiles or hops are left out without comparing ids: positions must rise along
+    the row, or segments must rise, and positions within each. If moreover `Plan.documents` is ``whole`` and
+    the kernel is not ``portable``, the row must be one segment of rising positions, without gaps if there is
+    a window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -148,17 +157,13 @@ def ids_of(
     k_segments_bt=None,
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
     """Return the ids of this rank's queries, and of the `t` keys of each of the n ranks along an axis. Ids of
-    keys are given for all ranks, or for this rank alone: then they are all-gathered. Without segments all
-    positions are one document. If the mask cuts documents into chunks, each chunk becomes a segment, so that
-    a query sees only keys of its chunk."""
+    keys are given for all ranks. Without segments all positions are one document. If the mask cuts documents
+    into chunks, each chunk becomes a segment, so that a query sees only keys of its chunk."""
     if (q_segments_bs is None) != (k_segments_bt is None):
         raise ValueError(
             "segments were given for only one of queries and keys; give both or neither"
         )
-    n, keys = lax.axis_size(axis) if axis else 1, (k_positions_bt, k_segments_bt)
-    if n > 1 and k_positions_bt.shape[1] == t:
-        with scope("data b s -> ids b s"):
-            keys = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), keys)
+    n = lax.axis_size(axis) if axis else 1
     q_ids, k_ids = (
         jnp.stack(
             jnp.broadcast_arrays(
@@ -166,7 +171,10 @@ def ids_of(
             ),
             1,
         )
-        for positions, segments in ((q_positions_bs, q_segments_bs), keys)
+        for positions, segments in (
+            (q_positions_bs, q_segments_bs),
+            (k_positions_bt, k_segments_bt),
+        )
     )
     if mask.in_chunks and (length := mask.window):
         # `many` is more than the chunks of any document, so each chunk of a row gets another number, and the
@@ -270,32 +278,20 @@ def attend_block(
     k_ids: KIds,
     partials: tuple[QTiles, LseTiles] | None = None,
     *,
-    mask: Mask,
+    over_pairs: Callable,
     scale: float,
-    pairs: list[tuple[int, int]] | None,
-    branch: bool,
+    cap: float | None,
 ) -> tuple[QTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
+    ``over_pairs`` is `_over_pairs` with its settings."""
 
-    `pairs` are the pairs of tiles to unroll (`_few_pairs`); None: a loop takes all pairs. `seen_tiles` finds
-    pairs in which no query sees a key: with `branch` a `lax.cond` skips them, else they are computed and
-    masked."""
-    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
-
-    def merge_pair(i, j, partial_i, _of_keys):
-        (q_i, q_ids_i), (k_j, v_j, k_ids_j) = at((q, q_ids), i), at((k, v, k_ids), j)
-
-        def merged():
-            out, lse = partial_i
-            seen = sees(mask, q_ids_i, k_ids_j)
-            return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, mask.cap))
-
-        return (lax.cond(may_see[i, j], merged, lambda: partial_i) if branch else merged()), ()
+    def merge_pair(q_i, k_j, v_j, seen, partial_i, _of_keys):
+        out, lse = partial_i
+        return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, cap)), ()
 
     start = partials or _no_keys_yet(q, v)
     # (): the forward pass has no results for tiles of keys
-    of_queries, _ = _over_pairs(pairs, may_see.shape, merge_pair, start, ())
-    return of_queries
+    return over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())[0]
 
 
 def attend_block_grad(
@@ -304,73 +300,71 @@ def attend_block_grad(
     v: KVTiles,
     q_ids: QIds,
     k_ids: KIds,
-    terms: tuple[QTiles, LseTiles, LseTiles],
+    per_query: tuple[QTiles, LseTiles, LseTiles],
     dq: QTiles | None = None,
     *,
-    mask: Mask,
+    over_pairs: Callable,
     scale: float,
-    pairs: list[tuple[int, int]] | None,
-    branch: bool,
+    cap: float | None,
 ) -> tuple[QTiles, KVTiles, KVTiles]:
     """Return float32 (dq, dk, dv) of a block of keys: its part of dq added to the ``dq`` given, and dk and dv
-    of its keys. ``terms`` are (dO, lse over all keys, delta) of the queries (`attend_tile_grad`); the other
-    arguments are those of `attend_block`."""
-    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
+    of its keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`)."""
 
-    def add_pair(i, j, dq_i, dkv_j):
-        (q_i, terms_i, q_ids_i), (k_j, v_j, k_ids_j) = (
-            at((q, terms, q_ids), i),
-            at((k, v, k_ids), j),
-        )
-
-        def added():
-            (out_grad, lse, delta), seen = terms_i, sees(mask, q_ids_i, k_ids_j)
-            dq, dk, dv = attend_tile_grad(
-                q_i, out_grad, lse, delta, k_j, v_j, seen, scale, mask.cap
-            )
-            return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, (dk, dv)))
-
-        return lax.cond(may_see[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
+    def add_pair(q_i, out_grad, lse, delta, k_j, v_j, seen, dq_i, dkv_j):
+        dq, *dkv = attend_tile_grad(q_i, out_grad, lse, delta, k_j, v_j, seen, scale, cap)
+        return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
 
     sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
-    dq, dkv = _over_pairs(pairs, may_see.shape, add_pair, *sums)
+    dq, dkv = over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
     return dq, *dkv
 
 
 def _few_pairs(
-    mask: Mask, contiguous: bool, num_queries: int, num_keys: int, c: int
+    mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
 ) -> list[tuple[int, int]] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. In a
-    contiguous sequence these are only the pairs that the mask admits."""
+    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. Where
+    queries and keys are the same positions in order, these are only the pairs that the mask admits."""
     pairs = list(np.ndindex(num_queries, num_keys))
-    if contiguous and num_queries <= FEW_TILES:
+    if in_order and num_queries <= FEW_TILES:
         return [
             (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         ]
     return pairs if num_queries <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
 
 
-def _over_pairs(pairs, shape, add_pair, of_queries, of_keys):
-    """Run this for each pair of tiles, and return ``(of_queries, of_keys)``:
+def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, mask, pairs, branch):
+    """Run this for pairs of a tile of queries and one of keys, and return ``(of_queries, of_keys)``:
 
-        of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])
+        of_queries[i], of_keys[j] = add_pair(*queries_i, *keys_j, seen, of_queries[i], of_keys[j])
 
+    ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j.
     ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and is ()
-    where there are none. ``pairs`` are unrolled; None: a loop over all i and j below ``shape``."""
+    where there are none.
+
+    Args:
+        pairs: those to unroll (`_few_pairs`); None: a loop takes all pairs.
+        branch: skip pairs in which no query sees a key (`seen_tiles`), by a `lax.cond`; else compute and mask
+            them.
+    """
+    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
+
+    def add(i, j, of_i, of_j):
+        (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
+        added = lambda: add_pair(*queries_i, *keys_j, sees(mask, q_ids_i, k_ids_j), of_i, of_j)
+        return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if branch else added()
 
     def add_in_loop(pair, sums):
-        (i, j), (of_queries, of_keys) = divmod(pair, shape[1]), sums
-        of_i, of_j = add_pair(i, j, at(of_queries, i), at(of_keys, j))
+        (i, j), (of_queries, of_keys) = divmod(pair, may_see.shape[1]), sums
+        of_i, of_j = add(i, j, at(of_queries, i), at(of_keys, j))
         return put(of_queries, i, of_i), put(of_keys, j, of_j)
 
     if pairs is None:
-        return lax.fori_loop(0, shape[0] * shape[1], add_in_loop, (of_queries, of_keys))
-    queries, keys = (
-        [at(x, i) for i in range(n)] for x, n in zip((of_queries, of_keys), shape, strict=True)
-    )
+        return lax.fori_loop(0, may_see.size, add_in_loop, (of_queries, of_keys))
+    sums = zip((of_queries, of_keys), may_see.shape, strict=True)
+    by_query, by_key = ([at(x, i) for i in range(n)] for x, n in sums)
     for i, j in pairs:
-        queries[i], keys[j] = add_pair(i, j, queries[i], keys[j])
-    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *sums) for sums in (queries, keys))
+        by_query[i], by_key[j] = add(i, j, by_query[i], by_key[j])
+    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *x) for x in (by_query, by_key))
 
 
 def _zeros(x):
@@ -395,9 +389,8 @@ class _Ring:
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether K and V hop only after dK and dV of their block are computed. Flash computes dK and dV in one
-    # kernel, during which the sums dK and dV of the previous block hop; and dQ in another kernel, during
-    # which K and V hop.
+    # For flash, whose backward pass is two kernels. While the first computes dK and dV, their sum arrives
+    # from the previous rank. K and V hop only after it, while the second computes dQ.
     kv_hop_waits: bool = False
 
 
@@ -407,9 +400,8 @@ def ring_attention(
     v: V,
     *,
     axis: str | None = None,
-    block: int | None = None,
-    contiguous: bool = False,
-    platform: str | None = None,
+    tile: int | None = None,
+    in_order: bool = False,
     branch: bool = True,
     hop: str = "permute",
     order: str = "",
@@ -420,32 +412,28 @@ def ring_attention(
     and the result is that of `full`, in memory linear in the sequence.
 
     Args:
-        ids: those of this rank's queries; those of the keys of all ranks, or of this rank's keys, which are
-            then gathered.
-        block: length of a tile; None: `tile_length` chooses. (Elsewhere a *block* is all keys of a rank.)
-        contiguous: there is one rank, and its queries and keys are the same positions, in order (the caller
+        ids: those of this rank's queries, and those of the keys of all ranks.
+        tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
+        in_order: there is one rank, and its queries and keys are the same positions, in order (the caller
             promises it; `as_promised`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
             mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
-        branch: skip pairs of tiles in which no query sees a key (`seen_tiles`), by `lax.cond`; else compute
-            and mask them.
-        platform: use the flash kernel of this platform (`llmpar.kernels.flash`; interpreted on ``cpu``);
-            None: use `attend_block`.
+        branch: skip pairs of tiles in which no query sees a key (`_over_pairs`).
     """
     s, t = q.shape[1], k.shape[1]
-    assert s == t or not contiguous
+    assert s == t or not in_order
     q_ids, k_ids = ids_of(mask, axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
-    # both: its result would be right, but it could never be skipped. None makes tiles of half or less.
-    block = None if axis and block and block >= s else block
-    c, d = tile_length(block, s), tile_length(block, t)
+    # both: its result would be right, but it could never be skipped. With ``tile=None``, `tile_length` makes
+    # tiles of at most half the positions.
+    tile = None if axis and tile and tile >= s else tile
+    c, d = tile_length(tile, s), tile_length(tile, t)
     scale = q.shape[-1] ** -0.5
-    if platform:
-        return _ring_of_kernels(axis, hop, hops, mask, scale, platform, (q, k, v, q_ids, k_ids))
-    pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
-    settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
+    pairs = _few_pairs(mask, in_order, s // c, t // d, c)
+    over_pairs = partial(_over_pairs, mask=mask, pairs=pairs, branch=branch)
+    settings = dict(over_pairs=over_pairs, scale=scale, cap=mask.cap)
     attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
     ring = _Ring(axis, hop, hops, attend, attend_grad)
     # cut:      b (i c) … h -> i b … c h
@@ -458,9 +446,22 @@ def ring_attention(
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
 
-def _ring_of_kernels(axis, hop, hops, mask, scale, platform, arrays):
-    """Attend as `ring_attention` does, by a platform's kernel, which cuts tiles itself."""
-    q, k, v, *ids = arrays
+def flash_attention(
+    q: Q,
+    k: KV,
+    v: V,
+    *,
+    platform: str,
+    axis: str | None = None,
+    hop: str = "permute",
+    order: str = "",
+    mask: Mask = CAUSAL,
+    **ids: Unpack[_Ids],
+) -> Partial:
+    """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; interpreted
+    on ``cpu``), which cuts tiles itself."""
+    q_ids, k_ids = ids_of(mask, axis, k.shape[1], **ids)
+    hops, scale = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1] ** -0.5
     # the kernels need values as wide as keys: pad narrower ones
     narrow, width = v.shape[-1], k.shape[-1]
     v = jnp.pad(v, [(0, 0)] * 3 + [(0, width - narrow)]) if narrow < width else v
@@ -470,7 +471,7 @@ def _ring_of_kernels(axis, hop, hops, mask, scale, platform, arrays):
         partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
     )
     ring = _Ring(axis, hop, hops, forward, backward, kv_hop_waits=True)
-    out, lse = ring_forward(ring, *vary_alike((q, k, v, *ids)))
+    out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
     return (out[..., :narrow] if narrow < width else out), lse
 
 
@@ -519,22 +520,24 @@ def ring_backward(ring, saved, grads):
             keys, dk, dv = the previous rank's
         add the part of this rank's own keys to dq, dk, dv
 
-    Scores are recomputed, and K and V make their hops again. The sum of a block's dK and dV follows the
-    block, one hop behind. The first neighbour starts it, and each rank adds its part. In all it makes as many
-    hops, each of 2 b t k h float32 elements. The last one takes the sum home to the rank of the block: to the
-    next rank if hops = n-1, else (with a window) n - hops ranks further on."""
+    Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the
+    block: the first rank that the block visits starts it, every further rank adds its part, and the last hop
+    takes it home. So it makes ``hops`` hops, too, each of 2 b t k h float32 elements; the last goes to the
+    next rank if hops = n-1, else (with a window) n - hops ranks on."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # Of a query that saw no key any finite number will do: `attend_tile_grad` masks its weights to 0.
-    terms = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
+    per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
         """Add the part of the keys, which have made ``hops`` hops, to dq and to their sum dkv. The sum
         arrives one hop later than the keys; it is None at the first rank, which starts it."""
         kv, dq, dkv = carry
         dkv = None if dkv is None else _hop(ring, dkv)
-        dq, *dkv_part = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), terms, dq)
+        dq, *dkv_part = ring.attend_grad(
+            q, *kv, q_ids, at(k_ids, _owner(ring, hops)), per_query, dq
+        )
         if ring.kv_hop_waits:
             kv, dkv_part = lax.optimization_barrier((kv, dkv_part))
         if not last:
@@ -551,7 +554,7 @@ def ring_backward(ring, saved, grads):
             carry, _ = lax.scan(add_and_hop, carry, jnp.arange(2, ring.hops))
             carry, _ = add_and_hop(carry, ring.hops, last=True)
         _, dq, dkv = carry
-    dq, dk, dv = ring.attend_grad(q, k, v, q_ids, at(k_ids, _owner(ring, 0)), terms, dq)
+    dq, dk, dv = ring.attend_grad(q, k, v, q_ids, at(k_ids, _owner(ring, 0)), per_query, dq)
     if ring.hops:
         dk, dv = _hop(ring, dkv, len(k_ids) - ring.hops) + jnp.stack((dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
@@ -589,19 +592,19 @@ def by_kernel(
     v: V,
     *,
     kernel: str,  # cudnn or xla
-    contiguous: bool = False,
+    in_order: bool = False,
     whole: bool = False,
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> tuple[Q, None]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (all scores).
 
-    The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip later positions. No
+    The mask is an array of b s t, one for all heads; with `in_order` a kernel may skip later positions. No
     mask is built if rows are promised to be `whole`, one document each (`as_promised`). There is no lse: the
     kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and 0.12).
     """
-    attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=contiguous)
-    if whole and contiguous:
+    attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=in_order)
+    if whole and in_order:
         attend = partial(attend, local_window_size=mask.window and (mask.window - 1, 0))
     else:
         q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)

@@ -6,9 +6,10 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight as it is used (`used_weights`: with its LoRA adapters). ``par.move_matmul`` is a move and
-              the matmuls after it, and ``par.matmul_move`` a matmul and the move after it; they are one call
-              so that a ring may send one block while it multiplies another
+              weight ready for a matmul; `used_weights` yields several, each with its LoRA adapters if it has
+              any. ``par.move_matmul`` is a move and the matmuls after it, and ``par.matmul_move`` a matmul
+              and the move after it; they are one call so that a ring may send one block while it multiplies
+              another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
@@ -58,9 +59,9 @@ from 1). The loss is NaN if positions and segments of a row are not in the order
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and what routers count, ``l (e+2)``: for each layer the tokens of each expert,
+# The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer the tokens of each expert,
 # then the dropped choices and the sum of entropies (`moe.route`); None without experts.
-Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
+LossAndTally = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
 Params = dict[str, nnx.Param]
@@ -69,8 +70,6 @@ MATRICES = "gate", "up", "down"
 """The matrices of a feed-forward."""
 LATENT_EPS = 1e-6
 """The epsilon of the norms in latent attention. The model's other norms use ``norm_eps``."""
-NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
-"""The norms that a block may have."""
 
 
 def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
@@ -116,7 +115,7 @@ class Norm(nnx.Module):
             x32 = unit(x32, self.eps)
         offset = self.variant.norm_offset
         times = lambda x, scale: x * (scale + offset) if offset else x * scale
-        return par.beside(times, x32.astype(x.dtype), self.scale)
+        return par.with_weight(times, x32.astype(x.dtype), self.scale)
 
     def mean_of_heads(
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
@@ -130,7 +129,8 @@ class Norm(nnx.Module):
 
 def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
     """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
-    ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``."""
+    ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. What
+    only some models have is None in the class of the part, and stays None without a parameter."""
     for path, weight in params.items():
         owner, _, name = path.removesuffix(".scale").rpartition(".")
         if owner == under:
@@ -141,11 +141,13 @@ def take(part: Any, params: Params, under: str, eps: float, variant: Variant) ->
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    # these four are attributes only if the model has them
-    q_norm: Norm
-    k_norm: Norm
-    o_bias: nnx.Param
-    sinks: nnx.Param
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    q_bias: nnx.Param | None = None
+    k_bias: nnx.Param | None = None
+    v_bias: nnx.Param | None = None
+    o_bias: nnx.Param | None = None
+    sinks: nnx.Param | None = None
     eps: float | None = None  # the epsilon of q_norm and k_norm; None: ``norm_eps`` of the model
 
     def __init__(self, config: ModelConfig, params: Params):
@@ -157,15 +159,15 @@ class Attention(nnx.Module):
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
         weights = used_weights(self, par, "q", "k", "v")
-        names = [f"{name}_bias" for name in "qkv"]
-        biases = [getattr(self, name) for name in names if hasattr(self, name)]
+        biases = self.q_bias, self.k_bias, self.v_bias
         arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
-        if hasattr(self, "q_norm"):
+        if self.q_norm and self.k_norm:
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0: `rotate` only multiplies queries by their factor, if any.
+        # With rope "none" all angles are 0, so `rotate` only multiplies queries by the factor of
+        # `Variant.query_scale`, if it is set.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":
@@ -174,7 +176,7 @@ class Attention(nnx.Module):
         if variant.score_scale:  # `attend` divides scores by the root of h
             q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
-        sinks_kr = par.weight(self.sinks).reshape(k, -1) if hasattr(self, "sinks") else None
+        sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
         if par.cache:
             y_bskrh = par.cache.attend(q_bskrh, k_bskh, v_bskh, ids[0], config.mask, sinks_kr)
         else:
@@ -183,12 +185,13 @@ class Attention(nnx.Module):
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         return self.to_stream(y_bskrh, par)
 
-    def to_stream(self, y: Float[Array, "b t *heads w"], par: Solo) -> Stream:
+    # _: with tp_sequence the stream has fewer positions on a device
+    def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.beside(jnp.add, y, self.o_bias) if hasattr(self, "o_bias") else y
+        return par.plus(y, self.o_bias)
 
 
 class LatentAttention(Attention):
@@ -196,7 +199,7 @@ class LatentAttention(Attention):
     rotary key of width r, and all heads compute their keys and values from these. So only c + r numbers per
     token are moved between ranks, or kept in a cache. (In this class c and r are these widths.)"""
 
-    kv_norm: Norm  # and q_norm, if queries are computed from a latent, too
+    kv_norm: Norm
     kv_up: nnx.Param
     eps = LATENT_EPS
 
@@ -206,7 +209,7 @@ class LatentAttention(Attention):
         and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]
         x = par.move(x, "stream b s d -> attention b s d")
-        if hasattr(self, "q_down"):
+        if self.q_norm:  # queries are computed from a latent, too
             q_latent = self.q_norm(self.projected("q_down", x, par), par)
             q_bsnh = self.projected("q_up", q_latent, par)
         else:
@@ -230,8 +233,7 @@ class LatentAttention(Attention):
         """Multiply by one of the matrices, and add its bias, if it has one."""
         (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
-        bias = getattr(self, f"{name}_bias", None)
-        return y if bias is None else par.beside(jnp.add, y, bias)
+        return par.plus(y, getattr(self, f"{name}_bias", None))
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
@@ -268,27 +270,26 @@ def attend(
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     # layouts write s, not t, for the positions of keys
-    queries, keys, values = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
-    layouts = [queries, keys, keys, "queries b s", "queries b s", "ids b s", "ids b s"]
+    q_layout, k_layout, args = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
+    layouts = [q_layout, k_layout, k_layout, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
         layouts.append("queries k r")
-        values += (par.move(sinks, "attention k r -> queries k r"),)
-    y = par.local(attention.choose_attention(par, mask), layouts, queries)(*values)
+        args += (par.move(sinks, "attention k r -> queries k r"),)
+    y = par.local(attention.choose_attention(par, mask), layouts, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
 class FeedForward(nnx.Module):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
 
-    # these three are attributes only if the model has them
-    gate_bias: nnx.Param
-    up_bias: nnx.Param
-    down_bias: nnx.Param
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params, path: str):
         take(self, params, path, config.norm_eps, config.variant)
         adapt(self, config.lora, params, path)
-        self.variant, self.biased = config.variant, f"{path}.down_bias" in params
+        self.variant = config.variant
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -300,7 +301,7 @@ class FeedForward(nnx.Module):
     ) -> Stream:
         """Run three matmuls. The arrow ``before`` moves ``x`` to them; ``after`` finishes the sum over m."""
         gate, up, down = used_weights(self, par, *MATRICES)
-        biases = (self.gate_bias, self.up_bias) if self.biased else ()
+        biases = self.gate_bias, self.up_bias
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
@@ -308,17 +309,17 @@ class FeedForward(nnx.Module):
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
-        return par.beside(jnp.add, y, self.down_bias) if self.biased else y
+        return par.plus(y, self.down_bias)
 
 
 class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     router: nnx.Param
-    # Two are attributes only if the model has them: ``router_bias`` is learned by gradients; ``bias``
-    # balances the load of experts by a rule (`Step._balance_experts`).
-    router_bias: nnx.Param
-    bias: nnx.Param
+    # ``router_bias`` is learned by gradients; ``bias`` balances the load of experts by a rule
+    # (`Step._balance_experts`)
+    router_bias: nnx.Param | None = None
+    bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params):
         assert config.experts
@@ -333,11 +334,9 @@ class Experts(nnx.Module):
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
-        if hasattr(self, "router_bias"):
-            plus = lambda logits, bias: logits + bias.astype(logits.dtype)
-            logits_bse = par.beside(plus, logits_bse, self.router_bias)
+        logits_bse = par.plus(logits_bse, self.router_bias)
         bias = []  # empty, or the one bias
-        if self.config.bias_rate is not None:
+        if self.bias is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
         # `moe.route` returns the weights and the numbers of the k experts that each token chose. Layouts
         # write e for this dim of choices, since k is KV heads in layouts.
@@ -350,7 +349,7 @@ class Experts(nnx.Module):
         x = par.move(x, "stream b s d -> tokens b s d")
         choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
-        weights = [getattr(self, name) for name in names if hasattr(self, name)]
+        weights = [w for name in names if (w := getattr(self, name, None)) is not None]
         visit = par.local(
             functools.partial(moe.visit_experts, self.config, par.island, variant=self.variant),
             ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
@@ -370,11 +369,15 @@ class Block(nnx.Module):
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
     are parallel: both read its result."""
 
+    attention_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    ffn_norm: Norm | None = None
+    ffn_post_norm: Norm | None = None
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
-        self.norms = tuple(name for name in NORMS if f"{name}.scale" in params)
         take(self, params, "", config.norm_eps, config.variant)
-        mixer = LatentAttention if config.shares_cache else Attention
+        mixer = LatentAttention if config.has_latent_attention else Attention
         self.attention = mixer(config, params)
         if config.experts:
             self.experts = Experts(config, params)
@@ -384,24 +387,20 @@ class Block(nnx.Module):
 
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
-        y = self.normed("attention_norm", x, par)
-        x = self.added(x, self.attention(y, ids, rope, par), "attention_post_norm", par)
-        is_parallel = self.norms == ("attention_norm",)
-        if not is_parallel:
-            if "attention_post_norm" not in self.norms:
+        normed = lambda norm, x: norm(x, par) if norm else x
+        y = normed(self.attention_norm, x)
+        x = self.added(x, self.attention(y, ids, rope, par), self.attention_post_norm, par)
+        if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
+            if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
-            y = self.normed("ffn_norm", x, par)
+            y = normed(self.ffn_norm, x)
         y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
-        return self.added(x, y, "ffn_post_norm", par), aux
+        return self.added(x, y, self.ffn_post_norm, par), aux
 
-    def normed(self, name: str, x: Stream, par: Solo) -> Stream:
-        """Return the normed value, or ``x`` where the block does not have this norm."""
-        return getattr(self, name)(x, par) if name in self.norms else x
-
-    def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
+    def added(self, x: Stream, y: Stream, norm: Norm | None, par: Solo) -> Stream:
         """Return ``x`` plus a result ``y``, which is normed first if the block has this norm."""
-        if norm in self.norms:
-            y = self.normed(norm, checkpoint_name(y, STREAM), par)
+        if norm:
+            y = norm(checkpoint_name(y, STREAM), par)
         return x + scaled_by(y, self.config.variant.residual_scale)
 
 
@@ -427,7 +426,7 @@ class Llama(nnx.Module):
         make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
         return nnx.split_rngs(splits=count)(make)(rngs)
 
-    def loss(self, batch: Batch, par: Solo) -> Loss:
+    def loss(self, batch: Batch, par: Solo) -> LossAndTally:
         """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
         loss = par.total(losses, "data b s")
@@ -560,8 +559,9 @@ def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array,
 
 
 def in_iteration(block: Callable, kind: int, index: int | None) -> Callable:
-    """Return a block that picks its weights out of those of an iteration, a dict by kind. Where an iteration
-    has several layers, weights of one kind are stacked, and ``index`` is that of this block."""
+    """Return a block that takes the weights of a whole iteration, a dict from kind to weights, and uses those
+    of its ``kind``. Where an iteration has several layers these are stacked, and ``index`` says which row is
+    this block's."""
     return lambda x, w: block(x, w[kind] if index is None else at(w[kind], index))
 
 

@@ -114,8 +114,8 @@ def route(
         chosen = jnp.where(place < experts.capacity(logits.shape[1]), chosen, experts.num_experts)
     dropped = (chosen == experts.num_experts).sum(dtype=jnp.float32)
     entropy = -(share * jnp.log(share + 1e-20)).sum()
-    counts = jnp.concatenate([hot.sum((0, 1)), jnp.stack([dropped, entropy])])
-    return weights, chosen, {"loss": loss, "tally": lax.stop_gradient(counts)}
+    tally = jnp.concatenate([hot.sum((0, 1)), jnp.stack([dropped, entropy])])
+    return weights, chosen, {"loss": loss, "tally": lax.stop_gradient(tally)}
 
 
 # ------------------------------------------------------------------------ dispatching, multiplying, combining

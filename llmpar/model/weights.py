@@ -28,7 +28,7 @@ def weight_dims(config: ModelConfig) -> Tree:
     return jax.tree.map(lambda weight: weight.dims, described(config))
 
 
-def trained(tree: Tree, config: ModelConfig) -> Tree:
+def trainable_params(tree: Tree, config: ModelConfig) -> Tree:
     """Return what gradients change, of a tree like the model's or of a part: all, or with LoRA the
     adapters."""
     weights, flat = config.weights(), traverse_util.flatten_dict(tree, sep=".")

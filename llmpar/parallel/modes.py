@@ -3,21 +3,32 @@
 `Explicit`, under JAX's sharding types. The model's code is the same in all four, and never names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
-             par.beside(f, x, p)       f(x, weight) elementwise: to add a bias, or to multiply by a scale
+             par.with_weight(f, x, p)  f(x, weight) elementwise, such as a product with a scale (a method
+                                       because `Explicit` needs a gradient rule that JAX's broadcasting lacks)
+             par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
              par.ragged(x, …, arrow)   an all-to-all that sends only the first rows of each block
     matmuls  par.move_matmul(x, arrow, *ws)   a move, then matmuls of what was moved
              par.matmul_move(x, w, arrow)     a matmul, then a move of its result
     sums     par.summed(f, …, arrow)   a function: f computes a device's term of a sum, the arrow finishes it
-             par.total(x, layout)      the sum over all dims
+             par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
+                                       which `Step` finishes
     islands  par.local(f, …)           f on a device's own blocks: an *island*, as the body of a shard_map is.
                                        Inside f the mode is `par.island`. Of a dim, par.index(layout) is the
                                        index of the device's block, par.parts(layout) the number of blocks,
                                        and par.axes(layout) the mesh axes that cut it
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
-                                       iteration runs one period; par.periods(ws, times) stacks its weights
+                                       iteration runs one period; par.periods(ws, times) groups the stacked
+                                       weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
+
+`Step` calls three more, of all but `Solo`. In `Manual` its arrays are a device's own shards, in the other
+modes global arrays:
+
+    par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
+    par.unfinished(w, weight)  a stored weight, typed so that autodiff leaves its gradient an unfinished sum
+    par.zeros(shape, layout)   zeros with a layout, to add to
 
 `Manual` runs each move of an arrow as a collective or a slice, in a named scope with the arrow's text. By
 that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
@@ -35,13 +46,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from llmpar.parallel import wire
 from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
 from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, send, vary, varying
+from llmpar.parallel.mesh import spec
 from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
-from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
+from llmpar.plan.layout import Arrow, Layout, parse_arrow, parse_layout
+from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Plan, Resolved
 
 
@@ -55,15 +70,20 @@ class Solo:
         self.plan = plan = plan or Plan().resolve()
         self.platform = plan.platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
+        self.live = plan.mesh.live(*plan.mesh.sizes)  # the axes of more than one device
 
     def weight(self, param: nnx.Variable) -> Array:
         """Return the parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
-    def beside(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
+    def with_weight(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
         """Return ``f(x, weight)``, element by element along the last dims of ``x``."""
         weight = self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
+
+    def plus(self, x: Array, bias: nnx.Variable | None) -> Array:
+        """Return ``x`` plus a bias, in the dtype of ``x``; without a bias ``x`` itself."""
+        return x if bias is None else self.with_weight(lambda x, b: x + b.astype(x.dtype), x, bias)
 
     def move(self, x: Array, arrow: str) -> Array:
         """Return ``x`` itself: on one device nothing moves."""
@@ -80,18 +100,16 @@ class Solo:
         return x
 
     def move_matmul(
-        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable] = ()
+        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable | None] = ()
     ) -> list[Array]:
-        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add their biases. Give
-        the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
+        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add its bias, if it has
+        one. Give the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
         ring = self.ring(arrow, "all-gather")
         results = (
             gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
         )
-        if biases:
-            results = [
-                self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
-            ]
+        pairs = zip(results, biases or [None] * len(weights), strict=True)
+        results = [self.plus(y, bias) for y, bias in pairs]
         name = OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results  # without a checkpoint name: the hidden values of chunks are not saved
@@ -112,7 +130,8 @@ class Solo:
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """Sum over all dims of a value with this ``layout``. `Manual` sums the device's own block only."""
+        """Sum over all dims of a value with this ``layout``. In `Manual` the result is this device's term of
+        the sum, which `Step` finishes."""
         return x.sum()
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
@@ -161,7 +180,8 @@ class Solo:
 
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
         part of every piece. The backward pass recomputes each piece, but repeats no collectives. With
-        ``recompute`` it also does so for a single piece, unless XLA merges that with the forward pass.
+        ``recompute`` a single piece is marked for recomputing, too; without a loop XLA may use the forward
+        pass's values instead (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -209,7 +229,9 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
-        whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
+        whole = (
+            x.astype(self.dtype) if self.plan.gather_per == "step" else self.gather(x, param.dims)
+        )
         return checkpoint_name(whole, WEIGHT)
 
     def gather(self, shard: Array, dims: str) -> Array:
@@ -252,7 +274,8 @@ class Manual(Solo):
             return vary(x, axes)
 
     def max(self, x: Array, arrow: str) -> Array:
-        """All-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
+        """All-reduce by maximum over the axes that the arrow would sum over (its ``+v``); a constant to
+        autodiff."""
         axes = self.plan.physical(arrow).before.sums
         x = lax.stop_gradient(x)
         if not axes:
@@ -267,8 +290,8 @@ class Manual(Solo):
         ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
-        # The arrow is one all-to-all over one axis of n ranks. A device's block has dims b e of sizes 1 n
-        # before it, and n 1 after it (or the other way round), so a reshape swaps them.
+        # The arrow is one all-to-all over one axis of n ranks. Both b and e count ranks: a device has shape
+        # (1, n, …) before it and (n, 1, …) after it, or the reverse. So a reshape will do.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
@@ -298,3 +321,35 @@ class Manual(Solo):
     def axes(self, layout: str) -> tuple[str, ...]:
         """Return the mesh axes that cut the layout's one dim."""
         return self.plan.place(layout).axes
+
+    def over_devices(
+        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
+    ) -> Callable:
+        """Return ``f`` in a shard_map: its arguments and results are a device's own shards. ``layouts`` and
+        ``results`` are trees of their physical layouts."""
+        layouts, results = jax.tree.map(spec, (layouts, results))
+        return jax.shard_map(f, mesh=mesh, in_specs=layouts, out_specs=results)
+
+    def unfinished(self, w: Array, weight: Weight) -> Array:
+        """Type a stored weight as varying over the axes of `WeightLayouts.unreduced`. A gradient has its
+        weight's type, so along these axes each device has its own term of the sum."""
+        return vary(w, self.plan.layouts_of(weight.dims).unreduced.sums)
+
+    def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:
+        """Return this device's zeros of a global ``shape``, which vary over all axes of the layout."""
+        zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
+        return vary(zeros, layout.axes + layout.sums)
+
+    def count_once(self, x: Array) -> Array:
+        """Return ``x`` on one of its replicas and 0 on the others, so that a sum over all devices counts it
+        once. The replicas are along the axes over which ``x`` does not vary; the first of them keeps it."""
+        same = tuple(a for a in self.live if a not in varying(x))
+        return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self.live)
+
+    def sum_over_devices(self, values: Any) -> Any:
+        """Sum small values over all devices in one all-reduce. Since it takes all these values, it runs after
+        every collective that they depend on. Separate all-reduces could run beside those in any order, and
+        devices could choose different orders."""
+        flat, restore = ravel_pytree(jax.tree.map(self.count_once, values))
+        arrow = Arrow(Layout((), self.live), Layout(()))
+        return restore(self.carry_out(flat, arrow, "loss, tokens and norm"))

@@ -17,6 +17,7 @@ from llmpar.parallel.collectives import MOVED, WEIGHT, scope, vary
 from llmpar.parallel.mesh import as_type, from_type, sharding, spec
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.layout import Arrow, Layout, parse_layout
+from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Resolved
 
 
@@ -66,6 +67,21 @@ class Auto(Solo):
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)
 
+    def over_devices(
+        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
+    ) -> Callable:
+        """Return ``f`` itself, a function of global arrays."""
+        return f
+
+    def unfinished(self, w: Array, weight: Weight) -> Array:
+        """Return the weight itself: XLA decides when to sum its gradient."""
+        return w
+
+    def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:
+        """Return zeros with a layout. A scalar has none: in these modes its sum is always finished."""
+        zeros = jnp.zeros(shape)
+        return self.carry_out(zeros, Arrow(Layout(()), layout)) if shape else zeros
+
 
 class Explicit(Auto):
     """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
@@ -89,7 +105,7 @@ class Explicit(Auto):
             self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT
         )
 
-    def beside(self, f: Callable, x: Array, param) -> Array:
+    def with_weight(self, f: Callable, x: Array, param) -> Array:
         """Return ``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the
         gradient of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing is saved."""
         weight = self.weight(param)
@@ -135,6 +151,13 @@ class Explicit(Auto):
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Return ``x`` with the type of a physical arrow's last layout."""
         return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
+
+    def unfinished(self, w: Array, weight: Weight) -> Array:
+        """Return a stored weight whose type has the marks with which its gradient stays an unfinished sum, if
+        it has a gradient and the plan sums gradients at the end."""
+        if weight.frozen or self.plan.reduce != "end":
+            return w
+        return self.lay(w, self.plan.stored(weight.dims), weight.dims, marked=True)
 
     def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
         """Multiply ``x`` by a weight, which gives the type of an unfinished sum, then move the result."""

@@ -37,14 +37,14 @@ def saving(plan: Resolved, block: Callable, no_loop: bool) -> Callable:
     """Return a block that saves for its backward pass what the plan says, and recomputes the rest.
     ``no_loop``: it is not the body of a loop over layers."""
     # at ZeRO 3: do gathered weights stay until the backward pass, or are they gathered again there?
-    keep = plan.gathers == "block" and not plan.reshard_after_forward
+    keep = plan.gather_per == "block" and not plan.reshard_after_forward
     # XLA would merge what is computed again with the forward pass; a loop forbids that, and where there
     # is no loop `prevent_cse` does.
     if plan.remat != "none":
         names = SAVED[plan.remat] + ((WEIGHT,) if keep else ())
         policy = functools.partial(_save_named, names)
         return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
-    if plan.gathers == "block" and not keep:
+    if plan.gather_per == "block" and not keep:
         return jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)
     return block
 

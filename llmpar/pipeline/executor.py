@@ -26,7 +26,7 @@ more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `places.layer_orders` says which
 layer is where. All other weights are whole on every stage, and their gradients are summed over pp at the
 end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
-before the first tick for all of them (`Plan.gathers`). Where a schedule wants two copies of the model
+before the first tick for all of them (`Plan.gather_per`). Where a schedule wants two copies of the model
 (DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
 """
 
@@ -40,7 +40,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from llmpar.model.llama import Batch, Loss, Stream
+from llmpar.model.llama import Batch, LossAndTally, Stream
 from llmpar.model.weights import Tree, weight_dims
 from llmpar.parallel.collectives import at, put, scope, vary
 from llmpar.parallel.modes import Manual
@@ -54,18 +54,18 @@ _cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])  # in n parts, a new leading 
 
 
 def gradients(
-    config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: tuple[Loss, Tree]
-) -> tuple[Loss, Tree]:
+    config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: tuple[LossAndTally, Tree]
+) -> tuple[LossAndTally, Tree]:
     """Return loss and gradients of this device's part of the batch, inside shard_map. The blocks come in
     `places.layer_orders`.
 
     ``params`` vary over the sums of `WeightLayouts.unreduced`, pp among them where a weight is not cut by it.
-    All start as ``zeros``; gradients come laid out as `WeightLayouts.accumulated`, loss and routers' counts
+    All start as ``zeros``; gradients come laid out as `WeightLayouts.accumulated`, loss and routers' tally
     unfinished over pp too.
     """
     assert (schedule := par.plan.pipeline)
-    (loss, counts), sums = zeros
-    sums |= jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "counts": counts})
+    (loss, tally), sums = zeros
+    sums |= jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "counts": tally})
     run = _run_two_copies if schedule.parameter_copies == 2 else _run
     sums = run(config, par, params, batch, sums)
     return (sums.pop("loss"), sums.pop("counts")), sums
@@ -92,10 +92,10 @@ def _run_two_copies(
 
 
 def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
-    """Add loss, counts and gradients of a batch to ``sums``: scan the ticks."""
+    """Add loss, tally and gradients of a batch to ``sums``: scan the ticks."""
     assert (schedule := par.plan.pipeline)
     table, alive = _table(schedule, config), slots(lockstep(schedule))
-    if par.plan.gathers == "step":
+    if par.plan.gather_per == "step":
         params = jax.tree.map(par.gather, params, weight_dims(config))
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
     chunks = jax.tree.map(in_chunks, params["blocks"])
@@ -145,7 +145,7 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     has_experts = [bool(block.experts) for _, block in config.blocks]
     routed = [layer for layer, of in enumerate(kinds) if has_experts[of]]
     rank = {layer: number for number, layer in enumerate(routed)}
-    own = [place for place in places.places(kinds, schedule.cells) if has_experts[place.kind]]
+    own = [place for place in places.chunk_places(kinds, schedule.cells) if has_experts[place.kind]]
     layers = np.array([[rank.get(x, len(rank)) for x in place.layers] for place in own])
     layers = layers.reshape(-1, schedule.cells)
     table |= {"filled": filled.T[on_route], "layers": layers.T[on_route]}

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
-from llmpar.model.weights import Tree, joined, model_graph, trained, weight_dims
+from llmpar.model.weights import Tree, joined, model_graph, trainable_params, weight_dims
 from llmpar.parallel.collectives import at, vary, varying
 from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
@@ -71,18 +71,18 @@ def embed(stage: Stage, **weights: Array) -> Stream:
 
 
 def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[Stream, Any], Any]:
-    """Run a stage's ``blocks`` in F or B, the ``kind``: ``(stream, sum of router losses), router counts``.
+    """Run a stage's ``blocks`` in F or B, the ``kind``: ``(stream, sum of router losses), routers' tally``.
     The routers' part is for B alone, and None without experts.
 
     Chunks may have other layers. All have the same places; a branch (`when`) runs a loop that only some have
-    layers for, or skips it, and the counts of layers that were skipped are zero."""
+    layers for, or skips it, and the tally of layers that were skipped is zero."""
     plan = stage.par.plan
     assert (order := plan.pipeline)
     has_routers = stage.config.experts is not None and kind == "B"
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
     def adding(block: Callable) -> Callable:
-        """Return a block that adds up its router's losses, and gives its counts."""
+        """Return a block that adds up its router's losses, and gives its tally."""
 
         def layer(carry, weights):
             x, loss_bs = carry
@@ -96,16 +96,16 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
         run_loop = lambda carry, stack: run([adding(block) for block in blocks], carry, stack)
         if all(loops[loop].filled):
             return run_loop(carry, stack)
-        counts_le = zeros_like(jax.eval_shape(run_loop, carry, stack)[1])
+        tally = zeros_like(jax.eval_shape(run_loop, carry, stack)[1])
         run_those = lambda skipped, stack: run_loop(skipped[0], stack)
-        return when(f"loop{loop}{kind}", stage.filled[loop], run_those, (carry, counts_le), stack)
+        return when(f"loop{loop}{kind}", stage.filled[loop], run_those, (carry, tally), stack)
 
     model, loops = stage.model(blocks=blocks), chunk_loops(stage.config.layer_kinds, order.cells)
     runs = [(loop, functools.partial(layers, loop=i)) for i, loop in enumerate(loops)]
     loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
-    (y, loss_bs), counts_le = model.run_blocks((x, loss_bs), stage.batch, stage.par, runs)
+    (y, loss_bs), tally = model.run_blocks((x, loss_bs), stage.batch, stage.par, runs)
     loss = model.router_losses(loss_bs, stage.batch, stage.par).sum() if has_routers else None
-    return (y, loss), counts_le
+    return (y, loss), tally
 
 
 def zeros_like(like: Tree, *lead: int) -> Tree:
@@ -132,13 +132,13 @@ def cell(
     """Compute all that a stage does for one microbatch, both ways, ``(y, ((dx, sums), d_blocks))``, from its
     input x, the gradient dy of its output and the sums over microbatches so far (the loss, the routers'
     counts, and the gradients of ``shared``). The last stage gets dy from the loss."""
-    learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
+    learned = trainable_params({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
-    (y, router_loss), pull, counts = jax.vjp(run, learned, x, has_aux=True)
-    # every stage adds its own routers' losses, and the counts of its own layers
+    (y, router_loss), pull, tally = jax.vjp(run, learned, x, has_aux=True)
+    # every stage adds its own routers' losses, and the tally of its own layers
     if router_loss is not None:
-        counts = sums["counts"].at[stage.layers].add(counts, mode="drop")
-        sums = sums | {"loss": sums["loss"] + router_loss, "counts": counts}
+        tally = sums["counts"].at[stage.layers].add(tally, mode="drop")
+        sums = sums | {"loss": sums["loss"] + router_loss, "counts": tally}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, router_loss)))
     if "embedding" in sums:
@@ -171,7 +171,7 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`WeightLayouts.accumulate`)."""
-    par, dims = stage.par, trained(weight_dims(stage.config), stage.config)
+    par, dims = stage.par, trainable_params(weight_dims(stage.config), stage.config)
     move = lambda g, dims: par.carry_out(
         g, par.plan.layouts_of(dims).accumulate, f"gradient {dims}"
     )

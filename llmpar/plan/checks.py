@@ -227,7 +227,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
 def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
-    latent = any(block.shares_cache for _, block in config.blocks)
+    latent = any(block.has_latent_attention for _, block in config.blocks)
     what = "latent attention" if latent else "experts in layers of several kinds"
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
@@ -373,7 +373,7 @@ def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
         " two; use muon='owner', or zero=1 or 2",
     )
     rows, num_stages = list[Row]([stored]), plan.mesh.pp
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         axes = tuple(a for a in layouts.whole.cut("l") if a != "pp")
         parts, layers = plan.mesh.along(axes), weight.shape[0] // num_stages
         lacks = (
@@ -419,7 +419,7 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
         ),
     ]
     for path, (weight, layouts) in (
-        plan.weight_layouts if plan.gather_dtype == "float8" else {}
+        plan.layouts_by_path if plan.gather_dtype == "float8" else {}
     ).items():
         sizes = layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
         size = math.prod(sizes[1:] if path.startswith("blocks.") else sizes)
@@ -459,7 +459,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         plan.reduce != "layer"
         and plan.zero
         or not was_set("reduce")
-        or any(layouts.replica_axes for _, layouts in plan.weight_layouts.values())
+        or any(layouts.replica_axes for _, layouts in plan.layouts_by_path.values())
     )
     rules = [
         ("schedule virtual_stages stage_saves", mesh.pp == 1, one["pp"]),
@@ -483,7 +483,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         (
             "reshard_after_forward gather_dtype",
-            not plan.gathers,
+            not plan.gather_per,
             "only ZeRO 3 gathers weights for use",
         ),
         ("gather_dtype", plan.gather_dtype == plan.dtype, f"dtype is '{plan.dtype}' already"),

@@ -430,8 +430,8 @@ class ModelConfig:
         return self.described and self.described.value_width or self.head_width
 
     @property
-    def shares_cache(self) -> bool:
-        """Whether all heads share what a token leaves in the cache (latent attention)."""
+    def has_latent_attention(self) -> bool:
+        """Whether a token leaves one latent in the cache, which all heads share (DeepSeek-V2 2024)."""
         return bool(self.described and self.described.cache_width)
 
     @property

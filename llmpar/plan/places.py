@@ -58,7 +58,7 @@ def loops(order: Kinds, lead: int, period: int) -> list[LayerLoop]:
 
 
 @functools.lru_cache(maxsize=256)
-def places(kinds: Kinds, num_chunks: int) -> tuple[LayerPlace, ...]:
+def chunk_places(kinds: Kinds, num_chunks: int) -> tuple[LayerPlace, ...]:
     """Return the places of the chunks that a model's layers are dealt to."""
     numbers = iter(range(len(kinds)))
     chunks = [list(itertools.islice(numbers, n)) for n in deal(len(kinds), num_chunks)]
@@ -87,7 +87,7 @@ def chunk_loops(kinds: Kinds, num_chunks: int) -> tuple[LayerLoop, ...]:
     """Return the loops of every chunk: of neighbouring places that the same chunks have layers at."""
     filled = lambda place: tuple(layer >= 0 for layer in place.layers)
     parts = list[LayerLoop]()
-    for has, group in itertools.groupby(places(kinds, num_chunks), filled):
+    for has, group in itertools.groupby(chunk_places(kinds, num_chunks), filled):
         order = tuple(place.kind for place in group)
         lead, period = repeated(order)
         parts += [loop._replace(filled=has) for loop in loops(order, len(lead), len(period))]
@@ -107,7 +107,7 @@ def layer_orders(schedule: Schedule | None, kinds: Kinds) -> list[list[int]]:
     if schedule is None:
         return [list(rank.values()) for rank in ranks]
     (route, *_) = schedule.routes
-    table, stacks = places(kinds, len(route)), list[list[int]]()
+    table, stacks = chunk_places(kinds, len(route)), list[list[int]]()
     for kind, rank in enumerate(ranks):
         own = [place.layers for place in table if place.kind == kind]
         numbers = (layers[route.index(cell)] for cell in sorted(route) for layers in own)

@@ -140,7 +140,8 @@ class WeightLayouts:
     # Muon only: an all-gather, then a slice; or two all-to-alls
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
-    # `training.local_steps` only: how far each worker, a rank of dp, moved the weight since the last average
+    # `training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved the
+    # weight since the last average
     difference = property(lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored))
 
 
@@ -226,10 +227,11 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: an all-gather gives every
             device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
-            whole matrices of some layers, and another one returns them. ``layer``: ZeRO cuts gradients and
-            optimizer state of matrices by layers, so that at stages 1 and 2 only tp exchanges matrices.
-            ``none``: for other optimizers. Muon runs too, but XLA's partitioner then chooses its collectives,
-            and they are not predicted.
+            whole matrices of some layers, and another one returns them. ``layer``, for stages 1 and 2: ZeRO
+            cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so that only
+            ranks of tp exchange parts of matrices. ``none``: the plan moves no matrices; for other
+            optimizers. Muon is right with it, too, but XLA's partitioner then chooses its collectives, and
+            they are not predicted.
     """
 
     mesh: Any = MeshShape()  # strings are parsed
@@ -306,7 +308,7 @@ class Plan:
             defaults = {name: getattr(Plan, name) for name in unused}
             plan = dataclasses.replace(plan, **defaults, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)
-        return plan._on(devices) if devices else plan
+        return plan._decided_for(devices) if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads."""
@@ -317,8 +319,9 @@ class Plan:
         return dataclasses.replace(mesh, kv=copies, ul=ul)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Return buckets, each a key and the indices of its items. ``sizes`` has the key and the bytes of
-        each item. Items of one key share buckets, in order; a bucket of `bucket_bytes` takes no more."""
+        """Group items into buckets, in order. ``sizes`` has for each item a key (the axes of its sum) and its
+        bytes. Items share a bucket only if their keys are equal, and a bucket is closed at `bucket_bytes`.
+        Return for each bucket its key and the indices of its items."""
         by_key: dict[Any, list[list[int]]] = {}
         for i, (key, _) in enumerate(sizes):
             buckets = by_key.setdefault(key, [[]])
@@ -338,7 +341,7 @@ class Resolved(Plan):
         requested: the plan as the user wrote it.
         model, devices: what it was resolved for; None: for any.
         unused: the fields that the user set and that have no effect, with the reason.
-        on_devices: notes for the user: what was decided for these devices and would not be for others.
+        device_notes: notes for the user: what was decided for these devices and would not be for others.
     """
 
     mesh: MeshShape = MeshShape()
@@ -346,7 +349,7 @@ class Resolved(Plan):
     model: ModelConfig | None
     devices: str | None
     unused: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    on_devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    device_notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Check nothing: the requested plan is checked."""
@@ -410,7 +413,8 @@ class Resolved(Plan):
 
     def varying(self, region: str) -> tuple[str, ...]:
         """Return the axes that cut some dim of the region, those of slow links first. Along them values of
-        the region differ, or are different terms of a sum. A physical layout has no region: no axes."""
+        the region differ, or are different terms of a sum. A physical layout has no region, and then the
+        result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -418,7 +422,7 @@ class Resolved(Plan):
     def place(self, layout: Layout | str) -> Layout:
         """Return the physical layout of a logical one: of ``'attention b s d +n'`` ``'b/dp,fsdp s d +tp'``.
 
-        A weight's result is the layout in which it is *used*: cut by tp, but not by ZeRO.
+        For a weight the result is the layout in which it is *used*: cut by tp, but not by ZeRO.
         """
         layout = parse_layout(layout) if isinstance(layout, str) else layout
         if layout.mesh:
@@ -441,7 +445,7 @@ class Resolved(Plan):
         return {}
 
     def physical(self, arrow: str) -> Arrow:
-        """Return the physical arrow of a logical one, which is made once."""
+        """Return the physical arrow of a logical one; each is made once."""
         if arrow not in self._arrows:
             logical = parse_arrow(arrow)
             physical = Arrow(self.place(logical.before), self.place(logical.after))
@@ -471,11 +475,12 @@ class Resolved(Plan):
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
         cut = _cut_more(used, target, zero_axes)  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
-        if self.muon == "layer" and matrix_dims(dims):
-            cut = _cut_more(used, "l", zero_axes)
-        reduced = cut if self.zero else used  # d/fsdp m/tp
+        # muon="layer" cuts the gradient and the optimizer state of a matrix by layers, not inside
+        by_layer = self.muon == "layer" and matrix_dims(dims)
+        state_cut = _cut_more(used, "l", zero_axes) if by_layer else cut  # d/fsdp m/tp
+        reduced = state_cut if self.zero else used  # d/fsdp m/tp
         # the weight of which autodiff takes the gradient: gathered already if that is done once a step
-        in_backward = used if self.gathers == "step" else stored  # d m/tp
+        in_backward = used if self.gather_per == "step" else stored  # d m/tp
         axes = self.mesh.live("pp") + differ
         replica_axes = tuple(a for a in axes if a not in in_backward.axes)  # dp fsdp
         sums = () if self.reduce == "layer" else replica_axes
@@ -483,10 +488,11 @@ class Resolved(Plan):
         accumulated = unreduced
         if self.zero == 2:
             unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
-            accumulated = Layout(cut.dims, unfinished)  # d/fsdp m/tp +dp
+            accumulated = Layout(state_cut.dims, unfinished)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
-        # Only matrices travel in these dtypes. `matrix_dims` knows those of blocks; embedding, head and
-        # routers are in these two regions. (Biases of heads and experts have two dims, but are no matrices.)
+        # gather_dtype and reduce_dtype are for matrices alone. `matrix_dims` recognises those of blocks; the
+        # others (embedding, head, routers) are the weights of several dims in these two regions. Several dims
+        # alone do not tell: biases of heads and experts have two.
         in_region = parse_layout(dims).region in ("vocab", "stream")
         is_matrix = matrix_dims(dims) or in_region and len(used.letters.replace("l", "")) > 1
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
@@ -513,7 +519,7 @@ class Resolved(Plan):
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
     @property
-    def gathers(self) -> Literal["", "block", "step"]:
+    def gather_per(self) -> Literal["", "block", "step"]:
         """When weights that are stored sharded are gathered for use: for each ``block``, as FSDP does, or
         once a ``step`` (in a pipeline that keeps them); empty if no weight is stored sharded."""
         if self.zero != 3 or not self.zero_cuts():
@@ -527,11 +533,11 @@ class Resolved(Plan):
     # --------------------------------------------------------------------------------- weights, layers, order
 
     @functools.cached_property
-    def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
+    def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
-        all stages, also those that are empty (`places`)."""
+        all stages, also those that are empty (`places_per_stage`)."""
         layouts_of = functools.cache(self.layouts_of)
-        layers = [self.mesh.pp * count for count in self.places]
+        layers = [self.mesh.pp * count for count in self.places_per_stage]
         table = dict[str, tuple[Weight, WeightLayouts]]()
         for path, weight in self.config.weights(layers).items():
             layouts = layouts_of(weight.dims)
@@ -549,14 +555,14 @@ class Resolved(Plan):
         return weight if shape == weight.shape else dataclasses.replace(weight, shape=shape)
 
     @functools.cached_property
-    def places(self) -> list[int]:
+    def places_per_stage(self) -> list[int]:
         """For each kind of layers, how many of them fit into the stack of one stage. Some of these places may
         be empty (`llmpar.plan.places`). Without a pipeline it is the model's number of layers."""
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
         # The places of one chunk, the same for every chunk. A stage has `visits` chunks.
-        kinds = [place.kind for place in places.places(config.layer_kinds, schedule.cells)]
+        kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property
@@ -605,7 +611,7 @@ class Resolved(Plan):
         if batch_size is not None and seq_len is not None:
             checks.check_plan(self, batch_size, seq_len)
 
-    def _on(self, devices: str) -> Resolved:
+    def _decided_for(self, devices: str) -> Resolved:
         """Return the plan with every ``auto`` decided for these devices."""
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), devices) for name in SUITS
@@ -644,13 +650,13 @@ class Resolved(Plan):
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         # experts are gathered over these axes without ep: over other groups of devices than other weights
         cuts = self.zero_cuts()
-        if split and "ep" in cuts and len(cuts) > 1 and self.gathers == "block":
+        if split and "ep" in cuts and len(cuts) > 1 and self.gather_per == "block":
             decided["reshard_after_forward"] = False
             notes.append(
                 "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
                 " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
             )
-        return decided | {"on_devices": tuple(notes)}
+        return decided | {"device_notes": tuple(notes)}
 
     @property
     def takes_cudnn(self) -> bool:
@@ -673,11 +679,11 @@ class Resolved(Plan):
     @property
     def notes(self) -> list[str]:
         """Sentences for the user: which fields have no effect, and what the devices change."""
-        return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
+        return [*checks.unused_notes(self.requested, self.unused), *self.device_notes]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a sentence for each field of ``given`` that has no effect and is at its default. (`unused`
-        has the fields that were changed.)"""
+        """Return a note for each field that the user typed (``given``), that is at its default, and that has
+        no effect. Fields set to other values are in `unused` already, and so in `notes`."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 

@@ -87,8 +87,8 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
 
 
 FEW_TILES = 8
-"""Up to so many tiles of queries the pairs of tiles of a contiguous sequence are written out, not looped
-over."""
+"""Up to so many tiles of queries the pairs of tiles are written out, not looped over, where queries and keys
+are the same positions in order."""
 
 
 def tile_length(block: int | None, length: int) -> int:

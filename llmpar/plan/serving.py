@@ -30,7 +30,7 @@ class Serving(Resolved):
     @property
     def num_caches(self) -> int:
         """How many caches a layer has: two, of keys and of values, or one of latents, which are both."""
-        return 1 if self.config.shares_cache else 2
+        return 1 if self.config.has_latent_attention else 2
 
     def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
         """The shape of a cache. A rank of sp has its share of the positions, rounded up. Each copy of a KV
@@ -42,7 +42,11 @@ class Serving(Resolved):
                 " another model"
             )
         positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
-        one = (mesh.tp, config.cache_width) if config.shares_cache else (heads, config.head_width)
+        one = (
+            (mesh.tp, config.cache_width)
+            if config.has_latent_attention
+            else (heads, config.head_width)
+        )
         return config.num_layers, num_rows, positions, *one
 
 

@@ -285,7 +285,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
     base: Fields = {"mesh": mesh, "dtype": "bfloat16"}
     # of latent attention that runs, what `checks.why_not_run` lets through
-    latent = q.config.runs and any(block.shares_cache for _, block in q.config.blocks)
+    latent = q.config.runs and any(block.has_latent_attention for _, block in q.config.blocks)
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
         base |= {"tp_sequence": True, "tp_comm_overlap": not latent}
     states: list[Fields] = [{}]

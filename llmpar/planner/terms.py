@@ -119,7 +119,7 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
         filled = f"{value:,} B"
         if name in _KEPT:
             cut = Counter[int]()
-            for weight, layouts in plan.weight_layouts.values():
+            for weight, layouts in plan.layouts_by_path.values():
                 size = math.prod(
                     getattr(layouts, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes)
                 )

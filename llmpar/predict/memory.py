@@ -115,7 +115,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
     layers = Counter[tuple[str, int]]()
     known = dict[tuple[str, tuple[int, ...]], dict[str, int]]()  # many rows of kinds are alike
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         in_blocks, kind = path.startswith("blocks."), kind_of(path)
         if (alike := (weight.dims, weight.shape)) not in known:
             local = ((x, getattr(layouts, x).shard_shape(weight.shape, sizes)) for x in _LAYOUTS)
@@ -137,7 +137,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
             total["one moment"] += own["reduced"]
             whole = layouts.whole.shard_shape(weight.shape, sizes)
             total["whole matrices"] += FLOAT32 * math.prod(whole)
-        if plan.gathers == "block" and (in_blocks or plan.microbatches > 1):
+        if plan.gather_per == "block" and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
             total["reordered"] += own["stored"] * any(cut[1:]) * narrow // FLOAT32
@@ -267,12 +267,12 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
     runs_ahead = (unrolled if plan.reshard_after_forward else 1) * (
-        plan.gathers == "block" and not tpu
+        plan.gather_per == "block" and not tpu
     )
     # so do float32 ones where each kind has one layer, and XLA slices nothing
     in_place = (
-        (config.lora or item == FLOAT32 and max(plan.places) == 1 and not plan.pipeline)
-        and not plan.gathers
+        (config.lora or item == FLOAT32 and max(plan.places_per_stage) == 1 and not plan.pipeline)
+        and not plan.gather_per
         and plan.platform == "gpu"
     )
     # of the blocks of an iteration one waits for another's, but experts' rows never do
@@ -293,7 +293,7 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         loss = 2 * logits + head + weights["head used"] * (not config.lora)
     converted = weights["reordered"]
     if tpu:
-        converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
+        converted = _narrow(plan, weights["blocks stored"]) * (plan.gather_per != "step")
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
         kept |= {
             "gathered weights": (plan.mesh.pp == 1)
@@ -302,7 +302,7 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         }
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     # autodiff copies what a layer reads
-    elif cpu and not written and plan.remat == "none" and plan.gathers != "block":
+    elif cpu and not written and plan.remat == "none" and plan.gather_per != "block":
         kept |= {"weights in use": layer}
     return kept, work, loss, after_loss, converted
 
@@ -324,7 +324,7 @@ def _staged_parts(
     chunk += num_kept * weights["layer used"] * ITEMSIZE[plan.dtype] // FLOAT32
     running = weights["blocks unreduced"] // order.visits + work
     saved = stream if repeats else chunk
-    layout = "used" if plan.gathers == "step" else "stored"
+    layout = "used" if plan.gather_per == "step" else "stored"
     whole = _narrow(plan, weights["used"]) * (layout == "used")
     lent = (order.parameter_copies - 1) * (
         weights[f"blocks {layout}"] + weights["blocks accumulated"]
@@ -348,7 +348,7 @@ def _staged_parts(
 def _layers(plan: Resolved) -> int:
     """Return the layers of a loop: of the model, or the places of a chunk, whose room is there also where it
     has no layer."""
-    return sum(plan.places) // (plan.pipeline.visits if plan.pipeline else 1)
+    return sum(plan.places_per_stage) // (plan.pipeline.visits if plan.pipeline else 1)
 
 
 def _stacks(plan: Resolved) -> bool:
@@ -382,7 +382,7 @@ def _narrow(plan: Resolved, num_bytes: int) -> int:
 def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     """Count a block's bytes of so many tokens on a device, in numbers of ``item`` bytes. Where kinds of
     layers differ: the mean of what they keep, and the most that one works with."""
-    counts = plan.places
+    counts = plan.places_per_stage
     blocks = [_one_block(plan, block, tokens, seq_len, item) for _, block in plan.config.blocks]
     if len(blocks) == 1:
         return blocks[0]
@@ -534,7 +534,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         work = parts[0] if squares else max(parts)
     # What lets gathered weights go keeps pieces too. Of experts rows, and their matmuls with gate and up.
     pieces = plan.ffn_chunks == 1
-    keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward and not plan.pipeline
+    keeps = (
+        pieces or plan.gather_per == "block" and plan.reshard_after_forward and not plan.pipeline
+    )
     of_experts = (
         2 * hidden + (plan.mesh.ep > 1) * num_slots * routed_width(config) * item
         if config.experts

@@ -20,7 +20,7 @@ def muon_flops(plan: Resolved) -> int:
     """Return the FLOPs of a device's orthogonalisations in a step; 0 of another optimizer. With ``gather``
     the devices that share matrices all do the same work, with the other two each does a part."""
     total = 0
-    for weight, layouts in plan.weight_layouts.values():
+    for weight, layouts in plan.layouts_by_path.values():
         matrix = matrix_dims(weight.dims)
         if plan.muon != "none" and matrix and not weight.frozen:
             sizes = dict(zip(parse_layout(weight.dims).letters, weight.shape, strict=True))

@@ -33,7 +33,7 @@ CacheConfig), and the arrays of a forward pass and its recorded graphs are part 
 def shared_matrices(config: ModelConfig) -> list[Weight]:
     """Return, of latent attention, the matrices down to what all heads share, which tp does not cut."""
     down = ("attention d c", "attention d z")
-    rows = config.block_weights().values() if config.shares_cache else ()
+    rows = config.block_weights().values() if config.has_latent_attention else ()
     return [weight for weight in rows if weight.dims in down]
 
 
@@ -47,7 +47,7 @@ def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float
 def cache_cuts(config: ModelConfig, tp: int) -> int:
     """Return into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads
     share, as in latent attention, each rank holds whole."""
-    return 1 if config.shares_cache else min(tp, config.num_kv_heads)
+    return 1 if config.has_latent_attention else min(tp, config.num_kv_heads)
 
 
 def cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) -> float:
@@ -77,7 +77,7 @@ def device_flops(
             routed = experts if " e " in weight.dims else None
             weights += size * routed.top_k * plan.mesh.ep // routed.num_experts if routed else size
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
-    width_of = config.cache_width if config.shares_cache else config.head_width
+    width_of = config.cache_width if config.has_latent_attention else config.head_width
     heads = config.num_layers * local_size("attention n h", config.num_heads, width_of)
     logits = local_size("data b s", rows, width if echo else 1)
     logits *= local_size("vocab v d", config.vocab_size, config.width)
@@ -135,7 +135,7 @@ def decode_seconds(
     kept = cache_of_a_rank(config, tp, context) * cache_bits / 8
     keys = batch * (kept + 8.0 * states / tp) / clock.bytes_per_s
     terms = {MATMULS: matmuls, "keys and values read": keys}
-    if latent := [(count, block) for count, block in config.blocks if block.shares_cache]:
+    if latent := [(count, block) for count, block in config.blocks if block.has_latent_attention]:
         widths = sum(
             count
             * block.num_heads
@@ -198,7 +198,7 @@ def cut(
     divide tp or be divided. Keys and values have the weights' ``bits`` unless ``cache_bits`` says others.
     Raises ValueError where nothing fits, with what would.
     """
-    if any(block.shares_cache for _, block in config.blocks):
+    if any(block.has_latent_attention for _, block in config.blocks):
         what = f"'{config.name}' has latent attention, whose cache each rank of tp holds whole"
         raise ValueError(
             f"{what}; engines cut its requests instead, which is not counted; use serving.decode_seconds"

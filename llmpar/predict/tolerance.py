@@ -147,7 +147,7 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
     if products != "float32" and plan.dtype == "float32":
         terms.append(_Term("operands of products", "", products, depth * _PRODUCTS + 1))
     # one of the two programs rounds them, and each product has one of them
-    if plan.gathers and plan.gather_dtype != "same":
+    if plan.gather_per and plan.gather_dtype != "same":
         terms.append(
             _Term(
                 "weights as they travel",
@@ -181,7 +181,7 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
     ]
     # ZeRO 3 sends them in this dtype, as weights when they are gathered
     if plan.dtype != "float32":
-        once = copies if plan.gathers == "block" else 1
+        once = copies if plan.gather_per == "block" else 1
         terms.append((_Term("gradients", by, plan.dtype, once), 1.0))
     if plan.reduce_dtype != "same":
         terms.append((_Term("gradients as they travel", "reduce_dtype", plan.reduce_dtype, 1), 1.0))

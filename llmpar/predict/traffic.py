@@ -331,7 +331,7 @@ def outer_traffic(plan: Resolved, fragments: int = 1, index: int = 0) -> Traffic
     of its block of each trained weight, in float32, or of the rows in one of so many fragments. It is one of
     every H steps; inner steps are those of `Resolved.worker`."""
     traffic, worker = Traffic(plan.mesh), plan.worker.resolve(plan.config, None)
-    learned = {path: pair for path, pair in worker.weight_layouts.items() if not pair[0].frozen}
+    learned = {path: pair for path, pair in worker.layouts_by_path.items() if not pair[0].frozen}
     sizes = {path: weight.shape[0] for path, (weight, _) in learned.items()}
     rows = places.fragment(sizes, fragments, index)
     for path, (weight, layouts) in learned.items():
@@ -350,7 +350,7 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     config, traffic = plan.config, Traffic(plan.mesh)
     values, layers = Values(traffic, plan, num_rows, width), config.num_layers
     counts = [n for n, _ in config.blocks]
-    for path, (weight, layouts) in plan.weight_layouts.items():
+    for path, (weight, layouts) in plan.layouts_by_path.items():
         times = counts[max(0, kind_of(path))] if path.startswith("blocks.") else 1
         stored = ITEMSIZE[plan.dtype] * math.prod(
             layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
@@ -363,7 +363,7 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         if block.experts:
             _experts(values, block, block.experts, own)
     k, h = config.num_kv_heads, config.head_width
-    if config.shares_cache:  # every rank of tp has the latents
+    if config.has_latent_attention:  # every rank of tp has the latents
         k, h = plan.mesh.tp, config.cache_width
     scores = FLOAT32 * values.local_size(
         "attention b s k r", num_rows, width, k, config.num_heads // k
@@ -394,7 +394,7 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
     3a times (N-1)/N."""
     local_size = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     bucketed: list[tuple[tuple, int]] = []
-    table = sorted(plan.weight_layouts.items(), key=lambda item: item[0].split("."))
+    table = sorted(plan.layouts_by_path.items(), key=lambda item: item[0].split("."))
     for path, (weight, layouts) in table:
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         run = by_kind[max(0, kind_of(path))]
@@ -406,7 +406,7 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
         )
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
         # all layers at once, those that are lent too; no gradient comes back here
-        if plan.gathers == "step":
+        if plan.gather_per == "step":
             of, stored = Transfer("weights", dims, LATE), copies * layers * stored
             gathers, gradients = 1, 0
         item = ITEMSIZE[plan.dtype]
@@ -703,7 +703,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         values.carry(Transfer("queries and what attention gives", arrow), value, layers, again)
     gradients = "gradients of keys and values"
     of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)
-    if config.shares_cache:  # instead of each head's keys and values
+    if config.has_latent_attention:  # instead of each head's keys and values
         latents = b, s, config.cache_width
         of = of._replace(arrow="attention b s c -> keys b s c")
         values.carry(of, latents, layers, again)

@@ -214,7 +214,7 @@ class Run:
             part = "vectors" if weight.is_vector else region if region in parts else "router"
             size = math.prod(weight.shape)
             parts[part] += size
-            if part == "attention" and " k " in weight.dims and not c.shares_cache:
+            if part == "attention" and " k " in weight.dims and not c.has_latent_attention:
                 parts["copies"] += size * (self.kv_heads(c) / c.num_kv_heads - 1)
         return parts
 
@@ -359,7 +359,7 @@ class Run:
 def message_width(block: ModelConfig, tp: int) -> float:
     """Return the numbers of a token's keys and values on a rank of tp: a copy of a head where there are more
     ranks than heads; what heads share, whole."""
-    if block.shares_cache:
+    if block.has_latent_attention:
         return block.cache_width
     copies = max(block.num_kv_heads, tp) / block.num_kv_heads
     return copies * block.cache_width / tp

@@ -52,10 +52,10 @@ def order_of(path: tuple, orders: Sequence[np.ndarray]) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) -> Array:
     """Take the layers of a leaf in this ``order``, along ``dim``; zeros for numbers that no layer has."""
-    return lax.with_sharding_constraint(in_order(x, order, dim), to)
+    return lax.with_sharding_constraint(take_in_order(x, order, dim), to)
 
 
-def in_order(x: Array, order: Any, dim: int) -> Array:
+def take_in_order(x: Array, order: Any, dim: int) -> Array:
     """Take layers; zeros for numbers that no layer has."""
     return jnp.take(x, order, dim, mode="fill", fill_value=0)
 

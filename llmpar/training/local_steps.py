@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from llmpar.model.weights import Tree, joined, trained
+from llmpar.model.weights import Tree, joined, trainable_params
 from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import platform_of, spec
 from llmpar.parallel.modes import Manual
@@ -177,11 +177,13 @@ class LocalSteps:
 
     def join(self, state: LocalState, index: int = 0) -> LocalState:
         """Run the outer step of a fragment, and give its result to all workers."""
-        after = self.stack([trained(worker.params, self.config) for worker in state.workers])
-        shared = trained(state.outer.params, self.config)
+        after = self.stack(
+            [trainable_params(worker.params, self.config) for worker in state.workers]
+        )
+        shared = trainable_params(state.outer.params, self.config)
         after, shared, kept = self.outer_step(index, after, shared, state.outer.optimizer)
         outer = State(joined(state.outer.params, shared), kept, state.outer.step)
-        like = lambda step: trained(step.abstract_state.params, self.config)
+        like = lambda step: trainable_params(step.abstract_state.params, self.config)
         own = [self._own(i, after, like(step)) for i, step in enumerate(self.steps)]
         pairs = zip(state.workers, own, strict=True)
         workers = [worker._replace(params=joined(worker.params, w)) for worker, w in pairs]
@@ -261,7 +263,10 @@ class LocalSteps:
 
     def _kept(self, worker: State) -> dict[str, Tree]:
         """Return what a checkpoint has of a worker: its frozen weights are those of all."""
-        return {"params": trained(worker.params, self.config), "optimizer": worker.optimizer}
+        return {
+            "params": trainable_params(worker.params, self.config),
+            "optimizer": worker.optimizer,
+        }
 
     def _in_all(self, tree: Tree) -> Tree:
         """Describe the arrays of all workers by those of one."""

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import optax
 
-from llmpar.model.weights import described, trained
+from llmpar.model.weights import described, trainable_params
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.training.muon import muon
@@ -25,7 +25,7 @@ def make_optimizer(
             [rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup]
         )
     if options.optimizer == "adamw":
-        learned = trained(described(config), config)
+        learned = trainable_params(described(config), config)
         decays = jax.tree.map(lambda weight: not weight.is_vector, learned)
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
     if options.optimizer == "adafactor":

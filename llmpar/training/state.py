@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from llmpar.model.weights import Tree, described, trained, weight_dims
+from llmpar.model.weights import Tree, described, trainable_params, weight_dims
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
@@ -32,7 +32,7 @@ def initial_state(
     params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation
 ) -> State:
     """Return the state before the first step with these weights."""
-    return State(params, optimizer.init(trained(params, config)), jnp.int32(0))
+    return State(params, optimizer.init(trainable_params(params, config)), jnp.int32(0))
 
 
 def state_shapes(
@@ -52,8 +52,8 @@ def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
     """Lay out the state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
     like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
     dims = weight_dims(config)
-    paths, _ = jax.tree_util.tree_flatten_with_path(trained(state.params, config))
-    learned = zip(paths, jax.tree.leaves(trained(dims, config)), strict=True)
+    paths, _ = jax.tree_util.tree_flatten_with_path(trainable_params(state.params, config))
+    learned = zip(paths, jax.tree.leaves(trainable_params(dims, config)), strict=True)
     known = {
         path: (weight.shape, plan.layouts_of(dims).reduced) for (path, weight), dims in learned
     }

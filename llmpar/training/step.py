@@ -25,14 +25,21 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
-from llmpar.model.llama import Batch, Loss
-from llmpar.model.weights import Tree, init_params, joined, model_graph, trained, weight_dims
-from llmpar.parallel.collectives import vary, varying
-from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
+from llmpar.model.llama import Batch, LossAndTally
+from llmpar.model.weights import (
+    Tree,
+    described,
+    init_params,
+    joined,
+    model_graph,
+    trainable_params,
+    weight_dims,
+)
+from llmpar.parallel.collectives import varying
+from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.parallel.partitioned import Auto, Explicit
 from llmpar.pipeline import executor
@@ -42,10 +49,10 @@ from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Plan, Resolved, WeightLayouts
 from llmpar.training.layer_order import (
     check_empty_places,
-    in_order,
     layer_dims,
     model_order_layout,
     reorder,
+    take_in_order,
 )
 from llmpar.training.muon import Muon, on_leaves
 from llmpar.training.state import (
@@ -60,8 +67,8 @@ from llmpar.training.state import (
     state_shapes,
 )
 
-# What routers count, ``l (e+2)``: for each layer the tokens of each expert, then two sums (`moe.route`).
-_ROUTED = (Dim("l"), Dim("e"))
+# The dims of the routers' tally (`LossAndTally`), whose second has e+2 entries.
+_TALLY = (Dim("l"), Dim("e"))
 _MAX_SEED = 2**32 - 1  # JAX makes keys of 32 bits
 
 
@@ -74,9 +81,9 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: for each kind of layers, which layer is in which slot of the stacked weights: slot i has
-            the layer ``layer_orders[kind][i]``, counted among the layers of that kind. For an empty slot this
-            number is the count of these layers, so one more than the last (`places.layer_orders`).
+        layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
+            has the layer ``layer_orders[kind][i]``, counted among the layers of that kind. For an empty place
+            this number is the count of these layers, so one more than the last (`places.layer_orders`).
         abstract_state: shapes and shardings of the state, its layers in the order of the pipeline's stages.
         abstract_in_model_order: the same with layers in the model's order.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
@@ -102,10 +109,9 @@ class Step:
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._parallel()
-        self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        # the trees below have only weights with gradients: with LoRA these are the adapters
-        self.dims = trained(weight_dims(config), config)
+        # the trees below have only trainable weights: with LoRA these are the adapters
+        self.dims = trainable_params(weight_dims(config), config)
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
@@ -115,8 +121,8 @@ class Step:
                 " llmpar.training.muon.muon(rate, config), or leave muon out"
             )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self._tokens = plan.place("data b s")
-        self.batch_sharding = sharding(self.mesh, self._tokens)
+        self._batch_layout = plan.place("data b s")
+        self.batch_sharding = sharding(self.mesh, self._batch_layout)
         run = jax.jit(
             self.train_step,
             in_shardings=(self.shardings, self.batch_sharding),
@@ -136,12 +142,12 @@ class Step:
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
         """Run one step: the list at the top of this file. `run` is this function, compiled."""
-        trainable = trained(state.params, self.config)
+        trainable = trainable_params(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # gather, forward, backward, reduce
             grads, metrics = self.gradients(state.params, batch)
             grads = self._clip(grads, metrics["grad_norm"])
-            trainable, optimizer = self._on_arrays(self._update)(
+            trainable, optimizer = self._with_automatic_axes(self._update)(
                 trainable, grads, state.optimizer, metrics
             )
             trainable = self._restore(trainable)
@@ -151,42 +157,39 @@ class Step:
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            layouts, results = (self.stored, self._tokens), (self.reduced, WHOLE)
-            return self._on_devices(self._gradients, layouts, results)(params, batch)
-
-    def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
-        """Return ``f`` in a shard_map in the mode Manual; in Auto and Explicit ``f`` itself."""
-        if isinstance(self.par, Auto):
-            return f
-        layouts, results = jax.tree.map(spec, (layouts, results))
-        return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
+            layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
+            return self.par.over_devices(self._gradients, self.mesh, layouts, results)(
+                params, batch
+            )
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        params = self._with_unfinished_sums(params)
+        # the sums of gradients over replicas stay unfinished (`WeightLayouts.unreduced`) until `_reduce`
+        params = jax.tree.map(self.par.unfinished, params, described(self.config))
         if self.plan.pipeline and isinstance(self.par, Manual):
-            loss, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
+            sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
-            loss, grads = self._backward(params, batch)
+            sums, grads = self._backward(params, batch)
         else:
-            add = lambda sums, part: (
-                jax.tree.map(jnp.add, sums, self._backward(params, part)),
+            add = lambda total, part: (
+                jax.tree.map(jnp.add, total, self._backward(params, part)),
                 None,
             )
             parts = cut_in_microbatches(batch, self.plan.microbatches)
-            (loss, grads), _ = lax.scan(add, self._zeros(), parts)
-        return self._per_token(loss, self._reduce(grads), batch)
+            (sums, grads), _ = lax.scan(add, self._zeros(), parts)
+        return self._per_token(sums, self._reduce(grads), batch)
 
-    def _backward(self, params: Tree, batch: Batch) -> tuple[Loss, Tree]:
-        """Return loss and gradients of a microbatch. At ZeRO 2 reduce-scatter the gradients."""
+    def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
+        """Return the sums of loss and tally, and the gradients, of a microbatch. At ZeRO 2 reduce-scatter the
+        gradients."""
 
-        def loss(learned: Tree) -> Loss:
-            model = nnx.merge(model_graph(self.config), joined(params, learned))
+        def loss(trainable: Tree) -> LossAndTally:
+            model = nnx.merge(model_graph(self.config), joined(params, trainable))
             return model.loss(batch, self.par)
 
-        value, grads = jax.value_and_grad(loss, has_aux=True)(trained(params, self.config))
-        return value, self._carry_out(grads, "accumulate")
+        sums, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
+        return sums, self._carry_out(grads, "accumulate")
 
     def _reduce(self, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
@@ -201,21 +204,24 @@ class Step:
         scale = jnp.minimum(1.0, self.clip / jnp.maximum(norm, 1e-12))
         return jax.tree.map(lambda g: g * scale, grads)
 
-    def _update(self, learned: Tree, grads: Tree, state: Tree, metrics: dict) -> tuple[Tree, Tree]:
+    def _update(
+        self, trainable: Tree, grads: Tree, state: Tree, metrics: dict
+    ) -> tuple[Tree, Tree]:
         """Return the updated weights, with the layouts of the gradients, and the optimizer's new state."""
-        learned = self._constrain(learned)
+        trainable = self._constrain(trainable)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
-            extra = {"on_matrices": self._on_matrices} if self.plan.muon != "none" else {}
-            updates, state = self.optimizer.update(grads, state, learned, **extra)
-        updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
+            extra = {"on_matrices": self._on_whole_matrices} if self.plan.muon != "none" else {}
+            updates, state = self.optimizer.update(grads, state, trainable, **extra)
+        updated = self._balance_experts(trainable, optax.apply_updates(trainable, updates), metrics)
         return self._constrain(updated), state
 
-    def _on_matrices(self, f: Callable, tree: Tree) -> Tree:
+    def _on_whole_matrices(self, f: Callable, tree: Tree) -> Tree:
         """Apply ``f(matrix, dims)`` to the leaves of Muon: move each to a layout in which its matrices are
         whole (`Plan.muon`), call ``f``, and move the result back to the gradient's layout."""
         par = self.par
         if isinstance(par, Explicit):
+            # the update sees automatic axes, on which Explicit cannot work
             par = Auto(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
@@ -224,15 +230,15 @@ class Step:
 
         reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
         all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
-        return self._on_devices(all_leaves, (reduced,), reduced)(tree)
+        return par.over_devices(all_leaves, self.mesh, (reduced,), reduced)(tree)
 
-    def _restore(self, learned: Tree) -> Tree:
+    def _restore(self, trainable: Tree) -> Tree:
         """Move updated weights from ``reduced`` to their stored layout: an all-gather at ZeRO 1 and 2."""
-        stored = trained(self.stored, self.config)
+        stored = trainable_params(self.stored, self.config)
         if self.reduced == stored:
-            return learned
-        restore = lambda learned: self._carry_out(learned, "restore", "updated", invariant=True)
-        return self._on_devices(restore, (self.reduced,), stored)(learned)
+            return trainable
+        restore = lambda trainable: self._carry_out(trainable, "restore", "updated", invariant=True)
+        return self.par.over_devices(restore, self.mesh, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
@@ -246,44 +252,17 @@ class Step:
 
         return jax.tree.map(one, tree, self.weight_layouts, self.dims)
 
-    def _with_unfinished_sums(self, params: Tree) -> Tree:
-        """Return the weights, typed so that autodiff does not sum their gradients over replicas. The sums
-        stay unfinished (`WeightLayouts.unreduced`) until `_reduce`.
-
-        A gradient has its weight's type. In Manual, if a weight is typed as varying over dp, its gradient
-        varies over dp, too: each device has its own term of the sum. In Explicit a mark in the type does the
-        same, only with ``reduce="end"``. In Auto XLA decides when to sum."""
-        par = self.par
-        if isinstance(par, Manual):
-            as_varying = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
-            return jax.tree.map(as_varying, params, weight_dims(self.config))
-        if not isinstance(par, Explicit) or self.plan.reduce != "end":
-            return params
-        mark = lambda w, layouts, dims: par.lay(w, layouts.stored, dims, marked=True)
-        learned = trained(params, self.config)
-        return joined(params, jax.tree.map(mark, learned, self.weight_layouts, self.dims))
-
-    def _zeros(self) -> tuple[Loss, Tree]:
-        """Return zeros for the sums of loss, routers' counts and gradients over microbatches, typed like the
+    def _zeros(self) -> tuple[LossAndTally, Tree]:
+        """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
-        config, plan = self.config, self.plan
-        loss, counts = jnp.float32(0), None
-        if isinstance(self.par, Manual):
-            loss = vary(loss, plan.varying("data"))
-        if config.experts:
+        loss, tally = self.par.zeros((), Layout((), self.plan.varying("data"))), None
+        if self.config.experts:
             # one entry for each layer with experts
-            shape = len(config.routed_kinds), config.experts.num_experts + 2
-            counts = self._zero(shape, Layout(_ROUTED, plan.varying("stream")))
-        zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
-        weights = trained(self.abstract_state.params, config)
-        return (loss, counts), jax.tree.map(zero, weights, self.weight_layouts)
-
-    def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
-        """Return zeros of a global ``shape``, with this layout."""
-        if isinstance(self.par, Auto):  # Auto and Explicit use only the second layout of an arrow
-            return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
-        zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
-        return vary(zeros, layout.axes + layout.sums)
+            shape = len(self.config.routed_kinds), self.config.experts.num_experts + 2
+            tally = self.par.zeros(shape, Layout(_TALLY, self.plan.varying("stream")))
+        zero = lambda w, layouts: self.par.zeros(w.shape, layouts.accumulated)
+        weights = trainable_params(self.abstract_state.params, self.config)
+        return (loss, tally), jax.tree.map(zero, weights, self.weight_layouts)
 
     def _in_buckets(self, grads: Tree) -> Tree:
         """All-reduce gradients in flat buckets (Li et al. 2020): fewer collectives, the same bytes, and the
@@ -303,51 +282,37 @@ class Step:
                 leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
-    def _per_token(self, sums: Loss, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
+    def _per_token(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Divide summed gradients and loss by the number of targets that count (not -1). Return the gradients
         and metrics; metrics are summed over all devices."""
-        loss, counts = sums
+        loss, tally = sums
         tokens = (batch["targets"] >= 0).sum()
-        if isinstance(self.par, Auto):
-            tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
-            grads = jax.tree.map(lambda g: g / tokens, grads)
-            norm = optax.tree.norm(grads)
-            arrow = Arrow(Layout(_ROUTED, self.plan.varying("stream")), Layout(_ROUTED))
-            if counts is not None:
-                counts = self.par.carry_out(counts, arrow, "loss, tokens and norm")
-        else:
-            # leaves are replicated over different axes; `_count_once` keeps one replica of each in the sum
-            square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-            values = loss, tokens.astype(jnp.float32), square, counts
-            loss, tokens, square, counts = self._sum_over_devices(values)
+        if isinstance(self.par, Manual):
+            # leaves are replicated over different axes; `count_once` keeps one replica of each in the sum
+            square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
+            values = loss, tokens.astype(jnp.float32), square, tally
+            loss, tokens, square, tally = self.par.sum_over_devices(values)
             tokens = jnp.maximum(tokens, 1)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = jnp.sqrt(square) / tokens
+        else:
+            tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
+            grads = jax.tree.map(lambda g: g / tokens, grads)
+            norm = optax.tree.norm(grads)
+            arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
+            if tally is not None:
+                tally = self.par.carry_out(tally, arrow, "loss, tokens and norm")
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
-        if counts is not None:
+        if tally is not None:
             metrics |= {
-                "load": counts[:, :-2],
-                "dropped": counts[:, -2],
-                "router_entropy": counts[:, -1],
+                "load": tally[:, :-2],
+                "dropped": tally[:, -2],
+                "router_entropy": tally[:, -1],
             }
         return grads, metrics
 
-    def _count_once(self, x: Array) -> Array:
-        """Return ``x`` on one of its replicas and 0 on the others, so that a sum over all devices counts it
-        once. The replicas are along the axes over which ``x`` does not vary; the first of them keeps it."""
-        same = tuple(a for a in self._live if a not in varying(x))
-        return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
-
-    def _sum_over_devices(self, values: Tree) -> Tree:
-        """Sum small values over all devices in one all-reduce. It depends on all of them, so it runs last.
-        Separate all-reduces could run in any order beside the collectives of the model, and devices could
-        choose different orders."""
-        flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
-        arrow = Arrow(Layout((), self._live), WHOLE)
-        return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
-
-    def _on_arrays(self, update: Callable) -> Callable:
+    def _with_automatic_axes(self, update: Callable) -> Callable:
         """Return ``update`` as a function that sees automatic axes. In the mode Explicit arrays have explicit
         sharding types, for which optimizers are not written."""
         if not isinstance(self.par, Explicit):
@@ -379,7 +344,7 @@ class Step:
                 # the layers of this kind, in the model's order
                 own_le = direction_le[kinds == kind]
                 if not self._is_model_order:
-                    own_le = in_order(own_le, self.layer_orders[kind], 0)
+                    own_le = take_in_order(own_le, self.layer_orders[kind], 0)
                 flat[path] = bias_le + rate * own_le
         return unflatten_dict(flat, sep=".")
 
@@ -387,7 +352,7 @@ class Step:
 
     def _describe_state(self) -> None:
         """Set `layer_orders`, `abstract_state` (``in_stages``: layers in the order of the stages, with empty
-        slots) and `abstract_in_model_order` (``in_model``)."""
+        places) and `abstract_in_model_order` (``in_model``)."""
         config, plan = self.config, self.plan
         orders = places.layer_orders(plan.pipeline, config.layer_kinds)
         self.layer_orders = [np.array(order) for order in orders]
@@ -395,15 +360,15 @@ class Step:
         self._is_model_order = orders == [list(range(count)) for count in self._counts]
         in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
         num_places = sum(map(len, orders))
-        weights = trained(in_model.params, config)
+        weights = trainable_params(in_model.params, config)
         check_empty_places(self.optimizer, weights, config.num_layers, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
-        place = lambda x, layout: jax.ShapeDtypeStruct(
+        abstract = lambda x, layout: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=sharding(self.mesh, layout)
         )
-        self.abstract_state = jax.tree.map(place, in_stages, layouts)
-        self.abstract_in_model_order = jax.tree.map(place, in_model, model_layouts)
+        self.abstract_state = jax.tree.map(abstract, in_stages, layouts)
+        self.abstract_in_model_order = jax.tree.map(abstract, in_model, model_layouts)
 
     def _shapes(self, counts: Sequence[int]) -> State:
         return state_shapes(self.config, self.plan, self.optimizer, counts)
@@ -443,7 +408,7 @@ class Step:
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
-        # The inverse permutations: argsort says at which slot each layer is. Empty slots, whose number is
+        # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
         # larger than any layer's, come last, and are left out.
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
         return self._reorder(state, orders, self.abstract_in_model_order, donate)
@@ -494,9 +459,9 @@ class Step:
             return Checked(
                 jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size
             )
-        given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
-        manual = lambda params, batch: self._sum_over_devices(sums(Manual(plan), params, batch))
-        mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
+        par = Manual(plan)
+        manual = lambda params, batch: par.sum_over_devices(sums(par, params, batch))
+        mapped = par.over_devices(manual, self.mesh, (self.stored, self._batch_layout), WHOLE)
         return Checked(jax.jit(mapped), self.config.vocab_size)
 
 

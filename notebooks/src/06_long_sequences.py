@@ -466,7 +466,8 @@ for tile in tiles[1:]:
 
 # %%
 def package_ring(q, k, v, positions):
-    ids = dict(q_positions_bs=positions, k_positions_bt=positions)
+    everywhere = lax.all_gather(positions, "sp", axis=1, tiled=True)
+    ids = dict(q_positions_bs=positions, k_positions_bt=everywhere)
     return attention.ring_attention(q, k, v, axis="sp", **ids)[0]
 
 

@@ -68,7 +68,7 @@ def kind_of(block):
     """The kind of a layer, by what it keeps."""
     if block.mixer == "recurrent":
         return "recurrent state"
-    if block.shares_cache:
+    if block.has_latent_attention:
         return "latent attention"
     return "window" if block.window else "full attention"
 

@@ -134,7 +134,7 @@ explorer = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=
 reply = explorer.answer(explorer.state)
 assert reply["refusal"] is None and reply["verdict"]["tone"] == "good"
 made, node = Plan("dp=2 fsdp=4 tp=2").resolve(preset("llama3-8b"), None), chip("h100").node_size
-(weight, layouts), sizes = made.weight_layouts["blocks.ffn.gate"], made.mesh.sizes
+(weight, layouts), sizes = made.layouts_by_path["blocks.ffn.gate"], made.mesh.sizes
 with letters():
     held = draw.tensor_grid(layouts.stored, weight.shape, sizes, node, 5, name="blocks.ffn.gate")
 usual = chip("h100").usable_bytes / 2**30

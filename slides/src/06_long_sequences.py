@@ -55,8 +55,9 @@ def hop_census(n, tokens, heads, kv_heads, width, dtype):
         (1, tokens),
     )
     given = [jax.ShapeDtypeStruct(shape, dtype if len(shape) > 2 else jnp.int32) for shape in shapes]
+    everywhere = lambda at: jax.lax.all_gather(at, "sp", axis=1, tiled=True)
     run = lambda q, k, v, at: attention.ring_attention(
-        q, k, v, axis="sp", q_positions_bs=at, k_positions_bt=at
+        q, k, v, axis="sp", q_positions_bs=at, k_positions_bt=everywhere(at)
     )[0]
     specs = tuple(map(spec, (queries, keys, keys, ids)))
     traced = jax.make_jaxpr(

@@ -27,7 +27,7 @@ def kept(config):
     found = {}
     for count, block in config.blocks:
         kind = "window" if block.window else "full attention"
-        kind = "latent" if block.shares_cache else kind
+        kind = "latent" if block.has_latent_attention else kind
         kind = "recurrent state" if block.mixer == "recurrent" else kind
         size = 2 * min(TOKENS, block.window or TOKENS) * block.cache_width + 4 * block.state_size
         found[kind] = found.get(kind, 0) + count * size
