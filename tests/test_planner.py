@@ -593,6 +593,7 @@ def drawn_plans(number):
         fields = {
             "zero": lot.choice((0, 1, 2, 3, 3)),
             "tp_sequence": lot.choice((False, True)),
+            "tp_comm_overlap": lot.choice((False, True)),
             "microbatches": lot.choice((1, 2, 4, 8)),
             "remat": lot.choice(("none", "selective", "ffn", "block")),
             "reshard_after_forward": lot.choice((False, True)),
@@ -617,9 +618,9 @@ NO_WORD = {  # what a framework cannot say where it can say the mesh
     "torchtitan": "remat context_parallel loss_chunks tp_sequence virtual_stages zero",
     "megatron": "loss_chunks reshard_after_forward",
     "nemo": "loss_chunks reshard_after_forward dtype",
-    "maxtext": "remat reshard_after_forward tp_sequence schedule zero",
-    "deepspeed": "remat reshard_after_forward context_parallel tp_sequence loss_chunks",
-    "accelerate": "remat context_parallel tp_sequence loss_chunks",
+    "maxtext": "remat reshard_after_forward tp_sequence tp_comm_overlap schedule zero",
+    "deepspeed": "remat reshard_after_forward context_parallel tp_sequence tp_comm_overlap loss_chunks",
+    "accelerate": "remat context_parallel tp_sequence tp_comm_overlap loss_chunks",
 }
 
 
@@ -641,6 +642,7 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
         mesh = plan.mesh
         shards = mesh.fsdp * mesh.ep * mesh.sp
         parts = {"context_parallel": mesh.sp, "tp_sequence": mesh.tp, "zero": shards, "schedule": mesh.pp}
+        parts["tp_comm_overlap"] = mesh.tp if plan.tp_sequence else 1
         parts |= {"virtual_stages": mesh.pp, "reshard_after_forward": shards if plan.zero == 3 else 1}
         idle = {field for field, size in parts.items() if size == 1}
         for field in {x.name for x in dataclasses.fields(Plan)} - idle - lost:

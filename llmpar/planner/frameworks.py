@@ -40,6 +40,8 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
             "fsdp_checkpoint": zero > 1,
             "sharded": zero == 3,
             "reshard_after_forward": plan.reshard_after_forward if zero == 3 else None,
+            "tp_sequence": plan.tp_sequence and sizes["tp"] > 1,
+            "tp_comm_overlap": plan.tp_comm_overlap and plan.tp_sequence and sizes["tp"] > 1,
             "schedule": plan.schedule if pp > 1 else None,
             "context_parallel": plan.context_parallel if sizes["sp"] > 1 else None,
             "recomputed": 1 if plan.remat == "block" else None,
