@@ -559,7 +559,7 @@ def test_an_exchange_of_tokens_that_takes_much_of_a_step_is_said():
 
 # ------------------------------------------------------------------------------------------- other frameworks
 
-LAUNCH = tomllib.loads((HERE / "launch_lines.toml").read_text())["launch"]
+LINES = tomllib.loads((HERE / "launch_lines.toml").read_text())
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 PLANS = [
     ("llama3-70b", Plan("fsdp=8 tp=8", tp_sequence=True, remat="block", microbatches=2)),
@@ -581,25 +581,117 @@ def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen(
     assert fixed["schedule"] == "1f1b" and fixed["tp_sequence"] is True and fixed["zero"] == 1
 
 
+def drawn_plans(number):
+    """Draw legal plans, with all fields that a framework may have words for."""
+    lot = random.Random(0)
+    while number:
+        devices, model = lot.choice((8, 16, 64)), lot.choice(("llama3-8b", "llama3-70b", "qwen3-30b-a3b"))
+        sizes, rest = {}, devices
+        for axis in lot.sample(("pp", "dp", "ep", "sp", "tp"), 5):
+            sizes[axis] = lot.choice([x for x in (1, 1, 1, 2, 4, 8) if rest % x == 0])
+            rest //= sizes[axis]
+        fields = {
+            "zero": lot.choice((0, 1, 2, 3, 3)),
+            "tp_sequence": lot.choice((False, True)),
+            "tp_comm_overlap": lot.choice((False, True)),
+            "microbatches": lot.choice((1, 2, 4, 8)),
+            "remat": lot.choice(("none", "selective", "ffn", "block")),
+            "reshard_after_forward": lot.choice((False, True)),
+            "dtype": lot.choice(("bfloat16", "bfloat16", "float32")),
+            "context_parallel": lot.choice(("ring", "gather", "ulysses")),
+            "loss_chunks": lot.choice((1, 1, 8)),
+        }
+        if fields["zero"] == 0:  # fsdp is one more axis of replicas
+            sizes["dp"], rest = sizes["dp"] * rest, 1
+        fields |= lot.choice(({}, {"schedule": "interleaved", "virtual_stages": 2}))
+        q = question(model, devices, devices * lot.choice((1, 2, 4)), lot.choice((2048, 8192)))
+        plan = Plan(MeshShape(fsdp=rest, **sizes), **fields)
+        try:
+            q.resolved(plan, None).check(q.batch_size, q.seq_len)
+        except ValueError:
+            continue
+        number -= 1
+        yield q, plan
+
+
+NO_WORD = {  # what a framework cannot say where it can say the mesh
+    "torchtitan": "remat context_parallel loss_chunks tp_sequence virtual_stages zero",
+    "megatron": "loss_chunks reshard_after_forward",
+    "nemo": "loss_chunks reshard_after_forward dtype",
+    "maxtext": "remat reshard_after_forward tp_sequence tp_comm_overlap schedule zero",
+    "deepspeed": "remat reshard_after_forward context_parallel tp_sequence tp_comm_overlap loss_chunks",
+    "accelerate": "remat context_parallel tp_sequence tp_comm_overlap loss_chunks",
+}
+
+
 @pytest.mark.parametrize("name", frameworks.EXPORTS)
-@pytest.mark.parametrize("model, plan", PLANS, ids=lambda x: str(getattr(x, "mesh", x)))
-def test_what_is_exported_is_read_back_but_for_what_its_comments_say(model, plan, name):
-    plan = dataclasses.replace(plan, dtype="bfloat16")
-    q = question(model, 64, 128)
-    text = frameworks.export(q, plan, name)
-    found, known, unread = frameworks.facts_in(text)
-    assert (found, unread) == (name, []) and known.get("seq_len", q.seq_len) == q.seq_len
-    lost = {word for word, _ in re.findall(r"^# not expressed: (\w+)=(\S+)", text, re.MULTILINE)}
-    if {"dp", "pp", "ep"} & lost:
-        return  # of other devices' work nothing else can be compared
-    devices, batch_size, back = frameworks.planned_by(known, 64)
-    assert (devices, batch_size, back.mesh) == (64, 128, plan.mesh)
-    for field, value in planner.fields_of(plan).items():
-        sharded = plan.mesh.fsdp * plan.mesh.ep > 1
-        assert field in lost or getattr(back, field) == value or field == "zero" and not sharded, field
+def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
+    plans = [(question(model, 64, 128), dataclasses.replace(x, dtype="bfloat16")) for model, x in PLANS]
+    whole = 0
+    for q, plan in [*plans, *drawn_plans(200)]:
+        text = frameworks.export(q, plan, name)
+        found, known, unread = frameworks.facts_in(text)
+        assert (found, unread) == (name, []), text
+        lost = set(re.findall(r"^# not expressed: (\w+)=", text, re.MULTILINE))
+        if lost & {*AXES}:
+            continue  # of other devices' work nothing else can be compared
+        whole += 1
+        devices, batch_size, back = frameworks.planned_by(known, q.num_devices)
+        assert (devices, batch_size) == (q.num_devices, q.batch_size), text
+        assert known.get("seq_len", q.seq_len) == q.seq_len and lost <= {*NO_WORD[name].split()}, text
+        mesh = plan.mesh
+        shards = mesh.fsdp * mesh.ep * mesh.sp
+        parts = {"context_parallel": mesh.sp, "tp_sequence": mesh.tp, "zero": shards, "schedule": mesh.pp}
+        parts["tp_comm_overlap"] = mesh.tp if plan.tp_sequence else 1
+        parts |= {"virtual_stages": mesh.pp, "reshard_after_forward": shards if plan.zero == 3 else 1}
+        idle = {field for field, size in parts.items() if size == 1}
+        for field in {x.name for x in dataclasses.fields(Plan)} - idle - lost:
+            assert getattr(back, field) == getattr(plan, field), (field, text)
+    assert whole > 10
 
 
-@pytest.mark.parametrize("row", LAUNCH, ids=lambda row: row["engine"])
+def test_an_export_has_what_a_framework_would_take_otherwise():
+    rows = [  # each an assertion of the framework, or another plan without a word, where it is left out
+        ("torchtitan", Plan("fsdp=64"), 64, "--training.local_batch_size 1 "),
+        ("torchtitan", Plan("pp=2 fsdp=32"), 64, "fsdp_reshard_after_forward always"),
+        ("torchtitan", Plan("fsdp=8 tp=8"), 64, "# not expressed: tp_sequence=False"),
+        ("accelerate", Plan("dp=2 fsdp=16 tp=2"), 32, "--use_parallelism_config "),
+        ("megatron", Plan("fsdp=64", zero=2), 64, "--ckpt-format fsdp_dtensor"),
+        (
+            "megatron",
+            Plan("fsdp=64", reshard_after_forward=False),
+            64,
+            "expressed: reshard_after_forward=False",
+        ),
+        ("maxtext", Plan("pp=4 fsdp=16", microbatches=4), 64, "num_layers_per_pipeline_stage=8 "),
+        ("maxtext", Plan("pp=4 fsdp=16", microbatches=4), 64, "num_pipeline_repeats=1 "),
+        ("maxtext", Plan("pp=4 fsdp=16", microbatches=2), 64, "# not expressed: pp=4"),
+        ("nemo", Plan("fsdp=64"), 64, "# not expressed: dtype=float32"),
+        ("deepspeed", Plan("fsdp=16 sp=4"), 64, "# not expressed: context_parallel=ring"),
+    ]
+    for name, plan, batch_size, text in rows:
+        assert text in frameworks.export(question("llama3-8b", plan.mesh.size, batch_size), plan, name), text
+
+
+def test_launch_lines_are_the_right_plan_or_the_right_complaint():
+    for row in LINES["line"]:
+        try:
+            name, known, unread = frameworks.facts_in(row["text"])
+            devices, batch_size, plan = frameworks.planned_by(known, row.get("devices", 16))
+        except ValueError as refusal:
+            assert row.get("refuses", "none") in str(refusal), (row, refusal)
+            continue
+        assert "gives" in row, row
+        mesh = {axis: size for axis, size in plan.mesh.user_sizes.items() if size > 1}
+        read = known | dataclasses.asdict(plan) | mesh | {"devices": devices, "batch": batch_size}
+        framework, *words = row["gives"].split()
+        assert (framework, row.get("names", [])) == (name, unread), row
+        assert mesh.keys() == {word.partition("=")[0] for word in words} & {*AXES}, row
+        for key, _, value in (word.partition("=") for word in words):
+            assert str(read[key]) == value, (key, read[key], row)
+
+
+@pytest.mark.parametrize("row", LINES["launch"], ids=lambda row: row["engine"])
 def test_launch_lines_and_files_of_all_forms_are_read(row):
     found, known, unread = frameworks.facts_in(row["text"])
     devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" else 64)
@@ -622,6 +714,13 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     one = planner.on_mesh(dataclasses.replace(q, fixed=fixed), parse_mesh("tp=8"))
     assert status == 0 and row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
     assert "--parallelism.tensor_parallel_degree 8" in document["export"]
+    unsaid = "megatron names no model (see --model, --seq-len, --devices): priced are llama3-8b, 8,192 tokens"
+    assert any(note.startswith(unsaid) for note in document["notes"])
+    served = call(capsys, "--from-flags=vllm serve Qwen/Qwen3-32B -tp 4 --quantization awq", "--json")[1]
+    assert json.loads(served)["model"] == "qwen3-32b" and "4 --quantization" not in served
+    assert "--serve 2048+256 --model qwen3-32b --devices 4" in served
+    assert "vllm says quantization=awq: not priced" in served
+    assert "vllm has no key for tp_sequence=True, tp_comm_overlap=True: chosen, and not of the text" in served
     full = f"--from-flags={line.replace('size 1', 'size 8')}"
     document = json.loads(call(capsys, full, "--model", "llama3-70b", "--devices", "8", "--json")[1])
     assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]

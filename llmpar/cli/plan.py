@@ -207,18 +207,17 @@ class PlanCommand(Output):
         if twice := changed(self, [x for x in ("model", "seq_len") if x in known]):
             raise ValueError(f"{name}'s own are priced; leave out {', '.join(twice)}")
         devices, batch_size, plan = frameworks.planned_by(known, self.devices)
-        model = [
-            str(known.get("model", self.model)),
-            *(f"{x}={known[x]}" for x in DIMS if x in known),
-        ]
         sizes = {
             "devices": devices,
             "batch_size": batch_size,
             "batch_tokens": None,
             "seq_len": known.get("seq_len", self.seq_len),
-            "model": " ".join(model).rpartition("/")[2].lower()
-            if "model" in known
-            else " ".join(model),
+            "model": " ".join(
+                [
+                    known.get("model", self.model),
+                    *(f"{x}={known[x]}".lower() for x in DIMS if x in known),
+                ]
+            ),
         }
         q = replace(self, **sizes).question()
         fixed = frameworks.fixed_by(name, q.resolved(plan, None))
@@ -229,14 +228,10 @@ class PlanCommand(Output):
             changes.sort(key=lambda x: (len(x.patch.get("fields", "1")), x.sequence_s))
             best = next((x.text for x in changes), planner.rescue(q, one))
             cures = [{"mesh": str(plan.mesh), "why": one.why_not, "change": best}]
-        return planner.Answer(q, [one], cures, 1), [
-            *(f"{name} says {entry}, which is not priced" for entry in unread),
-            *[f"{name} names no model: {self.model} is priced; see --model"]
-            * (model == [PlanCommand.model]),
-            *[f"{name} serves; priced is a training step on its mesh"] * ("serves" in known),
-            *[f"{name} does not say how many devices: {devices} is the fewest; see --devices"]
-            * (self.devices is None and "each" not in known),
-        ]
+        sized = known if self.devices is None else known | {"each": self.devices}
+        return planner.Answer(q, [one], cures, 1), frameworks.assumptions(
+            name, sized, unread, q, one.plan
+        )
 
     def served(self, text: str) -> dict:
         """Plan for requests of so many tokens."""

@@ -3,20 +3,21 @@
 
 import contextlib
 import json
+import math
 import re
 import shlex
 import tomllib
 from typing import Any
 
 from llmpar.plan import checks
-from llmpar.plan.mesh_shape import MeshShape
+from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.presets import PRESETS
 from llmpar.planner import planner
 from llmpar.predict.hardware import package_table
 
 TABLE = package_table("planner/frameworks.toml")
 FRAMEWORKS: dict[str, dict[str, Any]] = {x: row for x, row in TABLE.items() if "keys" in row}
-
 EXPORTS = [name for name, row in FRAMEWORKS.items() if "serves" not in row["implies"]]
 
 
@@ -26,21 +27,31 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
     if plan.zero == 0:  # fsdp is one more axis of replicas
         sizes |= {"dp": sizes["dp"] * sizes["fsdp"], "fsdp": 1}
     shard, pp = sizes["fsdp"] * sizes["ep"], sizes["pp"]
-    local, groups = q.batch_size // (sizes["dp"] * shard), sizes["dp"] if shard > 1 else 1
+    local = q.batch_size // (sizes["dp"] * shard)
+    zero, repeats = plan.zero if shard * sizes["sp"] > 1 else 0, plan.virtual_stages or 1
+    even = pp > 1 and q.config.num_layers % (pp * repeats) == 0 and m % pp == 0
     return (
         planner.fields_of(plan)
         | sizes
         | {
             "remat": plan.remat,
             "dtype": plan.dtype,
-            "zero": plan.zero if shard > 1 else 0,
+            "zero": zero,
+            "fsdp_checkpoint": zero > 1,
+            "sharded": zero == 3,
+            "reshard_after_forward": plan.reshard_after_forward if zero == 3 else None,
+            "tp_sequence": plan.tp_sequence and sizes["tp"] > 1,
+            "tp_comm_overlap": plan.tp_comm_overlap and plan.tp_sequence and sizes["tp"] > 1,
             "schedule": plan.schedule if pp > 1 else None,
             "context_parallel": plan.context_parallel if sizes["sp"] > 1 else None,
             "recomputed": 1 if plan.remat == "block" else None,
             "shard": shard,
-            "instances": groups,
+            "instances": sizes["dp"] if zero else 1,
             "microbatches": m,
-            "pipe_microbatches": m if pp > 1 else 1,
+            "even_pp": pp if even else None,  # for frameworks that refuse another
+            "repeats": repeats if even else None,
+            "stage_layers": q.config.num_layers // (pp * repeats) if even else None,
+            "pipe_microbatches": m if even else None,
             "accumulated": 1 if pp > 1 else m,
             "device_batch": q.batch_size / q.num_devices / (1 if pp > 1 else m),
             "local": local if pp > 1 else local // m,
@@ -54,24 +65,16 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
 
 
 def export(q: planner.Question, plan: Plan, name: str) -> str:
-    """Write a plan in a framework's own keys; what it has no word for is a comment."""
+    """Write a plan in a framework's own keys. What does not come back when they are read is a comment."""
     row, known, lines = FRAMEWORKS[name], facts(q, plan), dict[str, Any]()
-    lost = {
-        name
-        for name in {*planner.fields_of(plan), "remat", "tp", "pp", "sp", "ep"} - {"microbatches"}
-        if str(known[name]) != str(row["implies"].get(name, 1))
-    }
-    lost |= {"dp"} if known["instances"] > 1 else set()  # copies of the shards
     for key, fact, *words in row["keys"]:
         value = known.get(fact)
         word = words[0].get(str(value).lower()) if words else value
-        lost -= {"dp" if fact == "instances" else fact} if word is not None else set()
+        word = word[0] if isinstance(word, list) else word
         word = "true" if word is True and row["form"] == "words" else word
-        if word not in ("", None, False) and (
-            value != 1 or words or value is True or fact in ("micro", "device_batch")
-        ):
-            lines[key] = word
-    notes = [f"# not expressed: {x}={known[x]}" for x in sorted(lost) if known[x]]
+        needed = value != 1 or words or value is True or fact in (*row["implies"], *TABLE["always"])
+        lines |= {key: word} if needed and word not in ("", None, False) else {}
+    lines = {x: y for x, y in lines.items() if not _lacks(row, _key(x), {*map(_key, lines)})}
     nested = {x: word for x, word in lines.items() if "." not in x} | {
         section: {x.partition(".")[2]: y for x, y in lines.items() if x.startswith(f"{section}.")}
         for section in (x.partition(".")[0] for x in lines if "." in x)
@@ -80,65 +83,186 @@ def export(q: planner.Question, plan: Plan, name: str) -> str:
         "words": " \\\n".join(f"{x}={word}" for x, word in lines.items()),
         "flags": " \\\n".join(f"--{x}" + f" {y}" * (y is not True) for x, y in lines.items()),
         "json": json.dumps(nested, indent=2),
+    }[row["form"]]
+    notes = [f"# not expressed: {x}={y}" for x, y in _lost(q, plan, name, text).items()]
+    return "\n".join([f"# {row['name']}: {plan.mesh}", *notes, text])
+
+
+# What a framework's text does not give back: fields of a plan, and sizes.
+def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, Any]:
+    sizes, back = {"batch_size": 0}, Plan()
+    with contextlib.suppress(
+        ValueError
+    ):  # an axis without a key leaves fewer devices to the others
+        known = {x: y for x, y in facts_in(text, name)[1].items() if x != "each"}
+        cut = math.prod(getattr(plan.mesh, x) for x in ("pp", "sp", "tp") if x not in known)
+        _, sizes["batch_size"], back = planned_by(known, q.num_devices // cut)
+    own, fields = q.resolved(plan, None), {*Plan.__dataclass_fields__} - {"mesh"}
+    written, read = ({x: getattr(y, x) for x in fields} | facts(q, y) for y in (plan, back))
+    compared = {*fields, *AXES, *sizes} - {*own.unused, *checks.unused(own, fields)}
+    return {
+        x: written[x] for x in sorted(compared | {"zero"}) if written[x] != sizes.get(x, read[x])
     }
-    return "\n".join([f"# {row['name']}: {plan.mesh}", *notes, text[row["form"]]])
 
 
 def entries(text: str) -> dict[str, Any]:
-    """Return the keys and values of JSON, of TOML, of a launch line or of YAML's plain lines."""
-    for parse in (lambda t: json.loads(t[t.index("{") : t.rindex("}") + 1]), tomllib.loads):
-        with contextlib.suppress(ValueError):
-            return _flat(parse(text))
-    text = re.sub(r"(?m)^\s*[\w.-]+:\s*$", "", text.replace("\\\n", " "))  # a section of YAML
-    text = re.sub(r"(?<!\S)-*([A-Za-z][\w.-]*)(=|:\s+)", r"--\1 ", text)
-    words = [*shlex.split(text, comments=True), "--"]
-    key = lambda word: re.match(r"--?([a-zA-Z]|$)", word)
-    return _flat(
-        {a: True if key(b) else b for a, b in zip(words, words[1:], strict=False) if key(a)}
-    )
+    """Return the keys and values of JSON, of TOML, of YAML's plain lines, or of a launch line."""
+    bare = re.sub(r"(?m)(^|\s)(#|//\s).*$", "", text).strip().replace("\\\n", " ")
+    if bare.startswith("{"):
+        return _flat(json.loads(bare))
+    if re.search(r"(?<![\w-])--[A-Za-z]", bare):
+        return _flat(_line(bare))
+    with contextlib.suppress(ValueError):
+        return _flat(tomllib.loads(text))
+    return _flat((_yaml if re.search(r"(?m)^\s*[\w.-]+:(\s|$)", bare) else _line)(bare))
 
 
 def _flat(value: dict[str, Any], head: str = "") -> dict[str, Any]:
     out = dict[str, Any]()
     for name, part in value.items():
-        key = head + name.lstrip("-").replace("-", "_").lower()
+        key = re.sub(TABLE["sections"], "", head + _key(name))
         out |= _flat(part, f"{key}.") if isinstance(part, dict) else {key: part}
     return out
 
 
-def facts_in(text: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the framework that a text is of, its facts, and what matters in it and is not read."""
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+# YAML's values by their sections and names, joined by points; a list's items in one text.
+def _yaml(text: str) -> dict[str, Any]:
+    out, path = dict[str, Any](), dict[int, str]()
+    text = re.sub(r"(?m)\n[ \t]*- +(?=[^\n:]+$)", " ", text)
+    for indent, key, value in re.findall(TABLE["yaml_line"], text):
+        path = {x: name for x, name in path.items() if x < len(indent)} | {len(indent): key}
+        word = TABLE["yaml"].get(value.lower(), value.strip("'\""))
+        out |= {".".join(path.values()): word} if value else {}
+    return out
+
+
+# The keys of a launch line with the words behind each; variables that the text sets are put in.
+def _line(text: str) -> dict[str, Any]:
+    inner = lambda one: "".join(filter(None, one.groups()[1:])).strip()
+    is_line = lambda one: inner(one).startswith("-")
+    values = {x[1]: "" if is_line(x) else inner(x) for x in re.finditer(TABLE["shell"], text)}
+    text = re.sub(TABLE["variable"], lambda one: values.get(one[1], one[0]), text)
+    text = re.sub(TABLE["shell"], lambda one: inner(one) if is_line(one) else "", text)
+    out, key = dict[str, list[str]](), ""
+    for word in shlex.split(re.sub(TABLE["serving"], "--model ", text)):
+        head, is_set, value = word.lstrip("+").partition("=")
+        if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
+            key = head
+            out[key] = [value] if is_set else []
+        elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
+            out.setdefault(key, []).append(word)
+    return {x: " ".join(words) if words else True for x, words in out.items()}
+
+
+def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[str]]:
+    """Return the framework that a text is of, its facts, and what is in it and is not priced. Raise
+    ValueError for a value that decides mesh, batch, model or precision and cannot be read."""
+    try:
+        given = entries(text)
+    except ValueError as error:
+        raise ValueError(f"the launch line or file cannot be read: {error}; correct it") from None
     rows = {
-        name: _flat({key: rest for key, *rest in [*row["keys"], *row["reads"]]})
+        name: [(_key(key), *rest) for key, *rest in (*row["keys"], *row["reads"])]
         for name, row in FRAMEWORKS.items()
+        if framework in ("", name)
     }
-    given = entries(text)
-    name = max(rows, key=lambda name: len(rows[name].keys() & given))
-    if not rows[name].keys() & given:
+    score = {x: len({key for key, *_ in rows[x]} & given.keys() - {*TABLE["alone"]}) for x in rows}
+    name = max(rows, key=lambda x: score[x])
+    if not score[name]:
         raise ValueError(
             f"no key of {', '.join(FRAMEWORKS)} is in it; give a launch line or a file"
         )
-    known, unread = dict(FRAMEWORKS[name]["implies"]), list[str]()
-    for key, (fact, *words) in (rows[name] | _flat(TABLE["launchers"])).items():
-        value = _number(given.pop(key, None))
-        if words and isinstance(value, str | int):
-            back = {_number(word): x for x, word in reversed(words[0].items()) if word != ""}
-            unread += [] if value in back or value is False else [f"{key}={value}"]
-            value = _number(back.get(value))
-        kinds = (int, float, str) if words or fact == "model" else (int, float)
-        known |= {fact: value} if isinstance(value, kinds) and value not in (1e999, -1e999) else {}
-    for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):
-        if known.get(tokens, 0) > 0:  # else it is -1, for the default
-            known[rows_in] = max(1, known[tokens] // known["seq_len"])
-    off = (False, None, "none")
-    rest = {x: v for x, v in given.items() if re.search(TABLE["matters"], x)}
-    return name, known, unread + [f"{x}={v}" for x, v in rest.items() if _number(v) not in off]
+    row, left = FRAMEWORKS[name], dict[str, list[str]]()
+    on = {key for key, value in given.items() if str(value).lower() not in TABLE["off"]}
+    known = row["implies"] | {
+        x: y for key in row.get("brings", {}).keys() & on for x, y in row["brings"][key].items()
+    }
+    for key, fact, *words in [*rows[name], *TABLE["launchers"]]:
+        if key in given and not _lacks(row, key, on):
+            read = _read(row, key, fact, words, given[key])
+            first = list(read.values())[:1]  # another one is another plan
+            left[key] = [x for x in left.get(key, _tokens(given[key])) if read.get(x) not in first]
+            known |= dict(zip([fact], first, strict=False))
+    return name, _derived(row, known), _unread(row, given, on, left)
 
 
-def _number(value: Any) -> Any:
+# Of the keys that a key needs to have an effect one must be on; which these are where none is.
+def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
+    needs = (others for x, others in row.get("needs", {}).items() if re.fullmatch(x, key))
+    return next((others for others in needs if not on & {*others}), [])
+
+
+def _number(value: str) -> Any:
     with contextlib.suppress(ValueError):
-        return json.loads(str(value).lower()) if isinstance(value, str) else value
+        return json.loads(value.lower())
     return value
+
+
+def _tokens(value: Any) -> list[str]:
+    return re.findall(r"[^\s,\[\]'\"]+", str(value))
+
+
+# Of a value the tokens that are understood, each with what it is, the one that counts first. What decides the
+# plan and cannot be read is refused.
+def _read(
+    row: dict[str, Any], key: str, fact: str, words: list[dict[str, Any]], value: Any
+) -> dict[str, Any]:
+    tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
+    read = {x: _number(x) for x in tokens[:1] if re.fullmatch(kinds.get(fact, kinds["count"]), x)}
+    for spelled in words:
+        back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
+        read = {x: _number(back[y]) for y in back for x in tokens if x.lower() == y}
+    free = re.fullmatch(f"{TABLE['free']}|{row.get('free')}", f"{key}={value}")
+    if read or free or words and fact not in TABLE["deciding"]:
+        return read
+    raise ValueError(
+        f"{row['name']} is given {key}={value}, which decides the plan and cannot be read; write a number of"
+        " 1 or more, or the framework's word, in its place"
+    )
+
+
+# What is given and not priced, but for keys that change neither memory nor time.
+def _unread(
+    row: dict[str, Any], given: dict[str, Any], on: set[str], left: dict[str, list[str]]
+) -> list[str]:
+    out = list[str]()
+    for key, value in given.items():
+        rest = left.get(key, _tokens(value))
+        shown = value if rest in ([], _tokens(value)) else " ".join(rest)
+        entry, lacks = f"{key}={shown}".lstrip("="), " or ".join(_lacks(row, key, on))
+        why = " (a file that was not opened)" if re.search(TABLE["file"], entry) else ""
+        why = f" (no effect without {lacks})" if lacks else why
+        idle = not rest or re.fullmatch(TABLE["idle"], entry.lower())
+        if not idle or re.fullmatch(row.get("near", ""), f"{key}={value}"):
+            out.append(entry.removesuffix("=True") + why)
+    return out
+
+
+# What follows from several facts.
+def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    name = "-".join(known[x] for x in ("model", "flavor") if x in known)
+    known |= {"model": _preset_name(name)} if name else {}
+    for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):
+        if tokens in known:
+            known[rows_in] = max(1, known[tokens] // known["seq_len"])
+    if "derives" in row and known.keys() >= {"width", "num_heads"}:
+        width, heads = known["width"], known["num_heads"]
+        sizes = {"num_kv_heads": heads, "head_width": width // heads, "ffn_width": 4 * width}
+        sizes |= {"ffn_width": width * 8 // 3 // 64 * 64} if "swiglu" in known else {}
+        return sizes | known
+    return known
+
+
+# The preset that a public name is of, as Meta-Llama-3-8B-Instruct; another name as it is.
+def _preset_name(name: str) -> str:
+    plain = lambda x: re.sub(
+        r"[^a-z0-9]", "", re.sub(TABLE["tuned"], "", x.rpartition("/")[2].lower())
+    )
+    return ({plain(x): x for x in PRESETS} | TABLE["models"]).get(plain(name), name)
 
 
 def fixed_by(name: str, plan: Resolved) -> dict[str, Any]:
@@ -151,24 +275,82 @@ def fixed_by(name: str, plan: Resolved) -> dict[str, Any]:
     return fixed | planner.fields_of(own)
 
 
+def assumptions(
+    name: str, known: dict[str, Any], unread: list[str], q: planner.Question, plan: Plan
+) -> list[str]:
+    """Say what of a text is not priced, and what is priced and not of the text: ``q`` has the fields that it
+    fixes (`fixed_by`), ``plan`` is the one that was priced."""
+    chosen = [f"{x}={y}" for x, y in planner.fields_of(plan).items() if x not in q.fixed]
+    missing = [x for x, facts in TABLE["stated"].items() if not any(map(known.get, facts))]
+    sizes = f"{q.model}, {q.seq_len:,} tokens, {q.batch_size} sequences, {q.num_devices} devices"
+    lines = [
+        (unread, "says {}: not priced"),
+        (missing, f"names no {{}} (see --model, --seq-len, --devices): priced are {sizes}"),
+        (chosen, "has no key for {}: chosen, and not of the text"),
+        ([q.model] * ("serves" in known), TABLE["serves"] + f" --devices {q.num_devices}"),
+    ]
+    return [f"{name} {line.format(', '.join(parts))}" for parts, line in lines if parts]
+
+
 def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Plan]:
-    """Return the devices, the sequences of a step and the plan that facts are of."""
-    one = lambda name: max(1, int(known.get(name) or 1))
-    ep, cut, dp = one("ep"), one("tp") * one("pp") * one("sp"), max(one("dp"), one("instances"))
-    shard = max(known.get("shard", -1), known.get("fsdp", -1) * ep, known.get("mics", -1))
+    """Return the devices, the sequences of a step and the plan that facts are of. Raise ValueError where
+    the sizes do not go together: the framework refuses them too."""
+    one = lambda name: max(1, known.get(name) or 1) * max(1, known.get(f"dcn_{name}", 1))
     given = one("nodes") * known["each"] if "each" in known else devices
+    filled = [x for x in AXES if known.get(x, -1 if x == "fsdp" else 1) == -1 and "slices" in known]
+    known = known | {x: (given or 0) // math.prod(map(one, AXES)) for x in filled if x != "fsdp"}
+    ep, cut, dp = one("ep"), one("tp") * one("pp") * one("sp"), max(one("dp"), one("instances"))
+    shard = max(
+        known.get("shard", -1),
+        known.get("mics", -1),
+        one("fsdp") * ep if known.get("fsdp", -1) > 0 else -1,
+        (given or 0) // cut // one("nodes") // one("machines") if "hybrid" in known else -1,
+    )
     data, rest = divmod(count := given or cut * dp * max(shard, ep), cut)
-    dp = data // shard if shard > 0 else data // ep if known["zero"] == 0 else dp
-    if rest or dp < 1 or data % (ep * dp):
-        raise ValueError(f"{count} devices cannot be cut so; --devices says how many there are")
-    mesh = MeshShape(one("pp"), dp, data // ep // dp, ep, one("sp"), one("tp"))
-    m = one("microbatches") * one("pipe_microbatches") * one("accumulated")
-    rows = known.get("micro") or known.get("pipe_micro") or one("pp") == 1 and known.get("local")
-    batch = max(known.get("batch_size", 0), 0) or (known.get("local") or one("micro") * m) * data
-    batch = round(known.get("device_batch", 0) * count * one("accumulated")) or batch
-    m = max(1, batch // data // rows) if rows else m
-    own: dict[str, Any] = {"schedule": "interleaved"} if "virtual_stages" in known else {}
-    own |= {x: known[x] for x in Plan.__dataclass_fields__ if x in known} | {"microbatches": m}
-    own["zero"] = own["zero"] if mesh.fsdp * ep > 1 else 3  # of one rank it says nothing
-    idle = {x for x, n in (("context_parallel", mesh.sp), ("tp_sequence", mesh.tp)) if n == 1}
-    return count, batch, Plan(mesh, **{x: value for x, value in own.items() if x not in idle})
+    copies = data // shard if shard > 0 else data // ep if known["zero"] == 0 else dp
+    if (
+        rest
+        or copies < 1
+        or data % (ep * copies)
+        or data % max(shard, 1)
+        or 0 in map(known.get, filled)
+        or len(filled) > 1
+        or ("dp" in known and "slices" not in known and copies != dp)
+    ):
+        raise ValueError(
+            f"{count} devices cannot be cut so: {cut} for a rank of data, {max(shard, ep)} of these for a"
+            f" shard, {dp} copies{' (one size alone may be -1)' if filled else ''}; --devices says how many"
+            " there are"
+        )
+    mesh = MeshShape(one("pp"), copies, data // ep // copies, ep, one("sp"), one("tp"))
+    pipes = known.get("pipe_microbatches", mesh.pp if "slices" in known else 1)
+    m = one("microbatches") * one("accumulated") * (pipes if mesh.pp > 1 else 1)
+    rows = known.get("micro") or known.get("pipe_micro" if mesh.pp > 1 else "local")
+    local = one("micro") * m if "micro" in known else known.get("local", m)
+    by_device = round(known.get("device_batch", 0) * count * one("accumulated"))
+    batch = known.get("batch_size") or by_device or local * data
+    if (
+        batch % (data * (rows or m))
+        or rows
+        and "microbatches" in known
+        and batch != data * rows * m
+    ):
+        raise ValueError(
+            f"a batch of {batch} sequences does not go with"
+            f" {data} ranks of data{f' x {rows} sequences' if rows else ''}"
+            f"{f' x {m} microbatches' if m > 1 else ''}; the framework refuses it too: change one of them,"
+            " or --devices"
+        )
+    own = {x: known[x] for x in Plan.__dataclass_fields__ if x in known}
+    own |= {
+        "microbatches": batch // data // rows if rows else m,
+        "zero": known["zero"] if mesh.fsdp * ep * mesh.sp > 1 else 3,  # of one rank it says nothing
+    }
+    own |= {"schedule": known.get("looped", "interleaved")} if one("virtual_stages") > 1 else {}
+    idle = {
+        "context_parallel": mesh.sp,
+        "tp_sequence": mesh.tp,
+        "schedule": mesh.pp,
+        "virtual_stages": min(mesh.pp, one("virtual_stages")),
+    }
+    return count, batch, Plan(mesh, **{x: y for x, y in own.items() if idle.get(x, 2) > 1})
