@@ -125,7 +125,7 @@ FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-
     "missing sum over tp": (with_reading(NoSum), TypeError, r"carry component has type .*V:\(dp,fsdp,tp\)"),
     "sum twice over tp": (with_reading(SumTwice), ValueError, "the same all over tp; it was reduced"),
     "mean of means": (MeanOfMeans, AssertionError, r"^loss 5\.\d+ for 5\.\d+"),
-    "norm of one shard": (LocalNorm, ValueError, r"out_specs\[1\](\['grad_norm'\])? is P\(\)"),
+    "norm of one shard": (with_reading(LocalNorm), ValueError, r"out_specs\[1\](\['grad_norm'\])? is P\(\)"),
     "gradients not reduced": (LocalGradients, ValueError, r"out_specs\[0\]\['"),
     "gradients reduced twice": (DoubleReduce, AssertionError, r"^gradient of .* is off by 1\.0e\+00"),
 }
