@@ -126,12 +126,15 @@ def as_promised(
 ) -> Bool[Array, " b"]:
     """Return for each row whether its ids are as this plan's attention assumes them to be.
 
-    Any ids will do with a cache, and where their order does not matter (`Resolved.order_matters`): in a ring
-    with all n - 1 hops, with `flash` where a rank has all keys, and where queries and keys are not the same
-    positions in order. Elsewhere tiles or hops are left out without comparing ids: positions must rise along
-    the row, or segments must rise, and positions within each. If moreover `Plan.documents` is ``whole`` and
-    the kernel is not ``portable``, the row must be one segment of rising positions, without gaps if there is
-    a window."""
+    Any ids will do
+
+    - with a cache;
+    - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
+    - where a rank has all keys, with `flash`, or if queries and keys are not the same positions in order.
+
+    Elsewhere tiles or hops are left out without comparing ids. Then either positions rise along the row, or
+    segments never fall and positions rise within each. With `Plan.documents` ``whole``, and a kernel other
+    than ``portable``, the row must be one segment of rising positions, in steps of 1 if there is a window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -389,8 +392,8 @@ class _Ring:
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # For flash, whose backward pass is two kernels. While the first computes dK and dV, their sum arrives
-    # from the previous rank. K and V hop only after it, while the second computes dQ.
+    # Whether K and V are sent on only once dK and dV are computed: for flash, whose backward pass is two
+    # kernels. During the first (dK, dV) the sum of dK and dV arrives, during the second (dQ) K and V travel.
     kv_hop_waits: bool = False
 
 
@@ -414,9 +417,9 @@ def ring_attention(
     Args:
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
-        in_order: there is one rank, and its queries and keys are the same positions, in order (the caller
-            promises it; `as_promised`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
-            mask.
+        in_order: there is one rank (unlike in `Resolved.in_order`), and its queries and keys are the same
+            positions, in order (the caller promises it; `as_promised`). Then up to `FEW_TILES` tiles are
+            unrolled, without pairs outside the mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
         branch: skip pairs of tiles in which no query sees a key (`_over_pairs`).
@@ -520,10 +523,11 @@ def ring_backward(ring, saved, grads):
             keys, dk, dv = the previous rank's
         add the part of this rank's own keys to dq, dk, dv
 
-    Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the
-    block: the first rank that the block visits starts it, every further rank adds its part, and the last hop
-    takes it home. So it makes ``hops`` hops, too, each of 2 b t k h float32 elements; the last goes to the
-    next rank if hops = n-1, else (with a window) n - hops ranks on."""
+    (In the last turn only dk and dv are sent, home.) Scores are recomputed, and K and V make the same hops
+    again. A block's sum of dK and dV travels after the block: the first rank that the block visits starts it,
+    every further rank adds its part, and the last hop takes it home. So it makes ``hops`` hops, too, each of
+    2 b t k h float32 elements; the last goes to the next rank if hops = n-1, else (with a
+    window) n - hops ranks on."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
@@ -531,8 +535,9 @@ def ring_backward(ring, saved, grads):
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
-        """Add the part of the keys, which have made ``hops`` hops, to dq and to their sum dkv. The sum
-        arrives one hop later than the keys; it is None at the first rank, which starts it."""
+        """Add what these keys, after ``hops`` hops, contribute to dq, and to dkv: the dK and dV of these
+        keys, summed over the ranks that they visited. dkv is received one hop behind the keys; it is None at
+        the first rank, which starts it."""
         kv, dq, dkv = carry
         dkv = None if dkv is None else _hop(ring, dkv)
         dq, *dkv_part = ring.attend_grad(

@@ -130,7 +130,7 @@ class Norm(nnx.Module):
 def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
     """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
     ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. What
-    only some models have is None in the class of the part, and stays None without a parameter."""
+    only some models have is a class attribute, None, and stays None if ``params`` lacks it."""
     for path, weight in params.items():
         owner, _, name = path.removesuffix(".scale").rpartition(".")
         if owner == under:
@@ -238,7 +238,8 @@ class LatentAttention(Attention):
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
     ) -> Float[Array, "b s n w"]:
-        """Move the latents to the region of keys, expand them to each head's keys and values, and attend."""
+        """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
+        Only in this method c stands for both parts of a latent, c + r numbers."""
         width, num_latent = self.config.value_width, self.kv_norm.size
         latent = par.move(latent, "attention b s c -> keys b s c")
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
@@ -261,7 +262,8 @@ def attend(
     """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
     region ``keys`` already. ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss).
 
-    `Plan.context_parallel` decides how the regions queries and keys are cut, and so what these arrows move:
+    `Plan.context_parallel` decides how the regions queries and keys are cut, and so what arrows to these
+    regions move (the caller has moved the keys):
 
         ring       nothing: keys are sent during attention
         ulysses    heads for positions: each rank gets all positions of some heads
@@ -357,7 +359,8 @@ class Experts(nnx.Module):
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if self.config.num_shared:
-            # A sum over m that stays unfinished is finished below, with that of the routed experts.
+            # Its sum over m is finished with that of the routed experts by the last arrow. With tp_dispatch
+            # tp does not cut m of tokens, so the move to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
@@ -542,7 +545,7 @@ class Llama(nnx.Module):
         self, loss: Float[Array, "b s"], batch: Batch, par: Solo
     ) -> Float[Array, " b"]:
         """Sum the routers' own losses of each row over its tokens that have a target. With tp_sequence the
-        arrow finishes the sum over tp. The sum over sp stays unfinished, as that of the cross-entropies."""
+        arrow finishes the sum over tp. `Step` finishes the sum over sp, as for the loss (`par.total`)."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))

@@ -14,24 +14,26 @@
     sums     par.summed(f, …, arrow)   a function: f computes a device's term of a sum, the arrow finishes it
              par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
                                        which `Step` finishes
-    islands  par.local(f, …)           f on a device's own blocks: an *island*, as the body of a shard_map is.
-                                       Inside f the mode is `par.island`. Of a dim, par.index(layout) is the
-                                       index of the device's block, par.parts(layout) the number of blocks,
-                                       and par.axes(layout) the mesh axes that cut it
+    islands  par.local(f, …)           f on a device's own blocks, an *island*. `Auto` and `Explicit` have
+                                       global arrays: they enter a shard_map, in which the mode is `Manual`
+                                       (`par.island`). `Solo` and `Manual` just call f
+             par.parts(layout)         the number of blocks into which a dim is cut; par.index(layout) that of
+                                       the device's block, par.axes(layout) the mesh axes that cut it
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
-`Step` calls three more, of all but `Solo`. In `Manual` its arrays are a device's own shards, in the other
+`Step` calls these too, which `Solo` lacks. In `Manual` its arrays are a device's own shards, in the other
 modes global arrays:
 
+    par.carry_out(x, arrow)    x moved by an arrow over mesh axes
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
     par.unfinished(w, weight)  a stored weight, typed so that autodiff leaves its gradient an unfinished sum
     par.zeros(shape, layout)   zeros with a layout, to add to
 
-`Manual` runs each move of an arrow as a collective or a slice, in a named scope with the arrow's text. By
-that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
+`Manual` runs each of an arrow's `moves` as a collective or a slice, in a named scope with the arrow's text.
+By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
 Autodiff writes the backward collectives. All-gather and reduce-scatter are each other's transpose.
 `lax.pcast` types a value as varying over an axis, which is free in the forward pass; its transpose is an
 all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are right only with
@@ -61,7 +63,8 @@ from llmpar.plan.plan import Plan, Resolved
 
 
 class Solo:
-    """One device: moves do nothing. The reference that every test compares with."""
+    """One device: moves do nothing. The reference that every test compares with, and the base class of the
+    other modes: an argument ``par: Solo`` may be any of them."""
 
     # only when serving: an object that stores keys and values, and attends to them (`serve.decode`)
     cache: Any = None
@@ -180,8 +183,8 @@ class Solo:
 
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
         part of every piece. The backward pass recomputes each piece, but repeats no collectives. With
-        ``recompute`` a single piece is marked for recomputing, too; without a loop XLA may use the forward
-        pass's values instead (`prevent_cse=False`).
+        ``recompute`` a single piece is checkpointed, too; since there is no loop then, XLA may keep the
+        forward pass's values in place of recomputing them (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -348,8 +351,8 @@ class Manual(Solo):
 
     def sum_over_devices(self, values: Any) -> Any:
         """Sum small values over all devices in one all-reduce. Since it takes all these values, it runs after
-        every collective that they depend on. Separate all-reduces could run beside those in any order, and
-        devices could choose different orders."""
+        every collective that they depend on. Separate all-reduces could run beside these collectives, in an
+        order that differs between devices."""
         flat, restore = ravel_pytree(jax.tree.map(self.count_once, values))
         arrow = Arrow(Layout((), self.live), Layout(()))
         return restore(self.carry_out(flat, arrow, "loss, tokens and norm"))

@@ -30,8 +30,9 @@ The rows queries and keys depend on `Plan.context_parallel`:
     gather     keys are not cut along s
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
 
-With `Plan.tp_dispatch` tp cuts s of tokens and routing, and c, the slots, of tokens and slots, in place of m:
-each rank of tp sends other tokens, and experts, cut along m, gather over tp what arrived.
+With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens: in the regions tokens, routing and
+slots tp cuts s, and in tokens and slots c (the dim of slots), but not m. Experts stay cut along m, so what
+arrives is first gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
@@ -164,13 +165,14 @@ class Plan:
         tp_dispatch: with tp_sequence, each rank of tp sends its own tokens to the ranks of ep, in place of
             all of tp sending the same. The all-to-all has tp times fewer bytes; what arrives, empty slots
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
-        expert_copies: how many experts of a layer, those that most tokens of the ranks of ep chose in a
-            microbatch, are copied to all of these ranks. Their tokens stay on their rank, so a hot expert
-            delays none; each copy sends an expert's weights and their gradient in all-reduces over ep.
+        expert_copies: the number of experts of each layer that are copied to all ranks of ep: in each
+            microbatch those that the tokens of these ranks chose most often. Their tokens stay on their rank,
+            so a hot expert delays none; each copy sends an expert's weights and their gradient in all-reduces
+            over ep.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
-            microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: at the end, many
-            gradients in one flat array.
+            microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
+            gradients in one flat array, which XLA may send as soon as these exist.
         bucket_bytes: a bucket takes no more gradients once it has this size.
         microbatches: per step and device; their gradients are summed. A pipeline needs several, so that its
             stages work at the same time.
@@ -204,19 +206,19 @@ class Plan:
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
-        stage_saves: what a pipeline stage keeps for its backward pass: its ``input``, and recomputes the
-            rest, or all ``residuals``, and recomputes nothing. On CPUs ``input`` takes half the memory and no
-            more time: copying residuals takes as long as recomputing them.
+        stage_saves: what a pipeline stage keeps for its backward pass. ``input``: only its input, and the
+            rest is recomputed. ``residuals``: everything, and nothing is recomputed. On CPUs ``input`` takes
+            half the memory and no more time: copying residuals takes as long as recomputing them.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys, and neither
             runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else
             flash on TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for
             blocks.
-        attention_block: positions per tile of blockwise attention; None: `sequence_order.tile_length`
-            chooses.
-        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
-            breaks the promise gives NaN there.
+        attention_block: positions per tile of blockwise attention (in `llmpar.model.attention` a block is
+            all keys of a rank); None: `sequence_order.tile_length` chooses.
+        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. With cudnn a
+            row that breaks the promise gives NaN.
         dispatch: the all-to-all that sends tokens to the ranks of ep. ``padded``: of a whole buffer, with its
             empty slots. ``ragged``: of the full slots only, which XLA lacks for CPUs. ``auto``: ragged on
             GPUs and TPUs.
@@ -227,7 +229,7 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: an all-gather gives every
             device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
-            whole matrices of some layers, and another one returns them. ``layer``, for stages 1 and 2: ZeRO
+            whole matrices of some layers, and another one returns them. ``layer``, for ZeRO 1 and 2: ZeRO
             cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so that only
             ranks of tp exchange parts of matrices. ``none``: the plan moves no matrices; for other
             optimizers. Muon is right with it, too, but XLA's partitioner then chooses its collectives, and
@@ -490,9 +492,9 @@ class Resolved(Plan):
             unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
             accumulated = Layout(state_cut.dims, unfinished)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
-        # gather_dtype and reduce_dtype are for matrices alone. `matrix_dims` recognises those of blocks; the
-        # others (embedding, head, routers) are the weights of several dims in these two regions. Several dims
-        # alone do not tell: biases of heads and experts have two.
+        # gather_dtype and reduce_dtype are for matrices alone. `matrix_dims` recognises those of blocks. The
+        # others (embedding, head, routers) are the weights of several dims in the regions vocab and stream;
+        # in other regions biases have several dims, too.
         in_region = parse_layout(dims).region in ("vocab", "stream")
         is_matrix = matrix_dims(dims) or in_region and len(used.letters.replace("l", "")) > 1
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
@@ -561,7 +563,8 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # The places of one chunk, the same for every chunk. A stage has `visits` chunks.
+        # A chunk is one of a stage's pieces of the model (`virtual_stages`). `cells` counts the chunks of all
+        # stages, `visits` those of one. Every chunk has the same places.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
@@ -654,7 +657,8 @@ class Resolved(Plan):
             decided["reshard_after_forward"] = False
             notes.append(
                 "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
-                " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
+                " split in two, nothing orders the gathers of experts and of other weights, which could"
+                " deadlock"
             )
         return decided | {"device_notes": tuple(notes)}
 
@@ -682,8 +686,8 @@ class Resolved(Plan):
         return [*checks.unused_notes(self.requested, self.unused), *self.device_notes]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a note for each field that the user typed (``given``), that is at its default, and that has
-        no effect. Fields set to other values are in `unused` already, and so in `notes`."""
+        """Return a note for each field that the user gave explicitly (``given``) at its default, and that has
+        no effect: `unused`, and so `notes`, has only fields that differ from their default."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 

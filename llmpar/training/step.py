@@ -374,7 +374,8 @@ class Step:
         return state_shapes(self.config, self.plan, self.optimizer, counts)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
-        """Make a state, each device its own share: the same weights on every mesh.
+        """Make the initial state, each device only its own shards. A seed gives the same weights on every
+        mesh.
 
         Args:
             params: weights to begin with, in the model's order; weights that this tree lacks are
@@ -432,7 +433,7 @@ class Step:
         return self.run.lower(self.abstract_state, self.abstract_batch(batch_size, seq_len))
 
     def compiled(self, state: State, batch: Batch) -> Any:
-        """Compile the step for these arrays; the result checks nothing."""
+        """Compile the step for these arrays, without the checks of `run`."""
         return self.run.lower(state, batch).compile()
 
     def abstract_batch(self, batch_size: int, seq_len: int) -> dict:
@@ -480,9 +481,9 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_la
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
     """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
 
-    Collectives at a time: XLA's default is one. Then one of a ring's two hops waits for the other, and
-    gathers of weights from other hosts wait for the all-to-alls of experts within a host. Allow 4 with rings,
-    else 2.
+    Collectives at a time: XLA's default is one. With one, the two hops of a ring's backward pass (the keys,
+    and the sum of their gradients) wait for each other, and gathers of weights from other hosts wait for the
+    all-to-alls of experts within a host. Allow 4 with rings, else 2.
 
     Collectives early: in a program with a ragged all-to-all, whose time XLA cannot estimate, its default
     scheduler starts no collective early. Use the latency-hiding scheduler, with the analytical estimator
