@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 WORDS = HERE.parent / "docs" / "words.md"
 OUT = HERE / "_handout"
 STYLE = (
-    "@page{size:A4;margin:10mm 11mm}*{box-sizing:border-box}"
+    "@page{size:A4;margin:8mm 11mm}*{box-sizing:border-box}"
     "body{font:8.2pt/1.17 Helvetica,Arial,Liberation Sans,DejaVu Sans,sans-serif;"
     "color:#1a1a1a;background:#fff;"
     "max-width:190mm;margin:0 auto}h1{font-size:15pt;margin:0 0 1mm;color:#005a9e}"

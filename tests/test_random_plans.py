@@ -262,6 +262,7 @@ def remedies(why: str, asked: dict) -> list[dict]:
 
 
 HOPELESS = r"cannot be routed in \d of \d equal groups|has no matrix [a-z ]+; use targets of"
+HOPELESS += r"|use a rotated part of an even width"
 """Refusals without a number to try: another model is proposed, or the arithmetic shown."""
 
 

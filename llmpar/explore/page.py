@@ -28,7 +28,7 @@ RUNTIME = STATIC / "python.json"
 _FOLDERS = (
     "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kernels/tiles.py"
     " inspect/__init__.py inspect/census.py inspect/hlo.py inspect/moves.py inspect/pins.py"
-    " inspect/drawn.py inspect/sent.py".split()
+    " inspect/letters.py inspect/drawn.py inspect/sent.py".split()
 )
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()

@@ -333,10 +333,10 @@ class ModelConfig:
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
         if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
-            what = "heads are" if width == self.head_width else "the rotated part of heads is"
-            raise ValueError(
-                f"{what} {width} wide, but rotary embedding rotates pairs; use an even head width"
-            )
+            what, use = "the rotated part of heads is", "a rotated part of an even width"
+            if width == self.head_width:
+                what, use = "heads are", "an even head width"
+            raise ValueError(f"{what} {width} wide, but rotary embedding rotates pairs; use {use}")
         if self.num_heads % self.num_kv_heads and self.runs:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
