@@ -88,9 +88,8 @@ def _drawings(row: dict[str, Any], sizes: Mapping[str, int]) -> tuple[str, Scene
         names = re.findall(r"(?<![\w/,+])\w", row["letters"]) or (
             f"dim {i}" for i in range(_MOST_DIMS)
         )
-        renamed = dict(
-            zip(LETTERS, names, strict=False)
-        )  # those that a type has are none of the user's
+        # letters that a type has are none of the user's
+        renamed = dict(zip(LETTERS, names, strict=False))
         for i, side in enumerate(route):
             route[i] = replace(
                 side, dims=tuple(replace(d, name=renamed[d.name]) for d in side.dims)

@@ -386,9 +386,8 @@ def _joined(
         yield {}, local
     rest = local.shape[len(names) + 1 :]
     dims = [d for d, n in enumerate(whole.shape[1:]) if len(rest) == whole.ndim - 1 and rest[d] < n]
-    if (
-        "shard" not in parts
-    ):  # dims are made whole one after the other: any order of them gives the same
+    # dims are made whole one after the other: any order of them gives the same
+    if "shard" not in parts:
         dims = dims[:1]
     for at in reversed(range(len(names))):
         kinds: list[str | int] = [*dims]

@@ -88,12 +88,11 @@ def export(q: planner.Question, plan: Plan, name: str) -> str:
     return "\n".join([f"# {row['name']}: {plan.mesh}", *notes, text])
 
 
-# What a framework's text does not give back: fields of a plan, and sizes.
 def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, Any]:
+    """Return what a framework's text does not give back: fields of a plan, and sizes."""
     sizes, back = {"batch_size": 0}, Plan()
-    with contextlib.suppress(
-        ValueError
-    ):  # an axis without a key leaves fewer devices to the others
+    # an axis without a key leaves fewer devices to the others
+    with contextlib.suppress(ValueError):
         known = {x: y for x, y in facts_in(text, name)[1].items() if x != "each"}
         cut = math.prod(getattr(plan.mesh, x) for x in ("pp", "sp", "tp") if x not in known)
         _, sizes["batch_size"], back = planned_by(known, q.num_devices // cut)
@@ -129,8 +128,8 @@ def _key(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-# YAML's values by their sections and names, joined by points; a list's items in one text.
 def _yaml(text: str) -> dict[str, Any]:
+    """Return YAML's values by their sections and names, joined by points; a list's items in one text."""
     out, path = dict[str, Any](), dict[int, str]()
     text = re.sub(r"(?m)\n[ \t]*- +(?=[^\n:]+$)", " ", text)
     for indent, key, value in re.findall(TABLE["yaml_line"], text):
@@ -140,8 +139,9 @@ def _yaml(text: str) -> dict[str, Any]:
     return out
 
 
-# The keys of a launch line with the words behind each; variables that the text sets are put in.
 def _line(text: str) -> dict[str, Any]:
+    """Return the keys of a launch line with the words behind each; variables that the text sets are put
+    in."""
     inner = lambda one: "".join(filter(None, one.groups()[1:])).strip()
     is_line = lambda one: inner(one).startswith("-")
     values = {x[1]: "" if is_line(x) else inner(x) for x in re.finditer(TABLE["shell"], text)}
@@ -190,8 +190,8 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
     return name, _derived(row, known), _unread(row, given, on, left)
 
 
-# Of the keys that a key needs to have an effect one must be on; which these are where none is.
 def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
+    """Return the keys of which a key needs one to have an effect, where none is on."""
     needs = (others for x, others in row.get("needs", {}).items() if re.fullmatch(x, key))
     return next((others for others in needs if not on & {*others}), [])
 
@@ -206,11 +206,11 @@ def _tokens(value: Any) -> list[str]:
     return re.findall(r"[^\s,\[\]'\"]+", str(value))
 
 
-# Of a value the tokens that are understood, each with what it is, the one that counts first. What decides the
-# plan and cannot be read is refused.
 def _read(
     row: dict[str, Any], key: str, fact: str, words: list[dict[str, Any]], value: Any
 ) -> dict[str, Any]:
+    """Return the tokens of a value that are understood, each with what it is, the one that counts first.
+    What decides the plan and cannot be read is refused."""
     tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
     read = {x: _number(x) for x in tokens[:1] if re.fullmatch(kinds.get(fact, kinds["count"]), x)}
     for spelled in words:
@@ -225,10 +225,10 @@ def _read(
     )
 
 
-# What is given and not priced, but for keys that change neither memory nor time.
 def _unread(
     row: dict[str, Any], given: dict[str, Any], on: set[str], left: dict[str, list[str]]
 ) -> list[str]:
+    """Return what is given and not priced, but for keys that change neither memory nor time."""
     out = list[str]()
     for key, value in given.items():
         rest = left.get(key, _tokens(value))
@@ -242,8 +242,8 @@ def _unread(
     return out
 
 
-# What follows from several facts.
 def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Add what follows from several facts."""
     name = "-".join(known[x] for x in ("model", "flavor") if x in known)
     known |= {"model": _preset_name(name)} if name else {}
     for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):
@@ -257,8 +257,8 @@ def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-# The preset that a public name is of, as Meta-Llama-3-8B-Instruct; another name as it is.
 def _preset_name(name: str) -> str:
+    """Return the preset that a public name is of, as Meta-Llama-3-8B-Instruct; another name as it is."""
     plain = lambda x: re.sub(
         r"[^a-z0-9]", "", re.sub(TABLE["tuned"], "", x.rpartition("/")[2].lower())
     )
