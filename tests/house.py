@@ -37,13 +37,13 @@ BUDGETS = {
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_473,
-    "cli": 2_238,
+    "cli": 2_237,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_076,
-    "statements": 26_041,
+    "statements": 26_040,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -265,6 +265,7 @@ class PlanCommand(Output):
         """Compare --mesh, or the best mesh, with that of --versus."""
         if idle := changed(self, ("tokens", "price", "html", "claims", "export")):
             raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
+        at = lambda q, text: planner.on_mesh(q, parse_mesh(text, q.num_devices))
         if self.from_flags is not None:
             answer, unread = self.launched(self.from_flags)
             q, one = answer.question, answer.plans[0]
@@ -274,10 +275,8 @@ class PlanCommand(Output):
             q, unread = self.question(), []
             own = {name: value for name, value in q.fixed.items() if name not in AXES}
             q = replace(q, fixed=own)
-            mesh = parse_mesh(self.mesh, q.num_devices) if self.mesh else None
-            one = planner.on_mesh(q, mesh) if mesh else planner.decide(q, 1).plans[0]
-        other = planner.on_mesh(q, parse_mesh(self.versus or "", q.num_devices))
-        document = planner.versus(q, one, other)
+            one = at(q, self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
+        document = planner.versus(q, one, at(q, self.versus or ""))
         document["notes"] = unread
         for line in unread:
             inform(line)
