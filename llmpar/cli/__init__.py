@@ -118,6 +118,12 @@ def _run(argv: list[str]) -> None:
         sys.stdout.flush()  # so that a full disk or a closed pipe is known here
 
 
+def jax_settings() -> str:
+    """Return the environment's settings of JAX as the end of a sentence, or nothing."""
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")]
+    return f"; set are {', '.join(variables)}" if variables else ""
+
+
 def explain_error(error: Exception) -> str:
     """Explain an error in one sentence: a refusal's own text, or that this is a fault of the package.
 
@@ -142,11 +148,8 @@ def explain_error(error: Exception) -> str:
         or isinstance(error, ImportError)
         and (error.name or "").partition(".")[0] != "llmpar"
     ):
-        variables = [
-            f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")
-        ]
-        settings = f"; set are {', '.join(variables)}" if variables else ""
-        return f"another package cannot be imported: {summary}{settings}; llmpar doctor compares versions"
+        summary += jax_settings()
+        return f"another package cannot be imported: {summary}; llmpar doctor compares versions"
     if (joined := _joined()) and joined.is_broken(summary):
         return (
             f"another process ended, or could not be reached: its own output says why ({summary})"

@@ -9,6 +9,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
+from llmpar.cli import jax_settings
 from llmpar.cli.options import Output, give, installed, speaks
 from llmpar.launch.agreed import PACKAGES
 from llmpar.plan.mesh_shape import AXES
@@ -42,7 +43,8 @@ class Doctor(Output):
             print(*first, sep="\n", flush=True)  # JAX may not get further
         if faults := misfits():
             raise ValueError(
-                "; ".join(faults) + "; python -m pip install --upgrade llmpar mends versions"
+                "; ".join(faults)
+                + "; if versions are the reason, python -m pip install --upgrade llmpar mends them"
             )
         initialize()  # before any other use of JAX
         barrier({"command": "doctor"})
@@ -105,7 +107,8 @@ def misfits() -> list[str]:
         importlib.import_module("flax.nnx")
     except Exception as error:
         faults.append(
-            f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]}"
+            f"{jax_settings()})"
         )
     return faults
 

@@ -21,7 +21,7 @@ class Export(Output):
     llmpar export kept model --dtype bfloat16
 
     Attributes:
-        checkpoints: folder that `llmpar train --checkpoints` wrote.
+        checkpoints: folder that llmpar train --checkpoints wrote.
         folder: where to write; it must not hold a model yet.
         dtype: of the weights there.
         best: take the checkpoint with the lowest held-out loss, not the newest.

@@ -25,7 +25,7 @@ class GoodputCommand(Output):
         devices: whose failure stops the run.
         device_mtbf_hours: mean time between failures of one of them. By default that of Llama 3 405B's GPUs.
         stall_s: seconds for which a checkpoint stops training.
-        write_s: seconds after that until it is written; 0 where training waits for it, as `llmpar train`
+        write_s: seconds after that until it is written; 0 where training waits for it, as llmpar train
             does.
         restart_s: seconds from a failure to the next step, where a node is free.
         repair_hours: until a failed node is back; 0: there is always a spare one.

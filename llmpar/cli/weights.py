@@ -82,7 +82,7 @@ class ModelOptions:
     """Which model answers, and where.
 
     Attributes:
-        checkpoints: folder that `llmpar train --checkpoints` wrote.
+        checkpoints: folder that llmpar train --checkpoints wrote.
         from_: folder of a Hugging Face model (config.json, safetensors, tokenizer.json), or the name of a
             downloaded one. Without it and checkpoints weights are random.
         best: of the checkpoints the one with the lowest held-out loss, not the newest.

@@ -11,8 +11,8 @@ from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Onlin
 Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
 Abbeel 2023.)
 
-Which keys a query may see is computed from ids: the position of a key and its segment, the number of its
-document. Every rank knows the ids of all keys. So ranks may have positions in any order
+Which keys a query may see is computed from ids: the position and the segment (the number of its document)
+of each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
 (`llmpar.plan.sequence_order`): the result is the same, and only the number of tiles that are skipped changes.
 
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
@@ -63,9 +63,10 @@ KIds = Int[Array, "j _ 2 d"]
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
-# Up to 2 tiles of queries times 4 of keys the loop over pairs of tiles is unrolled. Where queries and keys
-# are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and pairs outside the
-# mask are left out. Unrolled it is 20 % faster on a CPU, and each pair takes 0.03 s to compile.
+# The loop over pairs of tiles is unrolled if there are at most 2 tiles of queries and 4 of keys. Where
+# queries and keys are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and
+# pairs outside the mask are left out. Unrolled it is 20 % faster on a CPU, and each pair takes 0.03 s to
+# compile.
 _FEW_QUERIES, _FEW_KEYS = 2, 4
 
 
@@ -116,7 +117,8 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
 
 
 def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]) -> Out:
-    """Return attention's result with one more key, of these logits and value 0: out sigmoid(lse - sink)."""
+    """Return attention's result with one more key for each head, whose logit is the sink and whose value is
+    0: out times sigmoid(lse - sink)."""
     share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, None])
     return out * share[..., None].astype(out.dtype)
 
@@ -130,11 +132,13 @@ def as_promised(
 
     - with a cache;
     - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
-    - where a rank has all keys, with `flash`, or if queries and keys are not the same positions in order.
+    - where a rank has all keys, and the kernel is `flash`;
+    - where a rank has all keys, and its queries are not the same positions in order.
 
-    Elsewhere tiles or hops are left out without comparing ids. Then either positions rise along the row, or
-    segments never fall and positions rise within each. With `Plan.documents` ``whole``, and a kernel other
-    than ``portable``, the row must be one segment of rising positions, in steps of 1 if there is a window."""
+    Elsewhere tiles or hops are left out without comparing ids. Then the ids must satisfy one of these:
+    positions rise along the row; or segments never fall, and positions rise within each segment. With
+    `Plan.documents` ``whole``, and a kernel other than ``portable``, the row must be one segment of rising
+    positions, in steps of 1 if there is a window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -228,15 +232,16 @@ def attend_tile_grad(
     scale: float,
     cap: float | None = None,
 ) -> tuple[QTile, KVTile, KVTile]:
-    """Return float32 (dq, dk, dv) of one pair of tiles (Dao et al. 2022, appendix B; ' is the transpose):
+    """Return float32 (dq, dk, dv) of one pair of tiles (after Dao et al. 2022, appendix B):
 
-        S = scale Q K'                          or with a cap S = cap tanh(scale Q K' / cap)
-        P = exp(S - lse)                        0 where masked; lse is over all keys, so P is exact
+        X = Q K'                            S = scale X, or with a cap S = cap tanh(scale X / cap)
+        P = exp(S - lse)                    0 where masked; lse is over all keys, so P is exact
         dV = P' dO
-        dS = slope P (dO V' - delta)            slope = dS/d(QK') = scale, or with a cap scale (1 - tanh²)
-        dQ = dS K,  dK = dS' Q
+        dX = slope * P * (dO V' - delta)    slope = dS/dX: scale, or with a cap scale (1 - tanh²)
+        dQ = dX K,  dK = dX' Q
 
-    where delta is, for each query, the sum of dO O over w, minus the gradient of lse.
+    ' is the transpose, and * is by element; dV, dX … are gradients of the loss. Here delta is, for each
+    query, the sum of dO O over w, minus the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
@@ -247,9 +252,9 @@ def attend_tile_grad(
     weights = jnp.exp(scores - lse[..., None])
     weights = jnp.where(seen[:, None, None], weights, 0)
     weights_grad = einsum("bkrsh,bkth->bkrst", out_grad, v)
-    scores_grad = (weights * (weights_grad - delta[..., None]) * slope).astype(q.dtype)
-    dq = einsum("bkrst,bkth->bkrsh", scores_grad, k)
-    dk = einsum("bkrst,bkrsh->bkth", scores_grad, q)
+    products_grad = (weights * (weights_grad - delta[..., None]) * slope).astype(q.dtype)
+    dq = einsum("bkrst,bkth->bkrsh", products_grad, k)
+    dk = einsum("bkrst,bkrsh->bkth", products_grad, q)
     return dq, dk, einsum("bkrst,bkrsh->bkth", weights.astype(v.dtype), out_grad)
 
 
@@ -357,17 +362,20 @@ def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, m
         return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if branch else added()
 
     def add_in_loop(pair, sums):
-        (i, j), (of_queries, of_keys) = divmod(pair, may_see.shape[1]), sums
+        i, j = divmod(pair, may_see.shape[1])
+        of_queries, of_keys = sums
         of_i, of_j = add(i, j, at(of_queries, i), at(of_keys, j))
         return put(of_queries, i, of_i), put(of_keys, j, of_j)
 
     if pairs is None:
         return lax.fori_loop(0, may_see.size, add_in_loop, (of_queries, of_keys))
-    sums = zip((of_queries, of_keys), may_see.shape, strict=True)
-    by_query, by_key = ([at(x, i) for i in range(n)] for x, n in sums)
+    unstack = lambda tree, n: [at(tree, i) for i in range(n)]
+    stack = lambda tiles: jax.tree.map(lambda *x: jnp.stack(x), *tiles)
+    num_i, num_j = may_see.shape
+    by_query, by_key = unstack(of_queries, num_i), unstack(of_keys, num_j)
     for i, j in pairs:
         by_query[i], by_key[j] = add(i, j, by_query[i], by_key[j])
-    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *x) for x in (by_query, by_key))
+    return stack(by_query), stack(by_key)
 
 
 def _zeros(x):
@@ -392,8 +400,9 @@ class _Ring:
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether K and V are sent on only once dK and dV are computed: for flash, whose backward pass is two
-    # kernels. During the first (dK, dV) the sum of dK and dV arrives, during the second (dQ) K and V travel.
+    # Whether K and V wait until dK and dV are computed, before they are sent. It is for flash, whose backward
+    # pass has two kernels: while the first computes dK and dV, the sum of dK and dV arrives; while the second
+    # computes dQ, K and V are sent.
     kv_hop_waits: bool = False
 
 
@@ -417,9 +426,9 @@ def ring_attention(
     Args:
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
-        in_order: there is one rank (unlike in `Resolved.in_order`), and its queries and keys are the same
-            positions, in order (the caller promises it; `as_promised`). Then up to `FEW_TILES` tiles are
-            unrolled, without pairs outside the mask.
+        in_order: there is one rank (`Resolved.in_order` may also hold in a ring), and its queries and keys
+            are the same positions, in order (the caller promises it; `as_promised`). Then up to `FEW_TILES`
+            tiles are unrolled, without pairs outside the mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
         branch: skip pairs of tiles in which no query sees a key (`_over_pairs`).
@@ -519,9 +528,9 @@ def ring_backward(ring, saved, grads):
 
         dq, dk, dv = 0; keys = the previous rank's
         repeat hops times:
-            add the part of these keys to dq, dk, dv
+            add what these keys contribute to dq, dk, dv
             keys, dk, dv = the previous rank's
-        add the part of this rank's own keys to dq, dk, dv
+        add what this rank's own keys contribute to dq, dk, dv
 
     (In the last turn only dk and dv are sent, home.) Scores are recomputed, and K and V make the same hops
     again. A block's sum of dK and dV travels after the block: the first rank that the block visits starts it,
@@ -531,7 +540,7 @@ def ring_backward(ring, saved, grads):
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
-    # Of a query that saw no key any finite number will do: `attend_tile_grad` masks its weights to 0.
+    # For a query that saw no key any finite lse will do: `attend_tile_grad` masks its weights to 0.
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
@@ -583,7 +592,8 @@ def _hop(ring, arrays, by=1):
 
 
 def full(q: Q, k: KV, v: V, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Partial:
-    """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of all tests."""
+    """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of attention's
+    tests."""
     q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
@@ -605,8 +615,9 @@ def by_kernel(
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (all scores).
 
     The mask is an array of b s t, one for all heads; with `in_order` a kernel may skip later positions. No
-    mask is built if rows are promised to be `whole`, one document each (`as_promised`). There is no lse: the
-    kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and 0.12).
+    mask is built if `in_order`, and rows are promised to be `whole`, one document each (`as_promised`). There
+    is no lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and
+    0.12).
     """
     attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=in_order)
     if whole and in_order:

@@ -54,7 +54,8 @@ Tree = Any
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1). The loss is NaN if positions and segments of a row are not in the order that attention relies on
-(`attention.as_promised`)."""
+(`attention.as_promised`). A batch for learning by rewards has ``advantages`` and ``logprobs``, float32, too
+(`clipped_surrogate`)."""
 # Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
@@ -129,8 +130,9 @@ class Norm(nnx.Module):
 
 def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
     """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
-    ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. What
-    only some models have is a class attribute, None, and stays None if ``params`` lacks it."""
+    ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. For
+    a part that only some models have, the class has an attribute that is None. It stays None if ``params``
+    has no such weight."""
     for path, weight in params.items():
         owner, _, name = path.removesuffix(".scale").rpartition(".")
         if owner == under:
@@ -185,7 +187,7 @@ class Attention(nnx.Module):
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         return self.to_stream(y_bskrh, par)
 
-    # _: with tp_sequence the stream has fewer positions on a device
+    # the dim _: positions of attention. With tp_sequence the stream has fewer of them on a device (s)
     def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads."""
         (o_nhd,) = used_weights(self, par, "o")
@@ -236,10 +238,11 @@ class LatentAttention(Attention):
         return par.plus(y, getattr(self, f"{name}_bias", None))
 
     def expanded(
-        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
+        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: QueryKeyIds, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
-        Only in this method c stands for both parts of a latent, c + r numbers."""
+        ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
+        has one letter a dim."""
         width, num_latent = self.config.value_width, self.kv_norm.size
         latent = par.move(latent, "attention b s c -> keys b s c")
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
@@ -266,7 +269,8 @@ def attend(
     regions move (the caller has moved the keys):
 
         ring       nothing: keys are sent during attention
-        ulysses    heads for positions: each rank gets all positions of some heads
+        ulysses    an all-to-all: each rank gets all positions of some heads, instead of all heads of some
+                   positions
         gather     keys: each rank gets all of them
         usp        as ulysses within a group of ranks; the groups form a ring
     """
@@ -340,7 +344,7 @@ class Experts(nnx.Module):
         bias = []  # empty, or the one bias
         if self.bias is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
-        # `moe.route` returns the weights and the numbers of the k experts that each token chose. Layouts
+        # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
         # write e for this dim of choices, since k is KV heads in layouts.
         route = par.local(
             functools.partial(moe.route, self.config, par.island),
@@ -359,8 +363,9 @@ class Experts(nnx.Module):
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if self.config.num_shared:
-            # Its sum over m is finished with that of the routed experts by the last arrow. With tp_dispatch
-            # tp does not cut m of tokens, so the move to tokens finishes it.
+            # The shared expert's sum over m and that of the routed experts are finished together, by the last
+            # arrow of this method. With tp_dispatch, tp does not cut m in the region tokens: then the move of
+            # ``shared`` to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
@@ -430,7 +435,8 @@ class Llama(nnx.Module):
         return nnx.split_rngs(splits=count)(make)(rngs)
 
     def loss(self, batch: Batch, par: Solo) -> LossAndTally:
-        """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
+        """Return the sum of the cross-entropies and of the routers' own losses, which training minimises, and
+        the routers' tally."""
         losses, aux = self.cross_entropies(batch, par)
         loss = par.total(losses, "data b s")
         if aux is None:
@@ -453,8 +459,8 @@ class Llama(nnx.Module):
         @jax.named_scope("loss")
         def losses(inputs):
             x_bsd, targets_bs = inputs
-            # Rounding the gradient of the logits before its matmuls makes these faster, but not on a TPU: its
-            # matmuls round their inputs anyway, so a rounded copy only costs memory.
+            # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
+            # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
@@ -505,13 +511,14 @@ class Llama(nnx.Module):
         kind 1."""
         blocks, stacks = self.blocks_by_kind(batch, par)
         outputs, done = list[Any](), Counter[int]()  # done: for each kind, how many layers have run
-        for (kinds, num_times, _), run_layers in loops:
-            counts = Counter(kinds * num_times)
+        for loop, run_layers in loops:
+            kinds, times = loop.kinds, loop.times
+            counts = Counter(kinds * times)
             stack = {k: some_layers(stacks[k], done[k], n) for k, n in counts.items()}
             # the index of a layer among those of its kind in an iteration; None: an iteration is one layer
             indices: list[int | None] = [None]
             if len(kinds) > 1:
-                stack = {k: par.periods(w, num_times) for k, w in stack.items()}
+                stack = {k: par.periods(w, times) for k, w in stack.items()}
                 indices = [kinds[:i].count(k) for i, k in enumerate(kinds)]
             pairs = zip(kinds, indices, strict=True)
             x, aux = run_layers([in_iteration(blocks[k], k, i) for k, i in pairs], x, stack)
@@ -522,8 +529,8 @@ class Llama(nnx.Module):
         return x, jax.tree.map(joined, *outputs) if outputs else None
 
     def blocks_by_kind(self, batch: Batch, par: Solo) -> tuple[list[Callable], list[Tree]]:
-        """Return two lists with an item for each kind of layers: its block, a function of the stream and of
-        one layer's weights; and the stacked weights of all its layers."""
+        """Return two lists, each with one item for each kind of layers. The first has its block, a function
+        of the stream and of one layer's weights; the second has the stacked weights of its layers."""
         names = "positions", "segments"
         k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
         # the line above gathers the ids of whole rows; those of the queries are a slice of them
@@ -581,7 +588,8 @@ def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Ar
 @jax.custom_vjp
 def logits_with_rounded_grad(x, head):
     """Return `logits_of`, with gradients rounded to the dtype of ``x`` before they are multiplied: a GPU
-    takes more than twice as long for matmuls of float32, which were 15 % of a step (`tests/device.md`)."""
+    takes more than twice as long for matmuls of float32, which were 15 % of a step of a 1B model on an H100
+    (`docs/accelerators.md`)."""
     return logits_of(x, head)
 
 

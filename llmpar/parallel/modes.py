@@ -1,6 +1,7 @@
-"""The modes ``par``: objects that the model calls to multiply, move and sum. `Solo` runs on one device, and
-`Manual` inside shard_map. `llmpar.parallel.partitioned` has two more: `Auto`, under XLA's partitioner, and
-`Explicit`, under JAX's sharding types. The model's code is the same in all four, and never names a mesh axis:
+"""The modes: classes of ``par``, the object that the model calls to multiply, move and sum. `Solo` runs on
+one device, and `Manual` inside shard_map. `llmpar.parallel.partitioned` has two more: `Auto`, under XLA's
+partitioner, and `Explicit`, under JAX's sharding types. The model's code is the same in all four, and never
+names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
              par.with_weight(f, x, p)  f(x, weight) elementwise, such as a product with a scale (a method
@@ -11,14 +12,15 @@
              par.ragged(x, …, arrow)   an all-to-all that sends only the first rows of each block
     matmuls  par.move_matmul(x, arrow, *ws)   a move, then matmuls of what was moved
              par.matmul_move(x, w, arrow)     a matmul, then a move of its result
-    sums     par.summed(f, …, arrow)   a function: f computes a device's term of a sum, the arrow finishes it
+    sums     par.summed(f, …, arrow)   a function that calls f, which computes a device's term of a sum;
+                                       then the arrow finishes the sum
              par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
                                        which `Step` finishes
     islands  par.local(f, …)           f on a device's own blocks, an *island*. `Auto` and `Explicit` have
                                        global arrays: they enter a shard_map, in which the mode is `Manual`
-                                       (`par.island`). `Solo` and `Manual` just call f
-             par.parts(layout)         the number of blocks into which a dim is cut; par.index(layout) that of
-                                       the device's block, par.axes(layout) the mesh axes that cut it
+                                       (`par.island`). `Solo` and `Manual` call f directly
+             par.parts(layout)         into how many blocks a dim is cut; par.index(layout), the index of this
+                                       device's block; par.axes(layout), the mesh axes that cut the dim
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
@@ -63,8 +65,8 @@ from llmpar.plan.plan import Plan, Resolved
 
 
 class Solo:
-    """One device: moves do nothing. The reference that every test compares with, and the base class of the
-    other modes: an argument ``par: Solo`` may be any of them."""
+    """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
+    modes: an argument ``par: Solo`` may be any of them."""
 
     # only when serving: an object that stores keys and values, and attends to them (`serve.decode`)
     cache: Any = None
@@ -105,8 +107,9 @@ class Solo:
     def move_matmul(
         self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable | None] = ()
     ) -> list[Array]:
-        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add its bias, if it has
-        one. Give the results the checkpoint name of the new region (`OF_REGION`), for `Plan.remat`."""
+        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add that weight's bias,
+        if there is one. Give the results the checkpoint name of the new region (`OF_REGION`), for
+        `Plan.remat`."""
         ring = self.ring(arrow, "all-gather")
         results = (
             gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
@@ -128,8 +131,9 @@ class Solo:
         return None
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function: it calls ``f(par, …)``, which computes a device's term of a sum, and finishes
-        the sum by the arrow. ``layouts`` are those of the arguments after par; only `Explicit` reads them."""
+        """Return a function that calls ``f(par, …)``, which computes a device's term of a sum, and then
+        finishes the sum by the arrow. ``layouts`` are those of the arguments after par; only `Explicit` reads
+        them."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -222,8 +226,9 @@ class Manual(Solo):
         pipeline has gathered it once for the step.
 
         In the backward pass the transpose of the gather is a reduce-scatter of the gradient over the axes of
-        ZeRO, in the computing dtype. The gradient is also summed over every other axis along which the
-        region's values differ:
+        ZeRO, in the computing dtype or `Plan.reduce_dtype`. The gradient is also summed over
+        `WeightLayouts.replica_axes`, along which devices use the same block of the weight on different
+        values:
 
         - With ``reduce="layer"``, in the backward pass. `_vary` types the shard as varying over these axes,
           and the transpose of that is an all-reduce of the shard's gradient in float32.
@@ -242,14 +247,16 @@ class Manual(Solo):
         return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """Carry out the physical arrow: the collectives of `llmpar.plan.layout.Arrow.moves` in order."""
+        """Carry out the physical arrow: run the collectives of `llmpar.plan.layout.Arrow.moves` in order,
+        then type the result as varying over all axes of the new region (`Resolved.varying`)."""
         physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical, arrow)
         x = self._vary(x, physical.varying, arrow)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow. ``invariant``: type gathered results as not varying over
+        """Run the collectives of a physical arrow. ``text``: the logical arrow, for the name of the scope and
+        for messages. ``invariant``: type gathered results as not varying over
         the gathered axes, since they are equal on all devices along these."""
         # a layout without dims, Layout(()), fits any value
         dims = arrow.before.dims or arrow.after.dims
@@ -334,8 +341,9 @@ class Manual(Solo):
         return jax.shard_map(f, mesh=mesh, in_specs=layouts, out_specs=results)
 
     def unfinished(self, w: Array, weight: Weight) -> Array:
-        """Type a stored weight as varying over the axes of `WeightLayouts.unreduced`. A gradient has its
-        weight's type, so along these axes each device has its own term of the sum."""
+        """Type a stored weight as varying over ``unreduced.sums`` (`WeightLayouts`), the axes over which its
+        gradient stays an unfinished sum. A gradient has the type of its weight, so each device along these
+        axes keeps its own term."""
         return vary(w, self.plan.layouts_of(weight.dims).unreduced.sums)
 
     def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:

@@ -15,6 +15,7 @@ OF_JAX = "cudnn", "xla"  # JAX's own attention: no log of sums in float32 to mer
 AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn")
 """NVIDIA's compute capability since which XLA has Triton, and what needs it. (So does JAX's own attention:
 older GPUs lack the products of 16 bits that it asks for.)"""
+BLACKWELL = 10.0
 HOPPER = 9.0  # since which cuDNN's attention has heads of up to 256, not 128
 UNSUITED = {"cudnn": "it is for NVIDIA GPUs", "ragged": "XLA has no ragged all-to-all for CPUs"}
 
@@ -22,19 +23,19 @@ UNSUITED = {"cudnn": "it is for NVIDIA GPUs", "ragged": "XLA has no ragged all-t
 def able(name: str, devices: str) -> tuple[str, ...]:
     """What devices (`mesh.platform_of`) can do of what a field offers."""
     platform, _, card = devices.partition(" ")
-    older = bool(card) and not _since(AMPERE, card)
+    older = bool(card) and not since(AMPERE, card)
     lacks = SINCE_AMPERE + ("xla",) * card[0].isdigit() if older else ()
     return tuple(one for one in SUITS[name][platform] if one not in lacks)
 
 
-def _since(capability: float, card: str) -> bool:
+def since(capability: float, card: str) -> bool:
     """Whether a card, as JAX describes it, has this compute capability of NVIDIA's or a later one."""
     return card[:1].isdigit() and float(card) >= capability
 
 
 def fits_cudnn(head_width: int, devices: str) -> bool:
     """Whether JAX has cuDNN's attention for heads of this width on devices (`mesh.platform_of`)."""
-    widest = 256 if _since(HOPPER, devices.partition(" ")[2]) else 128
+    widest = 256 if since(HOPPER, devices.partition(" ")[2]) else 128
     return (
         head_width % 8 == 0
         and head_width <= widest

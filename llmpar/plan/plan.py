@@ -6,8 +6,8 @@ dp; ``+dp`` is an unfinished sum: each device along dp has one term of it. An *a
 layout to another (`llmpar.plan.layout`). The model's code writes *logical* arrows, which name a *region* (a
 part of a layer) and dims. The plan makes *physical* arrows of them, which name mesh axes.
 
-Two tables say which axes cut which dim. The first is of activations in each region. Its last column lists
-the dims that tp cuts:
+Two tables say which axes cut which dim. The first is of activations in each region. The column `by tp`
+lists the dims that tp cuts:
 
     region      b             s         by tp
     data        dp,fsdp,ep    sp                    token ids, positions, losses
@@ -46,7 +46,8 @@ between them. An arrow moves nothing where its two layouts are equal. The optimi
     weight     reduced -restore-> stored
 
 The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. ZeRO cuts the dim
-``d``, else ``h``, else ``e``; a weight with none of them stays whole. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
+``d``, else ``h``, else ``e``, but not the e of experts, which ep cuts; a weight with none of them stays
+whole. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -54,15 +55,15 @@ The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are c
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has its own term of the
-gradient, +dp +fsdp. Stage 3 is FSDP: its weights are all-gathered for use, and autodiff transposes that
-all-gather into a reduce-scatter in the backward pass.
+At the stages 0 to 2 (unless ``reduce="layer"``) the backward pass sends nothing over dp and fsdp: each device
+has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: its weights are all-gathered for use, and
+autodiff transposes that all-gather into a reduce-scatter in the backward pass.
 
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
-but for the weights of experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``,
-``d/fsdp`` becomes ``d/fsdp,sp``, and one collective over both axes replaces the one over fsdp (as in Llama 3
-2024, section 3.3.2). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep
-d/fsdp,sp m``.
+except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
+sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one collective over both axes replaces the one over fsdp (as in
+Llama 3 2024, section 3.3.2). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already:
+``e/ep d/fsdp,sp m``.
 
 `Plan.resolve` may split sp or tp into an outer and an inner axis, by the model's numbers of heads. A user
 still writes sp=4. Layouts name both axes, and the outer one keeps the name (`MeshShape.sizes`):
@@ -111,7 +112,8 @@ class WeightLayouts:
         replica_axes: the axes along which devices hold the same block of the weight in the backward pass,
             and compute different terms of its gradient (for different tokens, heads or stages). The sum over
             them is unfinished in ``unreduced``; with ``reduce="layer"`` the backward pass finishes it.
-        gather_wire, reduce_wire: the dtypes in which the weight is gathered for use, and its gradient summed.
+        gather_wire, reduce_wire: the dtypes of `WIRES` in which the weight is sent when it is gathered, and
+            its gradient when it is summed; empty: the dtype in which it is computed.
     """
 
     stored: Layout
@@ -138,8 +140,9 @@ class WeightLayouts:
     finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
     # at ZeRO 1 and 2 an all-gather
     restore = property(lambda self: Arrow(self.reduced, self.stored))
-    # Muon only: an all-gather, then a slice; or two all-to-alls
+    # Muon only. muon="gather": an all-gather over each axis; else an all-to-all over each axis
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
+    # the way back. muon="gather": a slice; else an all-to-all over each axis
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
     # `training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved the
     # weight since the last average
@@ -155,8 +158,9 @@ class Plan:
         mode: what writes the collectives: ``manual``, this package, inside shard_map; ``auto``, XLA's
             partitioner, from sharding constraints; ``explicit``, the same, from JAX's sharding types.
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
-        zero_axes: the axes over which ZeRO shards weights, gradients and optimizer state that would else be
-            replicated. Fewer axes: smaller groups for each gather, but more state on every device.
+        zero_axes: the axes over which ZeRO shards weights, gradients and optimizer state that would
+            otherwise be replicated. Fewer axes: smaller groups for each gather, but more state on every
+            device.
         tp_sequence: also cut the residual stream's sequence by tp (sequence parallelism, Korthikanti et al.
             2022).
         tp_comm_overlap: with tp_sequence, overlap the communication of tp with its matmuls: rings of
@@ -187,8 +191,8 @@ class Plan:
         dtype: of matmuls and activations. Master weights and accumulated gradients stay float32.
         gather_dtype: what ZeRO 3 gathers weights in: the ``same`` as dtype, ``bfloat16``, or ``float8``, e4m3
             with a float32 scale for each 32 numbers. Norms and other vectors are gathered as they are.
-        reduce_dtype: what gradients' sums travel in: the ``same`` as they are computed in, or ``bfloat16``,
-            added up in float32 where they arrive.
+        reduce_dtype: the dtype in which gradients are sent to be summed: the ``same`` as they are computed
+            in; or ``bfloat16``, with the sum taken in float32.
         loss_chunks: number of pieces of the sequence whose logits are computed one after the other, so that
             only one piece's logits are in memory.
         ffn_chunks: number of pieces of the sequence that go through a feed-forward one after the other (Liu
@@ -211,10 +215,11 @@ class Plan:
             half the memory and no more time: copying residuals takes as long as recomputing them.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
-            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys, and neither
-            runs in a ring. ``auto`` is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else
-            flash on TPUs and on GPUs from Ampere on, and portable elsewhere or where attention_block asks for
-            blocks.
+            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys (cudnn none
+            where ``documents="whole"`` makes it unnecessary), and neither runs in a ring. ``auto`` is cudnn
+            on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs from
+            Ampere on; portable elsewhere, for a model that flash cannot run, or where attention_block asks
+            for blocks.
         attention_block: positions per tile of blockwise attention (in `llmpar.model.attention` a block is
             all keys of a rank); None: `sequence_order.tile_length` chooses.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. With cudnn a
@@ -226,7 +231,7 @@ class Plan:
             ``exchange``, an all-to-all in which every block but one is zeros. A permute of simulated devices
             waits for all devices of the mesh, so it would deadlock in a pipeline; an exchange waits for its
             ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a permute.
-        unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
+        unroll: how many iterations of the scan over layers are unrolled; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: an all-gather gives every
             device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
             whole matrices of some layers, and another one returns them. ``layer``, for ZeRO 1 and 2: ZeRO
@@ -299,8 +304,9 @@ class Plan:
                 ``auto``, and predictions then assume accelerators.
             batch_size, seq_len: rows and positions of a step, to check that the mesh cuts them evenly.
 
-        Raise ValueError for what the devices cannot do and, with a batch size and a sequence length, for what
-        cannot be cut evenly. The message has the arithmetic and what would work (`checks`)."""
+        Raise ValueError for what the devices cannot do. With both a batch size and a sequence length, also
+        raise it for sizes that cannot be cut evenly and for fields that do not go together; without them
+        these checks are left out. The message has the arithmetic and what would work (`checks`)."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
         if config is not None:
             given["mesh"] = self._inner_axes(config)
@@ -414,15 +420,17 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """Return the axes that cut some dim of the region, those of slow links first. Along them values of
-        the region differ, or are different terms of a sum. A physical layout has no region, and then the
-        result is ()."""
+        """Return the axes that cut some dim of the region, those of slow links first. `Manual` types every
+        value of the region as varying over all of them. A value that has none of the cut dims, such as x in
+        ``ffn b s d`` along tp, is equal on the devices, but each uses it with other weights, so its gradients
+        differ. For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
 
     def place(self, layout: Layout | str) -> Layout:
-        """Return the physical layout of a logical one: of ``'attention b s d +n'`` ``'b/dp,fsdp s d +tp'``.
+        """Return the physical layout of a logical one. On ``dp=2 fsdp=2 tp=2``, ``attention b s d +n``
+        becomes ``b/dp,fsdp s d +tp``.
 
         For a weight the result is the layout in which it is *used*: cut by tp, but not by ZeRO.
         """
@@ -481,7 +489,7 @@ class Resolved(Plan):
         by_layer = self.muon == "layer" and matrix_dims(dims)
         state_cut = _cut_more(used, "l", zero_axes) if by_layer else cut  # d/fsdp m/tp
         reduced = state_cut if self.zero else used  # d/fsdp m/tp
-        # the weight of which autodiff takes the gradient: gathered already if that is done once a step
+        # the weight of which autodiff takes the gradient: the gathered one if `gather_per` is step
         in_backward = used if self.gather_per == "step" else stored  # d m/tp
         axes = self.mesh.live("pp") + differ
         replica_axes = tuple(a for a in axes if a not in in_backward.axes)  # dp fsdp
@@ -492,11 +500,11 @@ class Resolved(Plan):
             unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
             accumulated = Layout(state_cut.dims, unfinished)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
-        # gather_dtype and reduce_dtype are for matrices alone. `matrix_dims` recognises those of blocks. The
-        # others (embedding, head, routers) are the weights of several dims in the regions vocab and stream;
-        # in other regions biases have several dims, too.
-        in_region = parse_layout(dims).region in ("vocab", "stream")
-        is_matrix = matrix_dims(dims) or in_region and len(used.letters.replace("l", "")) > 1
+        # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,
+        # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
+        # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
+        outside = parse_layout(dims).region in ("vocab", "stream")
+        is_matrix = matrix_dims(dims) or (outside and len(used.letters.replace("l", "")) > 1)
         names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
         wires = (WIRES[name] for name in names)
         return WeightLayouts(
@@ -517,7 +525,8 @@ class Resolved(Plan):
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
         """Return the axes of more than one device by which ZeRO cuts the dim ``target``: those of `zero_axes`
         for d, fsdp alone for another dim."""
-        axes = self.zero_axes.replace("sp", "sp,ul").split(",")
+        names = self.zero_axes.split(",")
+        axes = [a for name in names for a in (("sp", "ul") if name == "sp" else (name,))]
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
     @property
@@ -610,7 +619,8 @@ class Resolved(Plan):
         return self
 
     def check(self, batch_size: int | None, seq_len: int | None) -> None:
-        """Refuse a plan that cannot cut these sizes evenly. Check nothing if one of them is None."""
+        """Raise ValueError where the mesh cannot cut these sizes evenly, or where fields of the plan do not
+        go together (`checks.check_plan`). If a size is None, check nothing."""
         if batch_size is not None and seq_len is not None:
             checks.check_plan(self, batch_size, seq_len)
 

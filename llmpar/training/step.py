@@ -4,7 +4,8 @@
     forward and backward   Manual: in shard_map, with the collectives of the arrows
                            Auto: in jit, with collectives that XLA's partitioner chooses
                            Explicit: in jit, with collectives by the sharding types that the arrows give
-    reduce the gradients   `plan.WeightLayouts.finish`: the sums that the backward pass has left unfinished
+    reduce the gradients   `WeightLayouts.finish` completes the sums that the backward pass left unfinished
+    divide                 by the number of targets, summed over all devices
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
@@ -43,7 +44,7 @@ from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.parallel.partitioned import Auto, Explicit
 from llmpar.pipeline import executor
-from llmpar.plan import checks, places
+from llmpar.plan import backend, checks, places
 from llmpar.plan.layout import Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Plan, Resolved, WeightLayouts
@@ -108,7 +109,7 @@ class Step:
         # two meshes of the same devices: the mode Explicit needs explicit axes, the optimizer automatic ones
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
-        self.par = self._parallel()
+        self.par = self._make_par()
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
         # the trees below have only trainable weights: with LoRA these are the adapters
         self.dims = trainable_params(weight_dims(config), config)
@@ -132,7 +133,7 @@ class Step:
         )
         self.run = Checked(run, config.vocab_size)
 
-    def _parallel(self) -> Manual | Auto:
+    def _make_par(self) -> Manual | Auto:
         """Return the mode that the plan asks for."""
         if self.plan.mode == "manual":
             return Manual(self.plan)
@@ -165,7 +166,8 @@ class Step:
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        # the sums of gradients over replicas stay unfinished (`WeightLayouts.unreduced`) until `_reduce`
+        # unless reduce="layer", the sums of gradients over replicas stay unfinished until `_reduce`
+        # (`WeightLayouts.unreduced`)
         params = jax.tree.map(self.par.unfinished, params, described(self.config))
         if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
@@ -217,8 +219,9 @@ class Step:
         return self._constrain(updated), state
 
     def _on_whole_matrices(self, f: Callable, tree: Tree) -> Tree:
-        """Apply ``f(matrix, dims)`` to the leaves of Muon: move each to a layout in which its matrices are
-        whole (`Plan.muon`), call ``f``, and move the result back to the gradient's layout."""
+        """Apply ``f(matrices, dims)`` to each leaf that Muon updates, a stack of matrices: move it to a
+        layout in which its matrices are whole (`Plan.muon`), call ``f``, and move the result back to the
+        gradient's layout."""
         par = self.par
         if isinstance(par, Explicit):
             # the update sees automatic axes, on which Explicit cannot work
@@ -270,6 +273,7 @@ class Step:
         and takes no more once it has `Plan.bucket_bytes`. `checks` refuses buckets above ZeRO 0."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
+        # gradients of different types cannot be concatenated
         items = [
             ((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)
         ]
@@ -333,7 +337,7 @@ class Step:
         if experts is None or experts.bias_rate is None or self.config.lora:
             return after
         load_le = metrics["load"]
-        # sign(mean - load) = sign(sum - E load): both are whole numbers, so the difference is exact. With a
+        # sign(mean - load) = sign(sum - E load): both are whole numbers, exact in float32 up to 2**24. With a
         # rounded mean the sign could be wrong for an expert whose load is the mean.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
         kinds = np.array(self.config.routed_kinds)
@@ -481,17 +485,19 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_la
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
     """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
 
-    Collectives at a time: XLA's default is one. With one, the two hops of a ring's backward pass (the keys,
-    and the sum of their gradients) wait for each other, and gathers of weights from other hosts wait for the
-    all-to-alls of experts within a host. Allow 4 with rings, else 2.
+    How many collectives run at a time: XLA's default is one. With one, the two hops of a ring's backward pass
+    (the keys, and the sum of their gradients) wait for each other, and gathers of weights from other hosts
+    wait for the all-to-alls of experts within a host. Allow 4 with rings, else 2.
 
-    Collectives early: in a program with a ragged all-to-all, whose time XLA cannot estimate, its default
+    When collectives start: in a program with a ragged all-to-all, whose time XLA cannot estimate, its default
     scheduler starts no collective early. Use the latency-hiding scheduler, with the analytical estimator
     where that does not abort."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
-    # With the analytical estimator JAX 0.12's compiler aborts, and 0.10's for GPUs since Blackwell (10.0).
-    aborts = jax.__version_info__ >= (0, 11) or (plan.devices or "").startswith("gpu 1")
+    # With the analytical estimator JAX's compiler aborts: since 0.11 on all GPUs, in 0.10 on Blackwell and
+    # newer.
+    card = (plan.devices or "").partition(" ")[2]  # the compute capability, such as 9.0
+    aborts = jax.__version_info__ >= (0, 11) or backend.since(backend.BLACKWELL, card)
     early = EARLY[: 1 if aborts else 2] if ragged else ()
     return {AT_ONCE: 4 if plan.rings else 2} | dict.fromkeys(early, True)

@@ -235,7 +235,8 @@ sent = verdicts(runs, solo, weights_within=1e-5)
 # ## DualPipe sends microbatches in at both ends
 #
 # DualPipe (DeepSeek-AI 2024) goes through the layers in both directions, with two copies of the weights. It is made for something that
-# this drawing does not show: a forward of one direction computes while the experts of the other exchange their tokens.
+# this drawing does not show: a forward of one direction computes while the experts of the other exchange their tokens. Lesson 09 has a
+# real trace of it (*A real trace*).
 
 # %%
 scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))

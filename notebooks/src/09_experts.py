@@ -30,6 +30,8 @@ from llmpar.parallel.mesh import use_devices
 devices = use_devices()
 
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from llmpar import draw
+from llmpar import draw, lessons
 from llmpar.draw import scene
 from llmpar.explore.small import RoutingExplorer
 from llmpar.inspect.census import arrow_text, census_hlo, census_table, read_program
@@ -443,6 +445,69 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU")
 print("before data parallelism hides (Scaling book)")
+
+# %% [markdown]
+# ## A real trace: the exchange of 64 H800, hidden
+#
+# DeepSeek published a profile of its training (H800, `ep=64`, sequences of 4,096 tokens; the source is in the data file). Four layers of one
+# microbatch run forward while the same four layers of another run backward. The profile's authors made all experts equally popular.
+#
+# Below is one of these layers. The exchanges run on a stream of their own, and so beside the matmuls of the *other* microbatch: while
+# `dispatch F` sends tokens to their experts, `FFN B` computes gradients. The backward pass is split as in lesson 08 (B by the
+# input, W by the weights).
+
+# %%
+file = Path(lessons.__file__).with_name("h800_trace.toml")
+rows = tomllib.loads(file.read_text())["rows"]
+keys = ("lane", "name", "start_s", "end_s", "exposed_s")
+events = [
+    dict(zip(keys, (lane, name, begin / 1e6, end / 1e6, 0.0), strict=True))
+    for lane, name, begin, end in rows
+]
+computing = [event for event in events if event["lane"] == "compute"]
+sending = [event for event in events if event["lane"] == "network"]
+
+
+def alone_s(event):
+    """Return the seconds of an exchange in which nothing is computed."""
+    shared_s = 0.0
+    for other in computing:
+        end_s = min(event["end_s"], other["end_s"])
+        shared_s += max(0.0, end_s - max(event["start_s"], other["start_s"]))
+    return event["end_s"] - event["start_s"] - shared_s
+
+
+# %%
+LAYER_S = 29.9e-3, 61.3e-3  # the second of the four layers
+begin_s, end_s = LAYER_S
+layer = [
+    event | {"start_s": event["start_s"] - begin_s, "end_s": event["end_s"] - begin_s}
+    for event in events
+    if begin_s <= event["start_s"] and event["end_s"] <= end_s
+]
+assert all(alone_s(e) < 50e-6 for e in sending if begin_s <= e["start_s"] < end_s)
+head = "one microbatch forward, another backward"
+picture = {"name": head, "count": 0, "events": layer}
+scene.show(draw.two_lanes([picture], "One layer on H800, ep=64"))
+
+# %% [markdown]
+# Over all four layers the exchanges take almost as long as the computing. How much of that does the step wait for?
+
+# %%
+lanes = (computing, sending)
+computing_s, sending_s = (
+    sum(e["end_s"] - e["start_s"] for e in lane) for lane in lanes
+)
+total_s = max(event["end_s"] for event in events)
+exposed_s = sum(map(alone_s, sending))
+print(
+    f"computing {computing_s * 1e3:.0f} ms, exchanges {sending_s * 1e3:.0f} ms,",
+    end=" ",
+)
+print(f"both in {total_s * 1e3:.0f} ms;")
+print(f"exposed {exposed_s * 1e3:.1f} ms, {exposed_s / sending_s:.0%} of the exchanges")
+assert sending_s > 0.9 * computing_s and exposed_s < 0.03 * sending_s
+assert total_s < 1.03 * computing_s
 
 # %% [markdown]
 # ### Exercise (expert): nodes that stay closed
