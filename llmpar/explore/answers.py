@@ -61,7 +61,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     return out | {
         "verdict": verdict,
         "fields": fields(state, seen.one.plan),
-        "usual": {x: f"{round(own[x], 3):g}" for x in hardware.MACHINE} | {"pinned": "none"},
+        "usual": {x: f"{round(own[x], 1):g}" for x in hardware.MACHINE} | {"pinned": "none"},
         "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),

@@ -298,15 +298,16 @@ def sent(seen: View) -> Scene:
     # Of a term as much is waited for as the step has of it; sums have noise.
     terms_s = seen.one.time.terms
     share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in total_s.items() if s}
+    named = Counter((names, _most_of(row)) for (names, _), row in rows.items())
     for (names, kind), row in rows.items():
+        most = _most_of(row)
+        what = most if named[names, most] == 1 else kind.removeprefix("collective-")
         seconds = on_links.get((names, kind), {})
         waits = sum(s * share[term] for term, s in seconds.items() if s)
         values = ", ".join(sorted({message.value for message in row.messages}))
         note = f"{kind}, {row.count:,} times: {values}"
         sizes = row.bytes_sent, sum(seconds.values()) - waits, waits
-        bars.append(
-            columns.SentBar(names, _most_of(row), *sizes, note, act(explain=f"{names} {kind}"))
-        )
+        bars.append(columns.SentBar(names, what, *sizes, note, act(explain=f"{names} {kind}")))
     return columns.sent_bars(bars)
 
 
@@ -361,7 +362,8 @@ def side_by_side(seen: View) -> str:
         acts = [button("open", mesh=mesh)] * (name in why) + [button(pin[0], pinned=pin[1])]
         lines = [f"<p><b>{names[name]}</b> <code>{escape(mesh)}</code> {' '.join(acts)}</p>"]
         rows = zip(_BARS.items(), bars.get(name, []), most, strict=name in bars)
-        cells = (table_row(what, _bar(parts, top, text)) for (what, text), parts, top in rows)
+        with estimated(seen):
+            cells = [table_row(what, _bar(parts, top, text)) for (what, text), parts, top in rows]
         lines += [f"<table>{''.join(cells)}</table>"] * (name in bars)
         cards.append(f"<div class='card'>{''.join(lines)}{why.get(name, '')}</div>")
     return f"<div class='cards'>{''.join(cards)}</div>"
