@@ -5,6 +5,7 @@ This file has no numbers of its own: `Clock` prices matmuls and messages as it d
 the next one are gathered. What hides follows the step's law, `Clock.exposed`.
 """
 
+import re
 from dataclasses import dataclass
 
 from llmpar.predict.time import Clock
@@ -77,26 +78,28 @@ def layer_segments(run: Run) -> list[Segment]:
     clock, counts = Clock(run), [count for count, _ in run.config.blocks]
     kind = counts.index(max(counts))  # of a kind that most are
     projections, ffn = run.layer_matmuls(run.blocks[kind])
+    adapters = run.adapter_matmuls(run.blocks[kind])
+    beside = lambda *names: [p for path, p in adapters.items() if re.split("[._]", path)[-2] in names]
     terms, price = (
         clock.layer(kind, 0.0)[0].terms,
         lambda matmuls: clock.matmuls(matmuls, run.bits),
     )
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums
     parts = (
-        price(projections[:-1]) + rest,
+        price(projections[:-1] + beside("q", "k", "v")) + rest,
         terms[ATTENTION],
-        price(projections[-1:]),
-        price(ffn) + rest,
+        price(projections[-1:] + beside("o")),
+        price(ffn + beside("gate", "up", "down")) + rest,
     )
     links = _links(clock)
     layer_s = sum(parts) + sum(one.end_s for _, hidden_by, one in links if not hidden_by)
     waits, slower = dict[str, float](), dict[str, float]()  # per second that travels beside each
-    for beside in (ATTENTION, MATMULS, WHOLE_PASS):  # weights last: beside all
-        if links_s := sum(one.end_s for _, hidden_by, one in links if hidden_by == beside):
-            behind_s = terms.get(beside, layer_s)
-            waits[beside] = max(0.0, links_s - behind_s) / links_s
-            slower[beside] = clock.exposed(links_s, behind_s, True) / links_s - waits[beside]
-            layer_s += (waits[beside] + slower[beside]) * links_s
+    for behind in (ATTENTION, MATMULS, WHOLE_PASS):  # weights last: beside all
+        if links_s := sum(one.end_s for _, hidden_by, one in links if hidden_by == behind):
+            behind_s = terms.get(behind, layer_s)
+            waits[behind] = max(0.0, links_s - behind_s) / links_s
+            slower[behind] = clock.exposed(links_s, behind_s, True) / links_s - waits[behind]
+            layer_s += (waits[behind] + slower[behind]) * links_s
 
     now, free, out = 0.0, dict[str, float](), [one for *_, one in links]
     gathers = [(one, one.end_s) for *_, one in links if one.lane == _WEIGHTS]
