@@ -82,13 +82,16 @@ def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
         value = {"true": True, "false": False, "none": None}.get(text, text)
         if name in given:
             raise ValueError(f"'{name}' is given twice")
-        given[name] = int(text) if text.isdecimal() else value
+        is_rate = re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", text)
+        given[name] = int(text) if text.isdecimal() else float(text) if is_rate else value
     known = *DIMS, *ADAPTER_DIMS
     if unknown := [dim for dim in dims if dim.partition("=")[0] not in known]:
         raise ValueError(f"'{unknown[0]}' is no dim of a model; its dims are {', '.join(known)}")
     if adapters := {x.partition("_")[2]: given.pop(x) for x in ADAPTER_DIMS if x in given}:
         if "rank" not in adapters:
-            raise ValueError(f"{' '.join(dims)} shape adapters, and there are none; give lora_rank too")
+            raise ValueError(
+                f"{' '.join(dims)} shape adapters, and there are none; give lora_rank too"
+            )
         if targets := adapters.get("targets"):
             adapters["targets"] = tuple(str(targets).split(","))
         given["lora"] = LoraConfig(**adapters)

@@ -79,7 +79,9 @@ def layer_segments(run: Run) -> list[Segment]:
     kind = counts.index(max(counts))  # of a kind that most are
     projections, ffn = run.layer_matmuls(run.blocks[kind])
     adapters = run.adapter_matmuls(run.blocks[kind])
-    beside = lambda *names: [p for path, p in adapters.items() if re.split("[._]", path)[-2] in names]
+    beside = lambda *names: [
+        p for path, p in adapters.items() if re.split("[._]", path)[-2] in names
+    ]
     terms, price = (
         clock.layer(kind, 0.0)[0].terms,
         lambda matmuls: clock.matmuls(matmuls, run.bits),
