@@ -276,8 +276,8 @@ QWEN_STEPS = {
 }
 
 
-# NVIDIA-NeMo/Automodel, docs/performance-summary.md, "Finetuning (LoRA) Performance": rank 16 on all matrices,
-# one H100, 16 microbatches of two sequences of 4,096, nothing recomputed.
+# NVIDIA-NeMo/Automodel, docs/performance-summary.md, "Finetuning (LoRA) Performance": rank 16 on all
+# matrices, one H100, 16 microbatches of two sequences of 4,096, nothing recomputed.
 NEMO_STEPS = {"llama3-8b": 10.51, "qwen2.5-7b": 9.29}
 
 
