@@ -128,8 +128,8 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
                 item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
                 if name == "weights" or not weight.frozen:
                     cut[math.prod(weight.shape) // size, item] += math.prod(weight.shape)
-            rows = cut.most_common()
-            filled = " + ".join(f"{n:,} × {item} B / {ranks}" for (ranks, item), n in rows)
+            alike = cut.most_common()
+            filled = " + ".join(f"{n:,} × {item} B / {ranks}" for (ranks, item), n in alike)
             filled = f"2 × ({filled})" if name == "moments" else filled
         if name == "batch":
             tokens = math.prod(

@@ -79,29 +79,27 @@ def layer_segments(run: Run) -> list[Segment]:
     kind = counts.index(max(counts))  # of a kind that most are
     projections, ffn = run.layer_matmuls(run.blocks[kind])
     adapters = run.adapter_matmuls(run.blocks[kind])
-    beside = lambda *names: [
-        p for path, p in adapters.items() if re.split("[._]", path)[-2] in names
-    ]
+    thin = lambda *names: [p for path, p in adapters.items() if re.split("[._]", path)[-2] in names]
     terms, price = (
         clock.layer(kind, 0.0)[0].terms,
         lambda matmuls: clock.matmuls(matmuls, run.bits),
     )
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums
     parts = (
-        price(projections[:-1] + beside("q", "k", "v")) + rest,
+        price(projections[:-1] + thin("q", "k", "v")) + rest,
         terms[ATTENTION],
-        price(projections[-1:] + beside("o")),
-        price(ffn + beside("gate", "up", "down")) + rest,
+        price(projections[-1:] + thin("o")),
+        price(ffn + thin("gate", "up", "down")) + rest,
     )
     links = _links(clock)
     layer_s = sum(parts) + sum(one.end_s for _, hidden_by, one in links if not hidden_by)
     waits, slower = dict[str, float](), dict[str, float]()  # per second that travels beside each
-    for behind in (ATTENTION, MATMULS, WHOLE_PASS):  # weights last: beside all
-        if links_s := sum(one.end_s for _, hidden_by, one in links if hidden_by == behind):
-            behind_s = terms.get(behind, layer_s)
-            waits[behind] = max(0.0, links_s - behind_s) / links_s
-            slower[behind] = clock.exposed(links_s, behind_s, True) / links_s - waits[behind]
-            layer_s += (waits[behind] + slower[behind]) * links_s
+    for beside in (ATTENTION, MATMULS, WHOLE_PASS):  # weights last: beside all
+        if links_s := sum(one.end_s for _, hidden_by, one in links if hidden_by == beside):
+            behind_s = terms.get(beside, layer_s)
+            waits[beside] = max(0.0, links_s - behind_s) / links_s
+            slower[beside] = clock.exposed(links_s, behind_s, True) / links_s - waits[beside]
+            layer_s += (waits[beside] + slower[beside]) * links_s
 
     now, free, out = 0.0, dict[str, float](), [one for *_, one in links]
     gathers = [(one, one.end_s) for *_, one in links if one.lane == _WEIGHTS]

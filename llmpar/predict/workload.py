@@ -279,8 +279,8 @@ class Run:
                 sizes = self._cut(letters, weight.shape, self.mesh.tp)
                 rank = sizes.pop("z")
                 wide = math.prod(sizes.values())
-                ends = (wide, rank) if path.endswith("_a") else (rank, wide)
-                out[path] = Matmul(self.tokens, *ends, thin=True)
+                inner, width = (wide, rank) if path.endswith("_a") else (rank, wide)
+                out[path] = Matmul(self.tokens, inner, width, thin=True)
         return out
 
     def _cut(self, letters: list[str], shape: tuple[int, ...], tp: int) -> dict[str, float]:
