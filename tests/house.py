@@ -23,27 +23,27 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_624,
+    "plan": 2_634,
     "parallel": 993,
     "kernels": 520,
     "model": 940,
     "pipeline": 321,
     "training": 2_567,
-    "predict": 2_436,
-    "planner": 1_734,
+    "predict": 2_492,
+    "planner": 1_757,
     "draw": 2_807,
     "inspect": 3_682,
     "explore": 1_566,
     "serve": 819,
     "launch": 1_191,
     "lessons": 1_473,
-    "cli": 2_241,
+    "cli": 2_251,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_083,
-    "statements": 26_055,
+    "statements": 26_154,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

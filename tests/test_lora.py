@@ -4,6 +4,10 @@ lines of plans_once.txt that have ``lora``, and in random plans.
 """
 
 import dataclasses
+import json
+import math
+import shlex
+import statistics
 
 import jax
 import numpy as np
@@ -13,15 +17,21 @@ from make_hf_fixtures import FIXTURES
 from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 
+from llmpar.cli import main
+from llmpar.cli.commands import parse
 from llmpar.cli.export import Export
+from llmpar.cli.options import StepOptions
 from llmpar.model.weights import described, joined, trainable_params
 from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, matrix_dims
 from llmpar.plan.plan import Plan
-from llmpar.plan.presets import from_hugging_face
-from llmpar.predict import memory
+from llmpar.plan.presets import from_hugging_face, preset
+from llmpar.planner import planner, service
+from llmpar.planner.planner import memory_verdict
+from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
-from llmpar.predict.workload import Run
+from llmpar.predict.time import step_time
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.hugging_face import merged
@@ -180,6 +190,109 @@ def test_what_does_not_go_with_adapters_says_what_would_work(plan, layers, said)
         plan.resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
 
 
-def test_the_planner_times_no_adapters():
-    with pytest.raises(ValueError, match="only steps that train all weights are timed; use the model"):
-        Run(ADAPTED, chip("h100"), Plan("fsdp=2").mesh, SEQ)
+# ---------------------------------------------------------------------------------------------------- planned
+
+ALL = "lora_targets=" + ",".join(ADAPTABLE)
+
+
+def question(model, row="h100", devices=8, seq=4096):
+    return planner.Question(preset(model), chip(row), devices, devices, seq, model=model)
+
+
+def adapters_of(model):
+    """The model's parameters in adapters."""
+    return preset(model).trained_params
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gemma-3-1b"])
+def test_adapters_are_priced_by_what_is_computed(name):
+    """At a device's peak: four FLOPs of a frozen matrix, six of an adapter, of all tokens; by either text."""
+    ideal = dataclasses.replace(hardware.Rates(), matmuls=1.0, half=1e-9, kernel_s=1e-15, memory=1.0)
+    model, plain = f"{name} lora_rank=8 {ALL}", preset(name)
+    row = dataclasses.replace(chip("h100"), hbm_bytes_per_s=1e30)
+    seconds = {}
+    for config in (plain, preset(model)):
+        run = workload.of_plan(config, Plan("tp=2", dtype="bfloat16"), row, 2, 4096)
+        seconds[config] = step_time(run, ideal).terms["matmuls"] * row.flops_per_s * 2
+    full, lora = seconds.values()
+    copies = 2 if name == "gemma-3-1b" else 1  # of its one KV head: B of k and v too
+    doubled = sum(math.prod(w.shape) for p, w in preset(model).weights().items() if p[-3:] in ("k_b", "v_b"))
+    # A of what tp cuts behind it is whole on both ranks
+    whole = sum(math.prod(w.shape) for p, w in preset(model).weights().items() if ".lora." in p)
+    assert 6 * 8192 * whole < lora - full * 4 / 6 < 6 * 8192 * (2 * whole + (copies - 1) * doubled)
+    run = workload.of_plan(preset(model), Plan("dp=1"), row, 2, 4096)
+    useful = memory.flops(preset(model), 2, 4096)
+    less = workload.of_plan(plain, Plan("dp=1"), row, 2, 4096).flops() - run.flops()
+    assert less == pytest.approx(memory.flops(plain, 2, 4096)["weights"] - useful["weights"], rel=1e-3)
+
+
+def test_a_model_with_adapters_is_planned(capsys):
+    """Frozen weights in 16 bits, moments of adapters alone; the lines train what was priced."""
+    flags = ["plan", "--devices", "8", "--seq-len", "4096", "--lora-rank", "16", "--lora-targets", "q", "v"]
+    flags += ["--mesh", "fsdp=8", "--fix", "zero=3 loss_chunks=8", "--json"]
+    assert main(flags) == 0
+    document = json.loads(capsys.readouterr().out)
+    (row,) = document["plans"]
+    model = "llama3-8b lora_rank=16 lora_targets=q,v"
+    adapters, config = adapters_of(model), preset(model)
+    assert document["model"] == model and "4 for each frozen one" in document["mfu_is"]
+    held = row["memory_bytes"]
+    assert held["params"] == (2 * (config.num_params - adapters) + 4 * adapters) / 8
+    assert held["optimizer"] == 8 * adapters / 8 and held["grads"] + held["unreduced"] <= 4 * adapters
+    for name in ("train", "compile"):
+        step = parse(shlex.split(row[name].partition("llmpar ")[2])).step
+        assert step.settle(8).config.lora == config.lora, row[name]
+    assert preset("tiny lora_rank=4 lora_alpha=0.5").lora == LoraConfig(4, 0.5)
+    both = ["plan", "--model", model, "--lora-rank", "8", "--devices", "8"]
+    assert main(both) == 1 and "'lora_rank' is given twice" in capsys.readouterr().err
+    assert main(["plan", "--lora-alpha", "8", "--devices", "8"]) == 1
+    assert "give lora_rank too" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has adapters already; leave out --lora-rank"):
+        StepOptions(lora_rank=8).adapted(config)
+    with pytest.raises(ValueError, match="has adapters, and what is served is priced without them"):
+        service.serve(service.Service(config, chip("h100"), 8, 64, 8))
+
+
+def test_adapters_fit_where_all_weights_do_not_and_their_mesh_is_compared():
+    fits = lambda model: planner.decide(question(model)).plans[0]
+    assert memory_verdict(question("llama3-70b"), fits("llama3-70b lora_rank=16")).words == "fits"
+    with pytest.raises(ValueError, match="fits on no mesh of 8 h100"):
+        fits("llama3-70b")
+    with pytest.raises(ValueError, match="fits on no mesh of 2 l40s.*; it does on 4"):
+        planner.decide(question("llama3-70b lora_rank=16", "l40s", 2))
+    q = question("llama3-8b lora_rank=16")
+    one, other = (planner.on_mesh(q, parse_mesh(mesh)) for mesh in ("fsdp=8", "tp=8"))
+    compared = planner.versus(q, one, other)
+    assert sum(compared["terms"].values()) == pytest.approx(compared["difference_s"])
+
+
+# QwenLM/Qwen 03cd81f, README.md, "Profiling of Memory and Speed": LoRA of rank 64 on all matrices, A100s of
+# 80 GB, 8 microbatches of a sequence, all recomputed; seconds of a step of 2048, 4096 and 8192 tokens.
+QWEN_STEPS = {
+    "llama2-7b width=2048 num_layers=24 num_heads=16 num_kv_heads=16 ffn_width=5504": (1, 1.7, 3.3, 6.8),
+    "llama2-7b": (1, 5.2, 10.1, 21.3),
+    "llama2-13b ffn_width=13696": (1, 8.4, 17.0, 36.0),
+    "llama2-70b num_kv_heads=64 ffn_width=24576": (4, 45.7, 83.4, 161.5),
+}
+
+
+# NVIDIA-NeMo/Automodel, docs/performance-summary.md, "Finetuning (LoRA) Performance": rank 16 on all
+# matrices, one H100, 16 microbatches of two sequences of 4,096, nothing recomputed.
+NEMO_STEPS = {"llama3-8b": 10.51, "qwen2.5-7b": 9.29}
+
+
+def test_published_steps_of_adapters_that_no_constant_was_fitted_to():
+    """Within 12 %, half of them within 3. (Of 256 to 1024 tokens they are 25 to 85 % shorter than predicted:
+    the least time of a kernel, as fitted on A100s, is too long for so many small ones.)"""
+    errors, soft = [], workload.SOFTWARE["fsdp"]
+    for name, seconds in NEMO_STEPS.items():
+        config = preset(f"{name} lora_rank=16 {ALL}")
+        run = workload.Run(config, chip("h100"), MeshShape(), 4096, 2, 16, soft)
+        errors.append(step_time(run).step_s / seconds - 1)
+    for name, (gpus, *measured) in QWEN_STEPS.items():
+        config = preset(f"{name} vocab_size=151936 lora_rank=64 {ALL}")
+        for seq, seconds in zip((2048, 4096, 8192), measured, strict=True):
+            mesh = MeshShape(fsdp=gpus)
+            run = workload.Run(config, chip("a100-80"), mesh, seq, 1, 8, soft, recompute="block")
+            errors.append(step_time(run).step_s / seconds - 1)
+    assert max(map(abs, errors)) < 0.13 and statistics.median(map(abs, errors)) < 0.035, errors

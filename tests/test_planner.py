@@ -51,7 +51,8 @@ def test_what_a_model_that_runs_is_offered_runs(name):
 
 
 @pytest.mark.parametrize(
-    "name, devices, fixed", [("llama3-8b", 16, {}), ("mixtral-8x7b", 8, {}), ("gemma-3-27b", 16, {"pp": 2})]
+    "name, devices, fixed",
+    [("llama3-8b lora_rank=16", 16, {}), ("mixtral-8x7b", 8, {}), ("gemma-3-27b", 16, {"pp": 2})],
 )
 def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
     q = question(name, devices, 4 * devices, 32_768, **fixed)
@@ -568,6 +569,8 @@ PLANS = [
     ("llama3-8b", Plan("dp=64", remat="ffn")),
     ("llama3-8b", Plan("dp=2 fsdp=32", zero=2)),
     ("qwen3-30b-a3b", Plan("ep=8 fsdp=8", zero=2, remat="selective")),
+    ("llama3-8b lora_rank=1 lora_targets=q,v", Plan("fsdp=64")),
+    ("llama3-8b lora_rank=16 lora_targets=q,k,v,o,gate,up,down", Plan("fsdp=16 tp=4", tp_sequence=True)),
 ]
 
 
@@ -615,11 +618,12 @@ def drawn_plans(number):
 
 
 NO_WORD = {  # what a framework cannot say where it can say the mesh
-    "torchtitan": "remat context_parallel loss_chunks tp_sequence virtual_stages zero",
-    "megatron": "loss_chunks reshard_after_forward",
-    "nemo": "loss_chunks reshard_after_forward dtype",
-    "maxtext": "remat reshard_after_forward tp_sequence tp_comm_overlap schedule zero",
-    "deepspeed": "remat reshard_after_forward context_parallel tp_sequence tp_comm_overlap loss_chunks",
+    "torchtitan": "lora_rank lora_targets remat context_parallel loss_chunks tp_sequence virtual_stages zero",
+    "megatron": "lora_rank lora_targets loss_chunks reshard_after_forward",
+    "nemo": "lora_targets loss_chunks reshard_after_forward dtype",
+    "maxtext": "lora_rank lora_targets remat reshard_after_forward tp_sequence tp_comm_overlap schedule zero",
+    "deepspeed": "lora_rank lora_targets remat reshard_after_forward context_parallel tp_sequence"
+    " tp_comm_overlap loss_chunks",
     "accelerate": "remat context_parallel tp_sequence tp_comm_overlap loss_chunks",
 }
 
@@ -639,6 +643,9 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
         devices, batch_size, back = frameworks.planned_by(known, q.num_devices)
         assert (devices, batch_size) == (q.num_devices, q.batch_size), text
         assert known.get("seq_len", q.seq_len) == q.seq_len and lost <= {*NO_WORD[name].split()}, text
+        adapters = {"lora_rank": q.config.lora and q.config.lora.rank}
+        adapters["lora_targets"] = q.config.lora and ",".join(q.config.lora.targets)
+        assert not {x for x, value in adapters.items() if x not in lost and known.get(x) != value}, text
         mesh = plan.mesh
         shards = mesh.fsdp * mesh.ep * mesh.sp
         parts = {"context_parallel": mesh.sp, "tp_sequence": mesh.tp, "zero": shards, "schedule": mesh.pp}

@@ -270,7 +270,7 @@ COUNT += "argument_bytes kept_bytes parts_bytes temp_bytes temp_parts weights_by
 COUNT += "outer_bytes cache_of_a_rank weights_of_a_rank cuts_evenly shared_matrices".split()
 COUNT += "outer_traffic equal_batch_tokens muon_and_fsdp_bytes muon_flops".split()
 COUNT += "message_width flops most_traffic step_traffic leaving_bytes".split()
-NO_VALUES = "runs pairs_of routed_width refuse_adapters".split()  # how often a layer runs, who sends to whom
+NO_VALUES = "runs pairs_of routed_width".split()  # how often a layer runs, who sends to whom
 RESOLVED = Plan(MeshShape(tp=8)).resolve(INDEXED)
 LATENT = {
     "config": INDEXED, "block": INDEXED,

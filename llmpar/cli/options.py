@@ -22,7 +22,7 @@ from llmpar.files import read_text
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import LoraConfig, ModelConfig
 from llmpar.plan.plan import Plan, Resolved
-from llmpar.plan.presets import preset
+from llmpar.plan.presets import ADAPTER_DIMS, preset
 from llmpar.plan.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
@@ -150,7 +150,46 @@ PlanFlags = flags_of(Plan, "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
-class StepOptions:
+class Adapters:
+    """Adapters beside frozen weights (LoRA).
+
+    Attributes:
+        lora_rank: train adapters of this rank (LoRA), and leave all other weights as they are.
+        lora_alpha: the adapters' weight, times 1 / lora_rank.
+        lora_targets: the matrices that have adapters, of q k v o gate up down.
+    """
+
+    lora_rank: Number = None
+    lora_alpha: float = 16.0
+    lora_targets: Names = ("q", "k", "v", "o")
+
+    def adapted(self, config: ModelConfig) -> ModelConfig:
+        """Return the model with the adapters that the options describe."""
+        given = changed(self, ADAPTER_DIMS)
+        if given and config.lora:
+            raise ValueError(
+                f"'{config.name}' has adapters already; leave out {' and '.join(given)}"
+            )
+        if self.lora_rank is not None:
+            lora = LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets)
+            return dataclasses.replace(config, lora=lora)
+        if given:
+            raise ValueError(
+                f"{' and '.join(given)} shape adapters, and there are none; give --lora-rank too"
+            )
+        return config
+
+    @property
+    def adapter_dims(self) -> str:
+        """The options that differ from their defaults, as they stand behind a model's name (`preset`)."""
+        text = lambda value: ",".join(value) if isinstance(value, tuple) else f"{value:g}"
+        return "".join(
+            f" {name}={text(getattr(self, name))}" for name in ADAPTER_DIMS if changed(self, [name])
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions(Adapters):
     """What one training step is: a model, a batch and a mesh.
 
     Attributes:
@@ -160,9 +199,6 @@ class StepOptions:
         mesh: sizes of the axes, as 'dp=2 fsdp=-1 tp=2' (or 'dp:2,fsdp:-1,tp:2'); one may be -1.
         mesh_dim: the same as numbers dp,fsdp,tp,sp as in LWM, or dp,fsdp,mp as in EasyLM; replaces --mesh.
         devices: CPU devices to simulate where there is no accelerator.
-        lora_rank: train adapters of this rank (LoRA), and leave all other weights as they are.
-        lora_alpha: the adapters' weight, times 1 / lora_rank.
-        lora_targets: the matrices that have adapters, of q k v o gate up down.
     """
 
     model: str = "tiny"
@@ -171,9 +207,6 @@ class StepOptions:
     mesh: str = "dp=-1"
     mesh_dim: OptionalText = None
     devices: int = 8
-    lora_rank: Number = None
-    lora_alpha: float = 16.0
-    lora_targets: Names = ("q", "k", "v", "o")
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
     given: tyro.conf.Suppress[tuple[str, ...]] = ()  # the fields whose flags were on the line
 
@@ -183,17 +216,6 @@ class StepOptions:
 
         devices = use_devices(self.devices, at_least=1)
         return self.settle(len(devices), device_platform(devices[0]))
-
-    def adapted(self, config: ModelConfig) -> ModelConfig:
-        """Return the model with the adapters that the options describe."""
-        if self.lora_rank is not None:
-            lora = LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets)
-            return dataclasses.replace(config, lora=lora)
-        if given := changed(self, ("lora_alpha", "lora_targets")):
-            raise ValueError(
-                f"{' and '.join(given)} shape adapters, and there are none; give --lora-rank too"
-            )
-        return config
 
     def settle(self, num_devices: int, devices: str | None = None) -> Resolved:
         """Return the plan for the model on so many devices (`Plan.resolve`); refuse what cannot run, before a

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from llmpar.cli.options import (
     MAX_TOKENS,
     OURS,
+    Adapters,
     File,
     NotHeld,
     Number,
@@ -31,7 +32,7 @@ from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.plan import Plan
-from llmpar.plan.presets import DIMS, preset
+from llmpar.plan.presets import ADAPTER_DIMS, DIMS, preset
 from llmpar.planner import advice, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
@@ -49,7 +50,7 @@ _CLAIM = re.compile(r"([\w. ]*\w)(?:\s*([<>]=?)\s*(\d+\.?\d*)\s*(%|[A-Za-z]*))?"
 
 
 @dataclass(frozen=True)
-class PlanCommand(Output):
+class PlanCommand(Adapters, Output):
     """Choose the mesh and the plan for a model on a machine: enumerate, price by time and memory, rank, and
     say why the others lost. No device is needed, and no JAX.
 
@@ -215,7 +216,7 @@ class PlanCommand(Output):
             "model": " ".join(
                 [
                     known.get("model", self.model),
-                    *(f"{x}={known[x]}".lower() for x in DIMS if x in known),
+                    *(f"{x}={known[x]}".lower() for x in (*DIMS, *ADAPTER_DIMS) if x in known),
                 ]
             ),
         }
@@ -304,7 +305,8 @@ class PlanCommand(Output):
 
     def question(self) -> planner.Question:
         """Return what is asked; refuse options that contradict each other."""
-        config, (chip, devices) = preset(self.model), self.machine()
+        model, (chip, devices) = self.model + self.adapter_dims, self.machine()
+        config = preset(model)
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
         batch_size = self.batch(devices)
@@ -319,7 +321,7 @@ class PlanCommand(Output):
             batch_size,
             self.seq_len,
             self.fixed(),
-            self.model,
+            model,
             local_steps=self.local_steps,
         )
 

@@ -77,7 +77,7 @@ CONTROLS: list[dict[str, Any]] = [
     | {"min": -2, "max": 2, "words": ["÷ 4", "÷ 2", "× 1", "× 2", "× 4"]},
     {"name": "config", "kind": "text"}
     | {
-        "label": "another model: a config.json, its path, a downloaded name, or llama3-8b width=5120"
+        "label": "another model: a config.json, its path, a downloaded name, or llama3-8b lora_rank=16"
     },
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()

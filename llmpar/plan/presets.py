@@ -13,14 +13,14 @@ from typing import Any
 from llmpar.files import allowed, read_json, read_toml, refuse
 from llmpar.plan import config_json as hugging_face
 from llmpar.plan import families
-from llmpar.plan.model_config import LLAMA, ExpertConfig, ModelConfig, from_dict
+from llmpar.plan.model_config import LLAMA, ExpertConfig, LoraConfig, ModelConfig, from_dict
 from llmpar.plan.running import NotImplementedHere
 
 
 def preset(name: str) -> ModelConfig:
     """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
     model that this machine has downloaded (``meta-llama/Llama-3.1-8B``); any with other dims behind it,
-    ``llama3-8b width=5120 num_layers=40``."""
+    ``llama3-8b width=5120 num_layers=40``, or with adapters, ``llama3-8b lora_rank=16``."""
     if not isinstance(name, str):
         raise ValueError(
             f"a model is named by text, and this is {name!r:.60}; use one of {', '.join(PRESETS)}"
@@ -59,6 +59,8 @@ DIMS: tuple[str, ...] = (
     "num_shared",
 )
 """What may be written behind a model's name; the last three are its experts'."""
+ADAPTER_DIMS = "lora_rank", "lora_alpha", "lora_targets"
+"""And behind any model's: `LoraConfig`'s fields, the targets joined by commas."""
 
 
 def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
@@ -66,8 +68,10 @@ def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
 
     >>> with_dims(preset("tiny"), ["num_layers=6"]).num_params - preset("tiny").num_params
     73984
+    >>> with_dims(preset("tiny"), ["lora_rank=4", "lora_targets=q,v"]).lora
+    LoraConfig(rank=4, alpha=16.0, targets=('q', 'v'))
     """
-    if config.described:
+    if config.described and not all(dim.startswith("lora_") for dim in dims):
         raise ValueError(
             f"'{config.name}' has layers of its own kinds; give a config.json that has these dims, not"
             f" {' '.join(dims)}"
@@ -78,9 +82,19 @@ def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
         value = {"true": True, "false": False, "none": None}.get(text, text)
         if name in given:
             raise ValueError(f"'{name}' is given twice")
-        given[name] = int(text) if text.isdecimal() else value
-    if unknown := [dim for dim in dims if dim.partition("=")[0] not in DIMS]:
-        raise ValueError(f"'{unknown[0]}' is no dim of a model; its dims are {', '.join(DIMS)}")
+        is_rate = re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", text)
+        given[name] = int(text) if text.isdecimal() else float(text) if is_rate else value
+    known = *DIMS, *ADAPTER_DIMS
+    if unknown := [dim for dim in dims if dim.partition("=")[0] not in known]:
+        raise ValueError(f"'{unknown[0]}' is no dim of a model; its dims are {', '.join(known)}")
+    if adapters := {x.partition("_")[2]: given.pop(x) for x in ADAPTER_DIMS if x in given}:
+        if "rank" not in adapters:
+            raise ValueError(
+                f"{' '.join(dims)} shape adapters, and there are none; give lora_rank too"
+            )
+        if targets := adapters.get("targets"):
+            adapters["targets"] = tuple(str(targets).split(","))
+        given["lora"] = LoraConfig(**adapters)
     if experts := {name: given.pop(name) for name in DIMS[-3:] if name in given}:
         usual = dataclasses.asdict(config.experts) if config.experts else {}
         if missing := {"num_experts", "top_k"} - {*usual, *experts}:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmpar.plan import checks
 from llmpar.plan.mesh_shape import AXES, MeshShape
+from llmpar.plan.model_config import ADAPTABLE
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import PRESETS
 from llmpar.planner import planner
@@ -29,7 +30,7 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
     shard, pp = sizes["fsdp"] * sizes["ep"], sizes["pp"]
     local = q.batch_size // (sizes["dp"] * shard)
     zero, repeats = plan.zero if shard * sizes["sp"] > 1 else 0, plan.virtual_stages or 1
-    even = pp > 1 and q.config.num_layers % (pp * repeats) == 0 and m % pp == 0
+    lora, even = q.config.lora, pp > 1 and q.config.num_layers % (pp * repeats) == 0 and m % pp == 0
     return (
         planner.fields_of(plan)
         | sizes
@@ -60,6 +61,10 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
             "each": q.num_devices,
             "batch_size": q.batch_size,
             "seq_len": q.seq_len,
+            "lora": lora is not None,
+            "lora_rank": lora and lora.rank,
+            "lora_alpha": lora and f"{lora.alpha:g}",
+            "lora_targets": lora and ",".join(x for x in ADAPTABLE if x in lora.targets),
         }
     )
 
@@ -90,11 +95,12 @@ def export(q: planner.Question, plan: Plan, name: str) -> str:
 
 def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, Any]:
     """Return what a framework's text does not give back: fields of a plan, and sizes."""
-    sizes, back = {"batch_size": 0}, Plan()
+    sizes, back = dict.fromkeys(("batch_size", "lora_rank", "lora_targets")), Plan()
     # an axis without a key leaves fewer devices to the others
     with contextlib.suppress(ValueError):
         known = {x: y for x, y in facts_in(text, name)[1].items() if x != "each"}
         cut = math.prod(getattr(plan.mesh, x) for x in ("pp", "sp", "tp") if x not in known)
+        sizes = {x: known.get(x) for x in sizes}
         _, sizes["batch_size"], back = planned_by(known, q.num_devices // cut)
     own, fields = q.resolved(plan, None), {*Plan.__dataclass_fields__} - {"mesh"}
     written, read = ({x: getattr(y, x) for x in fields} | facts(q, y) for y in (plan, back))
@@ -216,6 +222,8 @@ def _read(
     for spelled in words:
         back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
         read = {x: _number(back[y]) for y in back for x in tokens if x.lower() == y}
+        if fact in TABLE["lists"]:
+            read = dict.fromkeys(read, ",".join(list(read.values())[::-1]))
     free = re.fullmatch(f"{TABLE['free']}|{row.get('free')}", f"{key}={value}")
     if read or free or words and fact not in TABLE["deciding"]:
         return read
@@ -243,7 +251,15 @@ def _unread(
 
 
 def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Add what follows from several facts."""
+    """Add what follows from several facts. Raise ValueError for frozen weights that are not planned."""
+    if bits := known.get("frozen_bits"):
+        raise ValueError(
+            f"{row['name']} is given frozen weights of {bits} bits, and here they have the 16 or 32 bits of"
+            f" matmuls; leave the {bits} bits out to price LoRA on 16, whose weights take {16 // bits} times"
+            " as much memory"
+        )
+    if not known.get("lora_rank"):
+        known = {x: y for x, y in known.items() if not x.startswith("lora")}
     name = "-".join(known[x] for x in ("model", "flavor") if x in known)
     known |= {"model": _preset_name(name)} if name else {}
     for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
@@ -33,6 +34,7 @@ from llmpar.predict.traffic import (
     most_traffic,
     step_traffic,
 )
+from llmpar.predict.workload import Run
 
 FORMULAS = package_table("planner/terms.toml")
 LINES: dict[str, str] = FORMULAS.pop("lines")
@@ -118,13 +120,16 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
             continue
         filled = f"{value:,} B"
         if name in _KEPT:
-            cut = Counter[int]()
+            cut = Counter[tuple[int, int]]()
             for weight, layouts in plan.layouts_by_path.values():
                 size = math.prod(
                     getattr(layouts, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes)
                 )
-                cut[math.prod(weight.shape) // size] += math.prod(weight.shape)
-            filled = " + ".join(f"{n:,} × 4 B / {ranks}" for ranks, n in cut.most_common())
+                item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
+                if name == "weights" or not weight.frozen:
+                    cut[math.prod(weight.shape) // size, item] += math.prod(weight.shape)
+            alike = cut.most_common()
+            filled = " + ".join(f"{n:,} × {item} B / {ranks}" for (ranks, item), n in alike)
             filled = f"2 × ({filled})" if name == "moments" else filled
         if name == "batch":
             tokens = math.prod(
@@ -173,6 +178,7 @@ def _sent(q: Question, plan: Resolved) -> list[Term]:
         "h": c.head_width,
         "r": c.num_heads // c.num_kv_heads,
         "e": c.experts.num_experts if c.experts else 1,
+        "z": c.lora.rank if c.lora else 1,
     }
     for (axes, kind), row in most_traffic(plan, q.batch_size, q.seq_len).items():
         n, part, by_size = row.group_size, "", dict[int, Counter[str]]()
@@ -215,8 +221,8 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
     kinds, m = run.stage_kinds(stage), run.microbatches
     layers = sum(kinds)
     sent, peak = clock.sent(clock.alike(stage)), clock.device.flops_per_s
-    each = [sum(p.flops for part in run.layer_matmuls(b) for p in part) for b in run.blocks]
-    flops = 3 * sum(map(operator.mul, kinds, each)) / layers  # of a layer in the mean
+    each = [_layer_flops(run, block) for block in run.blocks]
+    flops = sum(map(operator.mul, kinds, each)) / layers  # of a layer in the mean
     for name, value in one.time.terms.items():
         key, filled = name if name in FORMULAS else "other", f"{value / m:.6g} s × {m}"
         if name in ("attention", "elementwise", "recomputation"):
@@ -251,6 +257,13 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
     out.append(_term("MFU", one.time.mfu(run), "1", used))
     rate = f"{q.batch_size:,} × {q.seq_len:,} / {step_s:.6g} s"
     return [*out, _term("tokens per second", run.tokens_per_step / step_s, "1/s", rate)]
+
+
+def _layer_flops(run: Run, block: ModelConfig) -> float:
+    """Return the FLOPs of a layer's matmuls, both ways: backward twice those of a weight that is trained."""
+    own = sum(p.flops for part in run.layer_matmuls(block) for p in part)
+    adapters = sum(p.flops for p in run.adapter_matmuls(block).values())
+    return (2 if block.lora else 3) * own + 3 * adapters
 
 
 def _optimizer(clock: Clock, own: float, whole: float) -> list[Summand]:

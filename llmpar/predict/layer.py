@@ -5,6 +5,7 @@ This file has no numbers of its own: `Clock` prices matmuls and messages as it d
 the next one are gathered. What hides follows the step's law, `Clock.exposed`.
 """
 
+import re
 from dataclasses import dataclass
 
 from llmpar.predict.time import Clock
@@ -77,16 +78,18 @@ def layer_segments(run: Run) -> list[Segment]:
     clock, counts = Clock(run), [count for count, _ in run.config.blocks]
     kind = counts.index(max(counts))  # of a kind that most are
     projections, ffn = run.layer_matmuls(run.blocks[kind])
+    adapters = run.adapter_matmuls(run.blocks[kind])
+    thin = lambda *names: [p for path, p in adapters.items() if re.split("[._]", path)[-2] in names]
     terms, price = (
         clock.layer(kind, 0.0)[0].terms,
         lambda matmuls: clock.matmuls(matmuls, run.bits),
     )
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums
     parts = (
-        price(projections[:-1]) + rest,
+        price(projections[:-1] + thin("q", "k", "v")) + rest,
         terms[ATTENTION],
-        price(projections[-1:]),
-        price(ffn) + rest,
+        price(projections[-1:] + thin("o")),
+        price(ffn + thin("gate", "up", "down")) + rest,
     )
     links = _links(clock)
     layer_s = sum(parts) + sum(one.end_s for _, hidden_by, one in links if not hidden_by)

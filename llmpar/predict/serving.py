@@ -235,6 +235,11 @@ def cut(
 def _clock(
     config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1, ep: int = 1
 ) -> Clock:
+    if config.lora:
+        raise ValueError(
+            f"'{config.name}' has adapters, and what is served is priced without them; leave lora_rank out:"
+            " `llmpar export` adds adapters to their weights"
+        )
     return Clock(Run(config, chip, MeshShape(tp=tp, ep=ep), seq_len, rows, zero=0))
 
 

@@ -11,9 +11,9 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES
@@ -46,6 +46,9 @@ OPTIMIZER_BYTES = 30
 """Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
 """GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
+ADAPTER_KERNELS = 2, 3
+"""More of them for each of the two matrices of an adapter: its matmul, and the scale or the sum; backward
+two matmuls. Counted in torchtune's `LoRALinear`."""
 LAUNCH_S = 10e-6
 """From a launch to the start of its kernel, which only a host that waits for each kernel sees. NVIDIA shows
 20 us (blog on latency in Nsight Systems, 2020) with the launch's call, which `Rates.host_s` has. Half of it
@@ -59,6 +62,8 @@ ACCUMULATED_BYTES = 8
 SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
 """Of what a forward pass moves inside a layer, what our backward pass moves again, with `tp_sequence` (and
 to experts) and without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
+HEAD_AND_LOSS = "head and loss"
+"""A term of a step's time."""
 LOSS_PASSES = 6
 """Times that a loss reads or writes its logits in float32, both ways."""
 
@@ -139,7 +144,7 @@ class Clock:
             share = self.rates.matmuls if p.times == 1 else self.rates.grouped
             rate = self.device.flops_per_s * share * self.rates.eight_bit ** math.log2(16 / bits)
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
-            waves = 1 + self.rates.half / (p.rows * p.out)
+            waves = 1 + self.rates.half * (not p.thin) / (p.rows * p.out)
             seconds += p.flops / rate * waves + moved / self.bytes_per_s
             seconds += self.rates.kernel_s * min(p.times, 8)  # grouped matmuls start together
         return seconds
@@ -162,10 +167,20 @@ class Clock:
     # -------------------------------------------------------------------------------------------- a layer
 
     def gradients(self, shapes: list[Matmul], bits: int = 16) -> float:
-        """Return the seconds of their backward pass: the matmuls of inputs' gradients and of weights'."""
-        inputs = [Matmul(p.rows, p.out, p.inner, p.times) for p in shapes]
-        weights = [Matmul(p.inner, p.rows, p.out, p.times) for p in shapes]
-        return self.matmuls(inputs + weights, bits)
+        """Return the seconds of their backward pass: the matmuls of inputs' gradients, and of weights' but
+        beside adapters, where only what is thin is trained."""
+        inputs = [p._replace(inner=p.out, out=p.inner) for p in shapes]
+        return self.matmuls(inputs, bits) + self.learning(shapes, bits)
+
+    def learning(self, shapes: list[Matmul], bits: int = 16) -> float:
+        """Return the seconds of the matmuls of weights' gradients."""
+        trained = [p for p in shapes if p.thin or not self.run.config.lora]
+        return self.matmuls([p._replace(rows=p.inner, inner=p.rows) for p in trained], bits)
+
+    def adapters_learn(self, kind: int) -> float:
+        """Return the seconds of the matmuls of a layer's adapters' gradients."""
+        adapters = self.run.adapter_matmuls(self.run.blocks[kind])
+        return self.learning([*adapters.values()], self.run.bits)
 
     def _layer(self, kind: int, again: float) -> tuple[Pass, Pass]:
         """Price one layer of a kind (`Run.blocks`), of a microbatch, forward and backward, with the exchanges
@@ -185,12 +200,15 @@ class Clock:
             1 if fused else 2
         )
         elementwise = run.elementwise_bytes(block) / self.bytes_per_s + 6 * rates.kernel_s
-        matmuls = self.matmuls(projections, run.bits) + ffn_s
+        adapters = [*run.adapter_matmuls(block).values()]
+        matmuls = self.matmuls(projections + adapters, run.bits) + ffn_s
         plain = {MATMULS: matmuls, ATTENTION: attention, "elementwise": elementwise}
         once = sum(plain.values())
-        forward = Pass(dict(plain), FORWARD_KERNELS)
-        backward = Pass({name: 2 * seconds for name, seconds in plain.items()}, BACKWARD_KERNELS)
-        backward.terms[MATMULS] = self.gradients(projections + ffn, run.bits)
+        more = [each * len(adapters) for each in ADAPTER_KERNELS]
+        forward = Pass(dict(plain), FORWARD_KERNELS + more[0])
+        twice = {name: 2 * seconds for name, seconds in plain.items()}
+        backward = Pass(twice, BACKWARD_KERNELS + more[1])
+        backward.terms[MATMULS] = self.gradients(projections + ffn + adapters, run.bits)
         if fused:  # five matmuls where forward there are two
             backward.terms[ATTENTION] = 2.5 * attention
         recomputed = {
@@ -202,18 +220,19 @@ class Clock:
         if run.plan and run.plan.ffn_chunks > 1 and run.recompute in ("none", "selective"):
             recomputed += ffn_s  # pieces keep no hidden values
         backward.add("recomputation", recomputed + again * once)
-        backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
+        backward.kernels += forward.kernels * (run.recompute == "block")
         links = {} if self.exact else self.inside(kind, attention)
         repeated = (
             SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
         )
         for name, (ahead, behind) in links.items():
-            twice = again + repeated[not run.tp_sequence and name != EXPERT_LINKS]
+            sent = again + repeated[not run.tp_sequence and name != EXPERT_LINKS]
             overlaps = {TENSOR_LINKS: run.tp_overlap, EXPERT_LINKS: run.ep_overlap}.get(name, False)
             forward.add(name, self.exposed(ahead, forward.terms[MATMULS], overlaps))
-            more = twice * ahead  # of ours it travels beside matmuls, too
-            hidden = self.exposed(behind + more * self.ours, backward.terms[MATMULS], overlaps)
-            backward.add(name, hidden + more * (not self.ours))
+            once_more = sent * ahead  # of ours it travels beside matmuls, too
+            beside = behind + once_more * self.ours
+            hidden = self.exposed(beside, backward.terms[MATMULS], overlaps)
+            backward.add(name, hidden + once_more * (not self.ours))
         return forward, backward
 
     def inside(self, kind: int, attention: float) -> dict[str, tuple[float, float]]:
@@ -337,39 +356,52 @@ class Clock:
         return {
             "embedding": (
                 Pass({"embedding": moved + reduced}, 6),
-                Pass({"embedding": 2 * moved}, 6),
+                Pass({"embedding": 2 * moved * (not c.lora)}, 6),
             ),
-            "head": (Pass({"head and loss": matmul + loss}, 12), Pass({"head and loss": back}, 16)),
+            "head": (Pass({HEAD_AND_LOSS: matmul + loss}, 12), Pass({HEAD_AND_LOSS: back}, 16)),
         }
 
     # ------------------------------------------------------------------------------------ weights on links
 
-    def layer_weights(self, kind: int) -> tuple[float, float]:
-        """Return a layer's parameters on a tp rank: those that all data ranks share, and its experts'."""
-        s, mesh = self.run.sizes[kind], self.run.mesh
-        body = s["attention"] + s["copies"] + s["ffn"] + s["router"]
-        return body / mesh.tp, s["experts"] / mesh.ep / (mesh.tp if self.run.expert_tp else 1)
+    def layer_weights(self, kind: int) -> tuple["RankParams", "RankParams"]:
+        """Return a layer's parameters on a tp rank: all, and those that are trained."""
+        s, run, mesh = self.run.sizes[kind], self.run, self.run.mesh
+        body = (s["attention"] + s["copies"] + s["ffn"] + s["router"]) / mesh.tp
+        experts = s["experts"] / mesh.ep / (mesh.tp if run.expert_tp else 1)
+        if run.config.lora:
+            matrices = run.adapter_matmuls(run.blocks[kind]).values()
+            adapters = sum(p.inner * p.out for p in matrices)
+            return RankParams(body + adapters, experts), RankParams(adapters)
+        return RankParams(body, experts), RankParams(body, experts)
 
-    def gathers(self, shared: float, experts: float) -> tuple[float, float]:
+    def params(self, layers: tuple[int, ...], ends: list[str]) -> tuple["RankParams", "RankParams"]:
+        """Return the parameters of so many layers of each kind and of ends of the model: all, and those that
+        are trained."""
+        edge = sum(self.run.ends[name] for name in ends) / self.run.mesh.tp
+        used, trained = RankParams(edge), RankParams(edge * (not self.run.config.lora))
+        for kind, times in enumerate(layers):
+            own, learned = self.layer_weights(kind)
+            used, trained = used.plus(own, times), trained.plus(learned, times)
+        return used, trained
+
+    def gathers(self, used: "RankParams", trained: "RankParams") -> tuple[float, float]:
         """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
         whole = run.zero_group
-        for params, group, inner in (
-            (shared, whole, self.zero_apart),
-            (experts, whole / run.mesh.ep, self.experts_apart),
-        ):
+        groups = (whole, self.zero_apart), (whole / run.mesh.ep, self.experts_apart)
+        for params, learned, (group, inner) in zip(used, trained, groups, strict=True):
             gather += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
-            scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
+            scatter += self.collective("reduce-scatter", soft.reduced_bytes * learned, group, inner)
         return gather, scatter
 
-    def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
+    def at_the_end(self, used: "RankParams", trained: "RankParams") -> tuple[float, float]:
         """Return the seconds that gradients still take when the last microbatch is done, and those of
         gathering the updated weights, which a framework that overlaps does beside the next step. Ours cuts
         over ZeRO's group and sums over its replicas; others deal ZeRO 1 and 2 out over all data ranks."""
         run, soft, mesh = self.run, self.run.software, self.run.mesh
         reduced, updated = 0.0, 0.0
-        groups = (shared, 1, self.zero_apart), (experts, mesh.ep, self.experts_apart)
-        for params, apart, inner in groups:
+        groups = (1, self.zero_apart), (mesh.ep, self.experts_apart)
+        for params, (apart, inner) in zip(trained, groups, strict=True):
             late, ranks = soft.late_bytes * params, run.data_ranks * mesh.sp / apart
             group = run.zero_group / apart if self.ours or run.zero == 3 else ranks
             cut = group if run.zero else 1
@@ -379,7 +411,7 @@ class Clock:
             beyond = self.inner["dp" if mesh.dp > 1 else "sp"] if cut > 1 else inner
             reduced += self.collective("all-reduce", late / cut, ranks / cut, beyond)
         if self.gathers_once:
-            gather, scatter = self.gathers(shared, experts)
+            gather, scatter = self.gathers(used, trained)
             reduced, updated = reduced + scatter, updated + gather
         return reduced, updated
 
@@ -394,19 +426,19 @@ class Clock:
         ``sent`` are the seconds of its messages (`sent`)."""
         run, soft, forward, backward = self.run, self.run.software, Pass(), Pass()
         again = 0.0 if last else run.again  # the loss follows: the chunk has not run forward yet
-        shared = experts = 0.0
+        used, trained = self.params(layers, ["embedding"] * first + ["head"] * last)
         for kind, times in enumerate(layers):
             if times:
                 ahead, back = self.layer(kind, again)
                 forward.take(ahead, times)
                 backward.take(back, times)
-                body, own = self.layer_weights(kind)
-                shared, experts = shared + times * body, experts + times * own
         for name in ["embedding"] * first + ["head"] * last:
             ahead, back = self.ends[name]
             forward.take(ahead)
             backward.take(back)
-            shared += run.ends[name] / run.mesh.tp
+        learning = sum(backward.terms.get(name, 0.0) for name in (MATMULS, HEAD_AND_LOSS)) / 2
+        if run.config.lora:
+            learning = sum(n * self.adapters_learn(kind) for kind, n in enumerate(layers))
         passes = forward, backward
         computing = [part.seconds for part in passes]
         # of a plan of ours, as they compute
@@ -418,12 +450,12 @@ class Clock:
                     part.add(term, self.exposed(own, beside, hidden_by != ""))
         cut = run.zero_group if run.zero == 3 else 1
         if cut > 1 and not self.exact and not self.gathers_once:
-            gather, scatter = self.gathers(shared, experts)
+            gather, scatter = self.gathers(used, trained)
             forward.add(WEIGHT_LINKS, self.exposed(gather, forward.seconds, soft.overlaps))
             scattered = scatter + gather * run.reshard
             backward.add(WEIGHT_LINKS, self.exposed(scattered, backward.seconds, soft.overlaps))
         if run.microbatches > 1:
-            added = ACCUMULATED_BYTES * (shared + experts) / cut
+            added = ACCUMULATED_BYTES * sum(trained) / cut
             backward.add("accumulation", added / self.bytes_per_s)
         for part in passes:
             if run.mesh.pp > 1 and not soft.overlaps:  # a stage waits for what it sends
@@ -432,7 +464,7 @@ class Clock:
                 hidden = 0.0 if soft.blocking else part.seconds
                 each = self.rates.host_s + LAUNCH_S * soft.blocking
                 part.add("launching", max(0.0, part.kernels * each - hidden))
-        return Chunk(forward, backward, shared, experts)
+        return Chunk(forward, backward, used, trained, learning)
 
 
 @functools.lru_cache(maxsize=200_000)
@@ -455,15 +487,27 @@ def torus_axes(chip: Chip, group: int, inner: int) -> int:
 # ----------------------------------------------------------------------------------------------------- a step
 
 
+class RankParams(NamedTuple):
+    """Parameters on a rank of tp: those that all data ranks share, and those of its experts."""
+
+    shared: float = 0.0
+    experts: float = 0.0
+
+    def plus(self, other: "RankParams", times: float = 1.0) -> "RankParams":
+        """Add another's, ``times`` over."""
+        return RankParams(self.shared + times * other.shared, self.experts + times * other.experts)
+
+
 @dataclass
 class Chunk:
-    """A chunk of a stage: its passes over one microbatch, and the parameters that they use on a rank of tp,
-    those that all data ranks share and those of its experts."""
+    """A chunk of a stage: its passes over one microbatch, the parameters that they use, those of them that
+    are trained, and what of the backward pass are the trained ones' gradients."""
 
     forward: Pass
     backward: Pass
-    shared: float
-    experts: float
+    used: RankParams
+    trained: RankParams
+    learning_s: float
 
     @functools.cached_property
     def seconds(self) -> tuple[float, float]:
@@ -475,7 +519,7 @@ def beside_flops(terms: Mapping[str, float]) -> str:
     """Name what of a step is no useful FLOPs, the largest first: what MFU is lost to. Terms of less than a
     twentieth of the step are left out."""
     least = sum(terms.values()) / 20
-    useful = ("matmuls", "attention", "head and loss")
+    useful = (MATMULS, ATTENTION, HEAD_AND_LOSS)
     rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
     return ", ".join(f"{name} {s:.3g} s" for s, name in rest if s >= least)
 
@@ -506,7 +550,7 @@ def step_time(
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
     # the embedding is on the first stage and on the last
-    if run.config.tied and p > 1 and not clock.exact:
+    if run.config.tied and p > 1 and not (clock.exact or run.config.lora):
         shared_bytes = soft.reduced_bytes * run.ends["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
@@ -529,9 +573,13 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
     ranks = run.data_ranks * run.mesh.sp
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
-    params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
+    params = [_summed(c.trained for c in stage) for stage in stages]
     own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
     return own, max(shared + experts for shared, experts in params)
+
+
+def _summed(params: Iterable[RankParams]) -> RankParams:
+    return functools.reduce(RankParams.plus, params, RankParams())
 
 
 def busiest(stages: list[list[Chunk]]) -> int:
@@ -566,7 +614,7 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
             (one.get((LATE, ""), 0.0), one.get((LATE, WHOLE_PASS), 0.0)) for one in ends
         ]
     return stages, [
-        at_the_end(sum(c.shared for c in one), sum(c.experts for c in one)) for one in stages
+        at_the_end(_summed(c.used for c in one), _summed(c.trained for c in one)) for one in stages
     ]
 
 
@@ -589,8 +637,7 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
         forward, backward = chunk.seconds
         if op.kind == "F":
             return forward
-        terms = chunk.backward.terms
-        weights = (terms.get(MATMULS, 0.0) + terms.get("head and loss", 0.0)) / 2
+        weights = chunk.learning_s
         return weights if op.kind == "W" else backward - weights * order.split_backward
 
     pace = max(sum(sum(chunk.seconds) for chunk in stage) for stage in stages)

@@ -65,20 +65,12 @@ class Matmul(NamedTuple):
     inner: float
     out: float
     times: float = 1
+    thin: bool = False  # of a rank's few columns, or rows: cores share what it sums
 
     @property
     def flops(self) -> float:
         """2MNK each."""
         return 2.0 * self.rows * self.inner * self.out * self.times
-
-
-def refuse_adapters(config: ModelConfig) -> None:
-    """Refuse a model with LoRA's adapters: the time of its step is not predicted."""
-    if config.lora:
-        raise ValueError(
-            f"'{config.name}' has adapters, and only steps that train all weights are"
-            " timed; use the model without LoRA, whose step takes longer"
-        )
 
 
 @dataclass(frozen=True)
@@ -116,9 +108,6 @@ class Run:
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
-
-    def __post_init__(self):
-        refuse_adapters(self.config)
 
     @property
     def data_ranks(self) -> int:
@@ -209,7 +198,7 @@ class Run:
     def _described_sizes(self, c: ModelConfig) -> dict[str, float]:
         """Sum the rows of a planned block."""
         parts = dict.fromkeys(("attention", "copies", "ffn", "experts", "router", "vectors"), 0.0)
-        for weight in c.block_weights().values():
+        for _, weight in c.described.rows if c.described else ():
             region = weight.dims.partition(" ")[0]
             part = "vectors" if weight.is_vector else region if region in parts else "router"
             size = math.prod(weight.shape)
@@ -220,14 +209,15 @@ class Run:
 
     def flops(self) -> float:
         """Return the useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and
-        token, and attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix
-        B)."""
-        c, per_token = self.config, 6.0 * self.config.vocab_size * self.config.width
+        token, 4 where it is frozen, and attention, of which the causal mask takes nothing away (Chowdhery et
+        al. 2022, appendix B)."""
+        c, each = self.config, 4.0 if self.config.lora else 6.0
+        per_token = each * c.vocab_size * c.width + (6.0 * c.trained_params if c.lora else 0.0)
         for (count, block), s in zip(c.blocks, self.sizes, strict=True):
             experts = block.experts
             visits = experts.top_k / experts.num_experts if experts else 0
             multiplied = s["attention"] + s["ffn"] + visits * s["experts"] + s["router"]
-            per_token += count * (6.0 * multiplied + 3 * self._mixed_flops(block, causal=False))
+            per_token += count * (each * multiplied + 3 * self._mixed_flops(block, causal=False))
         return per_token * self.tokens_per_step
 
     def _mixed_flops(self, block: ModelConfig, causal: bool) -> float:
@@ -279,23 +269,42 @@ class Run:
         local, cut = experts.num_experts / self.mesh.ep, self.mesh.tp if self.expert_tp else 1
         return self.tokens * experts.top_k * cut / self.mesh.tp / local, local, cut
 
+    def adapter_matmuls(self, block: ModelConfig) -> dict[str, Matmul]:
+        """Return the matmuls of a layer's adapters by their paths, forward, of a microbatch on a device: x A,
+        and what it gives times B. What tp cuts of a weight it cuts of the adapter beside it."""
+        out = dict[str, Matmul]()
+        for path, weight in block.block_weights().items() if block.lora else ():
+            if ".lora." in path:
+                _, *letters = weight.dims.split()
+                sizes = self._cut(letters, weight.shape, self.mesh.tp)
+                rank = sizes.pop("z")
+                wide = math.prod(sizes.values())
+                inner, width = (wide, rank) if path.endswith("_a") else (rank, wide)
+                out[path] = Matmul(self.tokens, inner, width, thin=True)
+        return out
+
+    def _cut(self, letters: list[str], shape: tuple[int, ...], tp: int) -> dict[str, float]:
+        """Return the sizes of a weight's dims on a rank of tp, which has a copy of a KV head at least."""
+        sizes = dict(zip(letters, map(float, shape), strict=True))
+        cut = {x: max(sizes[x], tp if x == "k" else 1) / tp for x in letters if x in "nkm"}
+        return sizes | cut
+
     def _described_matmuls(self, block: ModelConfig) -> tuple[list[Matmul], list[Matmul]]:
         """Return the matmuls that rows are: those of one region with the same input are one matmul."""
         by_part: dict[tuple[str, ...], Matmul] = {}
-        for path, weight in block.block_weights().items():
+        for path, weight in block.described.rows if block.described else ():
             if weight.is_vector:
                 continue
             region, *letters = weight.dims.split()
             rows, times, tp = self.tokens, 1.0, self.mesh.tp
             if region == "stream":
                 rows, tp = self.stream_tokens, 1
-            sizes = dict(zip(letters, map(float, weight.shape), strict=True))
             if region == "experts":  # each expert has its own matmul
                 rows, times, tp = self._visits(block)
+            sizes = self._cut(letters, weight.shape, tp)
+            if region == "experts":
                 sizes["e"] = 1.0
             cut = [letter for letter in letters if letter in "nkm"]
-            for letter in cut:
-                sizes[letter] = max(sizes[letter], tp if letter == "k" else 1) / tp
             if len(letters) == 3 and letters[0] in "nk" and letters[-1] != "d":
                 times, sizes[letters[0]] = sizes[letters[0]], 1.0  # each group of heads has its own
             apart = region == "experts" or times > 1
@@ -343,7 +352,7 @@ class Run:
     def elementwise_bytes(self, block: ModelConfig) -> float:
         """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
         rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
-        scores."""
+        scores; what an adapter's results are added to, once more."""
         c, experts, tp = block, block.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads(c)) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
@@ -353,7 +362,8 @@ class Run:
             width *= experts.top_k + experts.num_shared
             # sorting
             stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
-        return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())
+        added = sum(p.rows * p.out for p in self.adapter_matmuls(block).values())
+        return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
 
 
 def message_width(block: ModelConfig, tp: int) -> float:
