@@ -18,15 +18,16 @@ from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model
 
-SIMILAR = {"kimi_k2": "deepseek_v3"}
-"""Families without a fixture of their own, and whose they have."""
+FIXTURES_OF = {"kimi_k2": ["deepseek_v3"], "phi3": ["phi3", "phi3_long"]}
+"""Of families that have another number of fixtures than one of their own."""
 NUM_PLANS = 8
 CHOICES = {field: known(values) for field, values in DRAWN["family_plans"].items()}
 
 
 def file_of(family: str, rng: random.Random) -> dict:
     """The fixture's ``config.json`` of a family, with keys by lot that change its layers."""
-    with np.load(FIXTURES / f"hf_{SIMILAR.get(family, family)}.npz") as file:
+    names = FIXTURES_OF.get(family, [family])
+    with np.load(FIXTURES / f"hf_{rng.choice(names) if len(names) > 1 else names[0]}.npz") as file:
         raw = json.loads(str(file["config"])) | {"model_type": family, "vocab_size": 256}
     sizes = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"}
     entries = {key: rng.choice(xs) for key, xs in OF_FAMILIES[family].items() if key not in sizes}

@@ -198,7 +198,8 @@ class _Reader:
             entries = right.split(",") if isinstance(right, str) else map(str, right)
             return (str(left) in entries) == isinstance(by, ast.In)
         for value in (left, right):
-            if not isinstance(value, int | float) or not abs(value) <= MOST:
+            is_number = isinstance(value, int | float) and abs(value) <= MOST
+            if not is_number or isinstance(by, ast.Pow) and left <= 0 and value is left:
                 what = f"'{ast.unparse(node)}' cannot use {value!r:.40}"
                 raise ValueError(f"{what}; use a number to {MOST:,}")
         return _OPERATORS[type(by)](left, right)
