@@ -322,7 +322,7 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
         experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(shared))}
         groups = layer.number("n_group | num_expert_group | 1", "the number of groups of experts")
         chosen = layer.number("topk_group | 1", "the groups that are open to a token")
-        if groups > 1:
+        if groups > 1 or family["runs"] and chosen != 1:
             experts |= {"num_groups": groups, "top_groups": chosen}
     return {
         "num_heads": layer.number("n", "the number of heads"),
