@@ -107,6 +107,9 @@ def _rope_of(file: dict[str, Any], family: dict[str, Any], mixer: str) -> dict[s
     outer = {key: file[key] for key in ("partial_rotary_factor",) if file.get(key) is not None}
     if any(isinstance(value, dict) for value in rope.values()):
         return outer | (rope[mixer] if isinstance(rope.get(mixer), dict) else {})
+    if "rope_of" in family and file.get("rope_parameters") and not file.get("rope_scaling"):
+        what = "rope_parameters has no table for each kind of layers"
+        raise NotImplementedHere(f"{what}, and its family reads no other")
     first = {key: file[key] for key in ("original_max_position_embeddings",) if file.get(key)}
     return outer | (rope | first if mixer in family.get("rope_of", [mixer]) else {})
 
