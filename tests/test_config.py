@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -156,7 +157,7 @@ def test_rotary_frequencies_are_the_published_ones(name):
 def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
     """Not that of a batch, nor of the part of a row that a device has; in a cache no position does."""
     config = family("phi3_long")
-    rows, scaling = np.stack([np.arange(24), np.arange(24) % 12]), config.rope_scaling
+    rows, scaling = jnp.stack([jnp.arange(24), jnp.arange(24) % 12]), config.rope_scaling
     size = math.sqrt(1 + math.log(64 / 23) / math.log(23))
     for part, of_rows, factors in (
         (rows[:, :8], rows, [scaling.long_factors, scaling.short_factors]),
@@ -164,7 +165,7 @@ def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
     ):
         frequencies = 10_000 ** -(np.arange(0, 8, 2) / 8) / np.array(factors)[:, None]
         cos, _ = rope_table(config, part, of_rows)
-        np.testing.assert_allclose(cos[:, :, 0], size * np.cos(part[..., None] * frequencies), atol=1e-5)
+        np.testing.assert_allclose(cos[:, :, 0], size * np.cos(np.asarray(part)[..., None] * frequencies), atol=1e-5)
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():

@@ -303,7 +303,8 @@ class FeedForward(nnx.Module):
     ) -> Stream:
         """Run three matmuls. The arrow ``before`` moves ``x`` to them; ``after`` finishes the sum over m."""
         gate, up, down = used_weights(self, par, *MATRICES)
-        biases = self.gate_bias, self.up_bias
+        # used outside of the pieces: inside, each piece would sum their gradients apart (`reduce="layer"`)
+        biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
