@@ -165,7 +165,8 @@ def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
     ):
         frequencies = 10_000 ** -(np.arange(0, 8, 2) / 8) / np.array(factors)[:, None]
         cos, _ = rope_table(config, part, of_rows)
-        np.testing.assert_allclose(cos[:, :, 0], size * np.cos(np.asarray(part)[..., None] * frequencies), atol=1e-5)
+        angles = np.asarray(part)[..., None] * frequencies
+        np.testing.assert_allclose(cos[:, :, 0], size * np.cos(angles), atol=1e-5)
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
