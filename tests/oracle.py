@@ -20,14 +20,17 @@ import numpy as np
 # ----------------------------------------------------------------------------------------------- the parts
 
 
-def frequencies(c):
-    """Radians per position of each pair: as they are, all slower, or Llama 3.1's and YaRN's mixtures."""
+def frequencies(c, last=0):
+    """Radians per position of each pair: as they are, all slower, Llama 3.1's and YaRN's mixtures, or each
+    slower by its factor in a row whose last position is ``last``."""
     width, s = c.variant.rope_width or c.head_width, c.rope_scaling
     w = np.array([c.rope_theta ** (-2 * i / width) for i in range(-(-width // 2))])
     if s is None:
         return w
     if s.kind == "linear":
         return w / s.factor
+    if s.kind == "longrope":
+        return w / np.array(s.long_factors if last + 1 > s.original_context else s.short_factors)
     if s.kind == "yarn":
         slow = yarn_ramp(width, c.rope_theta, s)
         return w * (1 - slow) + w / s.factor * slow
@@ -100,8 +103,12 @@ def rotated(x, c, positions):
     if c.variant.rope == "none":
         return x
     angles, size = positions[..., None, None] * frequencies(c), 1.0
-    if c.rope_scaling is not None and c.rope_scaling.kind == "yarn":
+    if c.rope_scaling is not None and c.rope_scaling.kind in ("yarn", "longrope"):
         size = c.rope_scaling.attention_factor
+    if c.rope_scaling is not None and c.rope_scaling.kind == "longrope":
+        is_long = positions.max(-1)[:, None, None, None] >= c.rope_scaling.original_context
+        of_long = positions[..., None, None] * frequencies(c, c.rope_scaling.original_context)
+        angles = jnp.where(is_long, of_long, angles)
     cos, sin = jnp.cos(angles) * size, jnp.sin(angles) * size
     width = 2 * angles.shape[-1]
     x, rest = x[..., :width], x[..., width:]

@@ -340,6 +340,9 @@ def compare_with_manual(step: Step, text: str) -> None:
     tokens = BATCH * SEQ * step.plan.mesh.tp // step.plan.mesh.size  # two maxima of 4 bytes, sent twice
     assert sum(found.pop(key)[1] for key in own) < 800 + 16 * tokens
     want = {key: tuple(line) for key, line in want.items() if key[2] != ONCE}
+    if step.plan.zero == 1 and step.plan.tp_sequence:  # XLA joins a norm's sums over tp and over other axes
+        norms = {key for key in (*found, *want) if key[2].startswith("gradient stream")}
+        found, want = ({key: x[key] for key in x.keys() - norms} for x in (found, want))
     softmax = [key for key in want if key[2] == "vocab b s +v -> data b s"]
     for key in softmax:  # a maximum and two sums, each of 4 bytes a token
         want[key] = tuple(n * 2 // 3 for n in want[key])

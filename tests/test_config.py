@@ -6,15 +6,16 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from flax import nnx
-from parity import LLAMA, MOE, QWEN
+from parity import LLAMA, MOE, QWEN, family
 from shared import TABLES
 
 from llmpar.model.llama import Llama
-from llmpar.model.rope import rope_frequencies
+from llmpar.model.rope import rope_frequencies, rope_table
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, RopeScaling, from_dict
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face  # fmt: skip
 
@@ -151,6 +152,21 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
 def test_rotary_frequencies_are_the_published_ones(name):
     config = preset(name)
     np.testing.assert_allclose(rope_frequencies(config), oracle.frequencies(config), rtol=1e-12)
+
+
+def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
+    """Not that of a batch, nor of the part of a row that a device has; in a cache no position does."""
+    config = family("phi3_long")
+    rows, scaling = jnp.stack([jnp.arange(24), jnp.arange(24) % 12]), config.rope_scaling
+    size = math.sqrt(1 + math.log(64 / 23) / math.log(23))
+    for part, of_rows, factors in (
+        (rows[:, :8], rows, [scaling.long_factors, scaling.short_factors]),
+        (rows[:, 16:], None, [scaling.short_factors] * 2),
+    ):
+        frequencies = 10_000 ** -(np.arange(0, 8, 2) / 8) / np.array(factors)[:, None]
+        cos, _ = rope_table(config, part, of_rows)
+        angles = np.asarray(part)[..., None] * frequencies
+        np.testing.assert_allclose(cos[:, :, 0], size * np.cos(angles), atol=1e-5)
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():

@@ -136,6 +136,8 @@ def test_refusals_say_what_would_work():
         engine(LLAMA, Plan("pp=2", microbatches=2))
     with pytest.raises(ValueError, match="slots 3 is not a multiple of dp·fsdp·ep = 2"):
         engine(LLAMA, Plan("dp=2", zero=0), slots=3)
+    with pytest.raises(ValueError, match=r"more than 23 tokens by other factors \(longrope\).*, not 24"):
+        engine(family("phi3_long"), Plan("dp=1"), length=24)
     for sizes in ({"chunk": 0}, {"queue": 0}, {"slots": 0}, {"length": 0}):
         (wrong,) = sizes
         with pytest.raises(ValueError, match=f"{wrong} is 0; use a whole number from 1"):

@@ -1,6 +1,7 @@
 """Families that are planned: their parameters are those that transformers counts, and whatever a file holds
 is read or refused by its key. `families.json` keeps the configurations and the counts."""
 
+import functools
 import json
 import math
 import pathlib
@@ -75,7 +76,8 @@ def test_a_layer_says_what_travels_and_what_is_kept():
     assert (latent["described"]["cache_width"], latent["described"]["value_width"]) == (576, 128)
     assert (latent["num_heads"], latent["num_kv_heads"], latent["head_width"]) == (128, 128, 192)
     assert latent["lead"] == (0, 0, 0) and latent["period"] == (1,)
-    assert latent["experts"] == {"num_experts": 256, "top_k": 8, "num_shared": 1}
+    groups = {"num_groups": 8, "top_groups": 4}  # of its class
+    assert latent["experts"] == {"num_experts": 256, "top_k": 8, "num_shared": 1} | groups
     assert models["zai-org--GLM-5"]["described"]["cache_width"] == 512 + 64 + 128
     assert [kind["window"] for kind in layers(models["openai--gpt-oss-20b"])[:4]] == [128, None, 128, None]
     flash = layers(models["XiaomiMiMo--MiMo-V2-Flash"])
@@ -217,3 +219,20 @@ def test_a_family_that_runs_says_what_of_a_file_it_does_not_compute(more, why):
     """Such a model is planned, with that reason: nothing that a file asks for is left out silently."""
     config = described_model("m", RUNS | more)
     assert config.runs == (not why) and why in config.why_planned
+
+
+def test_a_key_counts_as_transformers_reads_it():
+    """Of two keys for one thing the one that counts there; another family's key does not count; a key that is
+    left out is what its class has, and null is none."""
+    of = lambda **more: described_model("m", RUNS | more)
+    routed = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert of(model_type="mixtral", sliding_window_size=5, **routed).window is None
+    experts = lambda name, **more: of(model_type=name, **routed, **more).experts.num_experts
+    assert experts("mixtral", num_experts=6) == experts("gpt_oss", num_experts=6) == 6
+    assert experts("qwen3_moe", num_experts=6, n_routed_experts=8, moe_intermediate_size=8) == 4
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for original, more in ((32, {}), (8, {"original_max_position_embeddings": 8})):
+        assert of(rope_scaling=rope, **more).rope_scaling.original_context == original
+    mistral = functools.partial(of, model_type="mistral")
+    assert mistral().window == 4096 and mistral(sliding_window=None).window is None
+    assert of(model_type="gemma2").variant.logit_cap == 30

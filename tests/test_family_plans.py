@@ -18,19 +18,22 @@ from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model
 
-SIMILAR = {"kimi_k2": "deepseek_v3"}
-"""Families without a fixture of their own, and whose they have."""
+FIXTURES_OF = {"kimi_k2": ["deepseek_v3"], "phi3": ["phi3", "phi3_long"]}
+"""Of families that have another number of fixtures than one of their own."""
 NUM_PLANS = 8
 CHOICES = {field: known(values) for field, values in DRAWN["family_plans"].items()}
 
 
-def file_of(family: str, rng: random.Random) -> dict:
-    """The fixture's ``config.json`` of a family, with keys by lot that change its layers."""
-    with np.load(FIXTURES / f"hf_{SIMILAR.get(family, family)}.npz") as file:
+def file_of(family: str, number: int) -> dict:
+    """A fixture's ``config.json`` of a family, with keys by lot that change its layers."""
+    rng, names = random.Random(f"{family} {number}"), FIXTURES_OF.get(family, [family])
+    with np.load(FIXTURES / f"hf_{names[number % len(names)]}.npz") as file:
         raw = json.loads(str(file["config"])) | {"model_type": family, "vocab_size": 256}
     sizes = {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"}
     entries = {key: rng.choice(xs) for key, xs in OF_FAMILIES[family].items() if key not in sizes}
     raw |= {key: value for key, value in entries.items() if rng.random() < 0.5}
+    if family == "phi3":
+        raw["original_max_position_embeddings"] = SEQ // 2  # rows of SEQ pass it
     count = rng.choice((3, 4, 5))
     orders = [order for order in known(DRAWN["layers"]["orders"]) if order and len(order) > 1]
     if family in DRAWN["layers"]["mixed"]:
@@ -47,7 +50,7 @@ def drawn(family: str, seed: int):
     """A model and a plan that run. Each axis is there in some plans of a family."""
     rng = random.Random(f"{family} {seed}")
     for _ in range(1000):
-        raw = file_of(family, random.Random(f"{family} {seed // 4}"))  # two files a family
+        raw = file_of(family, seed // 4)  # two files a family
         config = described_model(family, raw).must_run()
         axes = [axis for axis in AXES if axis != "ep" or config.experts]
         chosen = [axes[seed % len(axes)], *rng.choices(axes, k=2)]

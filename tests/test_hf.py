@@ -39,7 +39,7 @@ def state_dict(params, config):
     return dict(hf.tensors_of(hf._weights(config), flat.__getitem__, "float32"))
 
 
-KINDS = make_hf_fixtures.RUNNING
+KINDS = tuple(make_hf_fixtures.MODELS)
 TOLERANCE = 1e-4
 """Absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3."""
 

@@ -108,7 +108,8 @@ def draw_family(rng, pick, wild) -> dict:
     family = pick(list(OF_FAMILIES))
     draw = lambda xs: pick(xs if rng.random() < wild else xs[:1])
     entries = {key: draw(xs) for key, xs in OF_FAMILIES[family].items()}
-    rope = pick(list(DRAWN["ropes"])) if family != "phi3" else "default"  # its other ropes are longrope
+    own = {"default", "longrope"} if family == "phi3" else DRAWN["ropes"].keys() - {"longrope"}
+    rope = pick([x for x in DRAWN["ropes"] if x in own])
     if rope != "default":
         more = pick(DRAWN["yarn"]["more"]) if rope == "yarn" else {}
         shared = {"rope_type": rope, "original_max_position_embeddings": 16}
@@ -126,6 +127,9 @@ def file_of(asked: dict) -> dict:
         raw["n_routed_experts" if in_groups else "num_local_experts"] = asked["num_experts"]
         raw |= {"num_experts_per_tok": asked["top_k"], "moe_intermediate_size": asked["ffn_width"]}
         raw |= {"n_group": asked["num_groups"], "topk_group": asked["top_groups"]} if in_groups else {}
+    if "long_factor" in (rope := asked["entries"].get("rope_scaling", {})):
+        pairs = range(int(asked["head_width"] * asked["entries"]["partial_rotary_factor"]) // 2)
+        rope |= {"short_factor": [1 + i / 4 for i in pairs], "long_factor": [2.0 + i for i in pairs]}
     if order := asked["order"]:
         raw["layer_types"] = [f"{order[i % len(order)]}_attention" for i in range(asked["num_layers"])]
     return raw | asked["entries"]

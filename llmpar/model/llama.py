@@ -307,7 +307,8 @@ class FeedForward(nnx.Module):
     ) -> Stream:
         """Run three matmuls. The arrow ``before`` moves ``x`` to them; ``after`` finishes the sum over m."""
         gate, up, down = used_weights(self, par, *MATRICES)
-        biases = self.gate_bias, self.up_bias
+        # used outside of the pieces: inside, each piece would sum their gradients apart (`reduce="layer"`)
+        biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
@@ -541,7 +542,9 @@ class Llama(nnx.Module):
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
             # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
             is_right_b = attention.as_promised(par, config.mask, *k_ids)
-            rope = nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
+            of_rows = None if par.cache else k_ids[0]  # a cache holds short rows (`serving_plan`)
+            rope = rope_table(config, batch["positions"], of_rows)
+            rope = nan_in_broken_rows(rope, is_right_b)
             return lambda x, w: nnx.merge(graph, w)(x, (*q_ids, *k_ids), rope, par)
 
         configs = (config for _, config in self.config.blocks)

@@ -10,12 +10,19 @@ from llmpar.plan.model_config import ModelConfig
 Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 
 
-def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
+def rope_table(
+    config: ModelConfig, positions_bp: Int[Array, "b p"], of_rows_bs: Int[Array, "b s"] | None
+) -> Rope:
     """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021). What else depends
-    on a query's position is in them: layers that do not rotate multiply their queries alone."""
+    on a query's position is in them: layers that do not rotate multiply their queries alone. The positions of
+    whole rows decide between LongRoPE's factors; None: all rows are short."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
-    angles = positions_bp[..., None].astype(jnp.float32) * frequencies
     scaling = config.rope_scaling if config.variant.rope != "none" else None
+    if scaling and scaling.kind == "longrope" and of_rows_bs is not None:
+        of_long = jnp.asarray(rope_frequencies(config, is_long=True), jnp.float32)
+        is_long_b11 = (of_rows_bs.max(1) >= scaling.original_context)[:, None, None]
+        frequencies = jnp.where(is_long_b11, of_long, frequencies)
+    angles = positions_bp[..., None].astype(jnp.float32) * frequencies
     factor = jnp.asarray(scaling.attention_factor if scaling else 1.0, jnp.float32)
     if growth := config.variant.query_scale:
         times = jnp.floor((positions_bp + 1).astype(jnp.float32) / config.variant.query_every)
@@ -23,11 +30,12 @@ def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
     return factor * jnp.cos(angles)[:, :, None], factor * jnp.sin(angles)[:, :, None]
 
 
-def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
+def rope_frequencies(config: ModelConfig, is_long: bool = False) -> Float[np.ndarray, " half"]:
     """Return radians per position of each pair, with the scaling that is set. Llama 3.1's keeps a frequency
     whose wavelength is at most original_context / high_freq_factor; divides one whose wavelength is at least
     original_context / low_freq_factor by ``factor``; and blends the two between them (reference
-    configuration, 2024). YaRN blends linearly in the pair's number (Peng et al. 2023, section 3.2)."""
+    configuration, 2024). YaRN blends linearly in the pair's number (Peng et al. 2023, section 3.2).
+    LongRoPE's are those of short rows, or with ``is_long`` of long ones."""
     width = config.variant.rope_width or config.head_width
     frequency = config.rope_theta ** (-np.arange(0, width, 2) / width)
     scaling = config.rope_scaling
@@ -37,6 +45,8 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "longrope":
+        return frequency / np.array(scaling.long_factors if is_long else scaling.short_factors)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.kind == "llama3":
         num_turns = scaling.original_context * frequency / (2 * np.pi)

@@ -81,12 +81,13 @@ class Solo:
         """Return the parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
-    def with_weight(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
-        """Return ``f(x, weight)``, element by element along the last dims of ``x``."""
-        weight = self.weight(param)
+    def with_weight(self, f: Callable, x: Array, param: nnx.Variable | Array) -> Array:
+        """Return ``f(x, weight)``, element by element along the last dims of ``x``. An array is a weight as
+        it is used (`weight`)."""
+        weight = param if isinstance(param, Array) else self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
 
-    def plus(self, x: Array, bias: nnx.Variable | None) -> Array:
+    def plus(self, x: Array, bias: nnx.Variable | Array | None) -> Array:
         """Return ``x`` plus a bias, in the dtype of ``x``; without a bias ``x`` itself."""
         return x if bias is None else self.with_weight(lambda x, b: x + b.astype(x.dtype), x, bias)
 
@@ -105,7 +106,7 @@ class Solo:
         return x
 
     def move_matmul(
-        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable | None] = ()
+        self, x: Array, arrow: str, *weights: Any, biases: Sequence[Any] = ()
     ) -> list[Array]:
         """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add that weight's bias,
         if there is one. Give the results the checkpoint name of the new region (`OF_REGION`), for

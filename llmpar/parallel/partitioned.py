@@ -108,7 +108,7 @@ class Explicit(Auto):
     def with_weight(self, f: Callable, x: Array, param) -> Array:
         """Return ``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the
         gradient of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing is saved."""
-        weight = self.weight(param)
+        weight = param if isinstance(param, Array) else self.weight(param)
         lead = x.ndim - weight.ndim
         cuts = PartitionSpec(*jax.typeof(x).sharding.spec.partitions[:lead])
         ones = jnp.ones(x.shape[:lead], x.dtype, out_sharding=cuts)

@@ -198,7 +198,8 @@ class _Reader:
             entries = right.split(",") if isinstance(right, str) else map(str, right)
             return (str(left) in entries) == isinstance(by, ast.In)
         for value in (left, right):
-            if not isinstance(value, int | float) or not abs(value) <= MOST:
+            is_number = isinstance(value, int | float) and abs(value) <= MOST
+            if not is_number or isinstance(by, ast.Pow) and left <= 0 and value is left:
                 what = f"'{ast.unparse(node)}' cannot use {value!r:.40}"
                 raise ValueError(f"{what}; use a number to {MOST:,}")
         return _OPERATORS[type(by)](left, right)
@@ -321,7 +322,7 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
         experts = {"num_experts": e, "top_k": k, "num_shared": int(bool(shared))}
         groups = layer.number("n_group | num_expert_group | 1", "the number of groups of experts")
         chosen = layer.number("topk_group | 1", "the groups that are open to a token")
-        if groups > 1:
+        if groups > 1 or family["runs"] and chosen != 1:
             experts |= {"num_groups": groups, "top_groups": chosen}
     return {
         "num_heads": layer.number("n", "the number of heads"),

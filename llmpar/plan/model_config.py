@@ -28,24 +28,31 @@ Share = Annotated[float, Allowed(float, 0, 1)]
 class RopeScaling:
     """The stretching of low rotary frequencies, by a ``factor``: of ``linear`` all frequencies, of
     ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al. 2023) those with few turns in the ``original_context``.
+    ``longrope`` (Ding et al. 2024) divides the frequency of each pair by a factor of its own.
 
     Attributes:
         low_freq_factor, high_freq_factor: numbers of turns up to which a pair is stretched, and from which it
             is not; YaRN calls them beta_slow and beta_fast.
-        attention_factor: what YaRN multiplies rotated queries and keys by.
+        attention_factor: what YaRN and LongRoPE multiply rotated queries and keys by.
         truncate: YaRN's range begins and ends at whole pairs.
+        short_factors, long_factors: LongRoPE's, for each pair: long ones in a row with a position from
+            ``original_context`` on, short ones in others.
     """
 
     factor: Annotated[float, Allowed(float, 1, 1e9)] = 8.0
     low_freq_factor: Rate = 1.0
     high_freq_factor: Rate = 4.0
     original_context: Annotated[int, Allowed(int, 1)] = 8192
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     attention_factor: Rate = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         check_fields(self)
+        for name in ("short_factors", "long_factors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(

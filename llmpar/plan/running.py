@@ -68,7 +68,7 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     if "rope_width" not in variant and width != head_width:
         variant["rope_width"] = width
     theta = _number(rope, "rope_theta", model["rope_theta"])
-    scaling = _scaling(rope, layer.file)
+    scaling = _scaling(rope, layer.file, family, width // 2)
     latent = kind["described"]["cache_width"]
     if latent and scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
         variant["score_scale"] = head_width**-0.5 * _mscale(scaling["factor"], all_dim) ** 2
@@ -107,7 +107,11 @@ def _rope_of(file: dict[str, Any], family: dict[str, Any], mixer: str) -> dict[s
     outer = {key: file[key] for key in ("partial_rotary_factor",) if file.get(key) is not None}
     if any(isinstance(value, dict) for value in rope.values()):
         return outer | (rope[mixer] if isinstance(rope.get(mixer), dict) else {})
-    return outer | (rope if mixer in family.get("rope_of", [mixer]) else {})
+    if "rope_of" in family and file.get("rope_parameters") and not file.get("rope_scaling"):
+        what = "rope_parameters has no table for each kind of layers"
+        raise NotImplementedHere(f"{what}, and its family reads no other")
+    first = {key: file[key] for key in ("original_max_position_embeddings",) if file.get(key)}
+    return outer | (rope | first if mixer in family.get("rope_of", [mixer]) else {})
 
 
 def _number(table: dict[str, Any], key: str, default: float, least: float = 0) -> float:
@@ -118,16 +122,18 @@ def _number(table: dict[str, Any], key: str, default: float, least: float = 0) -
     return value
 
 
-def _scaling(rope: dict[str, Any], file: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(
+    rope: dict[str, Any], file: dict[str, Any], family: dict[str, Any], num_pairs: int
+) -> dict[str, Any] | None:
     """Return the fields of a `model_config.RopeScaling`."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in ("llama3", "linear", "yarn"):
+    kind = "longrope" if kind in family.get("longrope", []) else kind
+    if kind not in ("llama3", "linear", "yarn", "longrope"):
         raise NotImplementedHere(f"rope type {kind!r:.40} is not implemented")
-    longest = _number(file, "max_position_embeddings", 8192)
-    original = _number(file, "original_max_position_embeddings", longest, 1)
-    original = _number(rope, "original_max_position_embeddings", original, 1)
+    longest = _number(file, "max_position_embeddings", 8192, 1)
+    original = _number(rope, "original_max_position_embeddings", longest, 1)
     factor = _number(rope, "factor", longest / original)
     scaling: dict[str, Any] = {"kind": kind, "factor": factor}
     if kind == "llama3" and (lacks := [key for key in _LLAMA3 if rope.get(key) is None]):
@@ -140,8 +146,25 @@ def _scaling(rope: dict[str, Any], file: dict[str, Any]) -> dict[str, Any] | Non
         usual /= _mscale(factor, of_all) if own and of_all else 1
         scaling["attention_factor"] = _number(rope, "attention_factor", usual)
         scaling["truncate"] = rope.get("truncate", True)
+    if kind == "longrope":
+        usual = math.sqrt(1 + math.log(max(factor, 1)) / math.log(max(original, 2)))
+        scaling["attention_factor"] = _number(rope, "attention_factor", usual)
+        scaling["factor"] = max(factor, 1)  # attention_factor has it
+        for key in ("short_factor", "long_factor"):
+            scaling[f"{key}s"] = _factors(rope, key, num_pairs)
     ends = {"low_freq_factor": low, "high_freq_factor": high, "original_context": int(original)}
     return scaling | (ends if kind != "linear" else {})
+
+
+def _factors(rope: dict[str, Any], key: str, num_pairs: int) -> tuple[float, ...]:
+    """Return a list of a table, with a number for each pair; refuse others by name."""
+    value = rope.get(key)
+    if not isinstance(value, list) or len(value) != num_pairs:
+        what = f"{key} of rope_scaling is {value!r:.40}"
+        raise ValueError(f"{what}; use a list of {num_pairs} numbers, one for each pair")
+    for number in value:
+        Allowed(float, 1e-9, 1e9).check(key, number)
+    return tuple(value)
 
 
 def _mscale(factor: float, times: float) -> float:

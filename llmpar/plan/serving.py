@@ -62,6 +62,13 @@ def serving_plan(
         )
     if length < 1:
         raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
+    scalings = [block.rope_scaling for _, block in config.blocks if block.rope_scaling]
+    shortest = min((x.original_context for x in scalings if x.kind == "longrope"), default=length)
+    if length > shortest:
+        raise ValueError(
+            f"'{config.name}' rotates texts of more than {shortest:,} tokens by other factors (longrope), and"
+            f" keys in a cache keep theirs; use at most {shortest:,} positions, not {length:,}"
+        )
     if config.experts:
         config = config.with_experts(capacity_factor=None)
     resolved = Plan(
