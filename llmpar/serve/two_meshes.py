@@ -190,11 +190,11 @@ class Permutes:
         if self.dtype is None:
             words = repr((dtype, str(self.plan), self.plan.shapes, self.plan.messages))
             own = zlib.crc32(words.encode())
-            found = np.ravel(process_allgather(np.uint32(own))).tolist()
-            if len({*found}) > 1:
+            checksums = np.ravel(process_allgather(np.uint32(own))).tolist()
+            if len({*checksums}) > 1:
                 raise ValueError(
                     f"'{self.plan}' of {dtype} differs between processes, as the checksums of their plans"
-                    f" say: {found}; give all of them the same arrows, shapes, meshes and dtype"
+                    f" say: {checksums}; give all of them the same arrows, shapes, meshes and dtype"
                 )
             self.dtype = dtype
         if dtype != self.dtype:
