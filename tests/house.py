@@ -23,15 +23,15 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_622,
+    "plan": 2_630,
     "parallel": 993,
     "kernels": 520,
-    "model": 936,
+    "model": 962,
     "pipeline": 321,
     "training": 2_566,
-    "predict": 2_436,
+    "predict": 2_464,
     "planner": 1_734,
-    "draw": 2_807,
+    "draw": 2_806,
     "inspect": 3_682,
     "explore": 1_562,
     "serve": 900,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_076,
-    "statements": 26_121,
+    "statements of the compact package": 6_110,
+    "statements": 26_182,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
