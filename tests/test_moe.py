@@ -520,7 +520,7 @@ def test_copies_even_out_the_loads_of_ranks():
     [
         ({"expert_copies": 8}, "expert_copies=8 of 8 experts; use fewer"),
         (OWN | COPY, "needs the tokens of all"),
-        (OWN | {"mesh": "ep=4 tp=2", "ep_node": 2}, "ep_node does not go with tp_dispatch"),
+        (OWN | {"mesh": "ep=4 tp=2", "ep_node": 2}, "ep_node=2 does not go with tp_dispatch=True"),
         ({"ep_node": 2}, "ep_node=2 does not cut ep=2 into two or more nodes; use a divisor of 2 below"),
         ({"mesh": "ep=8", "ep_node": 3}, "ep_node=3 does not cut ep=8 into two"),
     ],

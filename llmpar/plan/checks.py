@@ -43,11 +43,11 @@ class Cut(NamedTuple):
     def check(self, plan: Any) -> None:
         """Raise ValueError where the parts do not divide the size."""
         pieces = getattr(plan, self.field) if self.field else 1
-        axes = {USER_AXIS.get(axis, axis) for axis in self.axes}
+        axes = [*dict.fromkeys(USER_AXIS.get(axis, axis) for axis in self.axes)]
         parts = pieces * math.prod(getattr(plan.mesh, axis) for axis in axes)
         if self.size % parts == 0:
             return
-        name = "·".join((*self.axes, self.field) if pieces > 1 else self.axes)
+        name = "·".join((*axes, self.field) if pieces > 1 else axes)
         fits = [n for n in divisors(self.common or self.size) if n <= 4 * parts]
         near = sorted({max(parts, self.size // parts * parts), -(-self.size // parts) * parts})
         change = "" if self.of_model else f"use {' or '.join(map(str, near))}, or "
@@ -131,8 +131,8 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
         ),
         (
             plan.ep_node > 1 and plan.tp_dispatch,
-            "ep_node does not go with tp_dispatch: tp does not divide the slots of a node; leave one of them"
-            " out",
+            f"ep_node={plan.ep_node} does not go with tp_dispatch={plan.tp_dispatch}: tp does not divide the"
+            " slots of a node; leave ep_node out",
         ),
         (
             copies and plan.tp_dispatch,
