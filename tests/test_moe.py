@@ -472,12 +472,17 @@ HOPS += later(
     (MOE, Plan("ep=8", zero=2, ep_node=4)),
     (MOE, Plan("ep=4 tp=2", mode="auto", tp_sequence=True, **TWO_HOPS)),
     (WITH_SHARED, Plan("ep=4 fsdp=2", mode="explicit", **TWO_HOPS)),
-    (WITH_SHARED, Plan("ep=4 sp=2", remat="selective", microbatches=2, **TWO_HOPS)),
     (family("gpt_oss"), Plan("dp=2 ep=4", zero=1, expert_copies=1, **TWO_HOPS)),
-    (family("llama4_text"), Plan("ep=4 fsdp=2", zero_axes="fsdp", **TWO_HOPS)),
-    (MOE, Plan("pp=2 ep=4", microbatches=2, **TWO_HOPS)),
     (MOE, Plan("pp=2 ep=4", microbatches=4, schedule="zb-h1", **TWO_HOPS)),
 )
+HOPS += [
+    pytest.param(config, plan, marks=pytest.mark.nightly)
+    for config, plan in (
+        (WITH_SHARED, Plan("ep=4 sp=2", remat="selective", microbatches=2, **TWO_HOPS)),
+        (family("llama4_text"), Plan("ep=4 fsdp=2", zero_axes="fsdp", **TWO_HOPS)),
+        (MOE, Plan("pp=2 ep=4", microbatches=2, **TWO_HOPS)),
+    )
+]
 
 
 @pytest.mark.parametrize("config, plan", HOPS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
