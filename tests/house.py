@@ -23,18 +23,18 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_662,
+    "plan": 2_670,
     "parallel": 993,
     "kernels": 520,
-    "model": 948,
+    "model": 974,
     "pipeline": 321,
     "training": 2_567,
-    "predict": 2_492,
+    "predict": 2_520,
     "planner": 1_757,
-    "draw": 2_807,
+    "draw": 2_806,
     "inspect": 3_682,
     "explore": 1_566,
-    "serve": 819,
+    "serve": 900,
     "launch": 1_191,
     "lessons": 1_473,
     "cli": 2_251,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_095,
-    "statements": 26_190,
+    "statements of the compact package": 6_129,
+    "statements": 26_332,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

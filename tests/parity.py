@@ -323,6 +323,7 @@ def check(config, plan: Plan, within: float = math.inf, loss: float = 1e-5) -> N
 
 
 ISLANDS = {"tokens b s e -> routing b s e", "slots c d -> experts c d", "experts c d +m -> slots c d +m"}
+ISLANDS |= {"tokens u c k -> nodes u c k", "nodes n c k -> slots n c k"}
 
 
 def compare_with_manual(step: Step, text: str) -> None:

@@ -80,6 +80,7 @@ NOT_HERE = {
     "muon": {"gather", "owner", "layer"},
     "tp_dispatch": {True},
     "expert_copies": {1},
+    "ep_node": {2},
 }
 """What `auto` stands for on CPUs, or only other devices have; dtypes of what travels, which round: they have
 plans of their own in test_wire.py; Muon's layouts, whose plans test_muon.py has; and who sends tokens to

@@ -26,12 +26,14 @@ import optax
 import parity
 from jax.experimental import multihost_utils
 from plans import build
-from test_launch import PLANS
+from test_launch import MOVES, PLANS
 
 from llmpar.cli import main
 from llmpar.inspect.shardings import shardings
-from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.parallel.mesh import make_mesh, ordered_devices, use_devices
 from llmpar.plan.plan import Plan
+from llmpar.plan.two_meshes import two_meshes
+from llmpar.serve.two_meshes import Mover
 from llmpar.training import hugging_face as hf
 from llmpar.training import loop as train
 from llmpar.training.checkpoint import checksums
@@ -61,6 +63,53 @@ def plans(which: str) -> dict:
             traceback.print_exc()
             found[text] = f"{type(error).__name__}: {error}"
     return {"plans": found}
+
+
+def arrow_of(words: list) -> tuple:
+    """The plan of an arrow between two meshes, its dtype and shapes."""
+    dtype, source, senders, target, receivers, *given = words
+    devices, arrows, shapes = ordered_devices(), given[::2], given[1::2]
+    pairs = {"a": (source, senders), "b": (target, receivers)}
+    meshes = {name: make_mesh("!" + text, [devices[n] for n in of]) for name, (text, of) in pairs.items()}
+    named = [arrow.replace(" ->", " @a ->") + " @b" for arrow in arrows]
+    dtype = jax.numpy.dtype(dtype)
+    return two_meshes(named, meshes, shapes, dtype.itemsize), dtype, shapes
+
+
+def moved() -> dict:
+    """Values that go from a mesh to another, between processes: whether the bits are the same, and the bytes
+    that each process sent; what is refused."""
+    found, rng = {}, np.random.default_rng(0)
+    for name, words in MOVES.items():
+        plan, dtype, shapes = arrow_of(words)
+        move = Mover(plan)
+        numbers = [rng.integers(256, size=(*s[:-1], s[-1] * dtype.itemsize), dtype=np.uint8) for s in shapes]
+        bits = [x.view(f"u{dtype.itemsize}") for x in numbers]
+        values = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        if move.senders:
+            put = zip([x.view(dtype) for x in bits], move.given, strict=True)
+            values = [jax.make_array_from_callback(x.shape, to, x.__getitem__) for x, to in put]
+        same = True
+        for _ in "ab":
+            shards = [x.addressable_shards for x in move(values)]
+            for x, of in zip(bits, shards, strict=True):
+                same &= all(np.array_equal(np.asarray(s.data).view(x.dtype), x[s.index]) for s in of)
+            same &= len(shards[0]) == len(move.receivers)
+        own = [sum(n for (i, _), n in plan.matrix.items() if i in move.senders), move.sent_bytes]
+        found[name] = [gathered(np.int32(same)), gathered(np.array(own)), plan.bound]
+    words, few = MOVES["to another process"], [*range(jax.local_device_count())]
+    refused = {
+        "idle": lambda: Mover(arrow_of(["int8", "tp=2", few[:2], "tp=2", few[-2:], "d/tp -> d", [8]])[0]),
+        "another plan": lambda: Mover(arrow_of([*words[:-1], [8, 16 << jax.process_index()]])[0])._send(
+            {}, dtype
+        ),
+    }
+    for name, call in refused.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    return {"moved": found}
 
 
 def rows() -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from small_cluster import until
 from llmpar.launch import joined, local
 from llmpar.training.checkpoint import Checkpoints
 
-PLANS = CASES["plans_of_processes"]
+PLANS, MOVES = CASES["plans_of_processes"], CASES["moves_of_processes"]
 ENVIRON = os.environ | {"PYTHONPATH": str(HERE.parent)}
 
 
@@ -38,7 +39,7 @@ def answer(num: int, devices: int, job: str, timeout_s: float = 500, **variables
 @pytest.fixture(scope="module")
 def two():
     """What two processes of four devices found in several small jobs: starting them is what takes long."""
-    return answer(2, 4, "plans:2x4+rows+listens+smaller+stopped+doctor")
+    return answer(2, 4, "plans:2x4+moved+rows+listens+smaller+stopped+doctor")
 
 
 @pytest.mark.processes
@@ -47,10 +48,34 @@ def test_processes_give_the_loss_and_gradients_of_one_device(two):
     assert two["plans"] == dict.fromkeys(PLANS["2x4"], "same")
 
 
+def moves_are_right(moved: dict, num: int) -> None:
+    """Bits, and each process' bytes, which in all are what receivers lack; refusals."""
+    for name in MOVES:
+        same, sent, bound = moved[name]
+        assert same == [1] * num and all(planned == left for planned, left in sent), name
+        assert sum(left for _, left in sent) == bound > 0
+    (_, sent, _) = moved["to another process"]
+    assert sent[-1] == [0, 0]
+    why = f"between devices of processes [0], and of {num} processes these have none .*: {[*range(1, num)]}"
+    assert re.search(re.escape(why).replace(r"\.\*", ".*"), moved["idle"])
+    assert "differs between processes, as the checksums of their plans say" in moved["another plan"]
+
+
+@pytest.mark.processes
+def test_values_go_from_a_mesh_to_one_of_other_processes_bit_for_bit_and_no_byte_twice(two):
+    moves_are_right(two["moved"], 2)
+
+
+@pytest.mark.nightly  # what a process does with its part is seen above
+@pytest.mark.processes
+def test_values_go_between_meshes_of_four_processes(four):
+    moves_are_right(four["moved"], 4)
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """What four processes of two devices found of other plans, and when they hand a model on."""
-    return answer(4, 2, "plans:4x2+handed", HANDED=str(tmp_path_factory.mktemp("handed")))
+    return answer(4, 2, "plans:4x2+moved+handed", HANDED=str(tmp_path_factory.mktemp("handed")))
 
 
 @pytest.mark.nightly

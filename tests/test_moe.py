@@ -179,7 +179,8 @@ def test_an_empty_slot_is_of_no_expert_of_its_rank():
     experts, plan = ExpertConfig(8, 2), Plan("ep=4").resolve(MOE, "cpu")
 
     def arrived(x, weights, chosen):
-        return moe.dispatch_tokens(experts, Manual(plan), x, weights, chosen, 1)[2]
+        (hop,) = moe.exchanges(experts, par := Manual(plan), len(x), len(x))
+        return moe.dispatch_tokens(par, hop._replace(num_slots=1), x, weights, chosen)[2]
 
     mesh, cut = make_mesh("ep=4"), jax.P("ep")
     run = jax.jit(jax.shard_map(arrived, mesh=mesh, in_specs=cut, out_specs=cut))
@@ -294,9 +295,12 @@ def with_experts(**changes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("copies", (0, 2))
-def test_drops_are_those_of_one_device_where_no_row_is_cut(copies):
-    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2", expert_copies=copies))
+@pytest.mark.parametrize(
+    "mesh, more",
+    (("fsdp=2 ep=2 tp=2", {}), ("fsdp=2 ep=2 tp=2", {"expert_copies": 2}), ("ep=8", {"ep_node": 4})),
+)
+def test_drops_are_those_of_one_device_where_no_row_is_cut(mesh, more):
+    assert_same(with_experts(capacity_factor=0.5), Plan(mesh, **more))
 
 
 @pytest.mark.long
@@ -312,7 +316,13 @@ def test_drops_are_the_same_whoever_of_tp_sends():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "plan", (Plan("ep=4 fsdp=2"), Plan("ep=4 tp=2", tp_sequence=True, tp_dispatch=True)), ids=name
+    "plan",
+    (
+        Plan("ep=4 fsdp=2"),
+        Plan("ep=4 tp=2", tp_sequence=True, tp_dispatch=True),
+        Plan("ep=4 fsdp=2", ep_node=2),
+    ),
+    ids=name,
 )
 def test_only_full_slots_travel_where_xla_can(plan):
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
@@ -456,6 +466,37 @@ def test_copies_of_hot_experts_give_one_devices_answer(config, plan):
     check(config, plan, 2.5)
 
 
+TWO_HOPS = {"ep_node": 2}
+HOPS = [(MOE, Plan("ep=4 tp=2", **TWO_HOPS)), (WITH_SHARED, Plan("ep=4 fsdp=2", remat="block", **TWO_HOPS))]
+HOPS += later(
+    (MOE, Plan("ep=8", zero=2, ep_node=4)),
+    (MOE, Plan("ep=4 tp=2", mode="auto", tp_sequence=True, **TWO_HOPS)),
+    (WITH_SHARED, Plan("ep=4 fsdp=2", mode="explicit", **TWO_HOPS)),
+    (family("gpt_oss"), Plan("dp=2 ep=4", zero=1, expert_copies=1, **TWO_HOPS)),
+    (MOE, Plan("pp=2 ep=4", microbatches=4, schedule="zb-h1", **TWO_HOPS)),
+)
+HOPS += [
+    pytest.param(config, plan, marks=pytest.mark.nightly)
+    for config, plan in (
+        (WITH_SHARED, Plan("ep=4 sp=2", remat="selective", microbatches=2, **TWO_HOPS)),
+        (family("llama4_text"), Plan("ep=4 fsdp=2", zero_axes="fsdp", **TWO_HOPS)),
+        (MOE, Plan("pp=2 ep=4", microbatches=2, **TWO_HOPS)),
+    )
+]
+
+
+@pytest.mark.parametrize("config, plan", HOPS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_two_hops_give_one_devices_answer(config, plan):
+    """And send between nodes one padded buffer for each node, where one hop sends one for each rank."""
+    check(config, plan, 2.5)
+    sent = []
+    for each in (plan, dataclasses.replace(plan, ep_node=1)):
+        rows = step_traffic(each.resolve(config), BATCH, SEQ).items()
+        sent.append({kind: row.bytes_sent for (axes, kind), row in rows if axes == "ep"}["all-to-all"])
+    ranks, near = plan.mesh.ep, plan.ep_node
+    assert near * sent[0] * (ranks - 1) == sent[1] * (ranks - near)
+
+
 def test_the_experts_that_most_tokens_of_all_ranks_chose_are_copied_and_their_tokens_stay():
     """Rank r has experts 2r and 2r + 1. All but one rank prefer 5; 2 is second, by one token."""
     chosen = np.array([[5, 2], [5, 2], [5, 2], [2, 0], [5, 7], [5, 1], [3, 2], [7, 0]])
@@ -484,8 +525,11 @@ def test_copies_even_out_the_loads_of_ranks():
     [
         ({"expert_copies": 8}, "expert_copies=8 of 8 experts; use fewer"),
         (OWN | COPY, "needs the tokens of all"),
+        (OWN | {"mesh": "ep=4 tp=2", "ep_node": 2}, "ep_node=2 does not go with tp_dispatch=True"),
+        ({"ep_node": 2}, "ep_node=2 does not cut ep=2 into two or more nodes; use a divisor of 2 below"),
+        ({"mesh": "ep=8", "ep_node": 3}, "ep_node=3 does not cut ep=8 into two"),
     ],
 )
 def test_copies_that_cannot_be_are_refused(more, says):
     with pytest.raises(ValueError, match=says):
-        Plan("ep=2 tp=2", **more).resolve(MOE, "cpu", BATCH, SEQ)
+        Plan(**{"mesh": "ep=2 tp=2"} | more).resolve(MOE, "cpu", BATCH, SEQ)

@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from llmpar.plan.layout import Dim, Layout, parse_arrow
 from llmpar.plan.plan import Plan
 from llmpar.predict.hardware import chip
 from llmpar.predict.two_meshes import link_loads, rounds_seconds
-from llmpar.serve.two_meshes import Mover
+from llmpar.serve.two_meshes import Mover, Permutes
 from llmpar.training.step import Step
 
 ARROW = "d/fsdp m/tp @train -> d m/tp @serve"
@@ -118,6 +119,14 @@ def test_time_is_that_of_the_slowest_message_of_each_round():
     assert rounds_seconds(far, h100) == pytest.approx([start + message / network] * 2)
 
 
+def permuted(permutes, text):
+    """The bytes of each pair in compiled rounds, whose messages are of 4-byte integers."""
+    rounds = r"u32\[(\d+)\]\S* collective-permute\(.*?source_target_pairs=\{(.*?)\}\}"
+    for size, pairs in re.findall(rounds, text):
+        for i, j in re.findall(r"\{(\d+),(\d+)", pairs):
+            yield permutes.order[int(i)], permutes.order[int(j)], 4 * int(size)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_put(seed, monkeypatch):
     arrows, texts, numbers, shapes = random_pair(seed, 8, even=True)
@@ -136,8 +145,16 @@ def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_pu
     monkeypatch.setattr(jax, "device_put", counted)
     moved = move(values)
     assert sent == plan.matrix and move.sent_bytes == plan.bound
-    for x, y, place, own in zip(values, moved, move.results, bits, strict=True):
-        assert y.sharding == place and (np.asarray(y).view(np.uint32) == own).all()
+    move._send = Permutes(plan, move.devices)  # as between processes
+    given, run = [], move._send.program
+    move._send.program = lambda messages: given.extend(messages) or run(messages)
+    again = move(values)
+    sent = [*permuted(move._send, run.lower(given).compile().as_text())]
+    assert sorted(sent) == sorted((*pair, n) for pair, n in plan.matrix.items())
+    assert move.sent_bytes == plan.bound
+    for x, y, z, place, own in zip(values, moved, again, move.results, bits, strict=True):
+        assert y.sharding == z.sharding == place
+        assert all((np.asarray(one).view(np.uint32) == own).all() for one in (y, z))
         for a, b in zip(put(x, place).addressable_shards, y.addressable_shards, strict=True):
             assert a.device == b.device
             assert (np.asarray(a.data).view(np.uint32) == np.asarray(b.data).view(np.uint32)).all()

@@ -39,7 +39,7 @@ from llmpar.draw.scene import (
     time_text,
 )
 from llmpar.plan.layout import Dim, Layout, block
-from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, divisors, parse_mesh
+from llmpar.plan.mesh_shape import AXES, USER_AXIS, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
 MOST_APART, MOST_CELLS = 8, 64
@@ -525,10 +525,9 @@ def _moving(
     placed, parts: list[Cells], sizes: dict[str, int], device: int, segments
 ) -> list[Group]:
     """Return for each segment a frame with the arrows of its first round, over all parts of the mesh."""
-    axis_of = {part: axis for axis, part in INNER_AXES.items()}
     out = []
     for k, segment in enumerate(segments, 1):
-        axes = tuple(a if a in sizes else axis_of.get(a, a) for a in segment.axes)
+        axes = tuple(a if a in sizes else USER_AXIS.get(a, a) for a in segment.axes)
         for spot, part in zip(placed, parts, strict=True) if axes else ():
             out.append(Group(tuple(part.moving(device, axes, segment.kind)), spot.dx, spot.dy, k))
     return out

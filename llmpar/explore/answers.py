@@ -130,6 +130,7 @@ def matters(plan: Plan, name: str) -> bool:
         "tp_sequence": "tp",
         "tp_comm_overlap": "tp",
         "tp_dispatch": "tp",
+        "ep_node": "ep",
         "expert_copies": "ep",
         "dispatch": "ep",
     }

@@ -19,6 +19,9 @@ Where tp cuts experts along m, all of its ranks multiply the same rows. Either a
 tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp -> c`` gathers what arrived: more bytes over
 tp for fewer over ep.
 
+With `Plan.ep_node` steps 2 and 3 run twice, and so do 5 and 6 (`exchanges`): a token goes once to each node
+that has one of its experts, and inside it once to each rank that has one.
+
 A rank with a popular expert works while others wait. With `Plan.expert_copies` the most popular ones are
 copied to all ranks, ``c d m +ep -> c d m``, and their tokens are not sent (`copy_hot`; He et al. 2022,
 FasterMoE: shadowing).
@@ -156,11 +159,15 @@ def visit_experts(
         copies, copy_tk, chosen_tk = copy_hot(experts, par, num_copies, chosen_tk, matrices)
         own = arrange(num_tokens, num_pieces, copies=num_copies)
         at_copies = visit(own, x_td, weights_tk, copy_tk, copies)
-    num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
-    *arrived, slots = dispatch_tokens(experts, par, x_td, weights_tk, chosen_tk, num_slots)
+    arrived, sent = [x_td, weights_tk, chosen_tk], list[tuple[Exchange, SlotTable]]()
+    for hop in exchanges(experts, par, num_tokens, num_pieces):
+        *arrived, slots = dispatch_tokens(par, hop, *arrived)
+        sent.append((hop, slots))
     x_td, weights_tk, chosen_tk = (par.move(z, "slots c d -> experts c d") for z in arrived)
     y_td = visit(blocks, x_td, weights_tk, chosen_tk, matrices)
-    y_td = combine_tokens(par, par.move(y_td, "experts c d +m -> slots c d +m"), slots)
+    y_td = par.move(y_td, "experts c d +m -> slots c d +m")
+    for hop, slots in reversed(sent):
+        y_td = combine_tokens(par, hop, y_td, slots)
     return (y_td if at_copies is None else y_td + at_copies).reshape(x.shape)
 
 
@@ -206,6 +213,49 @@ def copy_hot(
     return tuple(copies), copy, jnp.where(copy < num_copies, experts.num_experts, chosen)
 
 
+class Exchange(NamedTuple):
+    """One exchange of tokens between the ranks of ep, or some of them.
+
+    Attributes:
+        ranks: the layout whose dim these ranks cut.
+        routing: the arrow by which each of them learns the choices of all.
+        tokens: the arrow of the tokens.
+        num_experts, num_slots: of all of these ranks; for each of them.
+    """
+
+    ranks: str
+    routing: str
+    tokens: str
+    num_experts: int
+    num_slots: int
+
+    @property
+    def back(self) -> str:
+        """The arrow of the results."""
+        before, after = self.tokens.split(" -> ")
+        return f"{after} +m -> {before} +m"
+
+
+def exchanges(experts: ExpertConfig, par: Solo, num_tokens: int, num_pieces: int) -> list[Exchange]:
+    """Return the exchanges by which so many tokens of each rank go to their experts: one; or one to nodes and
+    one inside them."""
+    num_ranks, near = par.parts("experts e"), par.plan.mesh.near
+    slots = functools.partial(experts.slots, num_tokens, num_pieces)
+    if near == 1:
+        routing, tokens = "tokens b s e -> routing b s e", "tokens b e c d -> slots b e c d"
+        return [Exchange("experts e", routing, tokens, experts.num_experts, slots(num_ranks))]
+    nodes, routing = num_ranks // near, "tokens u c k -> nodes u c k"
+    to_node = Exchange(
+        "nodes e", routing, "tokens u e c d -> nodes u e c d", experts.num_experts, slots(nodes)
+    )
+    of_node, routing = experts.num_experts // nodes, "nodes n c k -> slots n c k"
+    from_all = nodes * slots(num_ranks)
+    return [
+        to_node,
+        Exchange("nodes n", routing, "nodes n e c d -> slots n e c d", of_node, from_all),
+    ]
+
+
 class SlotTable(NamedTuple):
     """Which token travels in which slot of the buffer, in which every rank has a part."""
 
@@ -218,19 +268,18 @@ class SlotTable(NamedTuple):
 
 
 def dispatch_tokens(
-    experts: ExpertConfig,
     par: Solo,
+    hop: Exchange,
     x: Float[Array, "t d"],
     weights: Float[Array, "t k"],
     chosen: Int[Array, "t k"],
-    num_slots: int,
 ) -> tuple[Float[Array, "gc d"], Float[Array, "gc k"], Int[Array, "gc k"], SlotTable]:
     """Run steps 2 and 3: all ranks learn all choices, and each token goes once to every rank that has one of
     its experts. Returns what arrives: rows, their weights, their experts counted among this rank's own (the
     number of those stands for an expert of another rank), and the slots to send them back."""
-    (t, k), num_ranks, own_rank = chosen.shape, par.parts("experts e"), par.index("experts e")
-    num_local = experts.num_experts // num_ranks
-    from_all = [par.move(z[None], "tokens b s e -> routing b s e") for z in (weights, chosen)]
+    (t, k), num_ranks, own_rank = chosen.shape, par.parts(hop.ranks), par.index(hop.ranks)
+    num_local, num_slots = hop.num_experts // num_ranks, hop.num_slots
+    from_all = [par.move(z[None], hop.routing) for z in (weights, chosen)]
     # Neither is used before both have arrived: so these collectives come before those of step 3.
     weights_gtk, chosen_gtk = lax.optimization_barrier(tuple(from_all))
     rank_gtk = chosen_gtk // num_local  # past the last for a choice that was dropped
@@ -258,26 +307,25 @@ def dispatch_tokens(
     rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
         1, num_ranks, num_slots, -1
     )
-    rows = exchange(par, rows, sent_g, received_g, "tokens b e c d -> slots b e c d")
+    rows = exchange(par, rows, sent_g, received_g, hop.tokens)
     weights = take_rows(
         *vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k)))
     )
     expert = (
-        chosen_gtk.reshape(-1, k)
-        .at[arrived_c // k]
-        .get(mode="fill", fill_value=experts.num_experts)
+        chosen_gtk.reshape(-1, k).at[arrived_c // k].get(mode="fill", fill_value=hop.num_experts)
     )
     expert = expert - own_rank * num_local
     expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     return rows.reshape(size, -1), weights, expert, slots
 
 
-def combine_tokens(par: Solo, rows: Float[Array, "gc d"], slots: SlotTable) -> Float[Array, "t d"]:
+def combine_tokens(
+    par: Solo, hop: Exchange, rows: Float[Array, "gc d"], slots: SlotTable
+) -> Float[Array, "t d"]:
     """Run steps 5 and 6: send the rows back, and add up each token's results from its ranks, in float32."""
     num_ranks, (t, k) = len(slots.sent_g), slots.slot_tk.shape
     rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
-    back = "slots b e c d +m -> tokens b e c d +m"
-    rows = exchange(par, rows, slots.received_g, slots.sent_g, back)
+    rows = exchange(par, rows, slots.received_g, slots.sent_g, hop.back)
     rows = rows.reshape(-1, rows.shape[-1])
     rows = take_rows(*vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None])))
     return rows.reshape(t, k, -1).astype(jnp.float32).sum(1).astype(rows.dtype)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from llmpar.plan.backend import OF_JAX, fits_cudnn
 from llmpar.plan.layout import SCALED
 from llmpar.plan.lockstep import lockstep
-from llmpar.plan.mesh_shape import divisors
+from llmpar.plan.mesh_shape import USER_AXIS, divisors
 from llmpar.plan.schedules import SCHEDULES
 
 MAX_MASK_BYTES = 64 << 20
@@ -43,10 +43,11 @@ class Cut(NamedTuple):
     def check(self, plan: Any) -> None:
         """Raise ValueError where the parts do not divide the size."""
         pieces = getattr(plan, self.field) if self.field else 1
-        parts = pieces * math.prod(getattr(plan.mesh, a) for a in self.axes)
+        axes = [*dict.fromkeys(USER_AXIS.get(axis, axis) for axis in self.axes)]
+        parts = pieces * math.prod(getattr(plan.mesh, axis) for axis in axes)
         if self.size % parts == 0:
             return
-        name = "·".join((*self.axes, self.field) if pieces > 1 else self.axes)
+        name = "·".join((*axes, self.field) if pieces > 1 else axes)
         fits = [n for n in divisors(self.common or self.size) if n <= 4 * parts]
         near = sorted({max(parts, self.size // parts * parts), -(-self.size // parts) * parts})
         change = "" if self.of_model else f"use {' or '.join(map(str, near))}, or "
@@ -122,6 +123,16 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
         (
             copies and copies >= num_experts,
             f"expert_copies={copies} of {num_experts} experts; use fewer than all, or ep=1",
+        ),
+        (
+            plan.ep_node > 1 and plan.mesh.near == 1,
+            f"ep_node={plan.ep_node} does not cut ep={plan.mesh.ep} into two or more nodes; use a divisor of"
+            f" {plan.mesh.ep} below it, or ep_node=1",
+        ),
+        (
+            plan.ep_node > 1 and plan.tp_dispatch,
+            f"ep_node={plan.ep_node} does not go with tp_dispatch={plan.tp_dispatch}: tp does not divide the"
+            " slots of a node; leave ep_node out",
         ),
         (
             copies and plan.tp_dispatch,
@@ -448,7 +459,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     lone_layer = order is not None and config.num_layers // order.cells == 1  # in the last chunk
     xla, auto = plan.mode != "manual", plan.mode == "auto"
     no_ffn = config.experts is not None and not config.experts.num_shared
-    cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
+    cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "near", "sp", "ul")
 
     def was_set(name: str) -> bool:
         default = getattr(type(plan), name)
@@ -471,7 +482,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
             "without tp_sequence nothing is gathered over tp",
         ),
         ("tp_comm_overlap", xla, f"under mode='{plan.mode}' XLA chooses how activations travel"),
-        ("dispatch tp_dispatch expert_copies", mesh.ep == 1, one["ep"]),
+        ("dispatch tp_dispatch ep_node expert_copies", mesh.ep == 1, one["ep"]),
         ("tp_dispatch", not plan.tp_sequence, "without tp_sequence all of tp has the same tokens"),
         ("hop", not plan.rings, "no rank passes anything round a ring"),
         (

@@ -15,8 +15,10 @@ AXES = {
     "tp": "tensor parallelism",
 }
 """The mesh axes, slow links outermost, fast links innermost."""
-INNER_AXES = {"sp": "ul", "tp": "kv"}
-"""The inner parts of two axes, which no user's mesh names (`llmpar.plan.plan`)."""
+INNER_AXES = {"ep": "near", "sp": "ul", "tp": "kv"}
+"""The inner parts of three axes, which no user's mesh names (`llmpar.plan.plan`)."""
+USER_AXIS = {part: axis for axis, part in INNER_AXES.items()}
+"""The axis of an inner part, by which a user knows it."""
 ORDER = tuple(part for axis in AXES for part in (axis, INNER_AXES.get(axis)) if part)
 """The axes of layouts, slow links outermost."""
 
@@ -35,7 +37,7 @@ class NotationError(ValueError):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the six mesh axes, and of the inner parts ``ul`` of sp and ``kv`` of tp (`INNER_AXES`).
+    """The sizes of the six mesh axes, and of the inner parts of three of them (`INNER_AXES`).
     ``reshape`` (a leading ``!``) keeps devices in plain row-major order."""
 
     pp: int = 1
@@ -45,6 +47,7 @@ class MeshShape:
     sp: int = 1
     tp: int = 1
     reshape: bool = False
+    near: int = 1
     ul: int = 1
     kv: int = 1
 
@@ -99,7 +102,7 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
             num_devices,
             text.reshape,
         )
-        return replace(shape, ul=text.ul, kv=text.kv)
+        return replace(shape, near=text.near, ul=text.ul, kv=text.kv)
     if not isinstance(text, str):
         raise ValueError(
             f"a mesh is text, and this is {text!r:.60}; write for instance 'dp=2 fsdp=2 tp=2'"

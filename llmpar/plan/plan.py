@@ -22,6 +22,7 @@ lists the dims that tp cuts:
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
+    nodes       dp,fsdp       sp        m           with `Plan.ep_node`, what arrives at a node of experts
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
 The rows queries and keys depend on `Plan.context_parallel`:
@@ -65,12 +66,16 @@ sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one collective over both axes repl
 Llama 3 2024, section 3.3.2). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already:
 ``e/ep d/fsdp,sp m``.
 
-`Plan.resolve` may split sp or tp into an outer and an inner axis, by the model's numbers of heads. A user
-still writes sp=4. Layouts name both axes, and the outer one keeps the name (`MeshShape.sizes`):
+`Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node` and by the model's
+numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name
+(`MeshShape.sizes`):
 
     sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
+    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Tokens go to a node
+            over ep, and inside it over near. The other rows of the first table have ``ep,near`` in place of
+            ep.
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
             have ``tp,kv`` in place of tp. The gradient of a copied weight is one more sum, ``+kv``.
@@ -89,12 +94,12 @@ from llmpar.files import Allowed, check_fields
 from llmpar.plan import checks, places, schedules
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import WIRES, Arrow, Dim, Layout, parse_arrow, parse_layout
-from llmpar.plan.mesh_shape import MeshShape, parse_mesh
+from llmpar.plan.mesh_shape import INNER_AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask, ring_hops
 
-BATCH_AXES = ("dp", "fsdp", "ep")
-"""The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+BATCH_AXES = ("dp", "fsdp", "ep", "near")
+"""The axes that cut the batch. ``ep`` and its inner part count as batch for dense layers."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,10 @@ class Plan:
         tp_dispatch: with tp_sequence, each rank of tp sends its own tokens to the ranks of ep, in place of
             all of tp sending the same. The all-to-all has tp times fewer bytes; what arrives, empty slots
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
+        ep_node: ranks of ep that are one node. With more than one a token goes to its experts in two hops:
+            once to each node that has some of them, to the rank with this rank's number there, and from that
+            rank once to each rank of the node that has some (DeepSeek-V3 2024, section 3.2.2). A buffer of
+            one hop has a slot for a token and each rank of a node; this one has one for each node.
         expert_copies: the number of experts of each layer that are copied to all ranks of ep: in each
             microbatch those that the tokens of these ranks chose most often. Their tokens stay on their rank,
             so a hot expert delays none; each copy sends an expert's weights and their gradient in all-reduces
@@ -248,6 +257,7 @@ class Plan:
     tp_sequence: bool = False
     tp_comm_overlap: bool = False
     tp_dispatch: bool = False
+    ep_node: Annotated[int, Allowed(int, 1)] = 1
     expert_copies: Annotated[int, Allowed(int, 0)] = 0
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
@@ -319,12 +329,14 @@ class Plan:
         return plan._decided_for(devices) if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
-        """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads."""
+        """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads, and
+        ``near`` of ep."""
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
         _, heads = config.exchanged_heads(mesh.tp)
         ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else mesh.ul
-        return dataclasses.replace(mesh, kv=copies, ul=ul)
+        near = self.ep_node if mesh.ep % self.ep_node == 0 and mesh.ep > self.ep_node else 1
+        return dataclasses.replace(mesh, kv=copies, ul=ul, near=near)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
         """Group items into buckets, in order. ``sizes`` has for each item a key (the axes of its sum) and its
@@ -403,6 +415,9 @@ class Resolved(Plan):
         tokens: dict[str, tuple[str, ...]] = {"s": s, "m": tp}
         if self.tp_dispatch:
             tokens = {"s": stream, "c": tp}
+        shared, ranks = live("dp", "fsdp"), live("ep", "near")
+        # a hop to a node exchanges its dim e with u, one inside a node with n
+        two_hops = {"u": live("ep")} if self.mesh.near > 1 else {}
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": stream},
@@ -412,11 +427,12 @@ class Resolved(Plan):
             "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
-            "tokens": {"b": b, **tokens},
-            "slots": {"b": live("dp", "fsdp"), "e": live("ep"), **tokens},
-            "experts": {"b": live("dp", "fsdp"), "s": s, "e": live("ep"), "m": tp},
+            "tokens": {"b": b, **tokens, **two_hops},
+            "nodes": {"b": shared, "e": live("ep"), "n": live("near"), **tokens},
+            "slots": {"b": shared, "e": ranks, **tokens},
+            "experts": {"b": shared, "s": s, "e": ranks, "m": tp},
             "copies": {"b": b, "s": s, "m": tp},
-            "routing": {"b": live("dp", "fsdp"), "s": tokens["s"]},
+            "routing": {"b": shared, "s": tokens["s"]},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
@@ -526,7 +542,7 @@ class Resolved(Plan):
         """Return the axes of more than one device by which ZeRO cuts the dim ``target``: those of `zero_axes`
         for d, fsdp alone for another dim."""
         names = self.zero_axes.split(",")
-        axes = [a for name in names for a in (("sp", "ul") if name == "sp" else (name,))]
+        axes = [part for a in names for part in (a, INNER_AXES.get(a)) if part]
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
     @property

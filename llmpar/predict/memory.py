@@ -470,6 +470,13 @@ def _extras(config: ModelConfig) -> tuple[int, int, bool]:
     return behind, latents, config.qk_norm or any("k_norm" in name for name, _ in described)
 
 
+def _slots(plan: Resolved, experts: Any, tokens: int) -> int:
+    """Count the slots of the buffers in which a device's tokens go to their experts (`moe.exchanges`)."""
+    ranks, nodes = plan.mesh.ep, plan.mesh.ep // plan.mesh.near
+    to_nodes = nodes * experts.slots(tokens, 1, nodes) if nodes < ranks else 0
+    return ranks * experts.slots(tokens, 1, ranks) + to_nodes
+
+
 def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
     """Count the bytes of a block of one kind (`_block`)."""
     tp, tpu = plan.mesh.tp, plan.platform == "tpu"
@@ -485,7 +492,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     entering = stream if plan.tp_dispatch and config.experts and not shared else whole
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
     if config.experts:
-        num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
+        num_slots = _slots(plan, config.experts, tokens)
         visits = tokens * config.experts.top_k * 9 // 8
         # and of copies their even share
         visits += visits * plan.expert_copies // config.experts.num_experts

@@ -324,6 +324,7 @@ class Clock:
     def message(self, row: Prediction, message: Transfer) -> float:
         """Return the seconds of one message of a row of `traffic`, on the nearest links of its axes."""
         inner = min(self.inner[axis] for axis in row.user_axes)
+        inner *= self.plan.mesh.near if row.axes == ("ep",) else 1  # from node to node
         size = min(message.num_bytes, message.full_bytes)
         return self.collective(row.short_kind, size, row.group_size, inner)
 

@@ -100,7 +100,7 @@ def tolerance(
     """
     config, tokens = plan.config.must_run(), batch_size * seq_len
     # axes as they are asked for, no inner parts
-    plan = replace(plan, mesh=replace(plan.mesh, kv=1, ul=1))
+    plan = replace(plan, mesh=replace(plan.mesh, near=1, ul=1, kv=1))
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
     # on the way forward, and once more on the way back
     average, again = (1 / math.sqrt(tokens), math.sqrt(2))

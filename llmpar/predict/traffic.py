@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmpar.plan import places
 from llmpar.plan.layout import SCALED, TRANSPOSES, Arrow
 from llmpar.plan.lockstep import lockstep, slots
-from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
+from llmpar.plan.mesh_shape import USER_AXIS, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
@@ -39,7 +39,6 @@ MOMENTUM, ORTHOGONAL = "momentum ", "orthogonal "
 """The same of Muon's matrices before the orthogonalisation, and after it (`Plan.muon`)."""
 _LINKS = {"tp": TENSOR_LINKS, "sp": SEQUENCE_LINKS}
 """The term of what is sent inside the model, by the axes that it goes over; else `EXPERT_LINKS`."""
-_USER_AXIS = {part: axis for axis, part in INNER_AXES.items()}
 
 
 class Transfer(NamedTuple):
@@ -77,7 +76,7 @@ class Prediction:
     @property
     def user_axes(self) -> list[str]:
         """The axes as the user named them: sp for its inner part ul, tp for kv."""
-        return [_USER_AXIS.get(axis, axis) for axis in self.axes]
+        return [USER_AXIS.get(axis, axis) for axis in self.axes]
 
     @property
     def count(self) -> int:
@@ -615,32 +614,16 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
 
 def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Runs) -> None:
     """Add the arrows of `moe`: the routers' choices, to all ranks of experts; tokens to their ranks and back,
-    in a buffer with the same number of slots for each; the routing, to tp; with `Plan.tp_dispatch` what
-    arrived, to tp, and what shared experts read; copies of hot experts; and the routers' losses. A block that
-    is computed again sends its tokens again, and nothing back."""
+    in a buffer with the same number of slots for each (`_exchanges`); the routing, to tp; with
+    `Plan.tp_dispatch` what arrived, to tp, and what shared experts read; copies of hot experts; and the
+    routers' losses. A block that is computed again sends its tokens again, and nothing back."""
     plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
     tokens, pieces = values.local_size("tokens b s", b, s), values.local_size("data b", b)
     cut, tp = plan.mesh.along(plan.place("tokens c").axes), plan.mesh.tp
-    slots = experts.slots(tokens, pieces * (tp // cut if plan.tp_sequence else 1), ranks)
+    pieces *= tp // cut if plan.tp_sequence else 1
+    slots = experts.slots(tokens, pieces, ranks)
     layers, small = run.forward + run.again, FLOAT32
-    groups = plan.mesh.along(plan.place("tokens b").axes)
-    visited = visited_share(experts.num_experts, experts.top_k, ranks)
-    filled = min(1, visited * tokens / slots)
-    value = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
-    # Only full slots travel, unless the buffer is padded.
-    full_bytes = (
-        math.inf
-        if plan.dispatch == "padded"
-        else 2.0 * tokens * routed_width(config) * (ranks * visited)
-    )
-    of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
-    buffer = groups, ranks, cut * slots, routed_width(config)
-    routes = {
-        "tokens b e c d -> slots b e c d": layers,
-        "slots b e c d +m -> tokens b e c d +m": run.forward,
-    }
-    for arrow, forward in routes.items():
-        values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
+    _exchanges(values, config, run, tokens, pieces)
     arrived, k = ranks * cut * slots, experts.top_k
     moved: dict[str, tuple[tuple[int, ...], int]] = {
         "slots c d -> experts c d": ((arrived, routed_width(config)), layers),
@@ -655,7 +638,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         values.carry(Transfer("tokens that all of tp reads", arrow), shape, forward, run.backward)
     for arrow, shape in {
         "stream b s e -> tokens b s e": (b, s, k),
-        "tokens b s e -> routing b s e": (b, s, k),
+        **_routing(values, experts, tokens, pieces),
         "slots c d -> experts c d": (arrived, k),
     }.items():
         of = Transfer("the routers' choices", arrow, gradient="gradients of the routers' choices")
@@ -675,6 +658,52 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         times = run.backward + run.again if _cells(plan) else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")
         values.carry(of, (b, e), times, 0, small)
+
+
+def _exchanges(values: Values, config: ModelConfig, run: Runs, tokens: int, pieces: int) -> None:
+    """Add the exchanges of a device's ``tokens``, which routers see in so many ``pieces``: one between all
+    ranks of ep; or one between nodes, and one between the ranks of a node (`moe.exchanges`)."""
+    plan, ranks, near = values.plan, values.plan.mesh.ep, values.plan.mesh.near
+    experts: Any = config.experts
+    width, e, k = routed_width(config), experts.num_experts, experts.top_k
+    slots, copies = experts.slots(tokens, pieces, ranks), ranks * visited_share(e, k, ranks)
+    groups = plan.mesh.along(plan.place("tokens b").axes)
+    cut, nodes = plan.mesh.along(plan.place("tokens c").axes), ranks // near
+    # by arrow a buffer, and how often a token is in it
+    buffers = {"tokens b e c d -> slots b e c d": ((groups, ranks, cut * slots), copies)}
+    if near > 1:
+        to_node = nodes, nodes, experts.slots(tokens, pieces, nodes)
+        buffers = {
+            "tokens u e c d -> nodes u e c d": (to_node, nodes * visited_share(e, k, nodes)),
+            "nodes n e c d -> slots n e c d": ((near, ranks, nodes * slots), copies),
+        }
+    for arrow, (shape, times) in buffers.items():
+        before, after = arrow.split(" -> ")
+        size = values.local_size(before, *shape, width) // width
+        value = "slots for tokens on their way to their experts and back"
+        value += f", {min(1, times * tokens / size):.0%} of them filled"
+        # Only full slots travel, unless the buffer is padded.
+        full_bytes = math.inf if plan.dispatch == "padded" else 2.0 * tokens * width * times
+        of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
+        layers = run.forward + run.again
+        values.carry(of._replace(arrow=arrow), (*shape, width), layers, run.backward)
+        back = of._replace(arrow=f"{after} +m -> {before} +m")
+        values.carry(back, (*shape, width), run.forward, run.backward)
+
+
+def _routing(
+    values: Values, experts: ExpertConfig, tokens: int, pieces: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the arrows by which ranks of ep learn the choices of tokens, with the shapes of these."""
+    k, ranks, near = experts.top_k, values.plan.mesh.ep, values.plan.mesh.near
+    if near == 1:
+        return {"tokens b s e -> routing b s e": (values.b, values.s, k)}
+    nodes = ranks // near
+    arrived = nodes * experts.slots(tokens, pieces, nodes)
+    return {
+        "tokens u c k -> nodes u c k": (nodes, tokens, k),
+        "nodes n c k -> slots n c k": (near, arrived, k),
+    }
 
 
 def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
