@@ -28,8 +28,8 @@ BUDGETS = {
     "kernels": 520,
     "model": 974,
     "pipeline": 321,
-    "training": 2_567,
-    "predict": 2_520,
+    "training": 2_565,
+    "predict": 2_559,
     "planner": 1_757,
     "draw": 2_806,
     "inspect": 3_682,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_129,
-    "statements": 26_332,
+    "statements of the compact package": 6_127,
+    "statements": 26_369,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

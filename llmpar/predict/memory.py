@@ -12,7 +12,7 @@ from typing import Any
 
 from llmpar.plan.lockstep import most_slots
 from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dims
-from llmpar.plan.places import chunk_loops
+from llmpar.plan.places import LayerLoop, chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import FEW_TILES, tile_length
@@ -37,6 +37,8 @@ KEPT, WORK, LOSS = (
 )
 CONVERTED, SUM = "converted or reordered weights", "the sum of gradients over microbatches"
 """Of what `temp_parts` lists, what is in several moments."""
+SHORT_ROW = 16_384
+"""Logits of a token, at most, whose softmax XLA makes a kernel of Triton on GPUs: it holds a row at once."""
 BATCH = "tokens", "targets", "positions", "segments"
 """The int32 arrays of a batch, arguments of a step (`step.Step`)."""
 
@@ -255,15 +257,16 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         weights_bytes(plan),
         *(plan.platform == x for x in ("tpu", "cpu")),
     )
-    item, one = _item(plan), _layers(plan)
+    item = _item(plan)
     saves, crossing, work, _ = block
     layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
     # without a loop XLA's of CPUs find what is computed twice, and compute it once
     if written := _is_written_out(plan):
         hidden = 6 if config.experts else 5 if plan.remat == "none" else 4
         kept = saves["none"] | {"feed-forward": saves["none"]["feed-forward"] * hidden // 6}
-    # blocks that an iteration of the loop has
-    unrolled = 1 if written else min(plan.unroll or one, one)
+    # blocks of an iteration, of several kinds or unrolled; without a loop one follows the other
+    sizes = [len(loop.kinds) * plan.unroll for loop in _looped(plan)]
+    unrolled = 1 if written else max(sizes, default=1)
     # gathers run ahead, in what travels; frozen weights lie as GPUs read them
     wire = {"same": item, "bfloat16": 2, "float8": 1}[plan.gather_dtype]
     runs_ahead = (unrolled if plan.reshard_after_forward else 1) * (
@@ -275,11 +278,11 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         and not plan.gather_per
         and plan.platform == "gpu"
     )
-    # of the blocks of an iteration one waits for another's, but experts' rows never do
+    # of the blocks of an iteration half wait for the others', but experts' rows never do
     work += (
         layer * (not in_place)
         + runs_ahead * layer * wire // item
-        + (unrolled > 1 and not config.experts) * crossing
+        + (not config.experts) * (unrolled // 2) * crossing
     )
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     head = _narrow(plan, weights["head used"]) * (not in_place)
@@ -287,6 +290,10 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
+    # XLA for GPUs reduces short rows of logits by a kernel, and the loss's value reads them after the blocks
+    whole_rows = plan.platform == "gpu" and plan.mesh.tp == plan.loss_chunks == 1
+    if whole_rows and config.vocab_size <= SHORT_ROW and not config.lora:
+        after_loss = logits + rounded
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     # a loop over pieces adds up the head's gradient in float32, and holds two pieces of logits
     if plan.loss_chunks > 1 and plan.platform == "gpu":
@@ -316,11 +323,11 @@ def _staged_parts(
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
     # a branch keeps the weights of layers that not all chunks have; on CPUs layers with experts do
     every = plan.config.experts is not None and plan.platform == "cpu"
-    num_kept = sum(
-        len(loop.kinds) * loop.times
-        for loop in chunk_loops(plan.config.layer_kinds, order.cells)
-        if every or not all(loop.filled)
-    )
+    branches = [loop for loop in _loops(plan) if not all(loop.filled)]
+    num_branched = sum(len(loop.kinds) * loop.times for loop in branches)
+    num_kept = one if every else num_branched
+    # and has the gradients of their weights when it ends: nothing waits for W but these
+    waiting = (one - num_branched) * crossing + num_branched * weights["layer unreduced"]
     chunk += num_kept * weights["layer used"] * ITEMSIZE[plan.dtype] // FLOAT32
     running = weights["blocks unreduced"] // order.visits + work
     saved = stream if repeats else chunk
@@ -329,18 +336,29 @@ def _staged_parts(
     lent = (order.parameter_copies - 1) * (
         weights[f"blocks {layout}"] + weights["blocks accumulated"]
     )
+    # XLA for GPUs copies the sums once where one of a stage's chunks is added to them, but not where its
+    # weights are gathered there, or the backward pass is cut
+    added = order.visits > 1 and plan.gather_per != "block" and plan.platform == "gpu"
+    copies = 1 + (added and not order.split_backward)
+    # B works with what it leaves; of what it computes again that is a part, but experts' rows are not
+    fresh = not repeats or plan.config.experts is not None
     # what F and B left of microbatches on their way lies in slots
     num_saved, num_left, num_messages = most_slots(order)
     parts = [
         (CONVERTED, 1, converted),
         ("all weights, gathered once", 1, whole),
         ("weights and gradients of the other way", 1, lent),
-        (SUM, 1, weights["accumulated"]),
+        (SUM, copies, weights["accumulated"]),
         # and the one that a branch works with
         ("what a stage keeps of a microbatch on its way", num_saved + (not repeats), saved),
         ("a message between stages, and the one in work", num_messages + 1, stream),
-        ("what weights' gradients wait for", num_left, one * crossing),
+        ("what weights' gradients wait for", num_left + fresh * (num_left > 0), waiting),
     ]
+    # F, in a branch of a branch, is given a copy of its chunk, of which XLA cuts layers that are written out
+    sliced = weights["blocks stored"] // order.visits * (order.visits > 1 and repeats)
+    sliced += (1 if _looped(plan) else one) * _narrow(plan, weights["layer used"])
+    if sliced > one * sum(kept.values()) * repeats + max(loss, running):
+        return [*parts, ("weights of a chunk in its forward pass", 1, sliced)]
     parts += [(f"{KEPT}: {what}", one, size) for what, size in kept.items() if repeats]
     return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
 
@@ -357,10 +375,17 @@ def _stacks(plan: Resolved) -> bool:
     order = plan.pipeline
     if order and plan.stage_saves == "residuals" or plan.platform != "gpu":
         return True
-    runs = chunk_loops(plan.config.layer_kinds, order.cells if order else 1)
-    return any(loop.times > plan.unroll > 0 for loop in runs) and not (
-        order and order.split_backward
-    )
+    return bool(_looped(plan)) and not (order and order.split_backward)
+
+
+def _loops(plan: Resolved) -> tuple[LayerLoop, ...]:
+    """Return the runs of layers of the model, or of a chunk."""
+    return chunk_loops(plan.config.layer_kinds, plan.pipeline.cells if plan.pipeline else 1)
+
+
+def _looped(plan: Resolved) -> list[LayerLoop]:
+    """Return those that a loop runs: the others are written out."""
+    return [loop for loop in _loops(plan) if loop.times > plan.unroll > 0]
 
 
 def _is_written_out(plan: Resolved) -> bool:
@@ -426,6 +451,15 @@ def _scores(
     return of_numbers * length**2, 0
 
 
+def _exchanged(plan: Resolved, numbers: int, item: int) -> int:
+    """Count the bytes of a ring's hops as all-to-alls, with so many numbers of keys and values: messages to
+    all ranks, and what arrives from all, of float32 gradients; and where there are several hops, so that
+    keys and values travel meanwhile, of these too, with zeros and their mask."""
+    ranks = plan.mesh.along(plan.regions["queries"]["s"])
+    hops = plan.hop == "exchange" and plan.context_parallel in ("ring", "usp") and ranks > 1
+    return hops * ranks * numbers * (2 * FLOAT32 + (ranks > 2) * (3 * item + 1))
+
+
 _GROUPS = "qkv", "o", ("gate", "up"), ("down",)
 
 
@@ -457,6 +491,26 @@ def _waiting(
         + of_queries * of_heads[0]
         + len(trained & {"k", "v"}) * of_heads[1]
     )
+
+
+def _rows_of_weights(
+    plan: Resolved, config: ModelConfig, tokens: int, item: int
+) -> tuple[int, int]:
+    """Count what a pipeline keeps for the gradients of a block's experts (`grouped.arrange`): the bytes of
+    one of three arrays, of rows of shared experts and of all slots, an eighth more than the even share and
+    what the worst routing needs beyond; and of what is kept besides: where no loop is over slots beyond,
+    hidden values in float32; from other ranks, what arrived and its gradient."""
+    experts, ep = config.experts, plan.mesh.ep
+    assert experts
+    first, local = tokens * experts.top_k * 9 // 8, experts.num_experts // ep
+    of_one = ep * experts.expert_tokens(tokens, 1)
+    of_all = min(ep * tokens * min(experts.top_k, local), of_one * local)
+    beyond = max(0, min(local * of_one - first, of_all - first // local))
+    width = config.ffn_width // plan.mesh.tp
+    wider = (beyond == 0) * first * width * (FLOAT32 - item)
+    arrived = (ep > 1) * ep * experts.slots(tokens, 1, ep) * routed_width(config) * item
+    rows = tokens * experts.num_shared + first + beyond
+    return rows * width * item, wider + (1 + (plan.stage_saves == "input")) * arrived
 
 
 def _extras(config: ModelConfig) -> tuple[int, int, bool]:
@@ -505,14 +559,14 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Only gradients of weights that are trained read them.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
     attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
-    rows = ffn
-    if config.experts and plan.pipeline:
-        rows = shared + (visits + config.experts.top_k * num_slots) * config.ffn_width * item // tp
+    rows, arrived = ffn, 0
+    if config.experts and plan.pipeline and not config.lora:
+        rows, arrived = _rows_of_weights(plan, config, tokens, item)
     elif plan.ffn_chunks > 1 and not config.experts:
         # a loop over pieces has weights' gradients themselves
         waits = bool(plan.pipeline and not config.lora)
         rows = waits * 3 * config.width * config.ffn_width * item // tp
-    crossing = _waiting(
+    crossing = arrived + _waiting(
         plan,
         config,
         trained,
@@ -535,6 +589,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         + 3 * stream
         + 2 * queries
         + 2 * keys
+        + _exchanged(plan, 2 * keys // item, item)
         + (max(parts) if tpu or not (enters or falls) else sum(parts) + 2 * whole)
     )
     if _is_written_out(plan) and not config.experts and plan.ffn_chunks == 1:
