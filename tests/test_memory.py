@@ -280,7 +280,8 @@ def test_random_plans_that_the_formula_once_missed():
     """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.4 times: unrolled
     layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU;
     layers without a loop, experts beside pieces, pieces of the loss, a ring of few tiles, hops as
-    all-to-alls, Muon by owner under XLA's partitioner, kinds of layers in turn, experts' rows that wait in slots."""
+    all-to-alls, Muon by owner under XLA's partitioner, kinds of layers in turn, experts' rows that wait in
+    slots."""
     rows = json.loads(compare_memory.RECORD.with_name("missed_memory.json").read_text())
     for row in rows:
         config = described_model("by lot", row["file"]) if "file" in row else from_dict(row["config"])
