@@ -136,8 +136,8 @@ def test_a_run_is_measured_line_by_line_and_shown_as_a_page(tmp_path):
     assert not [note for note in found.notes if "profile" in note]
     next(tmp_path.rglob("*.xplane.pb")).unlink()
     again = look(step, x, trace=tmp_path)  # by the JSON that JAX writes beside it, in microseconds
-    for one, other in zip(found.rows, again.rows, strict=True):
-        assert one["measured"] == pytest.approx(other["measured"], rel=1e-3)
+    numbers = lambda look: [x for row in look.rows for x in row["measured"].values() if x is not None]
+    assert numbers(found) == pytest.approx(numbers(again), rel=1e-3)
     assert "times are of" in str(again) and "for there is no *.xplane.pb" in str(again)
     page = found.html(tmp_path / "step.html") and (tmp_path / "step.html").read_text()
     assert not re.search(r'\b(?:src|href)="|url\((?!#)|@import', page), "a page asks for nothing"
