@@ -604,10 +604,10 @@ class _Reading:
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
             if best:
-                needed = [
-                    x for x in kept if not self.healing([best], [y for y in kept if y is not x])
-                ]
-                rows = [x.row | {"tried": True} for x in (best, *needed[::-1])]
+                for x in [*kept]:
+                    fewer = [y for y in kept if y is not x]
+                    kept = fewer if self.healing([best], fewer) else kept
+                rows = [x.row | {"tried": True} for x in (best, *kept[::-1])]
                 each_line = {(row["line"], row["kind"], *row["axes"]): row for row in rows}
                 return [*each_line.values()][::-1]
             seen, able = seen or each, [one for one in each if one.cures]
@@ -683,10 +683,8 @@ class _Reading:
 
     def origin(self, i: int, cut: Pieces) -> int:
         """Return the value of which this one is another shape or a choice, where that is cut alike."""
-        while re.fullmatch(_SAME, self.makers[i].name) and {*cut.axes.values()} <= {
-            *_REDUCE,
-            "copy",
-        }:
+        is_whole = {*cut.axes.values()} <= {*_REDUCE, "copy"}
+        while is_whole and i in self.makers and re.fullmatch(_SAME, self.makers[i].name):
             before = [x for x in self.makers[i].takes if x in self.data and self.cut(x) == cut]
             if len(before) != 1:
                 break
