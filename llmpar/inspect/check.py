@@ -674,19 +674,20 @@ class _Reading:
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
                 tries = [{step: chosen}]
                 if mistake.mend is _whole and len(chosen) == 1:  # at first for all that take it
-                    begin = self.origin(x, cut)
+                    begin = self.origin(x, axes)
                     tries.insert(0, {s: (s.takes.index(begin),) for s in self.takers[begin]})
                 for each in tries if mistake.mend else [{}]:
                     of = (mistake.mend, cut, axes)
                     mend = {s: functools.partial(_mended, *of, s, js) for s, js in each.items()}
                     yield self.finding(key, step, i, axes, mend, cut, x)
 
-    def origin(self, i: int, cut: Pieces) -> int:
-        """Return the value of which this one is another shape or a choice, where that is cut alike."""
-        is_whole = {*cut.axes.values()} <= {*_REDUCE, "copy"}
-        while is_whole and i in self.makers and re.fullmatch(_SAME, self.makers[i].name):
-            before = [x for x in self.makers[i].takes if x in self.data and self.cut(x) == cut]
-            if len(before) != 1:
+    def origin(self, i: int, axes: Iterable[str]) -> int:
+        """Return the value that this one repeats or chooses, where it is the same part along these axes."""
+        kinds = lambda x: [(self.cut(x) or _NO_PIECES).axes.get(a) for a in axes]
+        parts = kinds(i)
+        while i in self.makers and re.fullmatch(_SAME, self.makers[i].name):
+            before = [x for x in self.makers[i].takes if x in self.data and kinds(x) == parts]
+            if len(before) != 1 or not {*parts} <= {*_REDUCE}:
                 break
             i = before[0]
         return i
