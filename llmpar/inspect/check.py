@@ -590,6 +590,13 @@ class _Reading:
                 first.add(i)
         return [i for i in self.makers if i in first]
 
+    def jumps(self) -> list[int]:
+        """Return the results of collectives that are counted more often, or less, than what they take: by a
+        number that may have been counted before, as a shard's mean is."""
+        factor = lambda i: getattr(self.cut(i), "factor", None)
+        moves = [(i, factor(i), factor(s.takes[0])) for i, s in self.makers.items() if s.axes]
+        return [i for i, after, before in moves if before != after and 1 not in (before, after)]
+
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
         without a trial; or else between which lines the mistake must be."""
@@ -600,7 +607,7 @@ class _Reading:
             each = [one for i in first for one in self.suggestions(i)]
             best = self.healing(each, kept)
             if not best or best.row["kind"] in _SCALES:
-                deep = [i for i in self.first(last, True) if i not in first]
+                deep = [i for i in self.first(last, True) if i not in first] + self.jumps()
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
             if best:
@@ -669,7 +676,12 @@ class _Reading:
                 yield self.finding("ring", step, i, (axis,), n=n, seen=n - 1)
         if step.name in ("random_bits", "iota", "slice"):
             yield from self.of_source(i, step, sizes)
+        forward = any(
+            s.line == step.line and s.axes for s in self.makers.values() if not s.backward
+        )
         for key, mistake in MISTAKES.items():
+            if key == "transposed" and not forward:  # one that the program's own rule wrote
+                continue
             for axes, chosen in _places(mistake, step, cuts, sizes):
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
                 tries = [{step: chosen}]
