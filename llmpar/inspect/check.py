@@ -594,8 +594,9 @@ class _Reading:
         """Return the results of collectives that are counted more often, or less, than what they take: by a
         number that may have been counted before, as a shard's mean is."""
         factor = lambda i: getattr(self.cut(i), "factor", None)
-        moves = [(i, factor(i), factor(s.takes[0])) for i, s in self.makers.items() if s.axes]
-        return [i for i, after, before in moves if before != after and 1 not in (before, after)]
+        sums = [(i, s.takes[0]) for i, s in self.makers.items() if s.axes and s.takes]
+        pairs = [(i, factor(i), factor(x)) for i, x in sums]
+        return [i for i, after, before in pairs if before != after and 1 not in (before, after)]
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
