@@ -44,7 +44,8 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar.explore import page as pages
 from llmpar.explore.explorer import by_kind
-from llmpar.inspect.census import census_hlo, compiled_memory
+from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.look import look
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.plan import sequence_order
@@ -61,9 +62,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 RECORD = HERE / "bench.json"
 COLUMNS = ("plain JAX", "torch", "compiled", "one device", "ours")
 USUAL = {"width": 256, "vocab": 2048, "seq": 128, "many": 64, "compiled": 512, "positions": 2048}
-USUAL |= {"long": 16_384, "model": "llama3-70b", "devices": (64, 16_384), "tokens": 48}
+USUAL |= {"long": 16_384, "model": "llama3-70b", "devices": (64, 16_384), "tokens": 48, "looked": 50}
 LEAST = {"width": 64, "vocab": 64, "seq": 16, "many": 8, "compiled": 8, "positions": 64, "long": 256}
-LEAST |= {"model": "llama3.2-1b", "devices": (8, 16), "tokens": 4}
+LEAST |= {"model": "llama3.2-1b", "devices": (8, 16), "tokens": 4, "looked": 2}
 ROWS = 16
 Value = float | str | Callable[[], float]
 """A number, why there is none, or what measures one whenever it is called."""
@@ -306,6 +307,32 @@ def compiled(size: dict) -> Iterator[Row]:
     yield f"compile, dp{num}: peak memory", "MiB", {"ours": peak()}
 
 
+def looks(size: dict) -> Iterator[Row]:
+    """Read what a training step of some 200 collectives sends: what that takes beside compiling."""
+    use_devices(8)
+    mesh = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    on = lambda shape, *cut: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(*cut)))
+    weights = [(on((8, 16), None, "Y"), on((16, 8), "Y")) for _ in range(size["looked"])]
+
+    def step(weights, x):
+        hidden = lambda x, w: jax.numpy.tanh(jax.numpy.tanh(x @ w[0]) @ w[1])
+        loss = lambda weights: (functools.reduce(hidden, weights, x) ** 2).sum()
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    given = weights, on((32, 8), "X")
+    count = sum(row["count"] for row in look(step, *given).rows)
+
+    def alone() -> None:
+        jax.clear_caches()
+        partitioned_hlo(jax.jit(step).lower(*given))
+
+    def looked() -> None:
+        jax.clear_caches()
+        look(step, *given)
+
+    yield f"look at {count} collectives", "CPU s", {"plain JAX": cpu(alone), "ours": cpu(looked)}
+
+
 # --------------------------------------------------------------------------------------------- long sequences
 
 
@@ -462,7 +489,7 @@ def page(size: dict) -> Iterator[Row]:
 
 # -------------------------------------------------------------------------------------------------- the table
 
-GROUPS = {"start": start, "steps": steps, "many": many, "compiled": compiled}
+GROUPS = {"start": start, "steps": steps, "many": many, "compiled": compiled, "looks": looks}
 GROUPS |= {"attention": attends, "long": long, "server": server, "page": page}
 LIMIT_S = 480
 """Seconds in which a group's process has to end."""

@@ -1,7 +1,10 @@
 """What a profile measured, beside the lines of `look`: a fresh one of simulated devices, and those of GPUs
-and TPUs, in the form of xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc)."""
+and TPUs, in the form of xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc), and in JSON as XProf
+writes it (openxla/xprof, xprof/convert/xplane_to_trace_container.cc)."""
 
 import dataclasses
+import gzip
+import json
 import re
 from types import SimpleNamespace
 
@@ -42,7 +45,25 @@ def profile(folder, devices, line, events):
     return folder
 
 
-def test_a_kernel_waits_for_the_last_of_its_group(tmp_path):
+def trace_events(folder, devices, line, events):
+    """Write the same profile in JSON, as XProf does: the host stands before each device."""
+    rows = [{"ph": "M", "pid": 7, "tid": 0, "name": "process_name", "args": {"name": "h /host:CPU"}}, {}]
+    for pid, (device, each) in enumerate(zip(devices, events, strict=True)):
+        for tid, key, name in ((None, "process_name", f"h {device}"), (1, "thread_name", line)):
+            rows.append({"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}})
+        for name, op, start, duration in each:
+            args = {"long_name": name, "hlo_module": "jit_step", **({"hlo_op": op} if op else {})}
+            span = {"ts": start, "dur": duration, "args": args}
+            rows.append({"ph": "X", "pid": pid, "tid": 1, "name": name.split(" =")[0].strip("%"), **span})
+    (folder / "h.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": rows}).encode()))
+    return folder
+
+
+FORMS = pytest.mark.parametrize("profile", [profile, trace_events])
+
+
+@FORMS
+def test_a_kernel_waits_for_the_last_of_its_group(tmp_path, profile):
     kernel, op = "ncclDevKernel_AllGather_RING_LL", "all-gather-start.1"
     late = [(kernel, op, 0, 30), (kernel, op, 100, 10), ("ncclDevKernel_SendRecv", "", 200, 7)]
     early = [(kernel, op, 20, 10), (kernel, op, 100, 10), ("loop_fusion", "fusion.1", 200, 50)]
@@ -69,18 +90,26 @@ def test_a_known_chip_is_predicted_beside_what_was_measured(tmp_path):
     assert it["predicted_s"] >= SENT / link
 
 
-def test_a_tpu_waits_where_it_awaits(tmp_path):
+@FORMS
+def test_a_tpu_waits_where_it_awaits(tmp_path, profile):
     spans = [("%all-gather-start.1 = f32[8]", "", 0, 1), ("%all-gather-done.1 = f32[8]", "", 6, 2)]
     found = look(TEXT, "X=2", trace=profile(tmp_path, ["/device:TPU:0"], "XLA Ops", [spans]))
     measured = found.rows[0]["measured"]
     assert measured["seconds"] == pytest.approx(8e-6) and measured["waiting_s"] == pytest.approx(2e-6)
     assert measured["bytes_per_s"] == pytest.approx(SENT / 8e-6)
-    assert not [note for note in found.notes if "profile" in note]
+    notes = [note for note in found.notes if "profile" in note]
+    assert ["times are of h.trace.json.gz" in note for note in notes] == [True] * (profile is trace_events)
 
 
 def test_what_is_no_profile_of_this_program_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"has no \*\.xplane\.pb; give the folder"):
+    with pytest.raises(ValueError, match=r"has no \*\.xplane\.pb and no .*; give the folder"):
         look(TEXT, "X=2", trace=tmp_path)
+    for text in (b"{}", b"[5]", b'{"traceEvents": [{}', gzip.compress(b"{}")[:-9]):
+        (tmp_path / "perfetto_trace.json.gz").write_bytes(text)
+        (tmp_path / "trace.json").write_bytes(text)
+        for given in (tmp_path, tmp_path / "trace.json"):
+            with pytest.raises(ValueError, match="is no whole trace with traceEvents"):
+                look(TEXT, "X=2", trace=given)
     folder = profile(tmp_path, ["/device:GPU:0"], "Stream #1", [[("k", "all-gather.7", 0, 1)]])
     with pytest.raises(ValueError, match="is of jit_step, and this is other"):
         look(TEXT.replace("jit_step", "jit_other"), "X=2", trace=folder)
@@ -105,6 +134,11 @@ def test_a_run_is_measured_line_by_line_and_shown_as_a_page(tmp_path):
     for row in found.rows:
         assert 0 <= row["measured"]["waiting_s"] < row["measured"]["seconds"]
     assert not [note for note in found.notes if "profile" in note]
+    next(tmp_path.rglob("*.xplane.pb")).unlink()
+    again = look(step, x, trace=tmp_path)  # by the JSON that JAX writes beside it, in microseconds
+    numbers = lambda look: [x for row in look.rows for x in row["measured"].values() if x is not None]
+    assert numbers(found) == pytest.approx(numbers(again), rel=1e-3)
+    assert "times are of" in str(again) and "for there is no *.xplane.pb" in str(again)
     page = found.html(tmp_path / "step.html") and (tmp_path / "step.html").read_text()
     assert not re.search(r'\b(?:src|href)="|url\((?!#)|@import', page), "a page asks for nothing"
     assert page.count("<details") == len(found.rows) == page.count("measured")

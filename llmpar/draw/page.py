@@ -21,22 +21,28 @@ margin-right:.5em;border-radius:3px}
 background:color-mix(in srgb,Highlight 16%,transparent)}
 .llmpar-page .scroll{overflow-x:auto;margin:.5rem 0}.llmpar-page .scroll>svg{max-width:none!important;
 border-radius:6px}
+.llmpar-page tr:has(.line:empty) td{border-top:0;padding-top:0}
 .llmpar-page .half{width:50%}.llmpar-page .line{width:17%}.llmpar-page .wide{width:46%}
 @media(max-width:700px){.llmpar-page thead{display:none}.llmpar-page tr{display:block;padding:.5rem 0;
 border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)}
 .llmpar-page td,.llmpar-page .number{display:inline-block;border:0;padding:0 .8rem 0 0;text-align:left}
 .llmpar-page td:empty{display:none}.llmpar-page .line{width:auto}
+.llmpar-page tr:has(.line:empty){border:0;padding:0}
 .llmpar-page td.wide{display:block;width:auto;padding:.2rem 0}
 .llmpar-page tr:has(.half){display:grid;grid-template-columns:1fr 1fr}
 .llmpar-page td.half,.llmpar-page td.half:empty{display:block;width:auto}}"""
 
 
 def page_table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> str:
-    """Write rows of cells, which are HTML, under titles; ``kinds`` are the classes of the columns."""
-    head = "".join(f'<th class="{k}">{escape(t)}</th>' for t, k in zip(titles, kinds, strict=True))
+    """Write rows of cells, which are HTML, under titles, if any; ``kinds`` are the classes of the columns."""
+    names = "".join(
+        f'<th class="{k}">{escape(t)}</th>' for t, k in zip(titles, kinds, strict=False)
+    )
     cells = lambda row: (f'<td class="{k}">{x}</td>' for x, k in zip(row, kinds, strict=True))
     body = "".join(f"<tr>{''.join(cells(row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return (
+        f"<table>{f'<thead><tr>{names}</tr></thead>' * bool(titles)}<tbody>{body}</tbody></table>"
+    )
 
 
 def html_part(title: str, *parts: str) -> str:

@@ -198,7 +198,8 @@ def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes
     ]
     times = lambda one: f" ×{one['count']}" * (one["count"] > 1)
     largest = (
-        f"{size_text(one['bytes'])}{times(one)} {one['name']} {one['source']}".strip()
+        f"{size_text(one['bytes']).replace(' ', chr(160))}{times(one)} {one['name']}"  # on one line
+        f" {one['source']}".rstrip()
         for one in peak["values"]
     )
     note = f"Largest in the fullest step, {peak['at'] + 1} of {len(live)}: {', '.join(largest)}."

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from llmpar.inspect.census import text_columns
+from llmpar.inspect.explain import noted
 from llmpar.inspect.hlo import short_dtype, typed
 from llmpar.inspect.twin import (
     ENTER,
@@ -75,6 +76,11 @@ def _resummed(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return _whole(x, cut, cut.over("sum"))
 
 
+def _gathered(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
+    """Gather an operand; of a result that is as long, each rank keeps its shard."""
+    return _whole(x, cut, axes)
+
+
 def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     """Let a sum count a value once: that of the first rank, and of means the n-th part."""
     for axis in axes:
@@ -86,7 +92,12 @@ def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
 def _mended(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
     """Call a step with some operands mended."""
     mended = [mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)]
-    return mended if mend is _resummed else step.call(*mended)
+    if mend is not _gathered:
+        return mended if mend is _resummed else step.call(*mended)
+    whole, part = (x[chosen[0]].shape for x in (mended, xs))
+    cuts = [[a for a in axes if cut.axes[a] == d][::-1] for d in range(len(part))]
+    own = lambda y: own_shard(y, part, cuts) if y.shape == whole else y
+    return jax.tree.map(own, step.call(*mended))
 
 
 _SCALES = {"mean for a sum", "counted", "missing mean"}
@@ -196,7 +207,7 @@ MISTAKES = {
         "gather dim {dim} over {axes}, or combine what the ranks find",
         _WHOLES,
         ("cut",),
-        _whole,
+        _gathered,
         lambda step, cuts, axes, chosen: chosen == (0,) and "shard" not in cuts[0].axes.values(),
     ),
     "shard for a copy": Mistake(
@@ -238,6 +249,11 @@ MISTAKES = {
         "positions without offset",
         "positions begin at 0 on every rank of {axes}",
         "add lax.axis_index({names}) times the size of a shard",
+    ),
+    "same slice": Mistake(
+        "positions without offset",
+        "every rank of {axes} takes the same slice, and each needs its own",
+        "begin it at lax.axis_index({names}) times the size of a shard",
     ),
     "unknown": Mistake(
         "unknown",
@@ -295,6 +311,8 @@ class Check:
         far, bound = worst["difference"], worst["bound"]
         state = "equals" if self.equal else "is NOT"
         numbers = f"{worst['name']} differs by {far:.1e}, rounding explains {bound:.1e}"
+        if far == math.inf:
+            numbers = f"{worst['name']} has another shape, or other infinities or NaNs"
         words = [f"{self.name} on {on} {state} the program of one device: {numbers}"]
         for row in self.findings:
             words.append(f"{row['line']}: {row['sentence']}")
@@ -327,6 +345,7 @@ class Check:
         return f'<pre style="font-family: monospace; line-height: 1.3">{escape(str(self))}</pre>'
 
 
+@noted()
 def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwargs: Any) -> Check:
     """Run a parallel program on its mesh and on one device, and compare results and gradients.
 
@@ -340,6 +359,7 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
 
     Raises:
         ValueError: there is no reference and f cannot run on a mesh of ones, or results have other shapes.
+            JAX's own errors carry the sentence of `llmpar.explain` as a note.
     """
     named = jax.tree.leaves_with_path((args, kwargs))
     leaves = [x for _, x in named if hasattr(x, "dtype")]
@@ -487,6 +507,10 @@ class _Case:
                     )
 
 
+_PARTS = "dynamic_slice|slice|gather|squeeze|reshape|broadcast_in_dim|transpose"
+"""Steps whose result is a part of their operand: of keys these are keys."""
+_SAME = "broadcast_in_dim|reshape|squeeze|stop_gradient|select_n|convert_element_type|copy"
+"""Steps whose result has the numbers of their operand."""
 _ROWS = {"slice", "squeeze", "dynamic_slice", "gather", "reshape"}
 
 
@@ -509,6 +533,7 @@ class _Reading:
         self.sizes = dict.fromkeys(case.many.takes, dict[str, int]())
         self.takers = defaultdict[int, list[Equation]](list)
         self.data = {*case.many.takes}  # what is made of arguments, or of random numbers
+        self.keys = set[int]()  # random keys, and parts of them
         for program, step in case.many.all_steps():
             # what it is made of; where that has no twin, what is before it
             known = [[x] if x in self.twin_of else self.before.get(x, []) for x in step.takes]
@@ -519,6 +544,9 @@ class _Reading:
             self.sizes |= dict.fromkeys(step.gives, program.sizes)
             if step.name == "random_bits" or self.data & {*step.takes}:
                 self.data |= {*step.gives}
+            is_part = re.fullmatch(_PARTS, step.name) and self.keys & {*step.takes}
+            if is_part or re.match("random_(?!bits|gamma)", step.name):
+                self.keys |= {*step.gives}
         self.twins = case.alone(functools.partial(case.run_one, see=True))
         self.watch([])
 
@@ -546,8 +574,7 @@ class _Reading:
     def _is_wrong(self, i: int, deep: bool) -> bool:
         """Return whether a value is no right one. Keys, and what is made of ranks, sizes and positions alone,
         are each rank's own: only a ``deep`` search doubts the latter."""
-        key = i in self.makers and re.match("random_(?!bits)", self.makers[i].name)
-        if i not in self.twin_of or key or not (deep or i in self.data):
+        if i not in self.twin_of or i in self.keys or not (deep or i in self.data):
             return False
         return (cut := self.cut(i)) is None or cut.factor != 1
 
@@ -563,6 +590,14 @@ class _Reading:
                 first.add(i)
         return [i for i in self.makers if i in first]
 
+    def jumps(self) -> list[int]:
+        """Return the results of collectives that are counted more often, or less, than what they take: by a
+        number that may have been counted before, as a shard's mean is."""
+        factor = lambda i: getattr(self.cut(i), "factor", None)
+        sums = [(i, s.takes[0]) for i, s in self.makers.items() if s.axes and s.takes]
+        pairs = [(i, factor(i), factor(x)) for i, x in sums]
+        return [i for i, after, before in pairs if before != after and 1 not in (before, after)]
+
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
         without a trial; or else between which lines the mistake must be."""
@@ -573,10 +608,13 @@ class _Reading:
             each = [one for i in first for one in self.suggestions(i)]
             best = self.healing(each, kept)
             if not best or best.row["kind"] in _SCALES:
-                deep = [i for i in self.first(last, True) if i not in first]
+                deep = [i for i in self.first(last, True) if i not in first] + self.jumps()
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
             if best:
+                for x in [*kept]:
+                    fewer = [y for y in kept if y is not x]
+                    kept = fewer if self.healing([best], fewer) else kept
                 rows = [x.row | {"tried": True} for x in (best, *kept[::-1])]
                 each_line = {(row["line"], row["kind"], *row["axes"]): row for row in rows}
                 return [*each_line.values()][::-1]
@@ -603,6 +641,8 @@ class _Reading:
         lines = [self.makers[i].line for i in (*first, *last) if i in self.makers] or [""]
         place = f"at {lines[0]}" if lines[0] == lines[-1] else f"between {lines[0]} and {lines[-1]}"
         step = self.makers[first[0] if first else [*self.makers][-1]]
+        if not {*step.takes} <= self.twin_of.keys() | self.case.many.consts.keys():
+            place = f"{place} or before, where ranks have values that one device has not"
         one = self.finding("unknown", step, -1, (), place=place)
         return one.row | {"line": lines[0], "operands": one.row["operands"] if first else ""}
 
@@ -629,27 +669,50 @@ class _Reading:
     def suggestions(self, i: int) -> Iterator[Finding]:
         """Suggest mistakes that would make this value wrong, the likeliest first."""
         step, own = self.makers[i], self.cut(i)
-        cuts = [self.cut(x) or Pieces({}) for x in step.takes]
+        cuts = [self.operand(x) for x in step.takes]
         sizes = self.sizes[next((x for x in step.takes if x in self.sizes), i)]
         for axis in own.over("sum") if own else ():
             n = sizes.get(axis, 0)
             if own and own.factor == n - 1 and hops(self.case.many, i, axis) == n - 2:
                 yield self.finding("ring", step, i, (axis,), n=n, seen=n - 1)
-        if step.name in ("random_bits", "iota"):
+        if step.name in ("random_bits", "iota", "slice"):
             yield from self.of_source(i, step, sizes)
+        forward = any(
+            s.line == step.line and s.axes for s in self.makers.values() if not s.backward
+        )
         for key, mistake in MISTAKES.items():
+            if key == "transposed" and not forward:  # one that the program's own rule wrote
+                continue
             for axes, chosen in _places(mistake, step, cuts, sizes):
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
                 tries = [{step: chosen}]
                 if mistake.mend is _whole and len(chosen) == 1:  # at first for all that take it
-                    tries.insert(0, {s: (s.takes.index(x),) for s in self.takers[x]})
+                    begin = self.origin(x, axes)
+                    tries.insert(0, {s: (s.takes.index(begin),) for s in self.takers[begin]})
                 for each in tries if mistake.mend else [{}]:
                     of = (mistake.mend, cut, axes)
                     mend = {s: functools.partial(_mended, *of, s, js) for s, js in each.items()}
                     yield self.finding(key, step, i, axes, mend, cut, x)
 
+    def origin(self, i: int, axes: Iterable[str]) -> int:
+        """Return the value that this one repeats or chooses, where it is the same part along these axes."""
+        kinds = lambda x: [(self.cut(x) or _NO_PIECES).axes.get(a) for a in axes]
+        parts = kinds(i)
+        while i in self.makers and re.fullmatch(_SAME, self.makers[i].name):
+            before = [x for x in self.makers[i].takes if x in self.data and kinds(x) == parts]
+            if len(before) != 1 or not {*parts} <= {*_REDUCE}:
+                break
+            i = before[0]
+        return i
+
+    def operand(self, i: int) -> Pieces:
+        """Return how an operand is cut. What is made of ranks alone is each rank's own, and no part."""
+        cut = self.cut(i) or _NO_PIECES
+        is_own = i not in self.data and cut.over("sum", "mean", "max", "min")
+        return _NO_PIECES if is_own else cut
+
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
-        """Random numbers, and numbers of positions, that are the same on every rank; or that are not."""
+        """Random numbers, positions, and slices that are the same on every rank; or that are not."""
         local, whole = self.beside(i)
         shape, over, lead = (
             local.shape[1 + len(sizes) :],
@@ -662,6 +725,11 @@ class _Reading:
         if step.name == "iota":
             mend: Callable = lambda *_: own_shard(self.twins[0][self.twin_of[i]][lead], shape, cuts)
             each = {"positions": same}
+        elif step.name == "slice":
+            first = step.params["start_indices"]
+            last = [a + n for a, n in zip(first, over, strict=True)]
+            mend = lambda x: own_shard(lax.slice(x, first, last), shape, cuts)
+            each = {"same slice": same}
         else:
             mend = draw_shard(step.params, over, sizes, cuts)
             each = {"another key": [a for a in differs if a not in sum(cuts, ())], "same key": same}

@@ -58,6 +58,15 @@ def schedule_html(read: dict[str, Any], sizes: Mapping[str, int], memory: Mappin
     return f'{title}<div class="scroll">{svg}</div><p>{escape(" ".join(words))}</p>'
 
 
+def facts_html(facts: list[tuple[str, str]]) -> str:
+    """Write what follows the rows as a table: a name once, and what is known of it."""
+    cells, last = list[tuple[str, str]](), ""
+    for name, text in ((name or "note", text) for name, text in facts):
+        cells.append((f"<b>{escape(name)}</b>" if name != last else "", escape(text)))
+        last = name
+    return f"<h2>Each device</h2>{page_table((), cells, ('line', ''))}"
+
+
 def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
     """Write what was measured of a row as words: executions, seconds, waiting, rates, the prediction."""
     if not (it := row["measured"]):

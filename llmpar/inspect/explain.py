@@ -54,6 +54,17 @@ def _explained() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Add the sentence of `explain` as a note to an error that a ``with`` block, or a function, raises."""
+    try:
+        yield
+    except Exception as error:
+        if sentence := _sentence(error):
+            error.add_note(f"llmpar: {sentence}")
+        raise
+
+
 def _sentence(error: BaseException) -> str:
     if _is_users(error):
         return ""

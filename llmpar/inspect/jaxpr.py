@@ -145,13 +145,16 @@ def unchecked(jaxpr: Any) -> list[str]:
     for eqn in jaxpr.eqns:
         notes += [note for x in _inner(eqn) for note in unchecked(x)]
         if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma", True):
-            at = next(filter(None, map(equation_line, [eqn, *_inner(eqn)[0].eqns])), "no line")
-            differ = _varying(_inner(eqn)[0], [_axes(*spec) for spec in eqn.params["in_specs"]])
+            inner = _inner(eqn)[0]
+            makers = {id(v): one for one in inner.eqns for v in one.outvars}
+            differ = _varying(inner, [_axes(*spec) for spec in eqn.params["in_specs"]])
             rest = [
                 axes - _axes(*spec)
                 for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)
             ]
             for i, axes in ((i, ",".join(sorted(axes))) for i, axes in enumerate(rest) if axes):
+                near = [eqn, *filter(None, [makers.get(id(inner.outvars[i]))]), *inner.eqns]
+                at = next(filter(None, map(equation_line, near)), "no line")
                 notes.append(
                     f"nothing ensures that result {i} of the shard_map at {at} is equal on all"
                     f" devices along {axes}, as out_specs say; check_vma=True checks it"

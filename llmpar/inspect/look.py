@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
 from llmpar.inspect.census import compiled_memory, read_program
-from llmpar.inspect.explain import explain
+from llmpar.inspect.explain import noted
 from llmpar.inspect.hlo import short_dtype, typed
 from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
@@ -83,7 +83,7 @@ def look(
         ) from None
     notes, lines = [_WHOLE] if hasattr(f, "eqns") else [], dict[str, set[str]]()
     jaxpr: Any = None
-    try:
+    with noted():
         is_mover = isinstance(getattr(f, "plan", None), TwoMeshes)
         program = f if is_mover else _staged(f, args, kwargs)
         if between := transfers(program, (args, kwargs)):
@@ -98,10 +98,6 @@ def look(
         else:
             mesh = _one(meshes)
             compiled, text = read_program(program, platform_of(mesh) if mesh else "")
-    except Exception as error:
-        if sentence := explain(error):
-            error.add_note(f"llmpar: {sentence}")
-        raise
     memory = compiled_memory(compiled)
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])

@@ -98,8 +98,9 @@ class Difference:
 
 def _cell(words: Words, other: Words) -> str:
     """Write one program's row; marked is what the other program does otherwise."""
-    line, arrow, *sent = map(escape, words)
-    code = f"<code>{line}</code><br><code>{arrow}</code><br>{' '.join(sent)}"
+    line, arrow, *sent, size = (escape(word.replace(" B", "\u00a0B")) for word in words)
+    rest = ", ".join(word for word in sent if word != "-")
+    code = f"<code>{line}</code><br><code>{arrow}</code><br>{rest}: <b>{size}</b>"
     mark = "{}" if words[1:] == other[1:] else "<mark>{}</mark>"
     return mark.format(code) if any(words) else ""
 

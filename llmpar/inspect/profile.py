@@ -1,10 +1,14 @@
 """Read a profile that `jax.profiler.trace` wrote, and set its times beside what each line sends.
 
-Read is ``*.xplane.pb``, the whole profile; ``trace.json.gz`` beside it is a part of it. An operation is known
-by the stat ``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU. A TPU has a line
-``XLA Ops`` with an event for each operation (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc).
+Read is ``*.xplane.pb``, the whole profile; without it ``*.trace.json.gz``, which XLA makes of its first
+events (openxla/xla, xla/tsl/profiler/convert/xplane_to_trace_events.cc). An operation is known by the stat
+``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU. A TPU has a line ``XLA Ops``
+with an event for each operation (xla/tsl/profiler/utils/xplane_schema.cc). XProf writes the host before a
+device.
 """
 
+import gzip
+import json
 import math
 import os
 import re
@@ -12,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jax.profiler import ProfileData
@@ -22,6 +27,12 @@ from llmpar.inspect.hlo import Instruction, _groups, parsed
 from llmpar.inspect.roofline import alone
 
 _LIKE = r"all-|reduce-scatter|collective-|ragged-|send|recv|nccl|rccl"
+_FORMS = "*.xplane.pb", "*.trace.json.gz", "*trace.json.gz", "*trace.json"
+"""Files of a profile, the most complete first; JAX writes ``perfetto_trace.json.gz`` when it is asked to."""
+_PART = (
+    "times are of {}, for there is no *.xplane.pb: of a long profile XLA writes only the first events there"
+    " (one or five million, by its version)"
+)
 _MOST = 5
 """How many operations of a profile that are in no row are named."""
 _OTHERWISE = (
@@ -36,37 +47,47 @@ Spans = dict[Device, list[tuple[float, float]]]
 """Start and duration of each execution on a device, in nanoseconds."""
 
 
-def read_profile(folder: str | os.PathLike) -> dict[str, dict[str, Spans]]:
-    """Return when operations ran on each device, by program and operation, of the newest profile in a folder.
-    Raises ValueError where there is none, or no operation of a device in it."""
-    paths = [*Path(folder).rglob("*.xplane.pb")]
+def profile_files(folder: str | os.PathLike) -> list[Path]:
+    """List the files of the newest profile in a folder, one for each host; or the one file that is given.
+    Raises ValueError where there is none."""
+    if (given := Path(folder)).is_file():
+        return [given]
+    paths = [path for form in _FORMS for path in given.rglob(form)]
     if not paths:
         raise ValueError(
-            f"'{folder}' has no *.xplane.pb; give the folder that jax.profiler.trace(folder) wrote"
+            f"'{folder}' has no *.xplane.pb and no *.trace.json.gz; give the folder that"
+            " jax.profiler.trace(folder) wrote"
         )
     newest = max(paths, key=lambda path: path.stat().st_mtime).parent
+    return next(filter(None, (sorted(newest.glob(form)) for form in _FORMS)))
+
+
+def read_profile(paths: list[Path]) -> dict[str, dict[str, Spans]]:
+    """Return when operations ran on each device, by program and operation, of the files of one profile.
+    Raises ValueError where no operation of a device is in them."""
     spans: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    paths = [path for path in paths if path.parent == newest]
     # JAX's reader warns as it makes its types; where a warning is an error that ends the process
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         events = [(path.name, *event) for path in paths for event in _events(path)]
-    for host, program, op, ordinal, start, duration in events:
-        spans[program][op][host, ordinal].append((start, duration))
+    for file, host, program, op, ordinal, start, duration in events:
+        spans[program][op][f"{file} {host}", ordinal].append((start, duration))
     if not spans:
         raise ValueError(
-            f"the profile in '{newest}' names no operation of a device; run the compiled function"
+            f"the profile in '{paths[0].parent}' names no operation of a device; run the compiled function"
             " inside jax.profiler.trace, and wait for its result there"
         )
     return spans
 
 
-def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
-    """List program, operation, device, start and duration of what ran on devices."""
-    profile = ProfileData.from_file(str(path))
+def _events(path: Path) -> Iterator[tuple[str, str, str, int, float, float]]:
+    """List host, program, operation, device, start and duration of what ran on devices."""
+    is_whole = path.name.endswith(".pb")
+    profile = ProfileData.from_file(str(path)) if is_whole else _trace_events(path)
     planes = list(profile.planes)
-    on_device = [plane for plane in planes if re.fullmatch(r"/device:\w+:\d+", plane.name)]
+    on_device = [plane for plane in planes if re.fullmatch(r"(.* )?/device:\w+:\d+", plane.name)]
     for plane in on_device or planes:
         lines = list(plane.lines)
+        host = plane.name.rpartition(" ")[0]
         streams = [line for line in lines if line.name.startswith("Stream")]
         ops = [line for line in lines if line.name == "XLA Ops" and not streams]
         for event in (event for line in streams or ops or lines for event in line.events):
@@ -76,7 +97,40 @@ def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
             if op := stats.get("hlo_op") or unnamed:
                 ordinal = int(stats.get("device_ordinal", plane.name.rpartition(":")[2]))
                 program = str(stats.get("hlo_module", ""))
-                yield program, str(op), ordinal, event.start_ns, event.duration_ns
+                yield host, program, str(op), ordinal, event.start_ns, event.duration_ns
+
+
+def _trace_events(path: Path) -> SimpleNamespace:
+    """Read a trace in JSON, the Trace Event Format of Chrome, in the form of `ProfileData`.
+    Raises ValueError where it is cut off, or is other JSON."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            document = json.load(file)
+        events = document if isinstance(document, list) else document["traceEvents"]
+        events = [dict(event) for event in events]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"'{path}' is no whole trace with traceEvents ({error}); give the *.xplane.pb or the"
+            " *.trace.json.gz that jax.profiler.trace wrote"
+        ) from None
+    names = dict[tuple, str]()
+    lines: Any = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        pid, tid, args = event.get("pid"), event.get("tid"), event.get("args") or {}
+        if event.get("name") in ("process_name", "thread_name"):
+            names[(pid, tid) if event["name"] == "thread_name" else (pid,)] = args.get("name", "")
+        elif event.get("ph") == "X":
+            span = dict(start_ns=1e3 * event["ts"], duration_ns=1e3 * event.get("dur", 0))
+            one = SimpleNamespace(name=event["name"], stats=args.items(), **span)
+            lines[pid][tid].append(one)
+    named = lambda place, **parts: SimpleNamespace(name=names.get(place, ""), **parts)
+    return SimpleNamespace(
+        planes=[
+            named((pid,), lines=[named((pid, tid), events=each) for tid, each in threads.items()])
+            for pid, threads in lines.items()
+        ]
+    )
 
 
 def measure_rows(
@@ -95,7 +149,8 @@ def measure_rows(
     ``predicted_s`` and ``link_bytes_per_s`` of the mesh's chip. None is what is not known. Raises ValueError
     where the profile is not of this program.
     """
-    module, programs = parsed(text), read_profile(folder)
+    module, paths = parsed(text), profile_files(folder)
+    programs = read_profile(paths)
     of_this = [name for name in programs if name.removeprefix("jit_") in (module.name, "")]
     if not of_this:
         names = ", ".join(sorted(programs))
@@ -128,6 +183,7 @@ def measure_rows(
     for row in rows:
         row["measured"] = _means(sums[id(row)]) if id(row) in sums else {}
     notes = [f"merged into one message, whose time is shared by bytes: {lines}" for lines in shared]
+    notes += [_PART.format(paths[0].name)] * (paths[0].suffix != ".pb")
     return notes + _unmatched(lost, sum(not row["measured"] for row in rows))
 
 

@@ -176,7 +176,7 @@ class _Reader:
         """Return what makes a value, and its line, or that of what takes it."""
         ops = self.module.computations[comp]
         op, near = ops[name], [*self.module.users[comp, name], *(x for x, _ in ops[name].operands)]
-        lines = [self.source(one) for one in (op, *(ops[x] for x in near if x in ops))]
+        lines = (self.source(one) for one in (op, *(ops[x] for x in near if x in ops)))
         line = next((x for x in lines if x and not x.startswith("argument ")), "")
         last = op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""
         return op.collective or last or op.opcode, line

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
-from llmpar.inspect.drawn import moves_html, schedule_html, words_of_time
+from llmpar.inspect.drawn import facts_html, moves_html, schedule_html, words_of_time
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
 
@@ -74,39 +73,43 @@ class Look:
     schedule: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        first, *rest = self._words()
-        return "\n".join([first, *[self._sent()] * bool(self.rows), *rest])
+        rest = [f"{name}: {text}" if name else text for name, text in self._facts()]
+        return "\n".join([self._heading(), *[self._sent()] * bool(self.rows), *rest])
 
     __repr__ = __str__
 
-    def _words(self) -> list[str]:
-        """Write the heading of the rows, and the lines that follow them."""
+    def _heading(self) -> str:
+        """Write the line above the rows."""
         on = " ".join(f"{a}={n}" for a, n in self.mesh.items()) or "one device"
-        words = [f"{self.name} on {on} sends, per device and run:"]
-        if not self.rows:
-            partly = any(re.match("not counted: .* sends$", text) for text in self.notes)
-            words = [f"{self.name} on {on} sends nothing" + (" that is counted" if partly else "")]
+        if self.rows:
+            return f"{self.name} on {on} sends, per device and run:"
+        partly = any(re.match("not counted: .* sends$", text) for text in self.notes)
+        return f"{self.name} on {on} sends nothing" + (" that is counted" if partly else "")
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Write the lines that follow the rows, each as a name or '', and what it says."""
+        facts = list[tuple[str, str]]()
         for row in self.cheaper:
             less, sent = f"{row['bytes_sent']:,} B", f"{row['instead_of']:,} B"
-            words.append(f"cheaper: {row['source']}  {row['expression']}  {less}, not {sent}")
+            text = f"{row['source']}  {row['expression']}  {less}, not {sent}"
+            facts.append(("cheaper", text))
         if loops := sorted({row["per_turn"] for row in self.rows} - {""}):
-            words.append(
-                f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum"
-            )
+            where = f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum"
+            facts.append(("", where))
         for link in dict.fromkeys(self.links.values()):
-            words.append(
-                f"{', '.join(a for a, other in self.links.items() if other == link)}: {link}"
-            )
+            axes = [a for a, other in self.links.items() if other == link]
+            facts.append((", ".join(axes), link))
         if sizes := [f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items()]:
-            words.append(f"memory: {', '.join(sizes)}")
-        words.append(f"matmuls: {self.flops:,} FLOPs")
+            facts.append(("memory", ", ".join(sizes)))
+        facts.append(("matmuls", f"{self.flops:,} FLOPs"))
         for row in self.replicated:
             over = f" could be cut over {', '.join(row['axes'])}:" if row["axes"] else ""
             size, saved = size_text(row["bytes"]), size_text(row["saved"])
-            words.append(f"replicated: {row['name']}, {size};{over} {saved} less")
+            facts.append(("replicated", f"{row['name']}, {size};{over} {saved} less"))
         for a, b in self.unordered[:1]:
-            words.append(f"no data dependency orders {a} and {b} (pairs: {len(self.unordered)})")
-        return words + [f"note: {text}" for text in self.notes]
+            pairs = f"(pairs: {len(self.unordered)})"
+            facts.append(("", f"no data dependency orders {a} and {b} {pairs}"))
+        return facts + [("note", text) for text in self.notes]
 
     def _sent(self) -> str:
         """Write the rows as aligned text, with the sum of those whose loops have a known trip count."""
@@ -207,15 +210,18 @@ class Look:
         return self
 
     def _repr_html_(self) -> str:
-        first, *rest = self._words()
         parts = list[str]()
+        counted = lambda rows: sum(row["bytes_sent"] for row in rows if not row["per_turn"])
+        size_of = lambda rows: size_text(counted(rows))
         for name in dict.fromkeys(row["direction"] for row in self.rows):
             rows = [row for row in self.rows if row["direction"] == name]
-            sent = size_text(sum(row["bytes_sent"] for row in rows if not row["per_turn"]))
-            parts.append(f"<h2>{name or 'no pass'}: {sent}</h2>" + moves_html(rows, self.mesh))
+            title = f"<h2>{name or 'no pass'}: {size_of(rows)}</h2>"
+            parts.append(title + moves_html(rows, self.mesh))
+        parts.append(facts_html(self._facts()))
         if self.schedule:
             parts.append(schedule_html(self.schedule, self.mesh, self.memory))
-        return html_part(first, *parts, *(f"<p>{escape(line)}</p>" for line in rest))
+        total = f" {size_of(self.rows)}" if self.rows else ""
+        return html_part(self._heading() + total, *parts)
 
 
 def look_at_text(
