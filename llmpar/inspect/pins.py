@@ -165,7 +165,7 @@ def check_pin(
     if changes := difference(before, after):
         raise AssertionError(
             f"{name} sends otherwise than '{path}' says:\n{changes}\nif that is meant:"
-            f" {UPDATE_PINS}=1, once more, and commit the file"
+            f" pytest --update-pins, or {UPDATE_PINS}=1, and commit the file"
         )
 
 

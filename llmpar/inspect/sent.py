@@ -125,8 +125,8 @@ class Look:
     def pin(self, file: str | os.PathLike) -> "Look":
         """Keep what is sent in a file: written the first time, compared afterwards.
 
-        Raises AssertionError, line by line, where the program sends otherwise. With the environment variable
-        ``LLMPAR_UPDATE_PINS=1`` the file is written anew; with ``CI`` a missing file fails.
+        Raises AssertionError, line by line, where the program sends otherwise. With ``pytest --update-pins``,
+        or with ``LLMPAR_UPDATE_PINS=1``, the file is written anew; with ``CI`` a missing file fails.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         pins.check_pin(self.name, self.mesh, pins.words_of(self.rows), file)
