@@ -50,7 +50,7 @@ def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
         for plan in plans:
             positions = s.replace("[,tp]", ",tp" if plan.tp_sequence else "")
             want = {"b": b, "s": positions} | dict.fromkeys(other.split(), "tp")
-            if region in ("experts", "slots"):
+            if region in ("experts", "slots", "nodes"):
                 want["e"] = "ep"  # in words: the table has no column for e
             table = plan.regions[region].items()
             found = {dim: ",".join(axes) for dim, axes in table if axes}

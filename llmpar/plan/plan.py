@@ -22,7 +22,7 @@ lists the dims that tp cuts:
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
-    nodes       dp,fsdp       sp        m           with `Plan.ep_node`, what arrives at a node of experts
+    nodes       dp,fsdp       sp        m           with `Plan.ep_node`: what arrives at a node; its e, too
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
 The rows queries and keys depend on `Plan.context_parallel`:
