@@ -60,6 +60,7 @@ ANSWERS = {
          '{"mean_then_sum": "wrong", "mean_then_mean": "wrong", "clip_then_sum": "wrong"}'),
     ],
     "03.sent": [("= ...", "= 2 * 4 * LLAMA.num_params", "= 2 * 4 * LLAMA.num_params * (N - 1) / N")],
+    "03.hide": [("= ...", "= 512", "= 2000")],
     "03.repair": [
         ("def gradient(grad_sum, count): ...",
          "def gradient(grad_sum, count):\n    return lax.pmean(grad_sum / count, \"dp\")",
@@ -121,6 +122,7 @@ ANSWERS = {
     "09.capacity": [("= ...", "= 253", "= 250")],
     "10.share": [("= ...", "= 1 / 16", "= 1 / 8")],
     "10.pipeline": [("= ...", '= "less"', '= "more"')],
+    "10.off": [("relative = ...", "relative = 1e-3", "relative = 1e-6")],
     "10.links": [('{"pp": ..., "dp": ..., "tp": ...}', '{"pp": "network", "dp": "NVLink", "tp": "NVLink"}',
                   '{"pp": "network", "dp": "network", "tp": "NVLink"}')],
     "11.replicas": [("..., ...", "12.3, 12.3", "788.5, 12.32")],

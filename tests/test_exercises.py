@@ -29,9 +29,11 @@ from llmpar.lessons import hosts, judge, pages, record, report
 from llmpar.lessons.pages import sentences
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.plan.serving import serving_plan
+from llmpar.planner import planner
 from llmpar.predict import formulas, serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.hosts import sends
@@ -454,6 +456,21 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
     for mesh, share in right("16.shares").items():
         plan = serving_plan(Plan(mesh), two_heads, 1, 64)
         assert share == serving.device_cache_bytes(plan, 1, 64) / serving.cache_bytes(two_heads, 64, 32)
+
+
+def test_lesson_11_repeats_the_planners_seconds():
+    """Hints and verdicts have numbers that the lesson computes; they were stale once."""
+    a100, terms, buy = chip("a100-80"), sentences("11")["terms"], sentences("11")["buy"]
+    asked = planner.Question(preset("llama3-70b"), a100, 64, 64, 8192, share=a100.memory_share)
+    fixed = lambda mesh: dataclasses.replace(asked, fixed=parse_mesh(mesh).sizes)
+    rule, best = (planner.decide(fixed(m), keep=1).plans[0].time for m in ("pp=8 tp=8", "fsdp=16 tp=4"))
+    computing = sum(rule.terms[name] for name in ("matmuls", "attention", "elementwise", "recomputation"))
+    for key in ("question", "because", "`bubble=0.109375`"):
+        assert f" {computing:.1f} s" in terms[key]
+    assert lessons.find("11.terms").solution["bubble"] == pytest.approx(7 / 64 * round(computing, 1))
+    network, links = (best.terms[t] for t in ("weights and gradients on links", "tensor-parallel links"))
+    assert f"waits {network:.1f} s of {best.step_s:.1f} s" in buy["`network`"]
+    assert f"links are {(network + links) / best.step_s:.0%}".replace("%", " %") in buy["because"]
 
 
 def test_answers_in_pages_about_hosts_are_the_package_s():

@@ -150,7 +150,7 @@ def expert_loads(rows, slots: int | None = None) -> Scene:
         idle = per * (high - load[e]) * (slots is None)
         w = idle or per * lost[e]
         items += [Rect(x, y, w, 18, "paper", "edge", 0.75, "/")] * (w > 0)
-        words = count_noun(load[e], "copy") + f", {lost[e]} left out" * (lost[e] > 0)
+        words = count_noun(load[e], "copy") + f", {lost[e]} dropped" * (lost[e] > 0)
         items.append(small_text(left + 432, y + 9, words, "start", "ink"))
     away = sum(
         n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r
@@ -168,7 +168,7 @@ def expert_loads(rows, slots: int | None = None) -> Scene:
     else:
         empty = high * experts - total + sum(lost)
         lines[-1] += f", dropped {sum(lost)}, {empty} of {high * experts} slots empty"
-        key += [("paper", "empty slot", ""), ("edge", "left out", "/")]
+        key += [("paper", "empty slot", ""), ("edge", "dropped", "/")]
     title = "Copies that reach each expert" + (
         "" if slots is None else f"; it has {slots} slots on every rank"
     )

@@ -72,7 +72,7 @@ def wired(
             across = (x0 + wide, y0 + 38), (x1, y1 + 38)
             items.append(Line(inside if x0 == x1 else across, f"{axis}-line", 4))
         lines.append(f"{axis}: " + ", ".join(f"{one} with {two}" for one, two in linked))
-    key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in pairs or ()])
+    key = legend([(f"{axis}-line", f"{axis}: {AXES[axis]}") for axis in pairs or ()])
     return compose(title, [items, *[key] * bool(key)], "\n".join([*lines, *wire]))
 
 
@@ -100,7 +100,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
             small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink")
         )
         blocks.append(items)
-    key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 240)
+    key = legend([(f"{axis}-line", f"{axis}: {AXES[axis]}") for axis in order], 240)
     return compose(title, [stack(blocks, 44, across=True), key], "\n".join(lines))
 
 

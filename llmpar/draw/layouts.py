@@ -57,7 +57,11 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
         reach, y = apart[axis] * sizes[axis], 36 * i
         beyond = reach > one.node_size
         rate = one.dcn_bytes_per_s if beyond else one.reached_link_bytes_per_s
-        words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
+        words = f"{rate / 1e9:.3g} GB/s, " + (
+            "network between nodes"
+            if beyond
+            else f"reached of {one.link_bytes_per_s / 1e9:.3g}, links of a node"
+        )
         items += [
             Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True),
             Rect(

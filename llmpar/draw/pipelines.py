@@ -205,7 +205,8 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     """Draw pipeline orders of the same work on one scale: which ends first, and which holds least.
 
     What is idle before an order's end is hatched. Where an order splits the backward, one that is whole has
-    the colours of both its halves. Nothing from ``until`` on is drawn. Without ``letters`` rows are thin.
+    the colours of both its halves. Nothing from ``until`` on is drawn; a whole order of
+    chunks has no numbers, which would be too small. Without ``letters`` rows are thin.
     """
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())
@@ -222,7 +223,15 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
             top = y + (tall + 1) * i
             items += [small_text(left - 8, top + tall / 2, f"{i}", "end")] * letters
             idle = Rect(left, top, x_of(end) - left, tall, "paper", "edge", 0.5, "/")
-            items += [idle] * (not until) + _cells(table, i, x_of, top, tall, split, letters)
+            items += [idle] * (not until) + _cells(
+                table,
+                i,
+                x_of,
+                top,
+                tall,
+                split,
+                letters and (until > 0 or table.schedule.placement == "linear"),
+            )
             begun = sum(at < span for at in table.start[i])
             names = " ".join(map(str, table.schedule.rows[i][:begun]))
             lines += [f"{label}, stage {i} begins {names}"] * bool(until)

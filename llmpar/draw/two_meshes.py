@@ -28,8 +28,8 @@ def traffic(plan: TwoMeshes) -> Scene:
     rows.append(("", []))
     for number, one in enumerate(plan.rounds, 1):
         comes = {j: (f"{i}", role((i, j))) for i, j in one}
-        longest = size_text(max(one.values())), ""
-        rows.append((f"round {number}", [*(comes.get(j, nothing) for j in receivers), longest]))
+        together = size_text(sum(one.values())), ""
+        rows.append((f"round {number}", [*(comes.get(j, nothing) for j in receivers), together]))
     device, verb = next(iter(loads), (senders[0], "sends"))
     notes = [
         "Each device gets what it lacks, and no more. A cell of a round names the sender. Light: over the"

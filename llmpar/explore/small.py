@@ -152,8 +152,9 @@ class TimelineExplorer(Figure):
                 return captioned(stuck, str(error))
             raise
         sentence, more = _words(table)
-        sentence += " Judged is the written order, whatever schedule is chosen." * bool(
-            state["order"]
+        sentence += (
+            " The goals are judged for the order that you wrote, not for the schedule in the menu."
+            * bool(state["order"])
         )
         return captioned(timeline(table), sentence, more)
 
@@ -217,9 +218,10 @@ class TimelineExplorer(Figure):
 def _words(table: Timetable) -> tuple[str, str]:
     """Return what a timetable shows: the sentence below it, and what stands in its text only."""
     return (
-        f"Makespan {table.makespan:g} time units, bubble {table.bubble:g}: what a stage idles at most between"
-        f" its first start and last end. A stage holds at most {max(table.peak_live()):g} microbatches.",
-        f"All idle time up to the makespan is {table.bubble_over_ideal:.3g} of the ideal time, and"
+        f"Total time {table.makespan:g} units. Bubble {table.bubble:g} units: the longest idle time of a"
+        " stage between its first operation and its last. A stage holds at most"
+        f" {max(table.peak_live()):g} microbatches.",
+        f"All idle time up to the end is {table.bubble_over_ideal:.3g} of the ideal time, and"
         f" {table.bubble_fraction:.3g} of the whole. Compiled programs go in lockstep, one operation of each"
         f" stage in a tick, which takes as long as its slowest: {table.makespan_lockstep:g} time units.",
     )

@@ -69,8 +69,8 @@ show(draw.cube("dp=2 fsdp=2 tp=2", rows=8, cut=("dp", "fsdp"), row=5))
 #
 # ## Predict: who holds row 5?
 #
-# Replace the dots and run the cell. `attempt` judges your answer; `hint("00.row")` helps. A figure that shows an answer stays
-# hidden until you have answered. A guess is enough.
+# Replace the dots and run the cell. `attempt` judges your answer; `hint("00.row")` helps. In a running notebook a figure that shows an
+# answer stays hidden until you have answered. A guess is enough.
 
 # %%
 holders = [..., ...]  # two numbers, the smaller one first
@@ -235,10 +235,10 @@ attempt("00.layout_of", layout_seen)
 # %% [markdown]
 # ## Predict: do eight billion weights fit?
 #
-# Imagine a larger cluster: 16 H100s (GPUs for data centres) train Llama 3 8B, a model of 8.03e9 weights. Training holds 16
-# bytes for each: the weight, its gradient and two numbers of the optimizer, 4 bytes each. The mesh `dp=16` cuts none of this.
-# The mesh `dp=2 fsdp=4 tp=2` cuts all of it by `fsdp` and `tp`. **How many GiB (2³⁰ bytes) does each GPU hold?** A program may
-# use 59.3 GiB of it.
+# Imagine a larger cluster: 16 H100s (GPUs for data centres) train Llama 3 8B, a model of 8.03e9 weights. Training holds 16 bytes for
+# each: the weight, its gradient and two numbers of the optimizer, 4 bytes each. The mesh `dp=16` cuts none of this. The mesh `dp=2
+# fsdp=4 tp=2` cuts all of it by `fsdp` and `tp`. **How many GiB (2³⁰ bytes) does each GPU hold?** An H100 has 79.1 GiB, of which a
+# program may use 59.3 GiB (lesson 01).
 
 # %%
 gib = {"dp=16": ..., "dp=2 fsdp=4 tp=2": ...}
@@ -285,9 +285,11 @@ assert reply["verdict"]["tone"] == "bad", "16 whole copies are too large"
 explorer if opened("00.fits") else None
 
 # %% [markdown]
-# The bar is the memory of one device, with a margin of 8 %. *Activations* are what the forward pass keeps for the backward pass
-# (lesson 01). In a running notebook you can change the axes with + and −. Give all 16 devices to `dp`. Each then holds all
-# weights, gradients and optimizer numbers, and the model does not fit.
+# The bar shows what one device holds. The sum is an estimate, and its error is the small hatched box at the end. So the line stands at
+# 54.6 GiB, 8 % below 59.3. *Weights in use* are gathered or converted for the layers that run (lesson 04). *Activations* are what the
+# forward pass keeps for the backward pass (lesson 01). Axes of size 1 cut nothing. In a running notebook you can change the axes with +
+# and −: a square is a factor of 2. Give all 16 devices to `dp`. Each then holds all weights, gradients and optimizer numbers, and the
+# model does not fit.
 #
 # ## Keep: a line of text says who holds what
 #

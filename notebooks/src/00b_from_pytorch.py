@@ -74,8 +74,8 @@ words = "torchrun starts a process for each of 4 GPUs; JAX has one process for a
 show(compose("One node with four GPUs", [items], words))
 
 # %% [markdown]
-# A JAX process sees all devices of its host. It compiles one program, and each device runs that program on its own piece of
-# the data.
+# A JAX process sees all devices of its host, unless its launcher gives it only some (see the dictionary). It compiles one program, and
+# each device runs that program on its own piece of the data.
 #
 # ## Predict: how many collectives does this program contain?
 #
@@ -219,9 +219,9 @@ assert compiled.memory_analysis().argument_size_in_bytes == held
 # %% [markdown]
 # ## A DTensor has an entry for each mesh axis, JAX for each dim of the array
 #
-# Take a mesh of 2 × 4 GPUs and cut the rows of an array over its first axis. A DTensor has a placement for each *axis of the
-# mesh*: `[Shard(0), Replicate()]`. A `PartitionSpec` has an entry for each *dim of the array*: `P("dp", None)`. Our layout
-# `b/dp d` also has one (`b` rows of the batch, `d` width of the model).
+# Take a mesh of 2 × 4 GPUs and cut the rows of an array over its first axis. A DTensor has a placement for each *axis of the mesh*:
+# `[Shard(0), Replicate()]`. A `PartitionSpec` has an entry for each *dim of the array*: `P("dp", None)`. Our layout, `b/dp d`, has an
+# entry for each dim, too (`b` rows of the batch, `d` width of the model).
 
 # %%
 show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
@@ -243,10 +243,10 @@ show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
 # | DDP | `grad` with `w` at `P()`, divided by the number of devices | `d m +dp -> d m` |
 # | `fully_shard` (FSDP2) | `all_gather` inside the loss | `d/fsdp m -> d m` |
 # | NCCL | XLA calls it on GPUs | |
-# | `torchrun`, a process per GPU | `jax.distributed.initialize()`, a process per host | |
+# | `torchrun`, a process per GPU | `jax.distributed.initialize()`, usually a process per host; on GPUs under SLURM or Open MPI one per GPU | |
 #
 # (Along axes from `jax.make_mesh`, JAX checks layouts as types: lesson 12. Our axes are of the older kind, `AxisType.Auto`.) An
-# arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward.)
+# arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward layer.)
 
 
 # %% tags=["plumbing"]
@@ -354,6 +354,6 @@ attempt("00b.fsdp_bytes", mib_sent)
 # ## On your cluster
 #
 # ```
-# torchrun --nproc-per-node 1 train.py       JAX understands torchrun too: one process per host (lesson 17)
+# torchrun --nproc-per-node 1 train.py       JAX understands torchrun too: here one process per host (lesson 17)
 # llmpar doctor                              which devices this process sees
 # ```

@@ -112,9 +112,10 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # %% [markdown]
 # ## The compiler reserves exactly what was counted
 #
-# Does this count hold for a real program? We train a small model with weights and moments of 32 bits. The arguments of a step
-# are 12 bytes for each parameter, and the tokens of a batch. The compiler says how many bytes it reserves for arguments.
-# (`remat` chooses what is recomputed; the next part explains it.)
+# Does this count hold for a real program? We train a small model with weights and moments of 32 bits. So the arguments of a step are 4
+# and 8 bytes for each parameter, and the tokens of a batch. (The weight itself is the precise copy here: with gradients of 4 bytes that
+# is 16 again.) The compiler says how many bytes it reserves for arguments. (`remat` chooses what is recomputed; the next part explains
+# it.)
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
@@ -304,7 +305,9 @@ assert round(equal) == 28_629
 labels = [f"{s // 1024}k" if s < 2**20 else "1M" for s in LENGTHS]
 lines, marks = shares, [(place, f"llama3-8b: half at {equal:,.0f}")]
 options = dict(percent=True, high=1, marks=marks, title="Attention's share of a step")
-scene.show(draw.curves(lines, labels, "positions s", "share of FLOPs", **options))
+if opened("01.crossover"):
+    axes = "positions s", "share of FLOPs"
+    scene.show(draw.curves(lines, labels, *axes, **options))
 met("01.crossover", round(equal), "counted")
 
 # %% [markdown]

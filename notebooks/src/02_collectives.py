@@ -248,13 +248,14 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 #
 # ## Is a small message faster?
 #
-# Each start costs α seconds (its latency), and then the bytes take their time (at β bytes a second):
+# To start a message costs α seconds (its latency), and then the bytes take their time (at β bytes a second):
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
-# Simulated devices have no links, so this is a model of H100s: 370 GB/s leave a GPU inside a node (one machine with 8 GPUs) and
-# 50 GB/s between nodes. A ring starts 14 times. For small messages NCCL, the GPUs' library, uses a **tree**: 1 + log₂ 8 = 4
-# starts up and 4 starts down.
+# Simulated devices have no links, so this is a model of H100s: 370 GB/s leave a GPU inside a node (one machine with 8 GPUs) and 50 GB/s
+# between nodes. The ring above makes 14 hops one after the other: 14 starts. For small messages NCCL, the GPUs' library, uses a
+# **tree**: a sum goes up through log₂ 8 = 3 levels and its result down again. This model counts 4 starts each way: one for the call,
+# and one for each level.
 
 # %%
 h100, sizes = chip("h100"), [10**k for k in range(3, 10)]
@@ -283,7 +284,7 @@ assert near[2] < 1.02 * near[0], "100 kB as 1 kB"
 lines = [
     ("8 nodes, one GPU of each", apart, "network", "o", False),
     ("8 GPUs of one node", near, "tp-line", "o", False),
-    ("its bytes alone", alone, "tp-line", None, True),
+    ("one node, without the starts", alone, "tp-line", None, True),
 ]
 axes = dict(x="bytes in the buffer of a GPU", y="time of an all-reduce", log=True)
 marks = [(np.log10(knee) - 3, f"{knee / 1e6:.1f} MB")]

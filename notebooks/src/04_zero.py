@@ -123,7 +123,7 @@ show(draw.zero_strips(stages=[0]))
 # ## Predict: what does each device hold?
 #
 # **A model of 7 billion parameters, mixed precision with Adam, four A100 of 40 GB:** how many GB (1e9 bytes) of weights, gradients
-# and optimizer state does a device hold at each stage? (A program may use 31.7 GB of each GPU. Which stages fit?)
+# and optimizer state does a device hold at each stage? (A program may use 31.7 GB of each GPU.)
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}

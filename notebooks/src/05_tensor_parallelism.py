@@ -94,16 +94,16 @@ x, w1, w2 = (rng.standard_normal(shape) for shape in ((S, D), (D, M), (M, D)))
 y = relu(x @ w1) @ w2
 
 quarters = np.split(np.arange(M), 4)  # hidden units of each device
-columns = sum(relu(x @ w1[:, own]) @ w2[own] for own in quarters)
+first = sum(relu(x @ w1[:, own]) @ w2[own] for own in quarters)
 quarters = np.split(np.arange(D), 4)  # rows of W1 of each device
-too_early = sum(relu(x[:, own] @ w1[own]) for own in quarters) @ w2
+second = sum(relu(x[:, own] @ w1[own]) for own in quarters) @ w2
 
-tried = {"columns, rows": columns, "rows, columns": too_early}
+tried = {"columns, rows": first, "rows, columns": second}
 for name, found in tried.items() if opened("05.cut") else ():
     print(f"{name:<16} largest error {abs(found - y).max():.1g}")
 
 # %% tags=["plumbing"]
-assert np.allclose(columns, y) and abs(too_early - y).max() > 1
+assert np.allclose(first, y) and abs(second - y).max() > 1
 
 # %% [markdown]
 # ## W1 by columns, W2 by rows
@@ -276,7 +276,7 @@ met("05.stack_all_reduces", num_found)
 #
 # Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows
 # the gradient of `x` through its own columns only. In JAX f is `lax.pcast`: nothing forward, an all-reduce backward ([its
-# picture](03_data_parallelism.ipynb)). Here the gradient goes back to `pcast`'s *input*, so the all-reduce runs. The first
+# picture](03_data_parallelism.ipynb)). Here we want the gradient of `x` *before* `pcast`, so the all-reduce runs. The first
 # pair's `x` is data, and needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
@@ -289,22 +289,22 @@ layouts = {"q": ..., "k": ..., "v": ..., "o": ...}
 attempt("05.attention_layouts", layouts)
 
 # %% tags=["plumbing"]
-show(
-    draw.matmul(
-        "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h"
-        " -attention-> s n/tp h × n/tp h d = s d +tp -> s d",
-        names=(
-            "x",
-            "Wq, Wk, Wv",
-            "Q, K, V",
-            "result of each head",
-            "Wo",
-            "partial sums",
-            "y",
-        ),
-        title="Attention: columns are heads, and again one all-reduce",
-    )
+attention = draw.matmul(
+    "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h"
+    " -attention-> s n/tp h × n/tp h d = s d +tp -> s d",
+    names=(
+        "x",
+        "Wq, Wk, Wv",
+        "Q, K, V",
+        "result of each head",
+        "Wo",
+        "partial sums",
+        "y",
+    ),
+    title="Attention: columns are heads, and again one all-reduce",
 )
+if opened("05.attention_layouts"):
+    show(attention)
 
 # %% [markdown]
 # ## How attention is cut
@@ -441,13 +441,13 @@ met("05.beyond_node", seconds[16] / seconds[8], "measured")
 # %% [markdown]
 # ## The work is divided by N, the message is not
 #
-# Measured: beyond the node a step takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two
-# matmuls: 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can overlap with computing: cut
-# the tokens in parts, and compute one part while the sum of another is sent. All bytes overlap if
+# Measured: beyond the node a step takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two matmuls:
+# 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can overlap with computing: compute one part of
+# the tokens while the sum of another is sent. All bytes overlap if
 #
 # $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
 #
-# (Austin et al. 2025). Llama 3 70B has m = 28,672. At published peak rates, its all-reduces overlap up to this N:
+# (Austin et al. 2025). With m = 28,672 and peak rates, N for Llama 3 70B (whole layers, gate and attention included, give 11.9, not 13.0):
 
 # %% tags=["plumbing", "nbval-check-output"]
 v5p, h100 = chip("v5p"), chip("h100")
@@ -465,6 +465,11 @@ for where, device, rate in places:
     print(f"{where}, {rate / 1e9:.0f} GB/s: Llama 3 70B up to N = {most:.1f}")
     assert where != "TPU v5p" or round(device.flops_per_s / rate) == 2550
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
+c = preset("llama3-70b")  # all weights of a layer over its two all-reduces
+weights = 2 * c.width * c.head_width * (c.num_heads + c.num_kv_heads)
+weights += 3 * c.width * c.ffn_width
+whole = weights / (4 * c.width) / (h100.flops_per_s / h100.link_bytes_per_s)
+assert round(whole, 1) == 11.9
 
 # %% [markdown]
 # ## Keep: columns, then rows, inside the fast links

@@ -383,13 +383,13 @@ show(
 # %% [markdown]
 # ## When does a hop overlap with computing?
 #
-# While a device computes with one piece, the next one is being sent. With `C` FLOP/s of a device and `β` bytes/s of its links, in
+# While a device computes with one piece, the next one is sent. With `C` FLOP/s of a device and `β` bytes/s of its links, in
 # bfloat16, a hop costs no time if
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
-# Left is the time of a full square's two matmuls, right the time to send a piece. Under a causal mask a zigzag computes half of
-# each square, so only a piece twice as long hides a hop. In positions per device, by published rates:
+# Left is the time of a full square's two matmuls, right the time to send a piece. With a causal mask, zigzag computes half of each
+# square: a piece must be twice as long to hide a hop. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")

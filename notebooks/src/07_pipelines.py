@@ -51,7 +51,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons import attempt, hint, met, opened, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.plan.layout import parse_layout
@@ -92,7 +92,7 @@ idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# This figure uses no formula. It only knows which operation needs which other one. Drag the microbatches from two to eight and
+# This figure uses no formula. It only knows which operation must wait for which. Drag the microbatches from two to eight and
 # beyond.
 
 # %%
@@ -150,16 +150,18 @@ assert enough == 9 * (8 - 1)
 met("07.microbatches", enough, "simulated")
 levels = (0, 0.1, 0.25, 0.5, 0.75, 1)
 axes = COUNTS, "microbatches u", "idle share of the total time"
-scene.show(draw.curves(lines, *axes, percent=True, levels=levels, title="GPipe waits"))
+look = dict(percent=True, levels=levels, title="GPipe waits")
+if opened("07.microbatches"):
+    scene.show(draw.curves(lines, *axes, **look))
 
 # %% [markdown]
 # ## Measured: with a small batch stages wait more
 #
-# The BLOOM project made its batch larger while it trained, on 384 A100s in 12 stages. A step had 32 microbatches at the
-# beginning, and 128 at the end. The picture shows how much more time a row of the batch took with fewer microbatches:
+# Before its training the BLOOM project timed a model of 78 layers on 384 A100s in 12 stages, with 32 to 128 microbatches in a step. The
+# picture shows how much more time a row of the batch took with fewer microbatches:
 
 # %% tags=["plumbing"]
-# BigScience, chronicles of BLOOM: microbatches of a step, and its seconds.
+# BigScience, a trial of 2022-02-26 (chronicles-prequel.md): microbatches and seconds.
 MEASURED = {32: 35.77, 64: 59.65, 96: 83.11, 128: 107.12}
 if (file := Path("../tests/measured.json")).is_file():
     cases = [
@@ -168,6 +170,8 @@ if (file := Path("../tests/measured.json")).is_file():
     assert MEASURED == {
         case.run.microbatches: case.measured["step_s"] for case in cases
     }
+    trial = cases[0].run  # as the text says
+    assert (trial.config.num_layers, trial.mesh.size, trial.mesh.pp) == (78, 384, 12)
 seen = [seconds / u / (MEASURED[128] / 128) - 1 for u, seconds in MEASURED.items()]
 bubble = [(1 + 11 / u) / (1 + 11 / 128) - 1 for u in MEASURED]
 assert 0.335 < seen[0] < 0.345 and 0.235 < bubble[0] < 0.245
@@ -179,12 +183,12 @@ lines = [
     ("the bubble alone", bubble, "ink", "^", True),
 ]
 axes = list(MEASURED), "microbatches of a step", "extra time of a row, versus 128"
-title = "BLOOM's pipelines, measured"
+title = "A trial before BLOOM's training, measured"
 scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
 
 # %% [markdown]
-# With 32 microbatches a row took 34 % more time. The bubble explains 24 %. The rest is work that a step does once, however many rows it
-# has: replicas sum their gradients, and the optimizer runs.
+# With 32 microbatches a row took 34 % more time. The bubble of equal stages explains 24 %. The rest is work that a step does once,
+# however many rows it has: replicas sum their gradients, and the optimizer runs.
 #
 # ## A pipeline by hand: a scan, and one permute per tick
 #

@@ -70,7 +70,7 @@ scene.show(draw.timelines(orders, until=9))
 # %% [markdown]
 # Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B`
 # computes the gradient of the input, and the previous stage waits for it; `W` computes the gradient of the weights. If there is
-# no line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, which are not neighbours;
+# no line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, mostly not neighbours;
 # a black bar marks the second chunk.
 #
 # A stage must **hold** the activations of a microbatch until its backward pass is done. **Which order finishes first? And in which do the
@@ -149,7 +149,7 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 #
 # The previous stage waits only for B. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et
 # al. 2023, zero bubble). Try it. This is 1F1B with each W right after its B: drag an operation to another place of its row.
-# There are five goals; the last one is no bubble at all.
+# Five goals are listed below it; the last one is no bubble at all.
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -225,7 +225,8 @@ sent = verdicts(runs, solo, weights_within=1e-5)
 # 2. Interleaving divides the bubble by g. It costs (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) times the memory.
 # 3. No stage waits for W, so it can fill the bubble: a third is left at the same peak of memory (ZB-H1).
 # 4. A schedule is a table. llmpar proves that it is legal, measures it and draws it before anything is compiled; one executor runs them all.
-# 5. "Bubble" has three definitions. "No bubble" is true of the critical stage; other stages are still idle at the beginning or the end.
+# 5. "Bubble" has three definitions. "No bubble" counts only the time between a stage's first and last operation. Before and after it
+#    every stage is idle.
 
 # %% [markdown]
 # ## Further

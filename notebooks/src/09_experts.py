@@ -114,6 +114,10 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 # slot 0, the next one slot 1. To count them, `one_hot` writes a line for each copy, with a 1 at its expert; the sum of all
 # earlier lines is the number of earlier copies. (For three copies to experts 2, 5, 2 the slots are 0, 0, 1.)
 
+# %%
+if opened("09.dispatch_bytes"):
+    scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
+
 
 # %%
 C = TOKENS  # c slots for each expert: room for the worst case
@@ -208,16 +212,12 @@ print("and adds up the chosen ones.")
 # ## What the program sends
 
 # %%
-if opened("09.dispatch_bytes"):
-    scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
-
-# %%
 met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "copies alone")
 print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
 print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A:g}.")
 
 # %% [markdown]
-# Reserving a slot for every token at every expert sends e/a times too much. There are three remedies.
+# With a slot for every token at every expert, e/a times the bytes of the copies are sent. There are three remedies.
 #
 # * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is *dropped* there.
 # * **Ragged** exchange: send only the full slots. First the ranks exchange the numbers of full slots. GPUs and TPUs can do
@@ -300,8 +300,8 @@ assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 # 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or a buffer for the worst case.
 # 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, some tokens are dropped. A ragged
 #    exchange has neither of these two faults.
-# 3. e/a says two things: the layer has e/a times the expert weights that one token uses; and with a slot for every token at every expert
-#    it sends e/a times too much.
+# 3. e/a says two things. The layer holds e/a times the expert weights that a token uses. And with a slot for every token at every expert
+#    it sends e/a times the bytes of the copies.
 
 # %% [markdown]
 # ## Further

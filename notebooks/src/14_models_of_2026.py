@@ -88,7 +88,7 @@ COLOURS |= {"latent attention": "other3", "recurrent state": "other1"}
 
 # %% tags=["plumbing"]
 rows = [(name, kept(config, TOKENS)) for name, config in MODELS.items()]
-title = "What one conversation of 131,072 tokens leaves"
+title = "What one conversation of 131,072 tokens leaves (small states do not show)"
 show(draw.memory_bars(rows, title=title, roles=COLOURS))
 
 # %% tags=["plumbing"]
@@ -146,8 +146,8 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 #   are computed, and one *rotary key*, which encodes the token's position.
 # - A **recurrent state** (linear attention) keeps no tokens: one matrix for each head, which each token changes.
 #
-# In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In each other
-# layer one expert is *shared*: it computes for all tokens.
+# In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In all later layers one
+# expert is *shared*: it computes for all tokens.
 #
 # ## Predict: what does a token add to a layer's cache?
 #
@@ -395,9 +395,7 @@ table = [
     )
     for kind, cells in SENDS.items()
 ]
-note = (
-    "pp: each kind sends the stream, s·d numbers of a microbatch, between two stages."
-)
+note = "pp: whatever the layer, a stage hands on the stream: s·d numbers a microbatch"
 show(
     draw.table(table, (*AXES, "kept"), "What a layer sends, and what it keeps", [note])
 )
@@ -407,7 +405,7 @@ show(
 #
 # Take 64 GPUs of one rack (GB200). A plan may use 127 GiB of each. Training in float32 with Adam holds 16 bytes for each
 # parameter: weight, gradient and two moments, all cut over 64 devices. gpt-oss has 116.8e9 parameters, Qwen3.5 396.3e9,
-# DeepSeek-V3 671.0e9. **How many GiB of this does each GPU hold for each model?** (Which models fit, with activations on top?)
+# DeepSeek-V3 671.0e9. **How many GiB of this does each GPU hold for each model?** (Activations come on top.)
 
 # %%
 state_gib = {"gpt-oss-120b": ..., "qwen3.5-397b": ..., "deepseek-v3": ...}

@@ -118,7 +118,7 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## What the three passes do
 #
-# A pass for one token reads as much as a pass for a prompt, but computes only 1/64 as much. An H100 could do 295 FLOPs while it
+# A pass for one token reads as much as a pass for a prompt, but computes only 1/60 as much. An H100 could do 295 FLOPs while it
 # reads a byte: 989 TFLOP/s divided by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long
 # as reading the weights: this is the *balance batch*. A long prompt has enough tokens. Decode needs 295 requests.
 #
@@ -200,8 +200,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
 # Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. A window
-# does too: a token sees only the last 4,096. (The line: JAX takes three quarters of the card's 79.1 GiB, unless told
-# otherwise.)
+# does too: a token sees only the last 4,096. (The dashed line is 59.3 GiB: JAX takes three quarters of the card.)
 #
 # ## Predict: can four devices hold a long context?
 #
@@ -220,7 +219,10 @@ CUT = {
     mesh: serving_plan(Plan(mesh, dtype="bfloat16"), TOY, 4, LENGTH)
     for mesh in ("dp=4", "tp=4", "sp=4")
 }
-show(draw.cache({mesh: (p.place(CACHE), p.mesh.sizes) for mesh, p in CUT.items()}))
+if opened("16.shares"):
+    named = dict(zip(CUT, ("dp=4", "tp=4: 0 with 1, 2 with 3", "sp=4"), strict=True))
+    cut = {named[mesh]: (p.place(CACHE), p.mesh.sizes) for mesh, p in CUT.items()}
+    show(draw.cache(cut))
 whole = serving.cache_bytes(TOY, 4 * LENGTH)
 held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items()}
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
@@ -395,7 +397,7 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 # 2. Requests of a batch share one read of the weights, but no caches.
 # 3. A token adds 2 · layers · KV heads · head width numbers to the cache.
 # 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; the cache itself is never sent.
-# 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine uses both.
+# 5. Continuous batching leaves a slot empty only if nobody waits; pages leave little memory unused. Inference engines use both.
 
 # %% [markdown]
 # ## Further

@@ -99,10 +99,10 @@ scene.show(shown(team.run(feed, everything)))
 # Every row is on two devices (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
 # loss does not show it.**
 #
-# Each host runs a **process** of its own, which sees only its own memory. Only collectives carry values over the network, here
-# called the **wire**. `team.run(function, …)` runs a function in all processes and returns all results. The **mesh** spans the
-# devices of all hosts, numbered host by host. (Two processes on this machine stand for the hosts. Where Linux allows it, each
-# gets a network of its own.)
+# Each host runs a **process** of its own (on GPUs under SLURM often one for each GPU), which sees only its own memory. Only collectives
+# carry values over the network, here called the **wire**. `team.run(function, …)` runs a function in all processes and returns all
+# results. The **mesh** spans the devices of all hosts, numbered host by host. (Two processes on this machine stand for the hosts. Where
+# Linux allows it, each gets a network of its own.)
 #
 # ### Exercise (core): whose rows?
 #
@@ -205,23 +205,24 @@ for name in found:
 # %% [markdown]
 # ## Other plans on the slow wire
 #
-# These are all the plans for four devices. `dp`, `pp` and `fsdp` send once for each weight or stage. `tp` sends activations in
-# every layer, and the next matmul waits for them. So `tp` belongs inside a host.
+# Here are six plans for four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch and
+# boundary of stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs inside a
+# host.
 
 # %%
 bars = []
 for name, run in sorted(on_wire["20mbit"].items(), key=lambda item: item[1]["step_s"]):
     fast = on_wire["10gbit"][name]["step_s"]
     slow = max(0.0, run["step_s"] - fast)
-    bars.append((name, {"on a fast wire": fast, "slow wire": slow}))
+    bars.append((name, {"on a fast wire": fast, "added by the slow wire": slow}))
 print(f"recorded {recorded['date']}, {recorded['machine']}")
 scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
 
 # %% [markdown]
 # ## How many tokens make the difference?
 #
-# A layer of this Llama has 16 d² weights. `dp` sends each of them once, however large the batch is. `tp` sends 4 T d numbers
-# for a batch of T = b · s tokens: **T/(4 d)** times as much. **At how many tokens do they send the same?** (`d` is 144.)
+# A layer of this Llama has 16 d² weights. `dp` sends each of them once, however large the batch is. `tp` sends 4 T d numbers for a
+# batch of T = b · s tokens. **At how many tokens do they send the same?** (`d` is 144.)
 
 # %%
 equal_tokens = ...
@@ -246,8 +247,8 @@ if opened("17.equal"):
 met("17.equal", equal, "computed")
 
 # %% [markdown]
-# They send the same at T = 4 d, or a little less with embedding and head. Large trainings have far more tokens, so tp stays
-# inside a host.
+# They send the same at T = 4 d, or a little less with embedding and head. With T tokens `tp` sends T/(4 d) times as much in this model.
+# Large trainings have far more tokens, so tp stays inside a host.
 #
 # ## When a process dies
 #
@@ -307,7 +308,8 @@ except TeamError as error:
 # %% [markdown]
 # ## One dead process stops all processes
 #
-# Process 0 did not wait: its collective failed at once. It cannot go on either, because half of the weights are lost. So all processes
+# Process 0 did not wait: its collective failed at once. (So it is here, on CPUs. On GPUs, with NCCL, it may wait until JAX misses the
+# other's heartbeat, by default for 100 s.) It cannot go on either, because half of the weights are lost. So all processes
 # end, the launcher starts them again, and they read the newest checkpoint:
 
 # %%
@@ -315,12 +317,13 @@ print("Two hosts start again and train on: about 10 s.")
 team = hosts.start("50mbit" if wired else None)
 again = team.run(learn, str(kept / "killed"))[0]
 met("17.goes_on", again["start"], "went on with")
-scene.show(steps_of(again["start"]))
+if opened("17.goes_on"):
+    scene.show(steps_of(again["start"]))
 
 # %% tags=["plumbing"]
 assert again["losses"] == whole["losses"][again["start"] :]
 assert again["bits"] == whole["bits"]
-print(f"losses of steps {again['start']} to 11: the same numbers")
+print("losses of the steps after the start: the same numbers")
 print("weights and moments: the same bits as without the kill")
 
 # %% [markdown]
@@ -328,7 +331,7 @@ print("weights and moments: the same bits as without the kill")
 #
 # 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
 # 2. Two placements of one plan have the same loss, but one sends four times the bytes over the wire.
-# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: it sends T/(4 d) times as much.
+# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: in this model it sends T/(4 d) times what `dp` sends.
 # 4. One dead process stops all; the same command continues from the newest checkpoint, with the same bits.
 
 # %% [markdown]

@@ -4,19 +4,19 @@
 #     teaching: 25
 #     exercises: 15
 #     needs: ["04", "05", "10"]
-#     question: A trainer and a sampler have different meshes. Who sends what to whom, and
-#       what do Muon and islands send?
+#     question: What does a trainer send to its sampler, what does Muon send, and what do
+#       islands send that train apart?
 #     objectives:
-#     - Compute the fewest bytes, and the fewest rounds, that bring weights from one mesh
-#       to another.
-#     - Say what each of three ways to give Muon whole matrices sends, and from which batch
-#       on that is little.
-#     - Compute what workers send that average their weights every H steps, and say when
-#       they do what data parallelism does.
+#     - Two meshes. Compute the fewest bytes, and the fewest rounds, that bring weights
+#       from one mesh to another.
+#     - Muon. Say what each of three ways to give it whole matrices sends, and from which
+#       batch on that is little.
+#     - Islands. Compute what workers send if they average their weights every H steps,
+#       and say when that is data parallelism.
 # ---
 
 # %% [markdown]
-# # 18 · Two meshes: what travels between a trainer and a sampler?
+# # 18 · Two meshes, Muon, islands: what do they send?
 #
 # A model learns from its own answers. A *sampler* writes answers on two devices; a *trainer* learns from them on four others and cuts
 # weights differently. After an update the sampler needs the new weights. A collective works on one mesh; here are two. Who sends
@@ -138,8 +138,8 @@ if opened("18.bytes"):
     show(who_to_whom(plans["shared"], "Shared: bytes from each device to each"))
 
 # %% [markdown]
-# `Mover` carried the plan out on simulated devices: it sent 128 bytes, the bound. On shared devices each receiver has a quarter of its half already. A trainer that
-# first gathers the whole weight on each of its devices would send 384 bytes for that alone.
+# `Mover` carried the plan out on simulated devices: it sent 128 bytes, the bound. On shared devices each receiver has a quarter of its
+# half already. To gather the weight on each trainer device first would send 384 bytes.
 #
 # ## Predict: how many rounds?
 #
@@ -170,11 +170,11 @@ if opened("18.rounds"):
     show(draw.traffic(three["c"]))
 
 # %% [markdown]
-# The busiest device decides: its messages go one after another, and no plan has to take longer (König 1916). In `c` all eight devices work in both rounds. In `a` two
-# receivers are the limit, in `b` two senders.
+# The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916). In `c` all eight devices
+# work in both rounds. In `a` two receivers are the limit, in `b` two senders.
 #
-# `llmpar rl` trains this way: a sampler on four devices, a trainer on four, and a reward that one line of code checks. Before every second step the weights take
-# the arrow.
+# `llmpar rl` trains this way: a sampler on four devices, a trainer on four, and a *reward* (how good is an answer?) that one line of
+# code computes. Before every second step the trainer sends its weights to the sampler.
 
 # %% tags=["plumbing"]
 # Recorded: `llmpar rl` with seed 0, the mean reward of each 20 of its 240 steps.
@@ -248,7 +248,7 @@ if opened("18.muon"):
 # The second picture is `owner` on four devices: rows of all layers become whole matrices of one layer. On n devices `gather` sends n/2 times as much as `owner`, and each device
 # computes all matrices. With the other two a device computes its own ones. The sum of the gradients sends 7 MiB, by rows or by layers.
 #
-# ## Predict: is that much?
+# ## Predict: does Muon send much, compared with FSDP?
 #
 # FSDP (ZeRO 3) moves weights and gradients in bfloat16 for *each* microbatch: two gathers and one reduce-scatter. Muon moves float32, *once* a step. A step has 4 microbatches on `fsdp=8`.
 # **What share of FSDP's bytes does Muon send by `gather`, and by `owner`?**
@@ -280,15 +280,17 @@ if opened("18.share"):
     show(draw.curves(lines, COUNTS, **axes, percent=True, title="Muon beside FSDP"))
 
 # %% [markdown]
-# Even with one microbatch Muon sends less than FSDP: 2/3 by `gather`, 1/6 by `owner`. More microbatches make it small. The FLOPs are half a percent; by `gather`, where all eight
-# devices compute all matrices, 4 %.
+# Even with one microbatch Muon sends less than FSDP: 2/3 by `gather`, 1/6 by `owner`.  The FLOPs are half a percent; by `gather`, where
+# all eight devices compute all matrices, 4 %.
 #
 # ## Predict: what do islands send?
 #
-# Some devices are joined by slow links only: *islands*. Each island can train alone, as a *worker*, and every H steps all average their weights (local steps; DiLoCo, Douillard et al. 2023).
+# Some devices are joined by slow links only: *islands*. Each island can train alone, as a *worker*, and every H steps all average their
+# weights: *local steps*. (DiLoCo, Douillard et al. 2023, adds momentum.)
 #
-# Four workers, 100 MB of weights in float32. Data parallelism sends 2 · 3/4 · 100 = 150 MB of gradients in each step. **How many MB a step do workers send, in the mean, that
-# average every 10 steps? And if they average after every step, do they get the weights of data parallelism: with SGD, with Adam?** Write `"yes"` or `"no"`.
+# Four workers, 100 MB of weights in float32. Data parallelism sends 2 · 3/4 · 100 = 150 MB of gradients in each step. The workers
+# average their weights every 10 steps. **How many MB does a worker send in a step, on average? Now they average after every step. Do
+# they get the weights of data parallelism: with SGD? With Adam?** Write `"yes"` or `"no"`.
 
 # %%
 islands = {"every 10": ..., "SGD": ..., "Adam": ...}
@@ -335,13 +337,14 @@ if opened("18.islands"):
     EVERY = (1, 2, 5, 10, 20, 50)
     line = [("workers", [150 / h for h in EVERY], "measured", "o", False)]
     line += [("data parallelism", [150] * len(EVERY), "dp-line", None, True)]
-    axes = dict(x="H, steps between two averages", y="MB a step, in the mean")
+    axes = dict(x="H, steps between two averages", y="MB a step, on average")
     show(draw.curves(line, EVERY, **axes, title="Four workers, 100 MB of weights"))
     show(draw.table(rows, heads, "Gradients 1 and -3: how far the weight moves"))
 
 # %% [markdown]
-# The bytes fall by H. SGD is linear in the gradient: the average of two updates is the update by the average. Adam divides by the size of the gradient: one worker moves by -0.1, the other by +0.1, and their average is 0.
-# So islands with Adam are another algorithm. Compare its loss with data parallelism before you trust it.
+# The bytes are divided by H. SGD is linear in the gradient: the average of two updates is the update by the average. Adam divides by
+# the size of the gradient: one worker moves by -0.1, the other by +0.1, and their average is 0. So islands with Adam are another
+# algorithm. Compare its loss with data parallelism before you trust it.
 #
 # ## Keep: count what is lacking, and how often it travels
 #
@@ -349,7 +352,7 @@ if opened("18.islands"):
 # 2. The fewest rounds are the messages of the busiest device.
 # 3. Muon needs whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing over fsdp.
 # 4. Muon moves once a step, FSDP in every microbatch. Its FLOPs are 5·r/T of the model's.
-# 5. Workers that average every H steps send 1/H. With H = 1 that is data parallelism for SGD, not for Adam.
+# 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD, not for Adam.
 
 # %% [markdown]
 # ## Further

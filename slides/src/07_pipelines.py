@@ -145,9 +145,8 @@ curves(
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Measured: with a small batch stages wait more
-#
-# The BLOOM project's runs had twelve stages on 384 A100s. The work per row is the same: with 32 microbatches a row takes **a
-# third more** time than with 128.
+# Before its training the BLOOM project timed twelve stages on 384 A100s. The work per row is the same: with 32 microbatches a row
+# takes **a third more** time than with 128.
 #
 # <footer>Measured: BigScience, chronicles of BLOOM, in <code>tests/measured.json</code> · lesson <code>notebooks/07_pipelines</code></footer>
 
@@ -179,7 +178,7 @@ curves(
 # **Ask:** the bubble alone would explain a quarter more. What else is paid once per step? The sum of the gradients over the data
 # parallel replicas, and the optimizer.
 #
-# **Misunderstanding:** that a run starts at its final speed. BLOOM's batch was raised during training; its first days were its
-# slowest.
+# **Misunderstanding:** that a run starts at its final speed. the training of BLOOM itself began with a
+# batch of 192 rows and raised it to 2,048. These four points are a trial before it.
 #
 # **Source:** BigScience's chronicles of 2021 and 2022; `tests/measured.json` names file and commit. GPT of 78 layers, tp 4, pp 12, dp 8.

@@ -158,7 +158,7 @@ show(draw.memory_bars(held, title="State per device", wide=440))
 # **Source:** `llmpar.predict.memory`; the lesson asserts that the compiled arguments are equal to the byte.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Why two meshes differ from the sixth digit on
+# ## Why the losses of two meshes differ in the seventh digit
 #
 # Sums in another order round differently. A sum of $k$ terms is off by about $\sqrt{k}\,u$, not by $k\,u$.
 #

@@ -73,11 +73,13 @@ bars = []
 for name in sorted(hosts.HOST_PLANS, key=lambda name: runs[name, "20mbit"]["step_s"]):
     predicted, fast = hosts.leaving(name)[0], runs[name, "10gbit"]["step_s"]
     slow = max(0.0, runs[name, "20mbit"]["step_s"] - fast)
-    bars.append((f"{name}, {predicted / 1e6:.1f} MB", {"on a fast wire": fast, "slow wire": slow}))
+    bars.append(
+        (f"{name}, {predicted / 1e6:.1f} MB", {"on a fast wire": fast, "added by the slow wire": slow})
+    )
 show(draw.time_bars(bars, title="A step, and what leaves a host in it"))
 
 # %% [markdown]
-# `tp` sends **T/(4 d)** times what `dp` sends: T tokens of a batch, layers of width d.
+# `tp` sends **T/(4 d)** times what `dp` sends: T tokens of a batch, layers of width d with 16 d² weights.
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why does `fsdp` over all send more than `dp` over all? Weights are gathered twice and scattered once: 3 in place of 2, less
@@ -92,7 +94,7 @@ show(draw.time_bars(bars, title="A step, and what leaves a host in it"))
 #
 # | what happens | what the others see | what helps |
 # |---|---|---|
-# | a process is killed | their collective breaks at once | all end; the same command again |
+# | a process is killed | their collective breaks (with NCCL: hangs until the heartbeat) | all end; the same command again |
 # | an exception on one | nothing, for minutes | tell all: seconds |
 # | a host is silent | no heartbeat | dead after 30 s |
 # | one skips a collective | **nothing, for ever** | a watchdog that prints stacks |

@@ -103,9 +103,9 @@ curves(lines, COUNTS, "microbatches of a step", "Muon's bytes / FSDP's")
 # %% [markdown] tags=["slide"] minutes=2
 # ## Islands: average the weights every H steps
 #
-# Four workers, 100 MB of weights. Data parallelism sends 150 MB a step. With H = 10, in the mean: **A** 100 · **B** 15 · **C** 10?
+# Four workers, 100 MB of weights. Data parallelism sends 150 MB a step. With H = 10, on average: **A** 100 · **B** 15 · **C** 10?
 #
-# <footer>Douillard et al. 2023 (DiLoCo) · lesson <code>notebooks/18_two_meshes</code></footer>
+# <footer>DiLoCo (Douillard et al. 2023) adds momentum to the averages · lesson <code>notebooks/18_two_meshes</code></footer>
 
 # %% tags=["fragment"]
 EVERY = (1, 2, 5, 10, 20, 50)
