@@ -152,8 +152,6 @@ def test_refusals_say_what_would_work():
     assert not run.busy
 
 
-# --------------------------------------------------------------------------------------------------- choosing
-
 chosen = jax.jit(choose_tokens)
 
 
@@ -191,8 +189,7 @@ def test_shares_are_those_of_the_softmax_over_temperature_of_the_tokens_that_are
 
 
 def test_seed_and_position_alone_decide():
-    """From 1,000 equal logits: other seeds and other positions draw anew; the row and its company are no
-    matter."""
+    """From 1,000 equal logits: other seeds and positions draw anew; the row and its company are no matter."""
     even = np.zeros((16, 1000))
     at_places, of_seeds = drawn(even), drawn(even, np.zeros(16), np.arange(16))
     assert len(set(at_places)) > 8 and len(set(of_seeds)) > 8
