@@ -89,13 +89,6 @@ def test_one_document_is_a_zigzag_and_odd_rows_need_only_as_many_positions_on_ea
         balanced_order(np.ones(10, int), 4)
 
 
-def test_a_window_counts_less_and_is_balanced_over_documents():
-    rng = np.random.default_rng(1)
-    segments = fill(rng, DRAWS["log-normal, median 3,000"], 32768)
-    assert work(segments, 512).max() == 512
-    assert ratio(balanced_order(segments, 8, 512), segments, 8, 512)[0] <= 1.05
-
-
 def test_fixed_orders_are_the_same_for_every_row():
     segments = np.stack([row([20, 12]), row([5, 27])])
     for name in ("zigzag", "striped", "contiguous"):

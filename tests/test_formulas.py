@@ -19,9 +19,6 @@ def tree_seconds(kind, size, levels):
     return max(formulas.tree_level_seconds(kind, size, levels))
 
 
-# ---------------------------------------------------------------- collectives
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_reduce_is_reduce_scatter_then_all_gather_in_bytes_and_time(group):
     v, levels, shape = 1e9, [(8, 450e9), (group, 400e9)], (group, 4)
@@ -86,13 +83,6 @@ def test_torus_all_to_all_is_the_load_of_its_busiest_link(size, wrap):
     assert seconds == exactly(played_all_to_all(size, wrap))
 
 
-def test_small_messages_cost_their_hops():
-    assert formulas.torus_seconds("all-gather", 1, (16,), 45e9, hop_s=1e-6) == exactly(8e-6)
-    assert formulas.torus_seconds("all-gather", 1, (16,), 45e9, wrap=False, hop_s=1e-6) == exactly(15e-6)
-    large = formulas.torus_seconds("all-gather", 1e9, (16,), 45e9)
-    assert formulas.torus_seconds("all-gather", 1e9, (16,), 45e9, hop_s=1e-6) == large
-
-
 def test_a_tree_is_as_slow_as_its_slowest_level():
     levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
     # printed to 3 digits
@@ -150,9 +140,6 @@ def test_two_cores_of_a_chip_share_its_links():
     assert formulas.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
     pair = (formulas.collective_seconds(one, "all-gather", v, 2) for one in (ironwood, whole))
     assert next(pair) < next(pair)
-
-
-# ---------------------------------------------------------------- strategies
 
 
 @pytest.mark.parametrize("devices", [2, 8, 1000])

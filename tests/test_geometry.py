@@ -114,9 +114,7 @@ def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
     steps = geometry.rounds("all-to-all", g)
     for step in steps:
         for source, target, b in step["sends"]:
-            assert b == target and (source, target) in own[source], (
-                "a piece goes straight to where it belongs"
-            )
+            assert b == target and (source, target) in own[source], "it goes straight to where it belongs"
             own[source].remove((source, target))
             own[target].add((source, target))
         assert step["held"] == [[sum(to == b for _, to in mine) for b in range(g)] for mine in own]
