@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------- the parts
-
 
 def frequencies(c):
     """Radians per position of each pair: as they are, all slower, or Llama 3.1's and YaRN's mixtures."""
@@ -90,9 +88,6 @@ def matrices(w, part):
     """The weights of one of a layer's feed-forwards."""
     names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
     return {name: w[f"{part}.{name}"] for name in names if f"{part}.{name}" in w}
-
-
-# ------------------------------------------------------------------------------------------------- attention
 
 
 def rotated(x, c, positions):
@@ -170,9 +165,6 @@ def attention(x, w, c, batch):
     return jnp.einsum("bnst,btnh,nhd->bsd", p, v, w["attention.o"]) + w.get("attention.o_bias", 0)
 
 
-# --------------------------------------------------------------------------------------------------- experts
-
-
 def chosen_of(score, bias, how):
     """Which experts (b s e) a token visits, and how close the closest call was."""
     favour, closest = jax.lax.stop_gradient(score + bias), math.inf
@@ -224,9 +216,6 @@ def experts(x, w, c, pieces):
         "closest": closest,
     }
     return y, loss, told
-
-
-# ------------------------------------------------------------------------------------------------- the model
 
 
 def block(c, batch, pieces, x, w):
