@@ -123,7 +123,7 @@ def formula(case, target: str) -> int:
 
 
 def record(target: str, names: list[str]) -> None:
-    """Compile the cases that are named, or those without a record, and keep what their compiler says."""
+    """Compile the cases that are named, or those without a record."""
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows = known.setdefault(target, {"versions": {}, "plans": {}})
     library = "libtpu" if devices_of(target) == "tpu" else "jax-cuda12-plugin"
@@ -138,7 +138,7 @@ def record(target: str, names: list[str]) -> None:
 
 @other_gpus.described()
 def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
-    """Print predicted beside compiled for one target, and add its part of the table to ``lines``."""
+    """Print predicted beside compiled; add the target's part of the table."""
     print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines += [f"\n## {where} ({versions})\n"]

@@ -153,7 +153,7 @@ class Test:
         return ring.seen_share(tiles, s)
 
     def multiplies_fast(self) -> None:
-        """What products, attention and experts reach of peak, forward and backward together."""
+        """What products, attention and experts reach of peak."""
         n, draw = self.size["product"], np.random.default_rng(0)
         array = lambda *shape: jnp.asarray(draw.standard_normal(shape, np.float32), jnp.bfloat16)
         self.rate(f"a product of {n}", 2 * n**3, jnp.matmul, array(n, n), array(n, n), name="products")
@@ -174,7 +174,7 @@ class Test:
             self.rate(f"{num} experts, {what}", 18.0 * rows * d * m, back, chosen, x, x, *w)
 
     def attends_fast(self, array, b: int, s: int, k: int, r: int, h: int) -> None:
-        """What our kernel and cuDNN's reach: the shares of the first that is asked for stand for all."""
+        """What our kernel and cuDNN's reach; the first shape stands for all."""
         q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
         ids, given, what = dict(q_positions_bs=at, k_positions_bt=at), (q, kv, kv, q), f"{s}, heads of {h}"
         both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)

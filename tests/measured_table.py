@@ -43,7 +43,7 @@ def cross() -> str:
 
 
 def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
-    """The table of predictions of each group of sources by a fit on all other sources."""
+    """Predictions of each group of sources by a fit on all others."""
     errors: dict[tuple[str, str, str], list[float]] = {}
     for group in groups:
         tested = [case for case in [*fitted, *unseen] if source_of(case) in group]

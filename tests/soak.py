@@ -52,7 +52,7 @@ def over_devices(f, mesh):
 
 
 def beside_a_loop(x, weights):
-    """A loop of a dozen ready matmuls and a sum, and a chain of sums beside it that needs nothing of it."""
+    """A loop of matmuls and a sum, and a chain of sums beside it."""
     rows, small = x
 
     def body(c, _):
@@ -115,7 +115,7 @@ def child(asked, pipe: int) -> None:
 
 
 def soak(asked) -> dict:
-    """Run so many children, so many at once; count how they ended and what they answered."""
+    """Run children; count how they ended and what they answered."""
     running: dict[int, tuple[float, int]] = {}
     ends, answers, cpu = collections.Counter(), collections.Counter(), 0.0
     started = 0

@@ -23,14 +23,8 @@ from llmpar.training.tokenizers import ByteTokenizer
 MODEL = dataclasses.replace(
     PRESETS["tiny"], experts=ExpertConfig(4, 2), lora=LoraConfig(), rope_scaling=RopeScaling()
 )
-WHAT = {
-    "train": Train(),
-    "generate": Generate(),
-    "plan": Plan("dp=2"),
-    "model": MODEL,
-    "optimizer": OptimizerConfig(),
-    "data": DataConfig(),
-}
+WHAT = {"train": Train(), "generate": Generate(), "plan": Plan("dp=2"), "model": MODEL}
+WHAT |= {"optimizer": OptimizerConfig(), "data": DataConfig()}
 
 
 def changed(value):

@@ -84,7 +84,7 @@ def of_all(ids):
 
 
 def on_ranks(attend, n=1, **options):
-    """A function of q, k, v and ids, inside shard_map where there are several ranks of sp."""
+    """A function of q, k, v and ids, on so many ranks of sp."""
     if n == 1:
         return lambda q, k, v, ids: attend(q, k, v, **ids, **options)
     local = lambda q, k, v, ids: attend(q, k, v, **of_all(ids), **options)
@@ -94,7 +94,7 @@ def on_ranks(attend, n=1, **options):
 
 @lru_cache(None)
 def program(attend, *ranks, grads=True, **options):
-    """A compiled program of (out, lse) and the functional's gradients; what it is called with is data."""
+    """A program of (out, lse) and the functional's gradients; inputs are data."""
     run = on_ranks(attend, *ranks, **options)
 
     def loss(qkv, ids, out_grad, lse_grad):
@@ -109,7 +109,7 @@ def program(attend, *ranks, grads=True, **options):
 
 
 def results(run, qkv, ids, order=None):
-    """(out, lse) and gradients of a program, in plain order; its ranks have positions in another."""
+    """(out, lse) and gradients of a program, in plain order."""
     lay = lambda tree: tree if order is None else jax.tree.map(lambda x: np.asarray(x)[:, order], tree)
     grads, partial_softmax = jax.device_get(run(*map(lay, (qkv, ids, *functional(qkv[0])))))
     order = None if order is None else np.argsort(order)
@@ -273,6 +273,21 @@ def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(window, hops
     assert not jax.jit(partial(attention.as_promised, Solo(plan), mask))(at, of).all()
 
 
+@pytest.mark.parametrize("begin", [0, 1000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_are_segments_of_positions(packed, begin):
+    """Wherever positions begin; and segments rise, as kernels that search for intervals need it."""
+    _, ids = inputs(packed=packed)
+    at, of = ids["q_positions_bs"] + begin, ids["q_segments_bs"]
+    mask = Mask(window=7, in_chunks=True)
+    q_ids, (k_ids,) = attention.ids_of(mask, None, S, **ids_of(jnp.asarray(at), jnp.asarray(of)))
+    alike = lambda x: x[:, :, None] == x[:, None, :]
+    want = (at[:, :, None] >= at[:, None, :]) & alike(of) & alike(at // 7)
+    np.testing.assert_array_equal(attention.sees(mask, q_ids, k_ids), want)
+    assert begin or (np.diff(q_ids[:, 1], axis=1) >= 0).all()
+    assert attention.ids_of(Mask(7), None, S, **ids)[0][:, 1].max() == of.max()
+
+
 def test_masked_blocks_are_not_executed(monkeypatch):
     n, block, mask, ran = 4, 4, Mask(window=4), Counter()
     for name in ("attend_tile", "attend_tile_grad"):
@@ -302,7 +317,7 @@ def test_a_rings_program_has_two_products_forward_and_five_backward_in_each_bloc
 
 
 def temp_bytes(n, local):
-    """The compiler's figure for one device; no array is made: a million positions are quick."""
+    """The compiler's figure for one device; no array is made."""
     attend = on_ranks(RING, n)
     loss = lambda q, k, v, at: attend(q, k, v, ids_of(at, None))[0].sum()
     given = [

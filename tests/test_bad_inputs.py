@@ -84,7 +84,7 @@ def nothing_starts(monkeypatch, tmp_path):
 
 
 def words_of(row, command, value, folder):
-    """The command line with a value in its hole: a text, the content of a file, or a file by a recipe."""
+    """The command line with a text or a file in its hole."""
     if "file" in row:
         (folder / row["file"]).write_text(row.get("before", "") + value)
         value = str(folder / row["file"])

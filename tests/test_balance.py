@@ -23,7 +23,7 @@ def naive_work(segments):
 
 
 def fill(rng, draw, s):
-    """Documents drawn one after the other until the row is full; the last is cut, as a loader cuts it."""
+    """Documents drawn until the row is full; the last is cut."""
     lengths = []
     while sum(lengths) < s:
         lengths.append(min(max(1, int(draw(rng))), s - sum(lengths)))

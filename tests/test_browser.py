@@ -607,7 +607,7 @@ def test_jupyterlab_session(chromium, lab, tmp_path):
     faults: list[str] = []
 
     def opened():
-        """A page that shares nothing with another: JupyterLab brings no widget back where two do."""
+        """JupyterLab brings no widget back where two pages share something."""
         page = chromium.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(5 * shared.WAIT_MS)  # a server, a kernel and JAX start
         page.on("request", lambda one: None if one.url.startswith(shared.LOCAL) else faults.append(one.url))

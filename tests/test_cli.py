@@ -112,7 +112,7 @@ def test_weights_that_lie_beside_a_configuration_are_not_taken_and_that_is_said(
 
 @pytest.fixture
 def document(call):
-    """Run a command with --json that must succeed: its document, which is all of stdout."""
+    """The document of a command with --json, all of its stdout."""
 
     def document(*words: str) -> dict:
         status, out, err = call(*words, "--json")

@@ -103,6 +103,9 @@ def test_the_walk_counts_turns_and_tells_hidden_from_exposed():
     assert row.count == 10 and row.exposed_s == pytest.approx(row.busy_s), "XLA for GPUs runs one at a time"
     step, turn = open_.loops
     assert turn.count == 5 and turn.seconds == pytest.approx(product_s + gather_s)
+    events = [vars(event) for event in turn.events]
+    picture = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "turn")
+    assert "forward loop, 5 turns" in picture.text and "exposed" in picture.text
 
 
 def test_what_a_device_reached_takes_the_place_of_what_is_assumed(monkeypatch, tmp_path):
@@ -157,15 +160,6 @@ def test_products_that_a_tpu_writes_as_convolutions(left, kernel, result, attrs,
     sides = {"LEFT": left, "KERNEL": kernel, "RESULT": result, "ATTRS": attrs}
     module = Module(re.sub("[A-Z]{4,}", lambda found: sides.get(found[0], found[0]), text))
     assert roofline.all_flops(module)(module.entry, None) == flops
-
-
-def test_the_picture_says_what_waits():
-    found = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), Devices("dp=2 fsdp=8"), H100)
-    turn = found.loops[1]
-    events = [vars(event) for event in turn.events]
-    scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "turn")
-    assert "forward loop, 5 turns" in scene.text and "exposed" in scene.text
-    assert "computing waits for it" in draw.scene.to_svg(scene)
 
 
 def test_what_does_not_fit_has_a_plan_near_it_that_does():

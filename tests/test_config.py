@@ -7,12 +7,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import oracle
 import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN
 from shared import TABLES
 
 from llmpar.model.llama import Llama
+from llmpar.model.rope import rope_frequencies
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, RopeScaling
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face  # fmt: skip
 
@@ -120,6 +122,12 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     assert dataclasses.replace(found, name="llama3.1-8b") == preset("llama3.1-8b")
     with pytest.raises(ValueError, match="unknown model 'someone/else'.*name of a downloaded model"):
         preset("someone/else")
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3.1-8b", "llama3.2-1b", "qwen3-8b"])
+def test_rotary_frequencies_are_the_published_ones(name):
+    config = preset(name)
+    np.testing.assert_allclose(rope_frequencies(config), oracle.frequencies(config), rtol=1e-12)
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():

@@ -163,7 +163,7 @@ def write(path, content):
 
 
 def documents(corpus):
-    """The texts of a corpus, sorted; checks that each begins with the only start token in it."""
+    """The texts of a corpus, sorted; each begins with its only start token."""
     pieces = np.split(corpus.tokens, corpus.offsets[1:-1])
     assert all(p[0] == corpus.tokenizer.start_id and corpus.tokenizer.start_id not in p[1:] for p in pieces)
     return sorted(corpus.tokenizer.decode(p[1:]) for p in pieces)
@@ -268,7 +268,7 @@ def test_the_corpus_is_put_in_a_mixed_order(tmp_path):
 
 
 def written(rng):
-    """Lines of every form, and for each the bytes that it becomes with whether they count."""
+    """Lines of every form; the bytes of each, and whether they count."""
     lines, want = [], []
     text = lambda: "".join(rng.choice([*"abc dé", "\n", '"'], rng.integers(1, 30)))
     for _ in range(60):

@@ -39,7 +39,7 @@ def answers(run: Engine, *requests: Request) -> list[list[Event]]:
 
 
 def whole(config, tokens):
-    """Log-probabilities after every position of a row of tokens, on one device without a cache."""
+    """Log-probabilities after every position, without a cache."""
     tokens = np.asarray(tokens, np.int32)[None]
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}

@@ -37,7 +37,7 @@ COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
 
 def written(page: Path) -> list[str]:
-    """List a page's commands: its indented lines without what stands beside them, and those in text."""
+    """List a page's commands: its indented lines, and those in text."""
     text = page.read_text().replace(STORY, "")
     lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", text, re.M)
     lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]

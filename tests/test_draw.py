@@ -258,7 +258,7 @@ def lab(color: str, eyes: str = "normal") -> list[float]:
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_colours_of_one_kind_are_told_apart_by_all_eyes_and_in_grey(eyes):
-    """And no colour of what is held or computed is taken for that of an axis, by eyes that see all three."""
+    """Nor is a colour of what is held or computed taken for an axis'."""
     rows = (AXES, 12, 6), (STATE, 13, 12), ("FBW", 10, 12), (COMPUTING, 5, 5), (OTHERS, 0, 6)
     for roles, least, in_grey in rows:
         places = [lab(LIGHT[role], eyes) for role in roles]

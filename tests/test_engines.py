@@ -179,7 +179,7 @@ def test_who_is_no_process_0_is_not_waited_for(monkeypatch):
 
 
 def test_a_process_that_was_started_again_may_come_again(monkeypatch):
-    """The last one that comes is the one that had come before, after all numbers have been seen once."""
+    """The last one that comes has come before."""
     free, has_come, missing = joined.free_port(), threading.Event(), joined._missing
     one, two, three = (place(i, f"127.0.0.1:{free}", 3) for i in range(3))
 

@@ -187,7 +187,7 @@ def test_a_page_out_of_its_form_is_refused(line, tmp_path, monkeypatch):
 
 
 def nonsense(solution):
-    """An answer of the right kind that nobody plants: parts, numbers, texts, and functions that give such."""
+    """An answer of the right kind that nobody plants."""
     if isinstance(solution, dict):
         return {name: nonsense(part) for name, part in solution.items()}
     if isinstance(solution, list | tuple):
@@ -201,7 +201,7 @@ def nonsense(solution):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_first_miss_is_answered_by_no_formula_and_by_no_solution(name):
-    """Who answers something that nobody foresaw gets the first hint; asks, and gets the one after it."""
+    """What nobody foresaw gets the first hint; who asks gets the next one."""
     exercise = lessons.find(name)
     steps = 3 if exercise.level == "core" else 2  # a question, a smaller case or a picture, the formula
     assert len(set(exercise.hints())) == len(exercise.hints()) >= steps

@@ -31,7 +31,7 @@ from llmpar.training.balance import row_orders
 
 
 def drawn(seed):
-    """A random case: shapes that no tile divides, an order of positions, documents, a mask."""
+    """A random case: odd shapes, an order of positions, documents, a mask."""
     rng = np.random.default_rng(seed)
     s, t = (int(n) for n in rng.integers(1, 200, 2))
     b, k, r, h = (int(rng.choice(n)) for n in ((1, 2), (1, 2), (1, 2, 3, 8), (8, 24, 64, 96, 128)))
@@ -176,7 +176,7 @@ def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
 
 
 def on_a_gpu(s, **options):
-    """The text of a ring of 4 and its gradients, lowered for an H100 that is not here."""
+    """The text of a ring of 4 and its gradients, lowered for an H100."""
     n, shapes = 4, ((1, s, 2, 4, 128), (1, s, 2, 128), (1, s, 2, 128))
     cut = jax.sharding.PartitionSpec(None, "sp")
 

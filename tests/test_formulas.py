@@ -83,6 +83,13 @@ def test_torus_all_to_all_is_the_load_of_its_busiest_link(size, wrap):
     assert seconds == exactly(played_all_to_all(size, wrap))
 
 
+def test_small_messages_cost_their_hops():
+    assert formulas.torus_seconds("all-gather", 1, (16,), 45e9, hop_s=1e-6) == exactly(8e-6)
+    assert formulas.torus_seconds("all-gather", 1, (16,), 45e9, wrap=False, hop_s=1e-6) == exactly(15e-6)
+    large = formulas.torus_seconds("all-gather", 1e9, (16,), 45e9)
+    assert formulas.torus_seconds("all-gather", 1e9, (16,), 45e9, hop_s=1e-6) == large
+
+
 def test_a_tree_is_as_slow_as_its_slowest_level():
     levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
     # printed to 3 digits

@@ -20,14 +20,14 @@ STILL = [one for one in layer_of("dp=2") if not one.axes][:1]
 
 
 def cells_of(scene, frames=(-1, MOVING)):
-    """What can be clicked, in order of drawing: what a click sets, and the rectangle. By default devices."""
+    """What can be clicked: what a click sets, and the rectangle."""
     rects = [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
     rects = [rect for rect in rects if rect.frame in frames]
     return [(json.loads(rect.act)["device"], rect) for rect in rects]
 
 
 def ink_in(scene, cell, fill="weights"):
-    """The inked rectangles of a cell, as shares of its sides: from and to, down and across."""
+    """The inked rectangles of a cell, as shares of its sides."""
     out = []
     for item in flatten(scene.items):
         seen = isinstance(item, Rect) and item.fill == fill and item.frame == cell.frame

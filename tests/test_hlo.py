@@ -17,15 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from shared import NUMBERS, TABLES
 
-from llmpar.inspect.census import (
-    arrow_text,
-    census_hlo,
-    census_table,
-    collective_bytes,
-    compiled_memory,
-    executed_flops,
-    partitioned_hlo,
-)
+from llmpar.inspect import census as reading
+from llmpar.inspect.census import census_hlo, census_table, collective_bytes, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.inspect.look import look
 
@@ -125,7 +118,7 @@ def test_in_a_loop_of_unknown_length_a_turn_is_counted_and_no_sum_takes_it():
     for census in three_censuses(traced, mesh):
         (c,) = census
         assert (c.count, c.bytes_sent) == (1, 16) and c.per_turn.startswith("tests/test_hlo.py:")
-        for total in (census_table, arrow_text):
+        for total in (census_table, reading.arrow_text):
             with pytest.raises(ValueError, match=r"the loop at tests/test_hlo.py:\d+.*use lax.scan"):
                 total(census)
     assert three_censuses(loop(lambda i, x: 2 * x), mesh) == ([], [], [])
@@ -297,8 +290,8 @@ def test_the_source_is_the_line_that_asked():
     )
     for (c,) in three_censuses(lower(f, mesh, P("tp"), P("tp"), jnp.ones((8,))), mesh):
         assert (c.source, c.count) == (f"tests/test_hlo.py:{line}", 3)
-        assert arrow_text([c]).startswith(c.source) and "partitioner" not in arrow_text([c])
-    assert arrow_text([replace(c, source="")]).startswith("(the partitioner's)")
+        assert reading.arrow_text([c]).startswith(c.source) and "partitioner" not in reading.arrow_text([c])
+    assert reading.arrow_text([replace(c, source="")]).startswith("(the partitioner's)")
 
 
 def test_a_cell_of_a_notebook_is_known_by_its_number():
@@ -336,21 +329,21 @@ def test_executed_flops_of_scanned_matmuls_are_the_closed_form():
     ).lower()
     rows = 2 * 8 * 16 * 16  # per device
     expected = 5 * 2 * rows + rows + 3 * 2 * 16**3 + rows
-    assert executed_flops(partitioned_hlo(lowered)) == expected
-    assert executed_flops(lowered.compile().as_text()) == expected
+    assert reading.executed_flops(partitioned_hlo(lowered)) == expected
+    assert reading.executed_flops(lowered.compile().as_text()) == expected
     unknown = jax.jit(lambda x, n: lax.fori_loop(0, n, lambda i, x: x @ x, x)).lower(jnp.ones((8, 8)), 3)
     with pytest.raises(ValueError, match="it runs dot"):
-        executed_flops(unknown.compile().as_text())
+        reading.executed_flops(unknown.compile().as_text())
 
 
 def test_a_call_of_a_gpus_library_is_a_product():
     """As JAX 0.11 compiled a step for an H100: cuBLAS by name, its dims in the configuration."""
-    assert executed_flops((HLO / "cublas.hlo").read_text()) == 2 * 64 * 32 * 16
+    assert reading.executed_flops((HLO / "cublas.hlo").read_text()) == 2 * 64 * 32 * 16
 
 
 def test_memory_is_what_was_passed_and_aliased():
     step = jax.jit(lambda state, x: (state + x.sum(), state.sum()), donate_argnums=0)
-    memory = compiled_memory(step.lower(jnp.ones((1000,)), jnp.ones((10,))).compile())
+    memory = reading.compiled_memory(step.lower(jnp.ones((1000,)), jnp.ones((10,))).compile())
     assert memory["argument_bytes"] == 4 * 1010
     assert memory["alias_bytes"] == 4000
     assert 4004 <= memory["output_bytes"] <= 4004 + 16  # the result's tuple holds a pointer for each part

@@ -84,7 +84,7 @@ def project():
 
 
 def repository_files():
-    """List the repository's text files, tracked or not yet, with what they say; no embedded pictures."""
+    """List the repository's text files with what they say."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -146,7 +146,7 @@ def test_no_imports_go_in_a_circle():
 
 
 def needs_no_jax(name):
-    """Tell whether a file promises to work without JAX: it prices thousands of plans, and runs on a page."""
+    """Tell whether a file promises to work without JAX."""
     return name in NO_JAX_FILES or folder_of(name) in NO_JAX_FOLDERS and name not in WITH_JAX
 
 
@@ -259,7 +259,7 @@ def requirement(text):
 
 
 def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
-    """The same names and bounds under conda-forge's names. This does not prove that conda can solve it."""
+    """The same names and bounds under conda-forge's names."""
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == "llmpar" and environment["channels"] == ["conda-forge", "nodefaults"]
     *conda, pip = environment["dependencies"]
