@@ -2,16 +2,11 @@
 
     python tests/bench.py [GROUP ...] [--rounds 3] [--positions N] [--record]
 
-A row is one piece of work: by plain JAX, by torch as it is and compiled, by this package on one device, and
-as the row says. They take turns in one process, and a cell is the median of a few rounds. "best" divides ours
-by the fastest of the others and "one" by ours on one device, round by round; "then" divides by the run that
-`--record` wrote to bench.json, if that was on this machine. Above one is worse, also where more is better
-(tokens/s). What cannot run says why in its cell. CPU seconds are those of all threads: they repeat better
-than seconds, and a busy machine makes both longer, so ratios count.
-
-Each group runs in a process of its own: when it ends its memory is free. Steps are of a Llama of 4 layers,
-width 256, vocabulary 2,048, float32, AdamW, 16 × 128 tokens; plain JAX is the tests' oracle in one jit. With
-experts there are 8 of half the width, and 2 for a token. What accelerators reach, device.py measures.
+A row is one piece of work: by plain JAX (the tests' oracle in one jit), by torch as it is and compiled, by
+this package on one device, and as the row says; a cell is the median of rounds that take turns. "best"
+divides ours by the fastest of the others, "one" by ours on one device, "then" by the run that `--record`
+wrote to bench.json on this machine. Above one is worse, also of tokens/s. A busy machine makes all seconds
+longer, so ratios count.
 """
 
 import argparse
@@ -105,9 +100,6 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-# ----------------------------------------------------------------------------------- before anything computes
-
-
 def start(size: dict) -> Iterator[Row]:
     """What a reader waits for first: imports, the command line, plans."""
     others = {"plain JAX": python("-c", "import jax, optax")}
@@ -122,8 +114,6 @@ def start(size: dict) -> Iterator[Row]:
     asked = planner.Question(preset(size["model"]), hardware.chip("h100"), num, num, 8192)
     yield f"rank plans of {size['model']} on {num}", "CPU s", {"ours": cpu(lambda: planner.decide(asked))()}
 
-
-# --------------------------------------------------------------------------------------------- training steps
 
 FAST = dict(unroll=0, attention_block=64)  # a stage of one layer has no loop to unroll
 STAGES = dict(zero=0, microbatches=8, attention_block=64)
@@ -333,9 +323,6 @@ def looks(size: dict) -> Iterator[Row]:
     yield f"look at {count} collectives", "CPU s", {"plain JAX": cpu(alone), "ours": cpu(looked)}
 
 
-# --------------------------------------------------------------------------------------------- long sequences
-
-
 def attends(size: dict) -> Iterator[Row]:
     """Causal attention of 8 heads × 64, output and gradients: whole, and in a ring of 8."""
     use_devices(8)
@@ -391,9 +378,6 @@ def long(size: dict) -> Iterator[Row]:
     taken = cpu(lambda: jax.block_until_ready(program(state, batch)))()
     yield f"a block, {length:,} positions", "CPU s", {"ours": taken}
     yield f"a block, {length:,} positions: peak memory", "MiB", {"ours": peak()}
-
-
-# ------------------------------------------------------------------------------------------- server and pages
 
 
 def server(size: dict) -> Iterator[Row]:
@@ -486,8 +470,6 @@ def page(size: dict) -> Iterator[Row]:
             yield *row, {"ours": measure}
         browser.close()
 
-
-# -------------------------------------------------------------------------------------------------- the table
 
 GROUPS = {"start": start, "steps": steps, "many": many, "compiled": compiled, "looks": looks}
 GROUPS |= {"attention": attends, "long": long, "server": server, "page": page}

@@ -75,8 +75,7 @@ def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
 
 @other_gpus.described()
 def compiled(case: Case, target: str) -> dict[str, Any]:
-    """Compile a case, and keep what a row of the table needs. A compiler that refuses says what the program
-    would have held in all."""
+    """Compile a case, and keep what a row of the table needs; of a refusal what would have been held."""
     from llmpar.planner.aot import compile_step
 
     found = compile_step(case.config, case.plan, parse_target(target), case.batch_size, case.seq_len)
@@ -101,8 +100,7 @@ def compiled(case: Case, target: str) -> dict[str, Any]:
 
 
 def rewritten(document: dict[str, Any]) -> dict[str, float]:
-    """Name what the compiler itself made of the partitioned program: by axis and kind the bytes of the final
-    program over those before, where they differ by more than a hundredth."""
+    """By axis and kind the bytes of the final program over those partitioned, where they differ by 1 %."""
     before = {f"{row['axis']} {row['kind']}": row["compiled_bytes"] for row in document["collectives"]}
     after = {f"{row['axis']} {row['kind']}": row["bytes"] for row in document["final"]}
     largest = max([*before.values(), *after.values(), 1])
@@ -125,7 +123,7 @@ def formula(case, target: str) -> int:
 
 
 def record(target: str, names: list[str]) -> None:
-    """Compile the cases that are named, or those without a record, and keep what their compiler says."""
+    """Compile the cases that are named, or those without a record."""
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows = known.setdefault(target, {"versions": {}, "plans": {}})
     library = "libtpu" if devices_of(target) == "tpu" else "jax-cuda12-plugin"
@@ -140,7 +138,7 @@ def record(target: str, names: list[str]) -> None:
 
 @other_gpus.described()
 def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
-    """Print predicted beside compiled for one target, and add its part of the table to ``lines``."""
+    """Print predicted beside compiled; add the target's part of the table."""
     print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines += [f"\n## {where} ({versions})\n"]

@@ -1,10 +1,7 @@
 """What one accelerator says of this package: right or wrong, how fast, how much memory. `make device-test`.
 
-Attention by its kernel against the whole score matrix, in one part and in two hops of a ring; products of
-groups of rows against NumPy; losses of training steps against those of a CPU; what kernels, cuDNN and plain
-products reach of the chip's peak; steps against the estimates of time and memory; a trace. It takes up to 8
-minutes on one GPU, writes `device.md` beside this file, and `llmpar/inspect/reached.json`, whose shares
-estimates then take for this chip in place of those that are assumed.
+It takes up to 8 minutes on one GPU, writes `device.md` beside this file, and `llmpar/inspect/reached.json`,
+whose shares estimates then take for this chip in place of those that are assumed.
 
     python tests/device.py [--small] [--out FOLDER]
 
@@ -91,8 +88,6 @@ class Test:
             self.row("speed", f"{what}, of peak", 100 * share, "%")
             self.shares |= {name: round(share, 3)} if name else {}
 
-    # ----------------------------------------------------------------------------------- right or wrong
-
     def attends(self) -> None:
         """Output and gradients of the kernel against the whole score matrix in float32."""
         s, draw = self.size["positions"], np.random.default_rng(0)
@@ -108,12 +103,14 @@ class Test:
                     of = np.sort(draw.integers(0, documents, (2, s)), 1).astype(np.int32)
                     at = np.tile(np.arange(s, dtype=np.int32), (2, 1))
                     settings = dict(mask=mask, scale=h**-0.5, platform=self.platform, launch=launch)
-                    by_hand = jax.jit(functools.partial(_by_hand, settings, hops))
+                    run = jax.jit(functools.partial(by_hand, settings, hops))
                     whole, wide = jax.jit(functools.partial(_whole, mask)), (q, k, v, grad)
                     with jax.default_matmul_precision("highest"):
-                        got = by_hand(q, k, v, grad, jnp.stack([at, of], 1))
+                        out, _, *grads = run(q, k, v, grad, jnp.stack([at, of], 1))
                         want = whole(*(x.astype("float32") for x in wide), at, of)
-                    self.row("attention", f"{h}, {dtype}, {name}", _apart(got, want), "", ROUNDED[dtype])
+                    self.row(
+                        "attention", f"{h}, {dtype}, {name}", _apart((out, *grads), want), "", ROUNDED[dtype]
+                    )
 
     def multiplies(self) -> None:
         """Products of groups of rows against NumPy in float64."""
@@ -150,15 +147,13 @@ class Test:
             if losses:
                 self.row("loss", f"{model}, three steps, against a CPU", _apart(*losses), "", 1e-4)
 
-    # ---------------------------------------------------------------------- how fast, how much memory
-
     def seen(self, h: int, s: int) -> float:
         """The share of the pairs of positions that our kernel computes, with the tiles of this device."""
         tiles = kernel_tiles("flash_forward", h, 2, s, s, self.platform, self.device.device_kind)
         return ring.seen_share(tiles, s)
 
     def multiplies_fast(self) -> None:
-        """What products, attention and experts reach of peak, forward and backward together."""
+        """What products, attention and experts reach of peak."""
         n, draw = self.size["product"], np.random.default_rng(0)
         array = lambda *shape: jnp.asarray(draw.standard_normal(shape, np.float32), jnp.bfloat16)
         self.rate(f"a product of {n}", 2 * n**3, jnp.matmul, array(n, n), array(n, n), name="products")
@@ -179,7 +174,7 @@ class Test:
             self.rate(f"{num} experts, {what}", 18.0 * rows * d * m, back, chosen, x, x, *w)
 
     def attends_fast(self, array, b: int, s: int, k: int, r: int, h: int) -> None:
-        """What our kernel and cuDNN's reach: the shares of the first that is asked for stand for all."""
+        """What our kernel and cuDNN's reach; the first shape stands for all."""
         q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
         ids, given, what = dict(q_positions_bs=at, k_positions_bt=at), (q, kv, kv, q), f"{s}, heads of {h}"
         both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
@@ -250,8 +245,8 @@ class Test:
             del state
 
 
-def _by_hand(settings, hops, q, k, v, grad, ids):
-    """Attention and its gradients by the kernel, the keys in so many parts, as a ring meets them."""
+def by_hand(settings, hops, q, k, v, grad, ids):
+    """Attention, its lse and gradients by the kernel, the keys in so many parts, as a ring meets them."""
     cut = [slice(len(k[0]) * i // hops, len(k[0]) * (i + 1) // hops) for i in range(hops)]
     parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in cut]
     none = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
@@ -263,7 +258,7 @@ def _by_hand(settings, hops, q, k, v, grad, ids):
     for k_part, v_part, k_ids in parts:
         dq, *dkv = flash.kernel_backward(q, k_part, v_part, ids, k_ids, per_query, dq, **settings)
         more.append(dkv)
-    return out, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
+    return out, lse, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 
 
 def _whole(mask, q, k, v, grad, at, of):

@@ -3,8 +3,7 @@
     python tests/foreign.py                 # the programs below, of the packages that are installed
     python tests/foreign.py FILE.py ...     # other people's tests or scripts: every jitted call that succeeds
 
-The second way replaces `jax.jit` before a file is imported: each program is looked at once for its shapes.
-What was found on which versions stands in foreign.md; the packages go into an environment of their own.
+The second way replaces `jax.jit` before a file is imported. What was found stands in foreign.md.
 """
 
 import collections
@@ -42,8 +41,6 @@ def seen(name, key, look):
         ours = "/llmpar/" in traceback.extract_tb(error.__traceback__)[-1].filename
         kind = "refused" if ours and type(error) is ValueError else "TRACEBACK"
         SEEN[name, key] = f"{kind}: {type(error).__name__}: {error}"
-        if kind == "TRACEBACK" and "-v" in sys.argv:
-            traceback.print_exc()
 
 
 class Watched:
@@ -82,9 +79,6 @@ jit = jax.jit
 
 def watched(fun=None, **options):
     return Watched(jit(fun, **options)) if fun is not None else functools.partial(watched, **options)
-
-
-# ---------------------------------------------------------------------------- programs of installed packages
 
 
 def mesh(explicit=False, **axes):
@@ -193,9 +187,7 @@ def built(*names):
 def programs():
     for name, on, rest in built():
         with jax.set_mesh(on) if on else contextlib.nullcontext():
-            found = seen(name, "", functools.partial(llmpar.look, *rest))
-        if found and "-v" in sys.argv:
-            print(found)
+            seen(name, "", functools.partial(llmpar.look, *rest))
 
 
 def main(files):
@@ -221,4 +213,4 @@ def main(files):
 
 
 if __name__ == "__main__":
-    sys.exit(main([a for a in sys.argv[1:] if a != "-v"]))
+    sys.exit(main(sys.argv[1:]))

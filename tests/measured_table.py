@@ -32,8 +32,7 @@ def source_of(case) -> str:
 
 
 def cross() -> str:
-    """Fit on each half of the sources, predict the other; then on all but one, predict that one. Only runs of
-    `FILE` are fitted on; those of both files are predicted."""
+    """Fit on each half of the sources, predict the other; then on all but one. Only on runs of `FILE`."""
     timed = lambda file: [case for case in read_runs(file)[0] if case.measured["step_s"]]
     fitted, unseen = timed(FILE), timed(UNSEEN)
     halves = [{word for word in SOURCES if (word in HALF) == side} for side in (False, True)]
@@ -44,7 +43,7 @@ def cross() -> str:
 
 
 def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
-    """The table of predictions of each group of sources by a fit on all other sources."""
+    """Predictions of each group of sources by a fit on all others."""
     errors: dict[tuple[str, str, str], list[float]] = {}
     for group in groups:
         tested = [case for case in [*fitted, *unseen] if source_of(case) in group]

@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------- the parts
-
 
 def frequencies(c, last=0):
     """Radians per position of each pair: as they are, all slower, Llama 3.1's and YaRN's mixtures, or each
@@ -93,9 +91,6 @@ def matrices(w, part):
     """The weights of one of a layer's feed-forwards."""
     names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
     return {name: w[f"{part}.{name}"] for name in names if f"{part}.{name}" in w}
-
-
-# ------------------------------------------------------------------------------------------------- attention
 
 
 def rotated(x, c, positions):
@@ -177,9 +172,6 @@ def attention(x, w, c, batch):
     return jnp.einsum("bnst,btnh,nhd->bsd", p, v, w["attention.o"]) + w.get("attention.o_bias", 0)
 
 
-# --------------------------------------------------------------------------------------------------- experts
-
-
 def chosen_of(score, bias, how):
     """Which experts (b s e) a token visits, and how close the closest call was."""
     favour, closest = jax.lax.stop_gradient(score + bias), math.inf
@@ -231,9 +223,6 @@ def experts(x, w, c, pieces):
         "closest": closest,
     }
     return y, loss, told
-
-
-# ------------------------------------------------------------------------------------------------- the model
 
 
 def block(c, batch, pieces, x, w):

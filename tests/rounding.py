@@ -5,9 +5,8 @@
     python tests/rounding.py bf16 notebooks/src/03_*.py           a lesson or another script; exact: unrounded
 
 Products of float32 whose precision was left to the default get operands with 7 bits of mantissa (bfloat16:
-one pass of a TPU) or 10 (TF32: a tensor core); sums stay in float32, as there. Those of a stated precision
-("highest", or a dot algorithm) are left alone, and so is everything else. Forward, backward and inside loops:
-it is the lowering of the product that is replaced, once, before anything is compiled.
+one pass of a TPU) or 10 (TF32: a tensor core); sums stay in float32, as there. All else is left alone: the
+lowering of the product is replaced, once, before anything is compiled.
 """
 
 import os

@@ -15,7 +15,6 @@ import collections
 import contextlib
 import io
 import json
-import math
 import os
 import signal
 import sys
@@ -53,7 +52,7 @@ def over_devices(f, mesh):
 
 
 def beside_a_loop(x, weights):
-    """A loop of a dozen ready matmuls and a sum, and a chain of sums beside it that needs nothing of it."""
+    """A loop of matmuls and a sum, and a chain of sums beside it."""
     rows, small = x
 
     def body(c, _):
@@ -116,12 +115,12 @@ def child(asked, pipe: int) -> None:
 
 
 def soak(asked) -> dict:
-    """Run so many children, so many at once; count how they ended and what they answered."""
+    """Run children; count how they ended and what they answered."""
     running: dict[int, tuple[float, int]] = {}
     ends, answers, cpu = collections.Counter(), collections.Counter(), 0.0
     started = 0
-    while running or started < asked.runs and cpu < asked.cpu_s:
-        while len(running) < asked.at_once and started < asked.runs and cpu < asked.cpu_s:
+    while running or started < asked.runs:
+        while len(running) < asked.at_once and started < asked.runs:
             read, write = os.pipe()
             pid = os.fork()
             if not pid:
@@ -159,7 +158,6 @@ if __name__ == "__main__":
     parser.add_argument("--at-once", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=120, help="a run that takes longer hangs")
-    parser.add_argument("--cpu-s", type=float, default=math.inf, help="no new run after so many CPU seconds")
     parser.add_argument("--without", action="store_true", help="leave out the channels")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)

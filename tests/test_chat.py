@@ -140,16 +140,9 @@ def test_a_template_is_a_strangers_program(opened, template, said):
         Chat(opened("chatml", template)).tokens([USER])
 
 
-WILD = """{% set word = messages[0].content %}
-{% if word == "loop" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
-{% endif %}
-{% if word == "fill" %}{{ word * 10**11 }}{% endif %}
-{% if word == "print" %}{% for i in range(99999) %}{{ word * 9999 }}{% endfor %}{% endif %}
-{{ word }}<|im_end|>"""
-
-
 def test_a_template_ends_with_its_time_memory_or_letters_and_the_next_call_is_answered(opened):
-    chat = Apart(tokenizer := opened("chatml", WILD), 0.5)
+    wild = FIXTURE.with_name("chat").joinpath("wild.jinja").read_text()
+    chat = Apart(tokenizer := opened("chatml", wild), 0.5)
     fine, spelled = {"role": "user", "content": "fine"}, "two<|im_end|>"
     want = Chat(tokenizer).tokens([fine])[0].tolist()
     said = {"loop": "did not end in 0.5 s of processor time", "fill": "need more than 1 GiB of memory"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-from shared import program_text
+from shared import TABLES, program_text
 from steps import SHARED
 
 import llmpar.cli.demo
@@ -112,7 +112,7 @@ def test_weights_that_lie_beside_a_configuration_are_not_taken_and_that_is_said(
 
 @pytest.fixture
 def document(call):
-    """Run a command with --json that must succeed: its document, which is all of stdout."""
+    """The document of a command with --json, all of its stdout."""
 
     def document(*words: str) -> dict:
         status, out, err = call(*words, "--json")
@@ -147,37 +147,26 @@ def run(*words: str, code: str = "", at: Path | None = None, **variables: str) -
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=at)
 
 
-# -------------------------------------------------------------------------------------------------- documents
-
-
 def test_models_lists_every_preset_and_describes_one_by_name_or_path(document, call, model):
     assert [m["params"] for m in document("models", "qwen3-0.6b")["models"]] == [596_049_920]
     [little] = document("models", model())["models"]
     assert little["name"] == "little" and little["num_layers"] == 1 and little["vocab_size"] == 264
     models = document("models")["models"]
     assert [m["name"] for m in models] == list(PRESETS)
-    assert {m["name"]: m["params"] for m in models}["llama3-8b"] == 8_030_261_248
     assert all((m["active_params"] < m["params"]) == bool(m["experts"]) for m in models)
     assert [bool(m["notes"]) for m in models] == [bool(PRESETS[m["name"]].notes) for m in models]
-    oss = next(m for m in models if m["name"] == "gpt-oss-20b")
-    assert [(kind["layers"], kind["window"]) for kind in oss["layers"]] == [(12, 128), (12, None)]
-    assert oss["experts"] == {"num_experts": 32, "top_k": 4} and "rope_theta" not in oss
     status, out, _ = call("models")
     makers = {m["maker"] for m in models}
     assert status == 0 and len(out.splitlines()) == len(PRESETS) + len(makers)
-    assert "8,030,261,248 parameters" in out and "\nDeepSeek:\ndeepseek-v3 " in out
     assert out.count(", planned") == sum(not config.runs for config in PRESETS.values())
 
 
-def test_schedule_document(document, call, tmp_path):
+def test_schedule_document(document):
     """GPipe on p=4, m=8 with equal costs: idle 2(p-1) of 2(m+p-1) slots, bubble over ideal (p-1)/m."""
     found = document("schedule", "gpipe", "--stages", "4", "--microbatches", "8", "--costs", "1,1,0")
     assert set("makespan_lockstep bubble_over_ideal bubble_rate table".split()) <= found.keys()
     assert found["makespan"] == 22 and abs(found["bubble_over_ideal"] - 3 / 8) < 1e-9
     assert abs(found["bubble_fraction"] - 3 / 11) < 1e-9 and len(found["peak_live"]) == 4
-    picture = tmp_path / "table.svg"
-    status, out, err = call("schedule", "zb-h1", "--svg", str(picture))
-    assert status == 0 and "bubble_rate" in out and "<svg" in picture.read_text() and str(picture) in err
 
 
 def test_doctor_says_what_is_here_and_the_extra_of_what_is_missing(document, call, monkeypatch):
@@ -202,7 +191,6 @@ EIGHT = ("--mesh", "dp=2 fsdp=2 tp=2")
 
 
 def test_train_document_log_plot_and_resumption(call, document, model, tmp_path):
-    """One run in all its parts: contract, log, picture, and a second call that finds nothing left to do."""
     log, plot, text = tmp_path / "log.jsonl", tmp_path / "loss.svg", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)
     words = f"train --model {model()} --steps 4 --data {text} --every 3 --checkpoints {tmp_path}/kept".split()
@@ -210,16 +198,13 @@ def test_train_document_log_plot_and_resumption(call, document, model, tmp_path)
     status, out, err = call(*words, "--json")
     assert status == 0 and out.count("\n") == 1, err
     assert "\ncompiling …\n" in err and "step 4/4: loss " in err
-    assert "nats per token in 4 steps" in err and "8 devices" in err
     found = json.loads(out)
     assert found["mesh"] == {"pp": 1, "dp": 2, "fsdp": 2, "ep": 1, "sp": 1, "tp": 2}
     assert len(found["losses"]) == 4 == len(found["grad_norms"])
-    assert all(isinstance(x, float) for x in found["losses"])
     assert found["devices"] == 8 and found["params"] == 2 * 264 * 32 + 4 * 32 * 32 + 3 * 32 * 32 + 3 * 32
     assert found["tokens_per_s"] > 0 and found["step_s"] > 0 and found["start"] == 0 and found["mfu"] is None
     assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == found["losses"]
     assert "<svg" in plot.read_text()
-    assert found["eval_losses"] == []
     status, out, _ = call(*words[:-2])  # people get words, on stderr
     assert (status, out) == (0, "")
     done = document(*words[:-2])
@@ -240,10 +225,6 @@ def test_inspect_document(without_lab):
         parts = [r for r in arrows if (r["axis"], r["kind"]) == (row["axis"], row["kind"])]
         assert sum(r["bytes_sent"] for r in parts) == row["compiled_bytes"]
         assert sum(r["count"] for r in parts) == row["count"]
-    [sums] = [row["arrow"].split("; ") for row in rows if (row["axis"], row["kind"]) == ("tp", "all-reduce")]
-    text = {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"}
-    assert text <= set(sums), "lines of the model's text"
-    assert any("model/llama.py:" in row["source"] for row in rows)
     memory = found["memory"]
     assert memory["predicted_argument_bytes"] == memory["compiled_argument_bytes"] > 0
     assert memory["predicted_temp_bytes"] > 0 < memory["compiled_temp_bytes"]
@@ -257,20 +238,18 @@ def test_inspect_prints_types_beside_layouts_and_how_far_meshes_may_be_apart(cal
     assert status == 0, err
     found = json.loads(out)
     assert found["mode"] == "explicit" and all(r["layout"] == r["type_says"] for r in found["types"])
-    stream = next(row for row in found["types"] if row["value"] == "stream b s d")
-    assert stream["layout"] == "b/dp s d" and "@dp," in stream["type"]
-    apart = found["tolerance"]
-    assert 0 < apart["bound"]["loss"] < apart["bound"]["gradient"] < 1e-4
-    assert {"name", "by", "unit", "length", "loss", "grad_norm", "gradient"} == apart["terms"][0].keys()
+    assert 0 < found["tolerance"]["bound"]["loss"] < found["tolerance"]["bound"]["gradient"] < 1e-4
+    keys = {"name", "by", "unit", "length", "loss", "grad_norm", "gradient"}
+    assert keys == found["tolerance"]["terms"][0].keys()
     status, out, _ = call(*small, "--mode", "auto")  # types are those of the explicit one all the same
-    assert status == 0 and "bytes sent per device and step" in " ".join(out.split())
-    for words in ("type says", "auto mode", "arguments", "spread between two meshes"):
-        assert words in out
-    status, _, err = call("inspect", "--mesh", "pp=2", "--microbatches", "2", "--types")
-    assert status == 1 and "mode='explicit' does not go with pp=2; use mode='manual'" in err
-
-
-# ---------------------------------------------------------------------------------------------- exit statuses
+    words = (
+        "bytes sent per device and step",
+        "type says",
+        "auto mode",
+        "arguments",
+        "spread between two meshes",
+    )
+    assert status == 0 and all(word in " ".join(out.split()) for word in words)
 
 
 def test_a_process_has_the_same_statuses_and_needs_no_jax_for_what_computes_nothing():
@@ -285,7 +264,6 @@ def test_a_process_has_the_same_statuses_and_needs_no_jax_for_what_computes_noth
 
 
 def test_every_field_of_a_plan_an_optimizer_and_a_text_is_a_flag_with_its_default():
-    """Flags come from the dataclasses that the package computes with: there is no copy that could differ."""
     for kind, given in [(Plan, "step.plan"), (OptimizerConfig, "optimizer"), (DataConfig, "text")]:
         filled = functools.reduce(getattr, given.split("."), parse(["train"]))
         own = {"mesh", "seq_len", "batch_size", "seed"}  # the command's: they serve more than one of these
@@ -309,9 +287,6 @@ def test_jax_that_has_started_already_is_refused_and_the_advice_works():
     assert heeded.returncode == 0 and json.loads(heeded.stdout)["devices"] == 8
 
 
-# ------------------------------------------------------------------------------------- what goes wrong inside
-
-
 class Odd(RuntimeError):
     pass
 
@@ -320,6 +295,11 @@ FAULT, SHOWN = "llmpar: this is a fault of llmpar, at ", "; LLMPAR_TRACEBACK=1 s
 FULL = r"llmpar: the memory of a device is full \(.*\); use a smaller model .*\n"
 FAULTS = [
     (KeyError("x"), 1, rf"{FAULT}cli/__init__.py:\d+: KeyError: 'x'{SHOWN}"),
+    (
+        json.JSONDecodeError("of another library, no refusal", "", 0),
+        1,
+        f"{FAULT}.*: JSONDecodeError.*{SHOWN}",
+    ),
     (Odd("first\nsecond"), 1, f"{FAULT}.*: Odd: first{SHOWN}"),
     (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), 1, FULL),
     (FloatingPointError("the loss is nan; try it"), 1, r"llmpar: the loss is nan; try it\n"),
@@ -365,15 +345,7 @@ def test_an_error_while_another_package_is_imported_is_no_fault_of_llmpar(tmp_pa
     assert "another package cannot be imported: ImportError: cannot import name 'gone'" in broken.stderr
 
 
-SURROUNDINGS = {
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 --bogus=1": "XLA_FLAGS is '.* no --bogus=1; mend",
-    "JAX_PLATFORMS=cuda": "JAX cannot start on JAX_PLATFORMS=cuda: .*unset JAX_PLATFORMS",
-    "JAX_NUM_CPU_DEVICES=abc": "JAX_NUM_CPU_DEVICES(=| is ')abc",
-    "JAX_ENABLE_X64=maybe": "JAX_ENABLE_X64(=| is ')maybe",
-}
-
-
-@pytest.mark.parametrize("variable, says", SURROUNDINGS.items())
+@pytest.mark.parametrize("variable, says", TABLES["surroundings"].items())
 def test_what_is_around_a_command_and_cannot_be_is_refused_in_a_sentence(variable, says):
     """Before XLA ends the process."""
     name, _, value = variable.partition("=")
@@ -382,11 +354,8 @@ def test_what_is_around_a_command_and_cannot_be_is_refused_in_a_sentence(variabl
     assert done.stderr.startswith("llmpar: ") and re.search(says, done.stderr), done.stderr
 
 
-def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monkeypatch):
+def test_the_stack_of_a_fault_is_shown_when_it_is_asked_for(call, monkeypatch):
     monkeypatch.setattr(Models, "run", lambda self: json.loads("{"))
-    status, _, err = call("models")
-    assert status == 1 and err.startswith("llmpar: this is a fault of llmpar, at cli/__init__.py:"), err
-    assert "JSONDecodeError" in err and err.count("\n") == 1
     monkeypatch.setenv("LLMPAR_TRACEBACK", "1")
     _, _, err = call("models")
     assert err.startswith("Traceback") and err.count("\n") > 5 and "llmpar: this is a fault" in err
@@ -405,29 +374,20 @@ def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_pipe_is_silent():
     assert (none.returncode, none.stderr) == (0, ""), none.stderr
 
 
-WORDS_LOST = program_text("words_lost")
-
-
 @pytest.mark.parametrize("where", ["full", "closed"])
 def test_words_that_cannot_be_written_are_lost_and_the_answer_is_given(where):
-    done = run(where, code=WORDS_LOST)
+    done = run(where, code=program_text("words_lost"))
     assert done.returncode == 0 and json.loads(done.stdout)["plans"], done.stderr
 
 
-WAITS = program_text("waits")
-
-
 def test_ctrl_c_ends_a_command_that_waits_in_native_code_and_takes_its_folder_along():
-    command = [sys.executable, "-c", WAITS]
+    command = [sys.executable, "-c", program_text("waits")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         folder = Path(process.stdout.readline().strip())
         assert folder.is_dir()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err, folder.exists()) == (130, "llmpar: interrupted\n", False)
-
-
-# ------------------------------------------------------------------------------------------ being interrupted
 
 
 def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
@@ -489,13 +449,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeyp
     assert 3 < len(lines) < 7
 
 
-# ------------------------------------------------------------------------------------- without the extra lab
-
 WITHOUT_LAB = program_text("without_lab")
-
-
-RANK = program_text("rank")
-NEEDS_LAB = program_text("needs_lab")
 
 
 @pytest.fixture(scope="module")
@@ -504,7 +458,7 @@ def without_lab(tmp_path_factory):
     documents, and the doctor's lines."""
     folder = tmp_path_factory.mktemp("rank")
     (folder / "config.json").write_text(json.dumps(CARD))
-    done = run(code=WITHOUT_LAB + RANK, at=folder)
+    done = run(code=WITHOUT_LAB + program_text("rank"), at=folder)
     assert done.returncode == 0, done.stderr
     train, inspect, *lines = done.stdout.splitlines()
     return folder, json.loads(train), json.loads(inspect), lines
@@ -518,15 +472,12 @@ def test_a_rank_without_the_extra_lab_trains_inspects_and_draws_an_svg(without_l
 
 
 def test_what_needs_the_extra_lab_names_it_in_a_sentence(tmp_path):
-    done = run(code=WITHOUT_LAB + NEEDS_LAB, at=tmp_path)
+    done = run(code=WITHOUT_LAB + program_text("needs_lab"), at=tmp_path)
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and len(lines) == 5, done.stderr
     assert all(x.startswith("llmpar: ") and x.endswith("pip install 'llmpar[lab]'") for x in lines), lines
     named = ("JupyterLab", "loss.svg", "table.svg", "anywidget", "SVG")
     assert all(word in line for line, word in zip(lines, named, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------ help
 
 
 def test_help_is_one_page_of_groups_and_the_examples_are_apart(call):
@@ -537,6 +488,8 @@ def test_help_is_one_page_of_groups_and_the_examples_are_apart(call):
     assert shown == list(COMMANDS) and re.findall(r"^(\w[\w ]*)$", out, re.M) == [*GROUPS, "examples"]
     status, out, err = call("trian")
     assert (status, out) == (2, "") and "no command 'trian' (did you mean train?)" in err
+    status, _, err = call("train", "--stepz", "5")
+    assert status == 2 and "llmpar train --help" in err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -544,6 +497,10 @@ def test_every_flag_says_what_it_does_and_every_example_stands_alone(call, name)
     status, out, _ = call(name, "--help")
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
     assert status == 0 and "{None}" not in text and "--no-json" not in text
+    if name == "train":
+        groups = re.findall(r"^\W+(\S* ?options) ", out, re.M)
+        assert groups[:2] == ["options", "step options"] and "text options" in groups
+        assert "--zero-axes {fsdp,ep,sp|fsdp,ep|fsdp,sp|fsdp}" in out, "choices can be told apart"
     if name == "inspect":  # whose flags have the docstrings of a plan's fields
         assert "which positions each rank of sp has. 'zigzag' gives all ranks the same" in text
         assert "`" not in text and ":mod:" not in text and "--mesh STR" in text and "--pp" not in text
@@ -552,50 +509,21 @@ def test_every_flag_says_what_it_does_and_every_example_stands_alone(call, name)
     assert all(line.count("llmpar ") == 1 for line in out.splitlines() if line.startswith("    llmpar"))
 
 
-def test_choices_can_be_told_apart_and_a_wrong_flag_points_to_its_command(call):
-    _, out, _ = call("train", "--help")
-    assert "--zero-axes {fsdp,ep,sp|fsdp,ep|fsdp,sp|fsdp}" in out
-    groups = re.findall(r"^\W+(\S* ?options) ", out, re.M)
-    assert groups[:2] == ["options", "step options"] and {"optimizer options", "text options"} <= set(groups)
-    status, _, err = call("train", "--stepz", "5")
-    assert status == 2 and "llmpar train --help" in err
-
-
-# --------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.fixture
-def cache_of_its_own():
-    """Where compiled programs are kept may be changed."""
+def test_what_jax_is_told_that_would_only_wait_is_said(capsys, monkeypatch, tmp_path, request):
+    """And where compiled programs are kept is done without, where that cannot be."""
     before = jax.config.jax_compilation_cache_dir
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-def test_a_home_that_is_not_there_is_done_without(monkeypatch, cache_of_its_own):
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    jax.config.update("jax_compilation_cache_dir", None)
-    start_jax()
-    assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_what_jax_is_told_that_would_only_wait_is_said(capsys, tmp_path, cache_of_its_own):
+    request.addfinalizer(lambda: jax.config.update("jax_compilation_cache_dir", before))
     with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT is on: .*; unset it"):
         start_jax()
     (tmp_path / "file").write_text("")
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "x"))
     start_jax()
     assert jax.config.jax_compilation_cache_dir is None
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    start_jax()
+    assert jax.config.jax_compilation_cache_dir is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "/file/x' cannot be written (Not a directory)" in err
-
-
-def test_a_damaged_checkpoint_exits_with_one_in_a_sentence(call, model, tmp_path):
-    (tmp_path / "kept" / "7").mkdir(parents=True)
-    words = ["train", "--model", model(), "--mesh", "dp=1", *TINY_STEP]
-    status, out, err = call(*words, "--checkpoints", str(tmp_path / "kept"))
-    assert (status, out) == (1, "") and "Traceback" not in err
-    assert "llmpar: the checkpoint of step 7 in " in err
 
 
 @pytest.mark.long
@@ -607,9 +535,5 @@ def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document
     ask = ("generate", "import ", "--tokens", "5", "--checkpoints", str(tmp_path / "kept"), "--mesh")
     one, many = (document(*ask, mesh) for mesh in ("dp=1", "sp=2 tp=2"))
     assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
-    status, _, sentence = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
-    assert status == 1 and "there is no checkpoint in" in sentence and not (tmp_path / "none").exists()
     status, _, sentence = call(*ask, "dp=1", "--model", "tiny-tied")
     assert status == 1 and "is of another model: it has" in sentence
-    status, _, sentence = call("generate", "--mesh", "dp=2")
-    assert status == 1 and "has dp, but a prompt is one row, and goes" in sentence

@@ -39,7 +39,7 @@ def answers(run: Engine, *requests: Request) -> list[list[Event]]:
 
 
 def whole(config, tokens):
-    """Log-probabilities after every position of a row of tokens, on one device without a cache."""
+    """Log-probabilities after every position, without a cache."""
     tokens = np.asarray(tokens, np.int32)[None]
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
@@ -154,8 +154,6 @@ def test_refusals_say_what_would_work():
     assert not run.busy
 
 
-# --------------------------------------------------------------------------------------------------- choosing
-
 chosen = jax.jit(choose_tokens)
 
 
@@ -193,8 +191,7 @@ def test_shares_are_those_of_the_softmax_over_temperature_of_the_tokens_that_are
 
 
 def test_seed_and_position_alone_decide():
-    """From 1,000 equal logits: other seeds and other positions draw anew; the row and its company are no
-    matter."""
+    """From 1,000 equal logits: other seeds and positions draw anew; the row and its company are no matter."""
     even = np.zeros((16, 1000))
     at_places, of_seeds = drawn(even), drawn(even, np.zeros(16), np.arange(16))
     assert len(set(at_places)) > 8 and len(set(of_seeds)) > 8

@@ -37,7 +37,7 @@ COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
 
 def written(page: Path) -> list[str]:
-    """List a page's commands: its indented lines without what stands beside them, and those in text."""
+    """List a page's commands: its indented lines, and those in text."""
     text = page.read_text().replace(STORY, "")
     lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", text, re.M)
     lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]
@@ -69,8 +69,7 @@ def outcome(line: str, capsys) -> tuple[int, str, str]:
 
 @each_page
 def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, capsys):
-    """What compiles a program is checked up to there (test_cli.py trains, generates and inspects); the test
-    below runs it and what is slow."""
+    """What compiles a program is checked up to there; the test below runs it and what is slow."""
     monkeypatch.chdir(tmp_path)
     text, known = page.read_text(), {*NOT_RUN, *SLOW}.union(*map(written, PAGES[: PAGES.index(page)]))
     if torch := re.search(r"^(?:    [0-9FBWI,]+\n)+", text, re.M):  # the file that a line below it reads
@@ -161,15 +160,9 @@ def test_the_first_page_is_short_and_every_page_is_reached_from_it():
 
 
 def test_the_readme_and_the_page_of_words_say_the_same():
-    """All rows of arrows; of strategies those that the README has, some in fewer words."""
     words = (ROOT / "docs" / "words.md").read_text()
     table = re.compile(r"^\| in the layout before \|.*?\n\n", re.M | re.S)
     assert table.search(words)[0] == table.search(README.read_text())[0]
-    said = re.compile(r"^\| ([a-zA-Z][^|]*?) \| (.*`.*) \|$", re.M)
-    arrows = {name: set(re.findall(r"`[^`]+`", row)) for name, row in said.findall(words)}
-    ours = {name: set(re.findall(r"`[^`]+`", row)) for name, row in said.findall(README.read_text())}
-    ours = {name: row for name, row in ours.items() if name in arrows}
-    assert len(ours) == 9 and all(row <= arrows[name] for name, row in ours.items())
 
 
 def test_the_tree_is_printed_with_a_line_for_each_folder():

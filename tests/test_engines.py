@@ -18,7 +18,7 @@ from shared import TABLES
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
-from llmpar.launch import jobs, joined, local, traps
+from llmpar.launch import joined, traps
 from llmpar.launch.engines import Place, detect, first_host, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 from llmpar.plan.config_json import QUANTIZED
@@ -54,9 +54,6 @@ def test_lists_of_hosts_and_tasks_are_read():
     hosts = ("n1", "n[1-4]", "n[07-08,11],m3", "cpu-[0012]-x,y", "a,b", "r[2,5]n[1-3]")
     assert [first_host(x) for x in hosts] == ["n1", "n1", "n07", "cpu-0012-x", "a", "r2n1"]
     assert [tasks_on("2(x3),1", node) for node in range(5)] == [2, 2, 2, 1, 0]
-
-
-# ------------------------------------------------------------------------------------- addresses and devices
 
 
 def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
@@ -154,8 +151,7 @@ def test_who_comes_twice_or_as_one_of_another_number_is_refused_in_all(monkeypat
 
 @pytest.mark.parametrize("declines", [(1,), (0,), (0, 1, 2)])
 def test_a_process_that_ends_before_it_has_come_is_not_waited_for(declines):
-    """A flag that one alone has: the others would wait two minutes. All are told its sentence, and where all
-    refuse the same, nobody waits."""
+    """A flag that one alone has. All are told its sentence; where all refuse the same, nobody waits."""
     words = arrivals((0, 3), (1, 3), (2, 3), declines=declines)
     told = [words[i] for i in range(3) if i not in declines or i == 0]
     says = r"process \d, on .*, ended before it came: no such flag"
@@ -183,7 +179,7 @@ def test_who_is_no_process_0_is_not_waited_for(monkeypatch):
 
 
 def test_a_process_that_was_started_again_may_come_again(monkeypatch):
-    """The last one that comes is the one that had come before, after all numbers have been seen once."""
+    """The last one that comes has come before."""
     free, has_come, missing = joined.free_port(), threading.Event(), joined._missing
     one, two, three = (place(i, f"127.0.0.1:{free}", 3) for i in range(3))
 
@@ -224,21 +220,18 @@ def test_a_proxy_is_kept_out_of_the_way(capsys):
     assert "https_proxy would stand between the processes" in capsys.readouterr().err
 
 
-class Told:
-    """The coordinator's memory of what failed first, as `joined` asks it."""
+class Store(dict):
+    """What processes keep at the coordinator, as `joined` asks it."""
 
-    def __init__(self, told=None):
-        self.told = told
+    key_value_try_get = dict.__getitem__
 
-    def key_value_try_get(self, key):
-        if self.told is None:
-            raise KeyError(key)
-        return self.told
-
-    def key_value_set(self, key, value):
-        if self.told is not None:
+    def key_value_set(self, key, value, allow_overwrite=False):
+        if key in self and not allow_overwrite:
             raise ValueError("it exists")
-        self.told = value
+        self[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.items() if key.startswith(folder)]
 
 
 BROKEN = "the checkpoint of step 8 could not be written: Gloo AllGather failed: Connection reset by peer"
@@ -270,22 +263,12 @@ def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, 
     """Job files read the exit status, and an engine may give them that of any process."""
     from llmpar import cli
 
-    client = Told(told)
+    client = Store({joined._KEY: told} if told else {})
     monkeypatch.setattr(joined, "is_joined", lambda: True)
     monkeypatch.setattr(joined, "_client", lambda: client)
     error = ValueError(sentence)
     assert cli._fail(cli.explain_error(error), cli._status(error), error) == status
-    assert client.told == (told or f"{status} process 0 failed: {sentence}")
-
-
-class Store(dict):
-    """What processes keep at the coordinator."""
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        self[key] = value
-
-    def key_value_dir_get(self, folder):
-        return [(key, value) for key, value in self.items() if key.startswith(folder)]
+    assert client[joined._KEY] == (told or f"{status} process 0 failed: {sentence}")
 
 
 class Never:
@@ -330,25 +313,12 @@ def test_a_process_ends_when_process_0_does_not_answer_or_no_step_ends(monkeypat
     assert "no step ended" in signs[joined._KEY] and "most recent call first" in capfd.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------ traps
-
-TRAPS = [
-    ("CUDA_VISIBLE_DEVICES=0 SLURM_GPUS_ON_NODE=8", place(1, "n1:1", num_local=1), "sees 1 of 8 GPUs of"),
-    ("CUDA_VISIBLE_DEVICES=", Place("Ray"), "JAX sees none of the 8 GPUs here and would take CPUs"),
-    ("JAX_INITIALIZATION_TIMEOUT=600", Place(), "JAX_INITIALIZATION_TIMEOUT: neither JAX nor llmpar reads"),
-    ("", Place("Ray", joined_by="engine"), "a dead one is noticed after JAX's usual 100 s"),
-    ("", place(num=4, num_local=2), "2 processes are on others; set JAX_COORDINATOR_ADDRESS"),
-]
-
-
-@pytest.mark.parametrize("words, here, sentence", TRAPS)
+@pytest.mark.parametrize("words, here, sentence", TABLES["traps"])
 def test_a_trap_is_named_in_one_sentence(words, here, sentence):
-    (found,) = traps.traps(env(words), here, 8)
+    (found,) = traps.traps(env(words), Place(**here), 8)
     assert sentence in found and traps.traps({}, place(num_local=2), 0) == []
     assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8) == [], "nothing is wrong"
 
-
-# -------------------------------------------------------------------------------------------------- job files
 
 WORDS = ("train", "--mesh", "dp=2 fsdp=4", "--checkpoints", "kept it's")
 SITE = Site(
@@ -358,26 +328,12 @@ SITE = Site(
 )  # fmt: skip
 SERVE = ("serve", "/data/it's mine", "--served-model-name", 'a "b" $HOME', "--tensor-parallel-size", "4")
 HERE = os.path.join(os.path.dirname(__file__), "fixtures", "jobs")
-CASES = {
-    "slurm.sbatch": ("slurm", SITE),
-    "slurm-apptainer.sbatch": ("slurm", Site(container="llmpar.sif", gpus_per_node=4)),
-    "slurm-pyxis.sbatch": ("slurm", Site(container="registry.example#llmpar:1", gpus_per_node=4)),
-    "openmpi.sh": ("mpi", SITE),
-    "mpich.sh": ("mpi", Site(mpi="mpich", hosts=("n1", "n2"), gpus_per_node=4)),
-    "jobset.yaml": ("jobset", SITE),
-    "ray.py.txt": ("ray", SITE),
-    "torchrun.sh": ("torchrun", SITE),
-    "vllm.sbatch": ("slurm vllm", SITE),
-    "vllm-apptainer.sbatch": ("slurm vllm", Site(container="v llm.sif", gpus_per_node=4)),
-    "vllm-pyxis.sbatch": ("slurm vllm", Site(container="registry.example#vllm:1", gpus_per_node=4)),
-    "vllm.sh": ("ray vllm", SITE),
-}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_job_file_is_as_it_was(name):
+@pytest.mark.parametrize("name, engine, site", TABLES["job_files"])
+def test_a_job_file_is_as_it_was(name, engine, site):
     """Remove tests/fixtures/jobs and run this once to write them anew; look at what changed."""
-    engine, site = CASES[name]
+    site = Site(**site | {"hosts": tuple(site.get("hosts", ()))}) if site else SITE
     words = SERVE if "vllm" in engine else WORDS
     text, path = job_file(engine, Job(words, 2, site)), os.path.join(HERE, name)
     if not os.path.exists(path):
@@ -407,18 +363,15 @@ def test_a_jobsets_pods_have_the_command_and_find_one_another(site):
     assert detect(inside) == Place("Kubernetes", 2, 1, "llmpar-workers-0-0.llmpar:55527")
 
 
-FAKE = (Path(HERE).parent / "jobs_programs.txt").read_text()
-"""What scontrol, srun, apptainer, ray and vllm are in the tests of job files."""
-
-
 def served(folder, engine, job, *, key="k'e y", broken=False):
     """Run a server's job file where scontrol, srun, apptainer, ray and vllm are ours: its status, and what
     each of them was told."""
     text, port = job_file(engine, job), joined.free_port()
+    ours = (Path(HERE).parent / "jobs_programs.txt").read_text().replace("{python}", sys.executable)
     programs = folder / "programs"
     programs.mkdir(parents=True)
     for name in ("scontrol", "srun", "apptainer", "ray", "vllm"):
-        (programs / name).write_text(FAKE.replace("{python}", sys.executable))
+        (programs / name).write_text(ours)
         (programs / name).chmod(0o755)
     (folder / "job").write_text(text.replace("6379", str(port)))
     if broken:
@@ -487,10 +440,6 @@ def test_a_server_takes_the_sizes_that_its_weights_and_cache_need(tmp_path, monk
     launch(*asked, export_of(tmp_path / "wide", 32_121_044_992, torch_dtype="float32"))
     out, err = capsys.readouterr()
     assert "--tensor-parallel-size 2" in out and "--dtype float32" in out and "32.1 GB in float32" in err
-    launch("ray", *asked[1:], export_of(tmp_path / "ray"))
-    out, err = capsys.readouterr()
-    *_, last, mark = out.splitlines()
-    assert last.startswith("exec vllm serve") and "executor-backend ray --host" in out and mark == jobs.MARK
 
 
 def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, capsys):
@@ -551,13 +500,6 @@ def test_a_job_file_is_printed_and_submitted_only_when_it_is_asked_for(capsys, m
     with pytest.raises(SystemExit, match="0"):
         launch("slurm", "--submit", "--", "train", "--mesh", "fsdp=8")
     assert asked == [["sbatch", "llmpar-job.sbatch"]] and (tmp_path / "llmpar-job.sbatch").exists()
-
-
-def test_the_variables_of_a_process_here_are_understood_again():
-    flags = {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}
-    environ = local.environment(4, 3, "127.0.0.1:1234", 2, flags)
-    assert detect(environ) == Place("JAX_* variables", 4, 3, "127.0.0.1:1234", 3, 4)
-    assert environ["XLA_FLAGS"] == "--a" and environ["JAX_NUM_CPU_DEVICES"] == "2"
 
 
 def test_the_table_of_start_times_is_what_was_recorded():

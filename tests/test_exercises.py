@@ -1,12 +1,8 @@
-"""Every exercise has a verdict table: blank, right, and what learners answer instead.
-
-The planted wrong answers of each exercise are judged in tests/test_notebooks.py. Here stand answers as
-learners make them; nearly all must meet a sentence of their own, in place of the general hint. Also here:
-hints in steps, solutions after an attempt, what is noted, and `llmpar progress`.
+"""Every exercise has a verdict table: blank, right, and what learners answer instead. Also: hints in steps,
+solutions after an attempt, what is noted, and `llmpar progress`.
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -26,7 +22,6 @@ from shared import TABLES
 from llmpar import lessons
 from llmpar.cli import main
 from llmpar.lessons import hosts, judge, pages, record, report
-from llmpar.lessons.pages import sentences
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.mesh_shape import parse_mesh
@@ -50,6 +45,18 @@ def a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("LLMPAR_ANSWERS", raising=False)
     for memory in (lessons.GIVEN, lessons.HINTS_GIVEN, lessons.FIRST_ANSWERS):
         memory.clear()
+
+
+@pytest.fixture
+def printed(capsys):
+    """What a call prints."""
+
+    def printed(f, *given, **more):
+        capsys.readouterr()
+        f(*given, **more)
+        return capsys.readouterr().out
+
+    return printed
 
 
 LEARNERS = dict(line.split(": ", 1) for line in (HERE / "learners.txt").read_text().splitlines())
@@ -86,7 +93,6 @@ def test_what_a_function_returns_is_what_real_devices_return():
 
 
 def test_a_notebook_shows_what_each_device_sends_and_holds(capsys):
-    """Of a function that several devices run, right or wrong; outside of notebooks there are words alone."""
     gathers = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
     lessons.attempt("04.stage2_accumulated", gathers)
     plain = capsys.readouterr().out
@@ -139,17 +145,6 @@ def test_odd_spellings_of_an_answer_are_read_and_none_of_another(name, right, wr
     assert verdicts == [lessons.CORRECT] * len(right) + ["not yet"] * len(wrong)
 
 
-def test_an_exercise_has_an_answer_in_its_page_or_code_beside_it_and_all_code_belongs_to_one():
-    for lesson in lessons.lesson_numbers():
-        known = importlib.util.find_spec(f"llmpar.lessons.{lesson}")
-        code = vars(importlib.import_module(known.name)) if known else {}
-        gives = lambda f: getattr(f, "__annotations__", {}).get("return")
-        code = {name for name, f in code.items() if gives(f) is lessons.Exercise}
-        answered = {name for name, says in sentences(lesson).items() if "answer" in says}
-        assert code | answered == set(sentences(lesson)) and not code & answered, lesson
-    assert list(sentences("quiz")) == ["ratings", *filter(str.isdigit, lessons.lesson_numbers())]
-
-
 def test_a_page_counts_with_what_the_lesson_gives():
     facts = {"given": "devices=8", "answer": "2 * (devices - 1)", "hint": "Add.", "because": "Two."}
     facts |= {"`2 * devices`": "One stays.", "`* 2`": "Twice."}
@@ -193,17 +188,8 @@ def test_a_page_out_of_its_form_is_refused(line, tmp_path, monkeypatch):
         pages.sentences("99")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_exercise_has_hints_that_do_not_give_the_answer_away(name):
-    exercise = lessons.find(name)
-    steps = 3 if exercise.level == "core" else 2  # a question, a smaller case or a picture, the formula
-    assert len(set(exercise.hints())) == len(exercise.hints()) >= steps
-    if isinstance(exercise.solution, int | float):
-        assert not any(lessons.spelt_out(exercise.solution) in hint.split() for hint in exercise.hints())
-
-
 def nonsense(solution):
-    """An answer of the right kind that nobody plants: parts, numbers, texts, and functions that give such."""
+    """An answer of the right kind that nobody plants."""
     if isinstance(solution, dict):
         return {name: nonsense(part) for name, part in solution.items()}
     if isinstance(solution, list | tuple):
@@ -217,9 +203,13 @@ def nonsense(solution):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_first_miss_is_answered_by_no_formula_and_by_no_solution(name):
-    """Who answers something that nobody foresaw gets the first hint; asks, and gets the one after it."""
+    """What nobody foresaw gets the first hint; who asks gets the next one."""
     exercise = lessons.find(name)
+    steps = 3 if exercise.level == "core" else 2  # a question, a smaller case or a picture, the formula
+    assert len(set(exercise.hints())) == len(exercise.hints()) >= steps
     formula, right = exercise.says.get("hint", "none"), lessons.spelt_out(exercise.solution).strip()
+    number = isinstance(exercise.solution, int | float)
+    assert not any(number and right in hint.split() for hint in exercise.hints())
     own = [] if name == "13.cure" else [nonsense(exercise.solution)]  # what is laid right there is right
     for answer in (*own, 1234.5678, "nonsense", [7, 7, 7], None, {}):
         verdict = exercise.judge(answer)
@@ -228,75 +218,59 @@ def test_a_first_miss_is_answered_by_no_formula_and_by_no_solution(name):
     assert formula not in map(exercise.nudge, range(5))
 
 
-def test_a_miss_goes_on_where_the_hints_were(capsys):
-    def printed(ask, *given):
-        ask("03.bucket", *given)
-        return " ".join(capsys.readouterr().out.split())
-
+def test_a_miss_goes_on_where_the_hints_were(printed):
+    said = lambda ask, *given: " ".join(printed(ask, "03.bucket", *given).split())
     first, second, formula = lessons.find("03.bucket").hints()
     miss = '03.bucket (stretch): not yet. {} hint("03.bucket") says more.'
-    assert printed(lessons.attempt, 5) == miss.format(first)
-    assert printed(lessons.hint) == f"03.bucket, hint 2 of 3: {second}"
-    assert printed(lessons.attempt, 7) == miss.format(second)
-    assert f"hint 3 of 3: {formula}" in printed(lessons.hint)
-    assert formula not in printed(lessons.attempt, 9) and formula in printed(lessons.hint)
-    assert printed(lessons.attempt, 2).startswith("03.bucket (stretch): correct. ")
+    assert said(lessons.attempt, 5) == miss.format(first)
+    assert said(lessons.hint) == f"03.bucket, hint 2 of 3: {second}"
+    assert said(lessons.attempt, 7) == miss.format(second)
+    assert f"hint 3 of 3: {formula}" in said(lessons.hint)
+    assert formula not in said(lessons.attempt, 9) and formula in said(lessons.hint)
+    assert said(lessons.attempt, 2).startswith("03.bucket (stretch): correct. ")
 
 
 @pytest.mark.parametrize("line", ["  mpirun --map 'a b' " + 9 * "--mesh 'dp=2 tp=2' ", "echo -n short"])
-def test_what_is_said_fits_a_notebook_and_a_broken_command_is_the_same_command(capsys, line):
-    lessons.say("Why: " + "an all-reduce " * 20 + "\n    code = 1")
-    *lines, code = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= lessons.COLUMNS and code == "    code = 1"
-    assert not any(row.endswith("-") for row in lines) and " ".join(lines).count("all-reduce") == 20
-    lessons.say_command(line)
-    said = capsys.readouterr().out
+def test_what_is_said_fits_a_notebook_and_a_broken_command_is_the_same_command(printed, line):
+    said = printed(lessons.say, "Why: " + "an all-reduce " * 20 + "\n    code = 1").splitlines()
+    assert max(map(len, said)) <= lessons.COLUMNS and said[-1] == "    code = 1"
+    said = printed(lessons.say_command, line)
     assert max(map(len, said.splitlines())) <= lessons.COLUMNS
     joined = said.replace("\\\n", "")  # as a shell does
     assert shlex.split(joined) == shlex.split(line)
 
 
-def test_a_solution_is_told_to_those_who_have_tried(capsys):
+def test_a_solution_is_told_to_those_who_have_tried(printed):
     lessons.attempt("03.sent", ..., params=1000, devices=4)
-    lessons.solution("03.sent")
-    assert "answer first" in capsys.readouterr().out
+    assert "answer first" in printed(lessons.solution, "03.sent")
     lessons.attempt("03.sent", 4000, params=1000, devices=4)
-    lessons.solution("03.sent")
-    assert re.search(r"^03\.sent: 6,000\nWhy: .* a ring goes around twice", capsys.readouterr().out, re.M)
-    lessons.solution("07.uneven")
+    said = printed(lessons.solution, "03.sent")
+    assert re.search(r"^03\.sent: 6,000\nWhy: .* a ring goes around twice", said, re.M)
+    assert printed(lessons.solution, "07.uneven").startswith("07.uneven: answer first")
     lessons.attempt("07.uneven", lambda costs, u: 0)
-    lessons.solution("07.uneven")
-    said = capsys.readouterr().out
-    assert said.startswith("07.uneven: answer first") and "return sum(costs) + (u - 1) * max(costs)" in said
+    assert "return sum(costs) + (u - 1) * max(costs)" in printed(lessons.solution, "07.uneven")
 
 
-def test_a_prediction_is_met_again(capsys):
-    def printed(*given, **other):
-        capsys.readouterr()
-        lessons.met(*given, **other)
-        return capsys.readouterr().out
-
+def test_a_prediction_is_met_again(printed):
     asked = "answer 03.sent first, then run this cell again: it compares your answer with the result\n"
-    assert printed("03.sent", 754_880) == asked
-    lessons.attempt("03.sent", ...)
-    blank = capsys.readouterr().out
-    assert blank == f'03.sent (core): {lessons.NOT_ATTEMPTED}; hint("03.sent") helps\n'
-    assert printed("03.sent", 754_880) == asked, "a blank is no answer"
+    assert printed(lessons.met, "03.sent", 754_880) == asked
+    blank = f'03.sent (core): {lessons.NOT_ATTEMPTED}; hint("03.sent") helps\n'
+    assert printed(lessons.attempt, "03.sent", ...) == blank
+    assert printed(lessons.met, "03.sent", 754_880) == asked, "a blank is no answer"
     lessons.attempt("03.sent", 862_720)
     lessons.attempt("03.sent", 754_880)
-    assert printed("03.sent", 754_880) == "you said 862,720; compiled 754,880\n"
+    assert printed(lessons.met, "03.sent", 754_880) == "you said 862,720; compiled 754,880\n"
     lessons.FIRST_ANSWERS.clear()  # the kernel is restarted
-    assert printed("03.sent", 754_880, "sent") == "you said 862,720; sent 754,880\n"
-    lessons.solution("03.sent")
-    assert "03.sent: 754,880" in capsys.readouterr().out, "it knows who has tried"
-    lessons.attempt("07.idle_share", 0.27)
-    assert printed("07.idle_share", 3 / 11, "drawn") == "you said 0.27; drawn 0.2727\n"
-    lessons.attempt("11.replicas", {"dp=16": 90, "fsdp=16": "5000 GB"})
-    found = {"dp=16": 89.7531, "fsdp=16": 5.61}
-    said = "you said dp=16 90, fsdp=16: 5000 GB; compiled dp=16 89.75, fsdp=16 5.61\n"
-    assert printed("11.replicas", found) == said
-    lessons.attempt("12.unfinished", "b/dp s d")
-    assert printed("12.unfinished", "b/dp s d +tp", "typed") == "you said b/dp s d; typed b/dp s d +tp\n"
+    assert printed(lessons.met, "03.sent", 754_880, "sent") == "you said 862,720; sent 754,880\n"
+    assert "03.sent: 754,880" in printed(lessons.solution, "03.sent"), "it knows who has tried"
+    parts = {"dp=16": 90, "fsdp=16": "5000 GB"}, {"dp=16": 89.7531, "fsdp=16": 5.61}
+    for name, given, found, said in (
+        ("07.idle_share", 0.27, 3 / 11, "0.27; drawn 0.2727"),
+        ("11.replicas", *parts, "dp=16 90, fsdp=16: 5000 GB; drawn dp=16 89.75, fsdp=16 5.61"),
+        ("12.unfinished", "b/dp s d", "b/dp s d +tp", "b/dp s d; drawn b/dp s d +tp"),
+    ):
+        lessons.attempt(name, given)
+        assert printed(lessons.met, name, found, "drawn") == f"you said {said}\n"
     with pytest.raises(ValueError, match="there is no exercise '03.nothing'"):
         lessons.met("03.nothing", 1)
 
@@ -311,9 +285,10 @@ def test_answers_are_noted_once_and_blanks_are_not():
     assert "8 * tp" in record.answers()[-1].answer, "a function is noted by its text"
 
 
-@pytest.mark.parametrize("where", ["missing/answers.jsonl", "no_answers.jsonl"])
+@pytest.mark.parametrize("where", ["missing/answers.jsonl", "no_answers.jsonl", "fifo"])
 def test_where_nothing_can_be_noted_the_verdict_is_still_given(where, tmp_path, capsys, monkeypatch):
     (tmp_path / "no_answers.jsonl").write_text("no answers\n")
+    os.mkfifo(tmp_path / "fifo")
     monkeypatch.setenv("LLMPAR_ANSWERS", str(tmp_path / where))
     lessons.attempt("03.sent", 754_880)
     lessons.solution("03.sent")
@@ -323,20 +298,16 @@ def test_where_nothing_can_be_noted_the_verdict_is_still_given(where, tmp_path, 
     assert said.endswith(" you said 754,880; compiled 754,880")
 
 
-def test_progress_sums_up_and_exports(capsys):
-    assert main(["progress"]) == 0
-    assert capsys.readouterr().out.endswith(f"0 of {len(NAMES)} correct; the next one is {NAMES[0]}\n")
-    lessons.attempt("03.sent", 862_720)
-    lessons.attempt("03.sent", 754_880)
-    lessons.attempt("07.microbatches", 70)
-    capsys.readouterr()
-    assert main(["progress"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_progress_sums_up_and_exports(printed):
+    said = printed(main, ["progress"])
+    assert said.endswith(f"0 of {len(NAMES)} correct; the next one is {NAMES[0]}\n")
+    for name, answer in (("03.sent", 862_720), ("03.sent", 754_880), ("07.microbatches", 70)):
+        lessons.attempt(name, answer)
+    lines = printed(main, ["progress"]).splitlines()
     assert len(lines) == len(NAMES) + 1 and lines[-1].startswith(f"1 of {len(NAMES)} correct")
     assert re.search(r"^03\.sent +core +2 tries +correct$", "\n".join(lines), re.M)
     assert re.search(r"^07\.microbatches +core +1 try +not yet$", "\n".join(lines), re.M)
-    assert main(["progress", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(main, ["progress", "--json"]))
     assert document["score"] == 1 and document["max_score"] == len(NAMES)
     (sent,) = [test for test in document["tests"] if test["name"] == "03.sent"]
     assert (sent["score"], sent["max_score"], sent["status"]) == (1.0, 1.0, "passed")
@@ -370,20 +341,7 @@ def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_pat
     assert "cannot read the report 'other.html'" in capsys.readouterr().err
 
 
-NOTED = '{"exercise": "03.sent", "answer": "1", "verdict": "not yet", "correct": false, "at": ""}'
-
-
-NO_NOTES = {
-    "my notes": "it is no JSON in line 1",
-    NOTED + "\n" + NOTED[:30]: "it is no JSON in line 2",
-    "[1]": "not an object",
-    "{}": "object 1 is no answer, which has exercise (str), ",
-    NOTED.replace("false", '"no"'): "correct (bool)",
-    NOTED.replace("at", "on"): "object 1 is no answer",
-}
-
-
-@pytest.mark.parametrize("text, why", NO_NOTES.items())
+@pytest.mark.parametrize("text, why", TABLES["no_answers"])
 def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
     (tmp_path / record.FILE).write_text(text)
     assert main(["progress"]) == 1
@@ -391,12 +349,6 @@ def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
     assert "is no file of answers" in said and why in said and "Attempt(" not in said
     lessons.attempt("03.sent", 1)
     assert (tmp_path / record.FILE).read_text() == text, "nothing of the learner's is overwritten"
-    (tmp_path / record.FILE).unlink()
-    os.mkfifo(tmp_path / record.FILE)
-    assert main(["progress"]) == 1
-    lessons.attempt("03.sent", 1)
-    shown = capsys.readouterr()
-    assert "no ordinary file" in shown.err and "This answer was not noted" in shown.out
 
 
 def test_a_lone_notebook_can_ask(tmp_path):
@@ -460,7 +412,7 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
 
 def test_lesson_11_repeats_the_planners_seconds():
     """Hints and verdicts have numbers that the lesson computes; they were stale once."""
-    a100, terms, buy = chip("a100-80"), sentences("11")["terms"], sentences("11")["buy"]
+    a100, terms, buy = chip("a100-80"), pages.sentences("11")["terms"], pages.sentences("11")["buy"]
     asked = planner.Question(preset("llama3-70b"), a100, 64, 64, 8192, share=a100.memory_share)
     fixed = lambda mesh: dataclasses.replace(asked, fixed=parse_mesh(mesh).sizes)
     rule, best = (planner.decide(fixed(m), keep=1).plans[0].time for m in ("pp=8 tp=8", "fsdp=16 tp=4"))
@@ -491,14 +443,12 @@ def test_a_function_is_refused_by_what_it_cannot_take():
     assert uneven.judge(lambda *given: sum(given[0]) + (given[1] - 1) * max(given[0])).startswith("correct")
 
 
-def test_teachers_see_the_solutions(capsys):
+def test_teachers_see_the_solutions(printed, capsys):
     """Of one lesson or of all, in order; of no lesson that is not there."""
-    assert main(["solutions", "--lesson", "03", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["solutions"]
+    found = json.loads(printed(main, ["solutions", "--lesson", "03", "--json"]))["solutions"]
     assert list(found) == [f"03.{name}" for name in lessons.exercises("03")]
     assert found["03.sent"].startswith("03.sent: 754,880\nWhy: 4 bytes per parameter")
-    assert main(["solutions"]) == 0
-    told = capsys.readouterr().out
+    told = printed(main, ["solutions"])
     assert told.count("\nWhy: ") == sum(len(lessons.exercises(lesson)) for lesson in lessons.lesson_numbers())
     for written in (lessons.spelt_out(lessons.find(name).solution) for name in NAMES):
         assert max(map(len, written.splitlines())) <= lessons.COLUMNS, "code would be broken inside"

@@ -12,9 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
+from shared import TABLES
 
 import llmpar.inspect.explain
-from llmpar.inspect.explain import ERRORS, LONGEST, MissingArrow, explain, layout_from_text
+from llmpar.inspect.explain import LONGEST, MissingArrow, explain, layout_from_text
 from llmpar.plan.layout import parse_arrow
 
 MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
@@ -89,13 +90,6 @@ def test_no_sharding_of_a_result_is_said_where_the_factors_cannot_be_read():
         lax.dot_general(put("dp", None, "tp", shape=(4, 4, 8)), put("tp"), (([2], [0]), ([], [])))
     sentence = explain(raised.value)
     assert "an out_sharding that names none of tp" in sentence and "P()" not in sentence
-
-
-def test_the_arrow_is_what_the_program_lacked():
-    """With the arrows of the sentences, the first product and the addition run, and are right."""
-    with jax.set_mesh(MESH):
-        y = reshard(unfinished(), P(None, None)) + reshard(put("tp"), P(None, None))
-    assert (y == 9).all()
 
 
 ALL = ("d", "data", "b")  # names of which one begins another, and one is our letter for a dim
@@ -188,14 +182,12 @@ def test_nothing_of_the_program_runs_again():
 
 
 def test_long_texts_are_read_at_their_beginning():
-    """What JAX says stands there; patterns with one place to begin read it once."""
+    """What JAX says stands there."""
     said = "Resource axis: dat of P('dat',) is not found in mesh: ('data',)"
     assert "perhaps this was meant: P('data',)" in explain(ValueError(said + "x" * 10**6))
     assert explain(ValueError("x" * LONGEST + said)) == ""
     lacks = "MLIR translation rule for primitive 'pbroadcast' not found for platform cpu"
     assert "pbroadcast exists, but not for cpu devices" in explain(NotImplementedError(lacks))
-    patterns = [says for rows in ERRORS.values() for row in rows for says in row["says"]]
-    assert not [says for says in patterns if re.match(r"\(\.|\(\?=\.|\(\\w|\.|\\w", says)]
 
 
 def test_another_error_passes_untouched():
@@ -206,17 +198,7 @@ def test_another_error_passes_untouched():
         assert jnp.ones(3).sum() == 3
 
 
-@pytest.mark.parametrize(
-    "text, layout",
-    {
-        "float32[8@(dp,fsdp),4]{U:tp}": "b/dp,fsdp s +tp",
-        "f32[8,4@model]{U:(x,y), R:z}": "b s/model +x +y",
-        "bf16[]": "whole",
-        "P(('dp', 'fsdp'), None, unreduced={'tp'})": "b/dp,fsdp s +tp",
-        "P('dp',)": "b/dp",
-        "('dp', None)": "b/dp s",
-    }.items(),
-)
+@pytest.mark.parametrize("text, layout", TABLES["jax_types"].items())
 def test_types_are_read_as_jax_prints_them(text, layout):
     assert str(layout_from_text(text)) == layout
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
-from parity import BATCH, LLAMA, MOE, SEQ, compare_with_manual, name, state_of
+from parity import BATCH, LLAMA, MOE, SEQ, compare_with_manual, name
 
 from llmpar.inspect.census import read_program
 from llmpar.inspect.types import types
@@ -27,21 +27,6 @@ DENSE = [
     spread("sp=2 tp=2", context_parallel="ulysses", zero_axes="fsdp", unroll=0),
 ]
 EXPERTS = [spread("dp=2 ep=2 sp=2", zero=2, context_parallel="gather", microbatches=2)]
-
-
-def test_the_state_of_a_step_has_its_layouts_as_types():
-    plan = spread(MIXED)
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    params = state_of(step).params
-    letters = lambda layout: layout.letters
-    found = jax.tree.map(lambda x, layout: from_type(x, letters(layout)), params, step.stored)
-    assert found == step.stored
-    assert (
-        step.mesh.are_all_axes_explicit and str(jax.typeof(params["embedding"])) == "float32[264@tp,64@fsdp]"
-    )
-
-
-# ------------------------------------------------------------------------------------------------------ types
 
 
 @pytest.mark.parametrize("plan", DENSE + EXPERTS, ids=name)
@@ -68,18 +53,12 @@ def test_a_value_of_another_type_is_refused_by_the_arrow():
             jax.jit(lambda x: par.move(x, "stream b s d -> ffn b s d"))(x)
 
 
-# ---------------------------------------------------------------------------------------------------- traffic
-
-
 @pytest.mark.long
 def test_every_arrow_sends_what_manual_sends():
     """At a stage, and with heads cut, that no explicit line of the array has."""
     plan = spread("ep=2 sp=2 tp=2", context_parallel="gather", zero=1)
     step = Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     compare_with_manual(step, read_program(step.lower(BATCH, SEQ))[1])
-
-
-# -------------------------------------------------------------------------------------------------- from_type
 
 
 def test_a_layout_is_read_from_any_array():

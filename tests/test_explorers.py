@@ -51,10 +51,6 @@ class Attributes(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-KNOWN = """aria-hidden aria-label async charset class content cx cy d data-frame data-kind data-live
-    data-name data-op data-set display fill font-family font-size font-weight height href id label lang
-    name patternunits pointer-events points r role rx scope selected src stroke stroke-dasharray
-    stroke-width style tabindex text-anchor transform type value viewbox width x xmlns y""".split()
 STATES = [{}, {"mesh": "fsdp=8", "explain": "fsdp all-gather"}]
 STATES += [{"mesh": "pp=2 dp=2 tp=2", "explain": "activations"}]
 STATES += [{"model": "tiny-moe", "mesh": "ep=2 tp=2", "devices": 4, "explain": "left out", "device": 1}]
@@ -66,7 +62,7 @@ def test_a_page_needs_no_network_and_no_kernel(kind):
     addresses = set(re.findall(r"https?://[^\"'`\s)\\]*", text))
     assert addresses <= {"http://www.w3.org/2000/svg", "https://page.invalid/"}, "names, and no requests"
     read = Attributes(text)
-    assert not read.open and {name for _, name, _ in read.found} <= {*KNOWN}, read.found
+    assert not read.open and {name for _, name, _ in read.found} <= {*shared.TABLES["attributes"]}, read.found
     assert not any(name in ("src", "href") for _, name, _ in read.found)
     assert "import " not in page.MODULE.read_text()
     doc = json.loads(re.search(r'id="doc">(.*?)</script>', text, re.S)[1])
@@ -83,7 +79,9 @@ def test_no_attribute_of_a_panel_ends_early(kind):
             shown += [panel.get("svg", ""), panel.get("html", "")]
     for text in shown:
         read = Attributes(text)
-        assert not read.open and {name for _, name, _ in read.found} <= {*KNOWN}, read.found
+        assert not read.open and {name for _, name, _ in read.found} <= {*shared.TABLES["attributes"]}, (
+            read.found
+        )
     labels = [value for text in shown for tag, name, value in Attributes(text).found if tag == "optgroup"]
     assert kind != "mesh" or "the optimizer's two moments (float32)" in labels
 
@@ -131,15 +129,12 @@ def test_fields_of_a_plan_and_own_files_are_set_by_hand(tmp_path):
     assert found["step_s"] > usual["step_s"], "tp crosses its nodes of four; the file is not read again"
 
 
-def test_a_state_is_changed_by_set_only():
+def test_a_state_is_changed_by_set_only_and_wrong_names_are_refused():
     explorer = MeshExplorer()
     with pytest.raises(TypeError, match=r"use|set\(mesh='tp=8'\)"):
         explorer.state["mesh"] = "tp=8"
     explorer.set(mesh="tp=8")
     assert explorer.state["mesh"] == "tp=8" and explorer.rich.state["mesh"] == "tp=8"
-
-
-def test_wrong_names_are_refused():
     with pytest.raises(ValueError, match="has no colour; it has model, chip"):
         MeshExplorer(colour=1)
     with pytest.raises(NotImplementedError):
@@ -150,14 +145,11 @@ def test_wrong_names_are_refused():
 
 def test_a_saved_picture_names_its_tensor_and_has_no_buttons(tmp_path):
     explorer = MeshExplorer(mesh="fsdp=4 tp=2", tensor="weight head")
-    assert {"−", "+"} <= {item.text for item in drawn_texts(explorer)}, "those of the form, on a page"
+    drawn = {item.text for item in flatten(explorer.scene.items) if isinstance(item, Text)}
+    assert {"−", "+"} <= drawn, "those of the form, on a page"
     explorer.save(tmp_path / "mesh.svg")
     texts = re.findall(r"<text[^>]*>([^<]*)", (tmp_path / "mesh.svg").read_text())
     assert "Who holds what of weight head" in texts and not {"−", "+"} & {*texts}
-
-
-def drawn_texts(explorer):
-    return [item for item in flatten(explorer.scene.items) if isinstance(item, Text)]
 
 
 def test_a_page_that_was_saved_knows_the_sites_address(monkeypatch):

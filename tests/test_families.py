@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import random
-import re
 
 import pytest
 from shared import TABLES
@@ -93,9 +92,8 @@ def test_a_layer_says_what_travels_and_what_is_kept():
     assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_whatever_a_file_holds_is_read_or_refused(seed):
-    random.seed(seed)
+def test_whatever_a_file_holds_is_read_or_refused():
+    random.seed(0)
     for name in FUZZED:
         config = families.text_part(CASES[name][0])
         for key in random.sample(sorted(config.keys() - {"model_type"}), 6):
@@ -115,8 +113,6 @@ def test_a_missing_key_is_named(key):
     config = CASES["deepseek_v3"][0]
     with pytest.raises(ValueError, match=key):
         read({name: value for name, value in config.items() if name not in (key, "mlp_layer_types")})
-    with pytest.raises(ValueError, match=key):
-        read(config | {key: "x", "mlp_layer_types": None})
 
 
 def test_layers_that_are_not_described_are_refused_by_name():
@@ -172,29 +168,6 @@ def test_lead_and_period_are_the_shortest():
         assert len(first) + len(shortest) <= min(len(order), len(lead) + len(period))
 
 
-def test_no_row_is_there_in_vain(monkeypatch):
-    """Without any row of any part, some family's count is another. So a forgotten one is seen."""
-    words = {name: set(re.findall(r"[\w-]+", str(families.family_of(model(name))))) for name in CASES}
-    for part, rows in list(families.PARTS.items()):
-        names = [name for name in CASES if part in words[name]]
-        monkeypatch.setitem(families.PARTS, part, {})
-        seen = next((name for name in names if differs(name)), None)
-        assert seen, f"no family shows that '{part}' is there"
-        for path in rows:
-            monkeypatch.setitem(families.PARTS, part, {x: row for x, row in rows.items() if x != path})
-            assert differs(seen), f"'{path}' of '{part}'"
-        monkeypatch.setitem(families.PARTS, part, rows)
-
-
-def model(name):
-    return families.text_part(CASES[name][0])["model_type"]
-
-
-def differs(name):
-    config, parameters = CASES[name]
-    return count(read(config)) != parameters
-
-
 def test_rows_are_layouts():
     for part, rows in families.PARTS.items():
         for path, row in rows.items():
@@ -205,16 +178,9 @@ def test_rows_are_layouts():
 
 RUNS = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4}
 RUNS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-LLAMA4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 64}
-LLAMA4 |= {"attention_chunk_size": 8, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1}
-ASKS = [
-    *TABLES["families_ask"],
-    (LLAMA4, ""),
-    (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, and only 1 is implemented"),
-]
 
 
-@pytest.mark.parametrize("more, why", ASKS, ids=str)
+@pytest.mark.parametrize("more, why", TABLES["families_ask"], ids=str)
 def test_a_family_that_runs_says_what_of_a_file_it_does_not_compute(more, why):
     """Such a model is planned, with that reason: nothing that a file asks for is left out silently."""
     config = described_model("m", RUNS | more)

@@ -1,6 +1,5 @@
 """Small live figures: what they answer and draw, held against the model, the planner and the timetable."""
 
-import json
 import re
 
 import jax.numpy as jnp
@@ -8,15 +7,8 @@ import numpy as np
 import pytest
 
 from llmpar.draw.strips import pattern, ring_held
-from llmpar.explore.small import (
-    MemoryExplorer,
-    OverlapExplorer,
-    RingExplorer,
-    RoutingExplorer,
-    SumExplorer,
-    TimelineExplorer,
-    TransferExplorer,
-)
+from llmpar.explore import small
+from llmpar.explore.small import MemoryExplorer, RoutingExplorer, SumExplorer, TimelineExplorer
 from llmpar.model import moe
 from llmpar.parallel.modes import Solo
 from llmpar.plan.model_config import ExpertConfig
@@ -26,24 +18,8 @@ from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas, memory
 from llmpar.predict.ring import pairs_by_step
 
-SMALL = [TimelineExplorer, MemoryExplorer, OverlapExplorer, SumExplorer, RingExplorer, RoutingExplorer]
-SMALL.append(TransferExplorer)
 
-
-@pytest.mark.parametrize("kind", SMALL)
-def test_small_explorers_answer_every_choice_of_one_control(kind):
-    explorer = kind()
-    for control in kind.controls:
-        low, high = control.get("min", 0), control.get("max", -1)
-        for value in [*control.get("options", []), *range(low, high + 1)][:5]:
-            state = explorer.state | {control["name"]: value}
-            reply = explorer.answer(state)
-            assert reply["asked"] == state == reply["state"] and reply["says"], "nothing is another state's"
-            assert ("picture" in reply["panels"]) != bool(reply["refusal"]), "a picture, or a reason"
-            json.dumps(reply)
-
-
-@pytest.mark.parametrize("kind", SMALL[1:-2])
+@pytest.mark.parametrize("kind", [MemoryExplorer, small.OverlapExplorer, SumExplorer, small.RingExplorer])
 def test_a_figure_of_one_control_brings_all_its_answers(kind):
     (control,) = kind.controls
     doc = kind().document()
@@ -160,11 +136,10 @@ def test_zero_2_differs_from_zero_1_where_gradients_are_added_up():
 
 
 def test_sums_of_gradients_hide_from_the_threshold_on():
-    """By hand: a piece of 8B computes 4 FLOPs for each of 0.87 G parameters and tokens, at 989 TFLOP/s; a
-    ring of 8 sends 4 bytes for each, 7/8 of them, at 370 GB/s."""
+    """By hand: 4 FLOPs for each of 0.87 G parameters and tokens; of 4 bytes each a ring of 8 sends 7/8."""
     waits = {}
     for tokens in (512, 2304, 2560, 4096):
-        text = OverlapExplorer(tokens=tokens).scene.text
+        text = small.OverlapExplorer(tokens=tokens).scene.text
         total, waits[tokens] = map(float, re.search(r"by side: (\S+) ms, (\S+) ms", text).groups())
         assert total - waits[tokens] == pytest.approx(4 * 6.98e9 * tokens / 989.4e12 * 1e3, rel=0.02)
     piece = 4 * 6.98e9 / 8 * 7 / 8 / 370e9 * 1e3
@@ -176,7 +151,7 @@ def test_sums_of_gradients_hide_from_the_threshold_on():
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_draws_the_pairs_that_it_computes(order, ranks):
-    text = RingExplorer(order=order, ranks=ranks).scene.text.splitlines()[1:]
+    text = small.RingExplorer(order=order, ranks=ranks).scene.text.splitlines()[1:]
     pairs = pairs_by_step(ranks, order, s=16 * ranks)
     for rank, line in enumerate(text[:ranks]):
         blocks = [(n - 8 * (step == 0)) / 256 for step, n in enumerate(pairs[rank])]
@@ -203,7 +178,7 @@ def test_a_figures_router_chooses_as_the_model_does_and_drops_as_much():
 
 
 def test_a_transfer_follows_both_layouts():
-    figure = TransferExplorer()
+    figure = small.TransferExplorer()
     for before, after, rounds in [("d m", "d m/tp", 1), ("d/fsdp m/tp", "d m", 4)]:
         figure.set(before=before, after=after)
         text = figure.scene.text

@@ -13,22 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_attention
+from device import by_hand
 from jax.experimental import pallas as pl
 from shared import program_text
-from test_attention import (
-    CAUSAL,
-    H,
-    S,
-    agree,
-    bfloat16_agrees,
-    functional,
-    ids_of,
-    inputs,
-    of_all,
-    oracle,
-    program,
-    results,
-)
+from test_attention import CAUSAL, H, ids_of, inputs, of_all, oracle, program, results
 from test_mesh import in_a_fresh_process
 
 from llmpar.kernels import flash, flash_tpu
@@ -42,7 +31,7 @@ from llmpar.training.balance import row_orders
 
 
 def drawn(seed):
-    """A random case: shapes that no tile divides, an order of positions, documents, a mask."""
+    """A random case: odd shapes, an order of positions, documents, a mask."""
     rng = np.random.default_rng(seed)
     s, t = (int(n) for n in rng.integers(1, 200, 2))
     b, k, r, h = (int(rng.choice(n)) for n in ((1, 2), (1, 2), (1, 2, 3, 8), (8, 24, 64, 96, 128)))
@@ -61,8 +50,7 @@ def drawn(seed):
 
 
 def close(found, expected):
-    """Values to 1e-5, gradients to 1e-5 of the largest of all three: a row that sees one key alone has no
-    gradient in q and k but rounding."""
+    """To 1e-5 of the largest gradient: a row that sees one key has none in q and k but rounding."""
     largest = max(1e-3, *(np.abs(np.asarray(x)).max() for x in expected[2:]))
     for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -80,7 +68,7 @@ def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_a
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
-    bfloat16_agrees(program(flash_attention, platform="cpu"), *inputs(ratio=4, packed=True))
+    test_attention.bfloat16_agrees(program(flash_attention, platform="cpu"), *inputs(ratio=4, packed=True))
 
 
 @pytest.fixture
@@ -114,29 +102,14 @@ def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_docume
 
 @pytest.mark.parametrize("platform", ["cpu", *(pytest.param(x, marks=LONG) for x in ("gpu", "tpu"))])
 def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
-    """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
     qkv, ids = inputs(packed=True)
     launch = {"cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu, "tpu": flash_tpu.run_on_tpu}[platform]
     settings = dict(mask=CAUSAL, scale=H**-0.5, platform=platform, launch=launch)
     of = np.stack(list(ids.values())[::2], 1)
-
-    def two_hops(q, k, v, of, grad):
-        parts = [(k[:, at], v[:, at], of[:, :, at]) for at in (slice(0, S // 2), slice(S // 2, S))]
-        done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
-        for part in parts:
-            done = flash.kernel_forward(q, *part[:2], of, part[2], done, **settings)
-        per_query, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
-        for part in parts:
-            dq, *dkv = flash.kernel_backward(q, *part[:2], of, part[2], per_query, dq, **settings)
-            more.append(dkv)
-        return *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
-
+    two_hops = partial(by_hand, settings, 2)
     run = jax.jit(two_hops) if platform == "cpu" else two_hops  # an interpreter of kernels compiles each
-    found = run(*map(jnp.asarray, qkv), of, functional(qkv[0])[0])
+    found = run(*map(jnp.asarray, (*qkv, test_attention.functional(qkv[0])[0])), of)
     close(found, oracle(qkv, ids, of_lse=False))
-
-
-# ----------------------------------------------------------------------------------------------------- spans
 
 
 def of_tiles(mask, q_ids, k_ids, q_tile, k_tile):
@@ -156,8 +129,7 @@ def inside(spans, first, last, num):
 @pytest.mark.parametrize("documents", [1, 5])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "balanced"])
 def test_a_span_is_what_is_seen_between_any_two_ranks_in_every_order(order, documents, monkeypatch):
-    """It holds every tile of which a pair is seen, and says of those that are seen whole that they are. Of
-    one document without a window it holds no other."""
+    """It holds all tiles that are seen, and says which whole. Of one document it holds no other."""
     monkeypatch.setattr(flash, "jnp", np)  # 1,500 small cases: no compiler
     rng = np.random.default_rng(documents)
     cases = itertools.product((1, 2, 4), (24, 96), ((1, 1), (2, 3), (6, 3), (12, 12)), (None, 5, 30))
@@ -189,32 +161,22 @@ def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that
         assert (inside(spans, 0, 3, 6) >= some).all() and (inside(spans, 1, 2, 6) <= every).all()
 
 
-# ----------------------------------------------------------------------------------------------------- plans
-
-
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
     data, options = inputs(packed=True), dict(tile=8, branch=False)
-    agree(results(program(ring_attention, **options), *data), oracle(*data))
+    test_attention.agree(results(program(ring_attention, **options), *data), oracle(*data))
     assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
 
 
-def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus_and_a_platform_refuses_what_it_lacks():
+def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
     chosen = lambda platform, **fields: Plan(**fields).resolve(devices=platform).attention_kernel
     assert (chosen("cpu"), chosen("gpu"), chosen("tpu")) == ("portable", "flash", "flash")
     assert chosen("gpu", attention_block=512) == "portable"
     assert chosen("gpu", attention_kernel="xla") == "xla"
-    platform = "tpu"
-    said = f"does not suit the {platform.upper()}s of this mesh: it is for NVIDIA GPUs"
-    with pytest.raises(ValueError, match=said):
-        Plan(attention_kernel="cudnn", dtype="bfloat16").resolve(devices=platform)
-
-
-# ------------------------------------------------------------------------------------------------ what is run
 
 
 def on_a_gpu(s, **options):
-    """The text of a ring of 4 and its gradients, lowered for an H100 that is not here."""
+    """The text of a ring of 4 and its gradients, lowered for an H100."""
     n, shapes = 4, ((1, s, 2, 4, 128), (1, s, 2, 128), (1, s, 2, 128))
     cut = jax.sharding.PartitionSpec(None, "sp")
 
@@ -234,8 +196,7 @@ def on_a_gpu(s, **options):
 
 
 def busy(k, r, s, monkeypatch):
-    """Of each kernel the share of an H100's 132 multiprocessors that works, where each runs one program at a
-    time, in the order of their launch, and a program takes as long as its span."""
+    """The share of an H100's 132 multiprocessors that works if a program takes as long as its span."""
     found = {}
 
     def call(kernel, *, out_shape, grid, in_specs, out_specs, name):
@@ -263,8 +224,7 @@ def busy(k, r, s, monkeypatch):
 
 
 def test_a_gpu_is_busy_to_the_end_since_the_longest_spans_come_first(monkeypatch):
-    """llama3-70b cut by tp=8. With a program for each KV head, in the order of keys, dK and dV kept 13 % of
-    it busy, and forward 60 %."""
+    """llama3-70b cut by tp=8. With a program for each KV head, dK and dV kept 13 % of it busy."""
     assert min(busy(1, 8, 4096, monkeypatch).values()) > 0.96
 
 
@@ -307,19 +267,15 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans(monkeypa
         shares.append(seen_share(tiles, s, mask=CAUSAL))
         assert shares[-1] == met * tiles.q * tiles.k / s**2
     assert shares == [0.5625, 0.5625, 1], "the longer side of a tile decides; a TPU's is as long as the row"
-    assert tiles.q == 512 and seen_share(tiles, 2400, 4, "contiguous") == 36 / 64, (
-        "two a rank, a triangle of 8"
-    )
+    assert tiles.q == 512
+    assert seen_share(tiles, 2400, 4, "contiguous") == 36 / 64, "two a rank, a triangle of 8"
     with pytest.raises(
         ValueError, match="'flush' is no kernel of llmpar.kernels.flash: flash_forward, flash_k"
     ):
         kernel_flops("flush", shapes)
 
 
-WITHOUT = program_text("without_dialects")
-
-
 @pytest.mark.long
 def test_every_file_can_be_imported_where_jax_has_none_of_its_dialects_for_kernels():
     """Triton's is deprecated: a laptop must not need what only an accelerator runs."""
-    assert in_a_fresh_process(WITHOUT).stdout == "True True\n"
+    assert in_a_fresh_process(program_text("without_dialects")).stdout == "True True\n"

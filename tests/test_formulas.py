@@ -19,9 +19,6 @@ def tree_seconds(kind, size, levels):
     return max(formulas.tree_level_seconds(kind, size, levels))
 
 
-# ---------------------------------------------------------------- collectives
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_reduce_is_reduce_scatter_then_all_gather_in_bytes_and_time(group):
     v, levels, shape = 1e9, [(8, 450e9), (group, 400e9)], (group, 4)
@@ -150,9 +147,6 @@ def test_two_cores_of_a_chip_share_its_links():
     assert formulas.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
     pair = (formulas.collective_seconds(one, "all-gather", v, 2) for one in (ironwood, whole))
     assert next(pair) < next(pair)
-
-
-# ---------------------------------------------------------------- strategies
 
 
 @pytest.mark.parametrize("devices", [2, 8, 1000])

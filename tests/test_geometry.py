@@ -15,8 +15,6 @@ from llmpar.draw import geometry
 from llmpar.plan.layout import DIMS, Dim, Layout
 from llmpar.plan.mesh_shape import AXES, parse_mesh
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-
 
 def cases(num=300, most=64, seed=6):
     """Random meshes of all six axes in any order, layouts and shapes; one in ten shapes cannot be cut."""
@@ -50,16 +48,12 @@ def held(case):
     ]
 
 
-ASK_JAX = program_text("slices_of_jax")
-
-
 def test_slices_are_where_jax_puts_them_in_300_random_cases():
     """64 simulated devices, so in a process of its own."""
     asked = cases()
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_JAX], input=json.dumps(asked), capture_output=True, text=True, env=env
-    )
+    command = [sys.executable, "-c", program_text("slices_of_jax")]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     refused = 0
     for case, told in zip(asked, json.loads(done.stdout), strict=True):
@@ -76,9 +70,6 @@ def test_slices_are_where_jax_puts_them_in_300_random_cases():
         else:
             assert [[list(cut) for cut in device] for device in ours] == told, case
     assert 5 < refused < 60
-    # a planted fault: the axes the other way round
-    turned = [held(case | {"order": case["order"][::-1]}) for case in asked]
-    assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 60
 
 
 def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
@@ -90,40 +81,30 @@ def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
             last = np.moveaxis(grid, [list(AXES).index(a) for a in axes], range(-len(axes), 0))
             rows = last.reshape(-1, math.prod(sizes[a] for a in axes)).tolist()
             assert geometry.groups(sizes, AXES, axes) == rows
-            assert sorted(sum(rows, [])) == list(range(grid.size))
-            for row in rows:
-                places = [geometry.coordinates(sizes, AXES, device) for device in row]
-                assert len({tuple(n for a, n in place.items() if a not in axes) for place in places}) == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("all-to-all", "collective-permute")])
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
 def test_rounds_carry_out_the_collective(kind, g):
-    """Numbers sent along the rounds end as the collective says, and `held` counts what arrived."""
-    value = np.arange(g * g, dtype=float).reshape(g, g) + 1  # value[rank, block]
-    reduced = kind in ("reduce-scatter", "all-reduce")
-    own = value.copy() if reduced else np.diag(np.arange(g) + 1.0)
+    """Whose numbers are in each block of each rank, round by round; and `held` counts what arrived."""
+    every, reduces = set(range(g)), kind != "all-gather"
+    own = [[{rank} if reduces or rank == b else set() for b in range(g)] for rank in range(g)]
     steps = geometry.rounds(kind, g)
-    gather_from = g - 1 if kind == "all-reduce" else 0
     for t, step in enumerate(steps[1:]):
-        before = own.copy()
+        adds = kind == "reduce-scatter" or kind == "all-reduce" and t < g - 1
         sources, targets, _ = zip(*step["sends"], strict=True)
-        assert sorted(sources) == sorted(targets) == list(range(g))
-        for source, target, b in step["sends"]:
-            assert before[source, b], "a rank sends what it has"
-            adds = reduced and (kind == "reduce-scatter" or t < gather_from)
-            own[target, b] = before[source, b] + (before[target, b] if adds else 0)
-        for source, _, b in step["sends"]:
-            if reduced and (kind == "reduce-scatter" or t < gather_from):
-                own[source, b] = 0
-        assert ((own > 0) == (np.array(step["held"]) > 0)).all()
-    total = value.sum(0)
-    want = {
-        "all-gather": np.tile(np.arange(g) + 1.0, (g, 1)),
-        "reduce-scatter": np.diag(total),
-        "all-reduce": np.tile(total, (g, 1)),
-    }[kind]
-    assert (own == want).all()
+        assert sorted(sources) == sorted(targets) == [*range(g)]
+        sent = [(source, target, b, own[source][b]) for source, target, b in step["sends"]]
+        for _, target, b, numbers in sent:
+            assert numbers, "a rank sends what it has"
+            assert not adds or not numbers & own[target][b], "and adds nothing twice"
+            own[target][b] = numbers | own[target][b] if adds else numbers
+        for source, _, b, _ in sent if adds else ():
+            own[source][b] = set()
+        assert [[bool(block) for block in rank] for rank in own] == (np.array(step["held"]) > 0).tolist()
+    scattered = [[every if rank == b else set() for b in range(g)] for rank in range(g)]
+    gathered = [[every if reduces else {b} for b in range(g)]] * g
+    assert own == (scattered if kind == "reduce-scatter" else gathered)
     assert len(steps) - 1 == (2 if kind == "all-reduce" else 1) * (g - 1), "as many rounds as a ring has"
 
 
@@ -133,9 +114,7 @@ def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
     steps = geometry.rounds("all-to-all", g)
     for step in steps:
         for source, target, b in step["sends"]:
-            assert b == target and (source, target) in own[source], (
-                "a piece goes straight to where it belongs"
-            )
+            assert b == target and (source, target) in own[source], "it goes straight to where it belongs"
             own[source].remove((source, target))
             own[target].add((source, target))
         assert step["held"] == [[sum(to == b for _, to in mine) for b in range(g)] for mine in own]

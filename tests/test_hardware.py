@@ -12,16 +12,7 @@ from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIP_BY_NAME, CHIPS, GIB, Chip, chip, guess
 
 WORDS = ("name", "aliases", "link", "date", "device", "sources", "base", "reached")
-SHARED = {
-    "v3": "1/2 chip (a core and its memory), 15.48 GiB",
-    "v4": "1 chip (megacore: two cores), 30.75 GiB",
-    "v5e": "1 chip (one core), 15.75 GiB",
-    "v5p": "1 chip (megacore: two cores), 95.74 GiB",
-    "v6e": "1 chip (one core), 31.25 GiB",
-    "7x": "1/2 chip (a core and its memory), 94.75 GiB",
-    "mi250x": "1/2 chip (one of two dies), 63.98 GiB",
-    "trn2": "1/4 chip (two of its eight cores, as one logical core), 24 GiB",
-}
+SHARED = TABLES["devices_that_share"]
 """What `jax.devices()` counts; of every other chip it is the chip."""
 FIGURES = [f.name for f in dataclasses.fields(Chip) if f.name not in WORDS]
 
@@ -132,15 +123,22 @@ def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path)
     assert h100.usable_bytes == 84942979072
 
 
+def devices(monkeypatch, platform, kind, num=8):
+    """As many devices as JAX would find on hosts of four."""
+    same = dict(platform=platform, device_kind=kind, slice_index=0, core_on_chip=0, memory_stats=lambda: None)
+    place = lambda i: dict(id=i, process_index=i // 4, coords=(i % 2, i // 2, 0))
+    found = [SimpleNamespace(**same, **place(i)) for i in range(num)]
+    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: found)
+    return found
+
+
 @pytest.mark.parametrize("share", [None, ".9"])
 def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch, capsys, share):
     for name in hardware.MEMORY_SHARES:
         monkeypatch.delenv(name, raising=False)
     if share:
         monkeypatch.setenv(hardware.MEMORY_SHARES[1], share)
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0)
-    gpu.memory_stats = lambda: None
-    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: [gpu] * 8)
+    (gpu,) = devices(monkeypatch, "gpu", "NVIDIA H100 80GB HBM3", 1)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
     sentence = "JAX takes 75% of a GPU's memory, 59.3 of 79.1 GiB; alone on it, set "
     sentence += "XLA_CLIENT_MEM_FRACTION=.95"
@@ -149,26 +147,11 @@ def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(mon
     assert capsys.readouterr().err == ("" if share else sentence + "\n"), "train says it, too"
 
 
-@pytest.mark.parametrize(
-    "platform, kind, variables",
-    [
-        ("gpu", "NVIDIA H100 80GB HBM3", ["XLA_CLIENT_MEM_FRACTION"]),
-        ("tpu", "TPU v5 lite", ["LIBTPU_INIT_ARGS"]),
-        ("cpu", "cpu", []),
-    ],
-)
+@pytest.mark.parametrize("platform, kind, variables", TABLES["flags_of_devices"])
 def test_doctor_names_flags_and_links_of_what_is_here(monkeypatch, platform, kind, variables):
-    """Each flag with its reason until it is set; the links that three meshes would cross."""
     for name in (*hardware.MEMORY_SHARES, "XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.delenv(name, raising=False)
-    here = [
-        SimpleNamespace(
-            platform=platform, device_kind=kind, process_index=i // 4, slice_index=0, id=i,
-            coords=(i % 2, i // 2, 0), core_on_chip=0, memory_stats=lambda: None,
-        )
-        for i in range(8)
-    ]  # fmt: skip
-    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: here)
+    devices(monkeypatch, platform, kind)
     found = doctor.examine()
     assert [(flag["variable"], flag["is_set"]) for flag in found["flags"]] == [(v, False) for v in variables]
     said = [line for line in found["lines"] if "set " in line]
@@ -183,8 +166,7 @@ def test_doctor_names_flags_and_links_of_what_is_here(monkeypatch, platform, kin
 
 
 def test_doctor_speaks_of_the_lessons_where_there_is_one_gpu(monkeypatch):
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0, memory_stats=lambda: None)
-    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: [gpu])
+    devices(monkeypatch, "gpu", "NVIDIA L4", 1)
     found = doctor.examine()
     assert [line for line in found["lines"] if "JAX_PLATFORMS=cpu" in line] and found["links"] == {
         "fsdp=-1": {}
@@ -195,21 +177,3 @@ def test_rings_close_where_the_hardware_has_the_links():
     assert [n for n in (2, 4, 8, 12, 16) if chip("v5e").wraps(n)] == [16]
     assert [n for n in (2, 4, 6, 8, 16) if chip("v5p").wraps(n)] == [4, 8, 16]
     assert chip("h100").wraps(3)
-
-
-def test_the_jax_package_agrees_with_the_tpu_rows():
-    """Independent of the rows' own pages: JAX's table, rounded there to three digits, per core."""
-    tpu_info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
-    if not hasattr(tpu_info, "get_tpu_info_for_chip"):
-        pytest.skip("this jax keeps its table elsewhere")
-    for row in CHIPS:
-        if row.link != "torus" or row.name in hardware.MAKERS:
-            continue
-        version = tpu_info.ChipVersion(row.name)
-        cores = version.num_physical_tensor_cores_per_chip
-        assert row.devices_per_chip == (1 if version.supports_megacore else cores), row.name
-        if row.name in ("v3", "v5p"):  # jax has them at 140 TFLOP/s and 2.46 TB/s
-            continue
-        info = tpu_info.get_tpu_info_for_chip(version, 1)
-        assert info.bf16_ops_per_second * cores == pytest.approx(row.flops_per_s, rel=0.01)
-        assert info.mem_bw_bytes_per_second * cores == pytest.approx(row.hbm_bytes_per_s, rel=0.03)

@@ -1,6 +1,7 @@
 """pytest's option ``--update-pins``: write the tables of `Look.pin` anew, as ``LLMPAR_UPDATE_PINS=1`` does.
 
-pytest imports this file by its entry point in every project where llmpar is installed, so it imports no JAX."""
+pytest imports this file by its entry point in every project where llmpar is installed. So it imports no
+JAX."""
 
 import os
 
