@@ -1,14 +1,17 @@
 """What llmpar takes from JAX without a public name: one file has it, and each piece still is what it was.
 
-A test here that fails on a new JAX names the function of `llmpar.parallel._jax` to mend.
-test_channels.py asks the same of its channels."""
+Here is what no other test uses; test_channels.py has its channels, test_check.py, test_given.py and
+test_pipeline.py run the rest."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
-from jax._src import distributed, xla_bridge
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo
 
 import llmpar
@@ -54,9 +57,10 @@ def test_cudnn_s_attention_has_the_name_that_remat_looks_for():
     assert fused_attention_stablehlo._dot_product_attention_fwd_p_wrapper.name == _jax.ATTENTION_KERNEL
 
 
-def test_what_jax_knows_of_processes_has_the_fields_that_launch_reads():
-    assert _jax.processes() is distributed.global_state
-    assert {"client", "process_id", "num_processes"} <= set(dir(_jax.processes()))
+def test_a_traced_function_has_its_equations_and_constants():
+    closed = jax.make_jaxpr(lambda x: x + np.arange(3.0))(jnp.ones(3))
+    (y,) = jax.core.eval_jaxpr(*_jax.equations(closed), jnp.ones(3))
+    assert y.tolist() == [1, 2, 3]
 
 
 def test_gloo_can_be_made_to_listen_on_an_address(monkeypatch):
