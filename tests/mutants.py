@@ -1,7 +1,7 @@
 """Errors planted in the package one at a time, and the tests that must see each: who takes a test away sees
 what it was for.
 
-    python tests/mutants.py                 all of them, about ten minutes on two cores
+    python tests/mutants.py                 all of them, about a quarter of an hour on two cores
     python tests/mutants.py attention moe   those of some files, or by their numbers
 
 Each line of mutants.txt runs in a copy of the package, with the test named there alone: where there are words

@@ -57,12 +57,12 @@ def test_the_words_that_lessons_link_to_are_served(open_lab, tmp_path):
     copies = tmp_path / "lessons"
     words = (ROOT / "docs" / "words.md").read_text()
     assert (copies / "docs" / "words.md").read_text().startswith(words)
-    assert set(re.findall(r"\]\(([^#)]+)", words)) == set(), "what it links to would not be there"
+    assert set(re.findall(r"\]\(([^#)]+)", words)) == set()
     links = set()
     for path in copies.glob("[0-9]*.ipynb"):
         text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
         links |= set(re.findall(r"\]\((\.\./[^)#]*)", text))
-    assert links == {"../docs/words.md"}, "JupyterLab looks for what lies above its root in the root"
+    assert links == {"../docs/words.md"}
 
 
 def test_answers_are_never_overwritten_and_fresh_keeps_them(open_lab, tmp_path, capsys):
@@ -73,7 +73,7 @@ def test_answers_are_never_overwritten_and_fresh_keeps_them(open_lab, tmp_path, 
     (tmp_path / "lessons" / "03_data_parallelism.ipynb").unlink()
     open_lab()
     assert mine.read_text() == "my answers" and log.read_text() == "noted"
-    assert (tmp_path / "lessons" / "03_data_parallelism.ipynb").exists(), "what is missing is copied again"
+    assert (tmp_path / "lessons" / "03_data_parallelism.ipynb").exists()
     assert "1 lesson copied, " in capsys.readouterr().err
     open_lab(fresh=True)
     assert "my answers" not in mine.read_text() and not log.exists()
@@ -105,8 +105,6 @@ def test_git_sees_no_copies(tmp_path, open_lab):
     done = ["git", "status", "--porcelain", "--untracked-files=all"]
     seen = subprocess.run(done, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "lessons" not in seen
-    ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert {"/lessons/", "answers.jsonl"} <= set(ignored)
 
 
 def foreign(tmp_path):

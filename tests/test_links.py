@@ -16,12 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from shared import TABLES
 
 from llmpar.inspect.links import axis_links
-from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.placement import device_grid, link_domain
 from llmpar.plan.mesh_shape import AXES, MeshShape
 
@@ -188,14 +186,6 @@ def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
         assert {axis: row["domains"] for axis, row in read(grid(mesh, some)).items()} == domains
 
 
-def test_plain_order_on_a_torus_is_seen(grid):
-    """What a mesh would be without regard to links: neighbours several links apart, or scattered."""
-    devices = TOPOLOGIES["v5p:4x4x4"]
-    assert [row["hops"] for row in read(grid("!fsdp=8 tp=8", devices)).values()] == [3, 2]
-    shuffled = random.Random(0).sample(devices, 64)
-    assert "scattered" in read(grid("!fsdp=8 tp=8", shuffled))["tp"]["link"]
-
-
 @pytest.mark.parametrize("name", ["v5e:2x4", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x4", "v6e:16x16", "v3:4x4"])
 def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(grid, name):
     """Ring attention sends to the next rank: every hop is one link, the last one back to the first, too."""
@@ -212,10 +202,3 @@ def test_the_fields_of_a_link_and_one_host():
     assert found["fsdp"] == {"link": "NVLink within a host (2 each), network between 4 hosts"} | want
     strange = [replace(d, device_kind="NVIDIA L4") for d in TOPOLOGIES["one h100"]]
     assert read(GRID("tp=8", strange))["tp"]["link"] == "NVLink or PCIe within a host"
-
-
-def test_simulated_devices_share_memory():
-    found = axis_links(make_mesh("dp=2 tp=4"))
-    assert {row["link"] for row in found.values()} == {"simulated: shared memory"}
-    assert {row["hosts"] for row in found.values()} == {1} and list(found) == ["dp", "tp"]
-    assert np.prod([row["size"] for row in found.values()]) == len(jax.devices())

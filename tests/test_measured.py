@@ -10,8 +10,6 @@ import measured_table
 import pytest
 
 from llmpar.planner import measured
-from llmpar.predict import hardware
-from llmpar.predict.hardware import Rates
 
 HERE = Path(__file__).parent
 FILE = HERE / "measured.json"
@@ -55,22 +53,6 @@ def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
     assert [row["id"] for row in wrong] == ["bloom.02-28.h14336.l82/0"], "203B with these axes holds 67 GB"
 
 
-def test_a_row_says_what_was_predicted_measured_and_by_which_terms(document):
-    for row in document["rows"]:
-        assert set(row) >= {"id", "predicted", "measured", "error", "terms"}
-        assert row["predicted"]["step_s"] == pytest.approx(sum(row["terms"].values()))
-        for key, error in row["error"].items():
-            if key != "fits":
-                assert error == pytest.approx(row["predicted"][key] / row["measured"][key] - 1)
-
-
-def test_what_is_no_training_step_is_left_out_by_name(document):
-    left = {row["id"]: row["why"] for row in document["left_out"]}
-    named = "units.emfu.trap eplb.flashlb cp.packing.leak cp.packed.balance ep.order.marin"
-    assert set(left) == set(named.split())
-    assert all("nothing to compare" in why or "unknown inputs" in why for why in left.values())
-
-
 def write(path, *groups):
     path.write_text(json.dumps(groups))
     return path
@@ -94,7 +76,7 @@ def test_a_run_has_the_mesh_the_matrices_and_the_microbatches_that_are_given(tmp
     for given in (dict(micro_batch=2), dict(microbatches=4)):
         run = run_of(tmp_path, batch=64, fsdp=8, **given)
         assert (run.rows, run.microbatches) == (2, 4)
-    assert run_of(tmp_path, batch=64, fsdp=8).rows == 8, "as this package and MaxText do where nobody asks"
+    assert run_of(tmp_path, batch=64, fsdp=8).rows == 8
 
 
 def test_a_machines_memory_and_its_limit_of_power_are_read(tmp_path):
@@ -105,31 +87,17 @@ def test_a_machines_memory_and_its_limit_of_power_are_read(tmp_path):
     assert run_of(tmp_path, fsdp=8, power=900).chip == usual, "no board has more than its own"
 
 
-def test_a_chip_that_no_run_has_is_like_those_of_its_kind():
-    """The mean in logarithms of the prior and of the kind's rows; a GPU is the prior."""
-    rows = {"v6e": dataclasses.replace(Rates(), matmuls=0.9)}
-    rows["tpu"] = fit_rates.middle([Rates(), rows["v6e"]])
-    assert rows["tpu"].matmuls == pytest.approx((0.7 * 0.9) ** 0.5)
-    assert rows["tpu"].half == pytest.approx(Rates().half)
-    chips = [hardware.chip(name) for name in ("v6e", "v5p", "b200")]
-    assert [fit_rates.expected(c, rows) for c in chips] == [rows["v6e"], rows["tpu"], Rates()]
-
-
-def test_a_row_of_a_sweep_that_cannot_be_read_is_left_out_alone(tmp_path):
-    rows = {"columns": ["fsdp", "tp", "ms"], "rows": [[8, 1, 900], [3, 3, 900], [4, 2, 900]]}
-    found = measured.against(write(tmp_path / "sweep.json", OWN | {"inputs": RUN, "expected": {}} | rows))
-    assert [row["id"] for row in found["rows"]] == ["mine/0", "mine/2"]
-    assert [left["id"] for left in found["left_out"]] == ["mine/1"]
-
-
 def test_a_users_own_run_is_compared_and_what_cannot_be_is_left_out_by_name(tmp_path):
     """What else cannot be compared is in bad_inputs.toml."""
+    sweep = {"columns": ["fsdp", "tp", "ms"], "rows": [[8, 1, 900], [3, 3, 900], [4, 2, 900]]}
+    sweep |= OWN | {"id": "sweep", "inputs": RUN, "expected": {}}
     other = OWN | {"id": "other", "expected": {"loss": 2}}
-    both = measured.against(write(tmp_path / "both.json", OWN, other))
-    (row,) = both["rows"]
+    found = measured.against(write(tmp_path / "runs.json", OWN, other, sweep))
+    row = found["rows"][0]
     assert row["mesh"] == "fsdp=8" and 0.5 < row["predicted"]["step_s"] < 2 and not row["error"]["fits"]
-    assert [left["id"] for left in both["left_out"]] == ["other"]
-    assert "nothing to compare" in both["left_out"][0]["why"]
+    assert [row["id"] for row in found["rows"]] == ["mine", "sweep/0", "sweep/2"]
+    assert [left["id"] for left in found["left_out"]] == ["other", "sweep/1"]
+    assert "nothing to compare" in found["left_out"][0]["why"]
 
 
 def test_rank_correlation_by_hand():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 from shared import CASES, HERE
 
 from llmpar.parallel.devices import POOL_SIZE
@@ -107,13 +107,6 @@ def test_processes_come_before_ids(monkeypatch):
     devices = [SimpleNamespace(process_index=process, id=i) for process, i in numbers]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == sorted(numbers)
-
-
-def test_a_layout_as_jax_writes_it():
-    assert spec(parse_layout("b/dp,fsdp s d/tp")) == PartitionSpec(("dp", "fsdp"), None, ("tp",))
-    assert spec(parse_layout("whole")) == PartitionSpec()
-    mesh = make_mesh("dp=2 fsdp=2 tp=2")
-    assert sharding(mesh, parse_layout("b/dp")) == NamedSharding(mesh, PartitionSpec(("dp",)))
 
 
 def test_shard_bytes_are_what_jax_gives_every_device():

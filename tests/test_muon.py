@@ -116,7 +116,7 @@ def test_on_every_mesh_it_sends_and_holds_what_is_predicted_and_is_what_one_devi
         assert by_arrow(census_hlo(text, step.mesh, shares)) == sent, f"stage {stage}"
     (got, moments), (one, theirs) = after_two_steps(step, compiled), one_device(config)
     for x, y in zip(jax.tree.leaves(moments), jax.tree.leaves(theirs), strict=True):
-        assert np.abs(x - y).max() <= 1e-3 * np.abs(y).max(), "a run goes on in any other way"
+        assert np.abs(x - y).max() <= 1e-3 * np.abs(y).max()
     moved = jax.tree.map(lambda w, start: np.abs(w - start).max(), one, weights(step.config))
     assert min(jax.tree.leaves(moved)) > 0.003
     like = flatten_dict(one, sep=".")

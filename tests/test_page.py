@@ -210,44 +210,12 @@ def last_digit(ours, theirs):
     return abs(a - b) <= 1.01 * 10.0**-digits
 
 
-def test_the_comparison_sees_a_number_and_a_word():
-    assert unequal({"a": [1.0, "fits: 3.1 GiB"]}, {"a": [1.0 + 1e-15, "fits: 3.2 GiB"]}) == []
-    assert len(unequal({"a": [1.0, "fits: 3.1 GiB"]}, {"a": [1.0 + 1e-11, "fits: 3.4 GiB"]})) == 2
-    assert unequal({"a": "fits"}, {"a": "fit"}) and unequal({"a": 1}, {"b": 1}) and unequal([1], [1, 2])
-
-
-def some_states(seed, count):
-    """States as readers reach them: any model, chip, mesh, batch, and fields of the plan set by hand."""
-    rng, start = random.Random(seed), dict(MESH.state)
-    options = {c["name"]: c["options"] for c in MESH.controls if "options" in c}
-    offered = [f for f in MESH.answer(start)["fields"] if f["kind"] in ("choice", "flag", "int")]
-    for _ in range(count):
-        state = start | {name: rng.choice(values) for name, values in options.items()}
-        sizes = {axis: 2 ** rng.choice([0, 0, 0, 1, 1, 2, 3]) for axis in rng.sample(list(AXES), 3)}
-        mesh = " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "dp=1"
-        devices = math.prod(sizes.values())
-        state |= {"mesh": mesh, "devices": devices, "agreed": devices, "device": rng.randrange(devices)}
-        state |= {"batch_size": devices * rng.choice([1, 2, 4, 6])}
-        state |= {"seq_len": rng.choice([1024, 4096, 8192, 10_000])}
-        by_hand = {}
-        for field in rng.sample(offered, rng.choice([0, 0, 1, 2])):
-            values = field.get("options") or {"flag": [False, True]}.get(field["kind"], [1, 2, 4, 8])
-            by_hand[field["name"]] = rng.choice(values)
-        yield state | {"fields": by_hand}
-
-
 def compared(shown, asked):
     """Ask the page and Python here; the first answers that differ."""
     ours, theirs = [answered(*one) for one in asked], ask(shown, asked)
     assert sum(not answer["refusal"] for answer in ours) > len(ours) / 4
     found = [unequal(*pair) for pair in zip(ours, theirs, strict=True)]
     return [(asked[i], one[:3]) for i, one in enumerate(found) if one][:3]
-
-
-@pytest.mark.browser
-@pytest.mark.nightly
-def test_the_pages_python_answers_any_state_as_ours_does(awake):
-    assert compared(awake, [("mesh", None, state) for state in some_states(0, 200)]) == []
 
 
 def moves():
@@ -272,9 +240,8 @@ def test_a_whole_page_shows_its_picture_first_and_answers_every_kind_as_ours(awa
     assert awake.evaluate("window.first") == "starts", "the first answer is stored"
     fresh = {"seq_len": 2048}  # advice has already come for where the page starts
     asked = [(kind, given, state | fresh if kind == "mesh" else state) for kind, given, state in questions()]
-    states = [*moves(), *some_states(0, 20)]
-    asked += [("mesh", None, state | fresh) for state in random.Random(0).sample(states, 30)]
-    assert {kind for kind, *_ in asked} == {*EXPLORERS} and len(states) > 70
+    asked += [("mesh", None, state | fresh) for state in random.Random(0).sample(moves(), 30)]
+    assert {kind for kind, *_ in asked} == {*EXPLORERS}
     assert compared(awake, asked) == []
 
 

@@ -1,29 +1,23 @@
 """The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused at once."""
 
-import collections
 import dataclasses
 import json
 import re
-import shlex
-import types
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import jax
 import plans
 import pytest
 from parity import LLAMA
 from shared import CASES, TABLES
 
-from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
-from llmpar.planner import planner
-from llmpar.predict import hardware, memory
+from llmpar.predict import memory
 from llmpar.predict.traffic import step_traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
@@ -62,8 +56,6 @@ def test_placing_a_logical_layout():
     plan = Plan(MIXED, tp_sequence=True).resolve()
     assert str(plan.place("stream b s d")) == "b/dp,fsdp s/tp d"
     assert str(plan.place("attention b s d +n")) == "b/dp,fsdp s d +tp"
-    assert str(plan.place("attention d n h")) == "d n/tp h"
-    assert str(plan.place("data b s")) == "b/dp,fsdp s"
     assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
     assert str(Plan("dp=2").resolve().place("attention b s d +n")) == "b/dp s d", "no sum is left"
     with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, att"):
@@ -230,33 +222,6 @@ def test_a_flag_that_decides_nothing_is_said_also_where_it_is_the_default(line, 
     assert said.startswith(GIVEN[line]) and said.count("\n") == bool(GIVEN[line])
 
 
-def test_plan_says_which_of_its_given_fields_decide_nothing(capsys):
-    words = "--model llama3.2-1b --devices 8 --mesh tp=8 --json --fix".split()
-    assert main(["plan", *words, "zero=3,remat=none,schedule=gpipe"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)["notes"]
-    assert sorted(line.partition("=")[0] for line in found) == ["schedule", "zero"]
-    assert all(line in err for line in found)
-
-
-def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():
-    experts = dataclasses.replace(preset("tiny-moe"), num_layers=2)
-    said = lambda plan, config=LLAMA: " ".join(plan.resolve(config).notes)
-    assert "ffn_chunks=2 changes nothing" in said(Plan(ffn_chunks=2), experts)
-    shared = dataclasses.replace(experts, experts=dataclasses.replace(experts.experts, num_shared=1))
-    assert not said(Plan(ffn_chunks=2), shared)
-    assert "unroll=0 changes nothing" in said(Plan(unroll=0), dataclasses.replace(LLAMA, num_layers=1))
-    assert "a chunk of one layer" in said(Plan("pp=2", microbatches=2, unroll=0))
-
-
-def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
-    """Gathered keys are a whole row beside the queries of a part of it."""
-    assert Plan().resolve().in_order
-    assert Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").resolve().in_order
-    assert not Plan("sp=2", context_parallel="gather", sequence_order="contiguous").resolve().in_order
-    assert not Plan("sp=2", context_parallel="ulysses").resolve().in_order
-
-
 def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
     """On simulated devices; on others a permute is one."""
     inside = Plan("pp=2 sp=2", microbatches=2)
@@ -304,43 +269,6 @@ def test_auto_is_cudnn_on_gpus_where_it_needs_no_mask(words):
         said = rf"8.0 \(Ampere\) or newer, and here is {devices[4:]}; use .*='por"
         with pytest.raises(ValueError, match=said):
             Plan(**given | {"attention_kernel": kernel}).resolve(config, devices)
-
-
-LEAST = "--model 'tiny num_layers=1' --mesh fsdp=2 --batch-size 2 --seq-len 8"
-LINES = {
-    "train": f"train {LEAST} --steps 1 --data {{text}}",
-    "inspect": f"inspect {LEAST} --tolerance --json",
-    "plan": "plan --model tiny --devices 8 --chip h100 --batch-size 8 --seq-len 128 --json --fix zero=2",
-    "compile": "compile --target h100:1x2 --model tiny --mesh fsdp=2 --seq-len 64 --json",
-}
-
-
-@pytest.mark.parametrize("command", LINES)
-def test_a_command_decides_a_plan_once_for_a_platform(command, tmp_path, monkeypatch, capsys):
-    """Counts `Plan.resolve`; what is resolved passes through `Resolved.resolve`."""
-    (tmp_path / "text").write_text("to be decided once, " * 200)
-    counts, resolve = collections.Counter(), Plan.resolve
-
-    def counted(self, config=None, devices="cpu", *sizes):
-        if config is not None:
-            counts[self, config, devices] += 1
-        return resolve(self, config, devices, *sizes)
-
-    def too_large(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-
-    devices = dict(devices=jax.devices()[:2], num_devices=2, platform="gpu", text="h100:1x2")
-    target = types.SimpleNamespace(chip=hardware.chip("h100"), **devices)
-    monkeypatch.setattr("llmpar.planner.targets.parse_target", lambda text: target)
-    monkeypatch.setattr("llmpar.planner.targets.COMPILER_ENVIRONMENT", {})
-    if command == "compile":
-        monkeypatch.setattr("llmpar.planner.aot.read_program", too_large)
-    planner._resolved.cache_clear()
-    monkeypatch.setattr(Plan, "resolve", counted)
-    monkeypatch.chdir(tmp_path)
-    main(shlex.split(LINES[command].format(text=tmp_path / "text")))
-    assert set(counts.values()) == {1}, [key for key, n in counts.items() if n > 1]
-    assert command in ("plan", "compile") or len(counts) == 1
 
 
 def test_dims_behind_a_name_give_another_model():

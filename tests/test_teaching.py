@@ -95,16 +95,6 @@ def test_no_lesson_is_claimed_to_take_less_than_the_driver_takes():
         assert int(driver) < int(claimed) == LESSONS[number].teaching, number
 
 
-def test_every_lesson_has_a_run_of_show_with_one_exercise():
-    shown = dict(re.findall(r"^### (\d\d\w?) · (.*?)(?=^##)", GUIDE, re.M | re.S))
-    assert list(shown) == list(LESSONS)
-    for number, text in shown.items():
-        parts = re.findall(r"^- \*\*(\w+):\*\* (.*?)(?=^- |\Z)", text, re.M | re.S)
-        assert [name for name, _ in parts] == ["Type", "Surprise", "Board", "Exercise"], number
-        first = re.match(r"`(\S+?)`", parts[-1][1])[1]
-        assert first.startswith(f"{number}.") and find(first).level == "core", first
-
-
 @pytest.mark.parametrize("folder", ["notebooks", "slides"])
 def test_what_lessons_and_slides_import_is_there(folder):
     """Most lessons run in a job of their own; a name that went is seen here."""
@@ -245,6 +235,8 @@ def test_pages_for_people_name_targets_and_files_that_exist(name):
     text, makefile = (ROOT / name).read_text(), (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.M), target
+    for exercise in re.findall(r"`(\d\d\w?\.\w+)`", text):
+        find(exercise)  # or it is refused
     for path in re.findall(r"`((?:notebooks|slides|tests|llmpar)/[\w./]+)`", text):
         assert (ROOT / path).exists() or path.startswith("slides/_build"), path
 

@@ -8,13 +8,11 @@ import pytest
 from shared import CASES
 
 import llmpar
-from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.planner.measured import read_runs
 from llmpar.planner.planner import memory_verdict
 from llmpar.planner.terms import FORMULAS, LINES, terms
-from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.predict.traffic import LATE, most_traffic
 
@@ -63,18 +61,12 @@ def test_the_numbers_are_those_of_the_plan(explained):
         assert {term.name: term.value for term in found if term.arrow} == of_links
 
 
-ESTIMATES = ("activations", "unreduced gradients", "weights in use", "total")
-
-
-def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explained):
+def test_lessons_and_files_that_are_named_exist():
     lessons = {path.stem for path in (ROOT.parent / "notebooks" / "src").glob("*.py")}
     assert {row["lesson"] for row in FORMULAS.values()} <= lessons
-    for _, _, found in explained:
-        for term in found:
-            assert term.formula and (term.unit == "B" or term.estimate)
-            assert term.estimate == (term.unit != "B" or term.name in ESTIMATES)
-    lines = {term.line for _, _, found in explained for term in found if term.arrow}
-    assert lines >= {"model/llama.py", "plan/plan.py"}
+    for arrow, name in LINES.items():
+        text = (Path(llmpar.__file__).parent / name).read_text()
+        assert arrow in text or arrow.rpartition(" -> the ")[0] in text, arrow
 
 
 def test_summands_have_their_words_and_add_up(explained):
@@ -91,20 +83,6 @@ def test_summands_have_their_words_and_add_up(explained):
     assert {"activations", "optimizer", "weights and gradients on links"} <= names
 
 
-def test_memory_time_and_links_are_explained_by_what_they_are_made_of():
-    """Layers times bytes a layer; gradients before they are cut; links, and the share of them."""
-    fixed, name = {"remat": "selective"}, "llama3-70b"
-    q = planner.Question(preset(name), chip("h100"), 64, 64, 4096, fixed, name)
-    found = {term.name: term for term in terms(q, planner.on_mesh(q, parse_mesh("fsdp=64")))}
-    kept = [part for part in found["activations"].summands if part.what.startswith(memory.KEPT)]
-    assert len(kept) == 4 and all(part.filled.startswith("80 × ") for part in kept)
-    state, sums = found["optimizer"].summands
-    assert state.filled.startswith("30 B × ") and "before" in sums.what
-    assert sums.filled.startswith("2 × 2 B × 70,")
-    links = found["weights and gradients on links"]
-    assert "between nodes: 42 % of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
-
-
 def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
     """By data sheets alone 64 H100s gather as fast as 8: what is reached of links differs."""
     text = (ROOT.parent / "docs/site/calculators/collectives.md").read_text()
@@ -114,21 +92,6 @@ def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         assert took[kind, 64][0] > 1.5 * took[kind, 8][0], kind
         assert "between nodes" in took[kind, 64][1] and "between" not in took[kind, 8][1]
-
-
-def test_arrows_are_written_where_they_are_said_to_be():
-    for arrow, name in LINES.items():
-        text = (Path(llmpar.__file__).parent / name).read_text()
-        assert arrow in text or arrow.rpartition(" -> the ")[0] in text, arrow
-
-
-def test_the_bytes_of_tensor_parallelism_are_the_textbook_s():
-    """8 b s d (t - 1)/t elements a layer, and one reduction for each end."""
-    fixed = {"tp_sequence": False, "remat": "block"}
-    q = planner.Question(preset("llama3-70b"), chip("h100"), 64, 64, 4096, fixed)
-    found = terms(q, planner.on_mesh(q, parse_mesh("fsdp=8 tp=8")))
-    (term,) = (term for term in found if term.name == "tp all-reduce")
-    assert " × 2 × 7/8 × 8 × 4,096 × 8,192 × 2 B + " in term.filled and term.line == "model/llama.py"
 
 
 def test_runs_that_people_know_are_answered_beside_what_was_published():
@@ -152,6 +115,6 @@ def test_runs_that_people_know_are_answered_beside_what_was_published():
             without = one.time.step_s - one.time.terms["recomputation"] - one.time.terms[LATE]
             assert one.time.mfu(q.run(one.plan)) * one.time.step_s / without > row["mfu"], row["differs"]
         if "differs" not in row:
-            assert abs(errors[row["name"]]) <= planner.ERROR, "the table says why ours is off by more"
+            assert abs(errors[row["name"]]) <= planner.ERROR
     assert len(errors) >= 8 and max(map(abs, errors.values())) < 0.25, errors
     assert sum(abs(error) for error in errors.values()) / len(errors) < 0.15

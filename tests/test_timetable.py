@@ -72,6 +72,8 @@ def test_published_ratios():
     assert gpipe.bubble_fraction == pytest.approx(ROWS["gpipe"]["expected"]["fraction"])
     assert gpipe.peak_live() == [ROWS["gpipe"]["expected"]["in_flight"]] * 4
     assert circular.bubble_fraction == pytest.approx(ROWS["circular"]["expected"]["fraction"])
+    late = timetable(make("zb-h2", 4, 4))  # by hand: of 15 ticks stage 0 works 12; the last ends one later
+    assert (late.span, late.makespan, late.bubble_rate) == (15, 16, 3 / 15)
 
 
 def names(inputs):
@@ -117,68 +119,10 @@ def test_zero_bubble_relative_to_1f1b(row, name):
     assert np.sum(table.hops) == ROWS[row]["expected"]["comm"] * np.sum(plain.hops)
 
 
-def test_dualpipe_gains_when_gradients_leave_before_the_weights():
-    joined = make("dualpipe", 8, 16)
-    apart = replace(joined, rows=tuple(tuple(op._replace(joined=False) for op in row) for row in joined.rows))
-    assert timetable(joined).bubble == pytest.approx(6) and timetable(apart).bubble == pytest.approx(3)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("hop", [0.0, 0.3])
-def test_every_operation_starts_as_soon_as_it_can_and_no_sooner(name, hop):
-    p, m, costs = 4, 12, dict(zip("FBW", (1.0, 1.7, 0.6), strict=True))
-    schedule = make(name, p, m)
-    table = timetable(schedule, tuple(costs.values()), hop)
-    visits = {"linear": 1, "looped": 2, "vee": 2, "dual": 1}[schedule.placement]
-    cells = []  # (start, end, stage, the end of the row's cell before, operations)
-    for s, row in enumerate(schedule.rows):
-        before = 0
-        for op, start, end in zip(row, table.start[s], table.end[s], strict=True):
-            whole = costs["B"] + costs["W"] * (not schedule.split_backward)
-            assert end - start == pytest.approx({**costs, "B": whole}[op.kind] / visits)
-            if op.joined:
-                cells[-1][1] = before = end
-                cells[-1][4].append(op)
-            else:
-                cells.append([start, end, s, before, [op]])
-                before = end
-    done = {(op[:3], s): end for _, end, s, _, ops in cells for op in ops}
-    for start, _, s, before, ops in cells:
-        due = [before]
-        for op in ops:
-            route = schedule.route(op.microbatch)
-            k = route.index((s, op.chunk)) + {"F": -1, "B": 1, "W": 0}[op.kind]
-            if op.kind == "B":
-                due.append(done[("F", *op[1:3]), s])
-            if op.kind != "W" and 0 <= k < len(route):
-                there, chunk = route[k]
-                due.append(done[(op.kind, op.microbatch, chunk), there] + hop * (there != s))
-        assert start == pytest.approx(max(due))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_lockstep_is_legal_and_never_beats_free_running(name):
-    schedule = make(name, 4, 8)
-    table = timetable(schedule, (1, 1.5, 0.5), 0.25)
-    assert sum(kind >= 0 for row in table.ticks for kind, _, _ in row) == sum(map(len, schedule.rows))
-    assert all(used > sent for sent, _, used, _ in table.messages)
-    if not any(op.joined for row in schedule.rows for op in row):  # lockstep does not join cells
-        assert table.makespan_lockstep >= table.makespan - EXACT
-    if schedule.split_backward and schedule.placement == "linear":
-        unit = timetable(schedule, (1, 1, 1))
-        assert unit.makespan_lockstep == unit.makespan == len(unit.ticks)
-
-
 def test_a_tick_with_several_messages_waits_for_one_hop():
     """By hand: 4 ticks of F, 4 of B and W, 3 with messages each way, where 4 messages go."""
     table = timetable(make("gpipe", 3, 2), (1, 1, 1), hop=0.5)
     assert len(table.messages) == 8 and table.makespan_lockstep == 4 * 1 + 4 * 2 + 6 * 0.5
-
-
-def test_the_bubble_rate_is_over_the_span_of_a_stage_not_the_makespan():
-    """By hand: stage 0 works 12 of 15 ticks, and the last stage ends a tick later."""
-    table = timetable(make("zb-h2", 4, 4))
-    assert (table.span, table.makespan, table.ideal) == (15, 16, 12) and table.bubble_rate == 3 / 15
 
 
 @pytest.mark.parametrize(("text", "said"), TABLES["orders_refused"])
@@ -223,16 +167,6 @@ def test_the_sentence_names_the_stage_and_the_cell_that_were_mutilated(kind):
         except ValueError as error:
             assert said in str(error) and (kind != "number" or f"write {op} for one" in str(error))
             refused += 1
-
-
-def test_a_loss_is_noticed_where_two_pipelines_meet():
-    schedule = make("dualpipe", 4, 8)
-    for stage, k in ((0, 3), (1, 9), (3, 20)):
-        op, row = schedule.rows[stage][k], schedule.rows[stage]
-        for change in (row[:k] + row[k + 1 :], row[: k + 1] + row[k:]):
-            rows = schedule.rows[:stage] + (change,) + schedule.rows[stage + 1 :]
-            with pytest.raises(ValueError, match=f"stage {stage} (never runs|runs) {op}"):
-                timetable(replace(schedule, rows=rows))
 
 
 TORCH = json.loads((FIXTURES / "torch_orders.json").read_text())["orders"]
@@ -346,23 +280,6 @@ def test_orders_that_repeat_themselves_need_no_more_slots_for_more_microbatches(
         many = make(name, p, 7 * p, v if "interleaved" in name else None)
         table = slots(timetable(many))
         assert most_slots(many) == tuple(map(max, (table.num_saved, table.num_residual, table.num_messages)))
-
-
-@pytest.mark.parametrize("array", ["saved", "read", "left", "residual", "keep"])
-def test_the_miniature_executor_sees_a_wrong_slot(array):
-    table = timetable(make("zb-v", 4, 8))
-    buffers = slots(table)
-    broken = np.array(getattr(buffers, array))
-    used = np.argwhere(broken >= 0)
-    broken[tuple(used[len(used) // 2])] = broken.max() + 1
-    with pytest.raises((AssertionError, KeyError)):
-        walk(table, replace(buffers, **{array: broken}))
-
-
-def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
-    assert timetable(make("1f1b", 3, 5)).hops == [[0, 5, 0], [5, 0, 5], [0, 5, 0]]
-    assert np.sum(timetable(make("interleaved", 3, 6, 2)).hops) == 2 * 6 * (2 * 3 - 1)
-    assert np.sum(timetable(make("zb-v", 3, 6)).hops) == 2 * 6 * 2 * (3 - 1)
 
 
 def test_the_picture_is_the_lockstep_table():

@@ -3,60 +3,32 @@
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import parity
 import pytest
 import rich.console
 from flax import nnx
-from parity import (
-    BATCH,
-    LLAMA,
-    MOE,
-    SEQ,
-    allowed,
-    batch,
-    compare_leaves,
-    name,
-    natural,
-    padded,
-    state_of,
-    weights,
-)
+from parity import BATCH, LLAMA, MOE, SEQ, batch, compare_leaves, name, natural, padded, state_of, weights
 
 from llmpar.inspect.report import SPREAD_NAMES, rounded_products, spread, spread_table
-from llmpar.model import llama as model
 from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
 from llmpar.plan.plan import Plan
-from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tolerance
+from llmpar.predict.tolerance import FACTOR, tolerance
 from llmpar.training.step import Step
 
 QUANTITIES = tuple(SPREAD_NAMES)
 RNG = np.random.default_rng(0)
 
 # ------------------------------------------------------------------------------------------------------- laws
-
-
-@pytest.mark.parametrize("length", [64, 4096])
-@pytest.mark.parametrize("signs", ["random", "alike"])
-def test_a_sum_one_after_the_other_is_off_by_the_root_of_its_half(length, signs):
-    """Within a factor of two; of numbers alike it is a third in place of a half."""
-    terms = RNG.standard_normal((400, length)).astype(np.float32)
-    terms = np.abs(terms) if signs == "alike" else terms
-    error = np.cumsum(terms, 1)[:, -1] - terms.astype(float).sum(1)
-    size = np.sqrt((terms.astype(float).sum(1) ** 2).mean())
-    expected = ROUNDING / math.sqrt(2) * UNIT["float32"] * math.sqrt(length / 2)
-    assert expected / 2 < np.sqrt((error**2).mean()) / size < 2 * expected
 
 
 # ------------------------------------------------------------------------------------------------------- runs
@@ -149,16 +121,6 @@ def test_a_wrong_scale_of_one_part_in_ten_thousand_is_caught():
             compare(of_loss, of_gradient)
 
 
-def test_parity_in_float32_is_never_looser_than_one_in_a_hundred_thousand():
-    huge = dataclasses.replace(LLAMA, num_layers=200, ffn_width=65_536)
-    assert tolerance(Plan("tp=2").resolve(huge), 16, 16).bound("gradient") > 1e-5
-    for config in (LLAMA, MOE, huge):
-        assert max(allowed(config, Plan("dp=2 tp=2")).values()) <= 1e-5
-    assert allowed(LLAMA, Plan("tp=2"), "tf32")["gradient"] > 1e-4
-    # no promise
-    assert tolerance(Plan("tp=2", dtype="bfloat16").resolve(huge), 16, 1024).bound("gradient") == 1
-
-
 # ----------------------------------------------------------------------------------------------------- report
 
 
@@ -179,20 +141,11 @@ def test_each_cut_has_its_term():
     assert cuts("pp=2", microbatches=2) == dict.fromkeys(sums, "microbatches") | {"sum of squares": "pp"}
 
 
-def test_more_ranks_and_fewer_bits_make_more_spread():
-    def bounds(text, config=LLAMA, **more):
-        told = tolerance(Plan(text, dtype=more.pop("dtype", "float32")).resolve(config), 16, 16, **more)
-        return [told.bound(what) for what in QUANTITIES]
-
-    more = [bounds("tp=2"), bounds("tp=8"), bounds("tp=8", products="tf32"), bounds("tp=8", dtype="bfloat16")]
-    assert all(a < b for less, much in itertools.pairwise(more) for a, b in zip(less, much, strict=True))
-    with_experts = tolerance(Plan("ep=2").resolve(MOE), 16, 16)
-    assert 0 < with_experts.ties < 1 < tolerance(Plan("ep=2", dtype="bfloat16").resolve(MOE), 16, 16).ties
-
-
 def test_the_report_tells_every_term_and_what_other_devices_round():
     document = spread(Plan("dp=2 tp=2").resolve(LLAMA), 16, 16)
     assert json.loads(json.dumps(document)) == document
+    exact, rounded = (Plan("ep=2", dtype=dtype).resolve(MOE) for dtype in ("float32", "bfloat16"))
+    assert 0 < tolerance(exact, 16, 16).ties < 1 < tolerance(rounded, 16, 16).ties
     for what in QUANTITIES:
         together = math.sqrt(sum(term[what] ** 2 for term in document["terms"]))
         assert document["expected"][what] == pytest.approx(together)
@@ -235,13 +188,3 @@ def test_gradients_of_logits_are_rounded_before_they_are_multiplied_but_on_tpus(
     for operands, result in dots:
         assert (f"x{v}xf32" in operands) == (platform == "tpu")
         assert platform == "tpu" or result.endswith("bf16") and "f32" not in operands.replace("bf16", "")
-
-
-def test_rounded_gradients_of_logits_are_right():
-    """Of whole numbers below 256 nothing is rounded away."""
-    given = [RNG.integers(-1, 2, shape).astype(np.float32) for shape in ((8, 4), (16, 4))]
-    x, head = (jnp.asarray(z, jnp.bfloat16) for z in given)
-    logits = given[0] @ given[1].T
-    grads = jax.grad(lambda x, head: (model.logits_with_rounded_grad(x, head) ** 2).sum(), (0, 1))(x, head)
-    for got, want in zip(grads, (2 * logits @ given[1], 2 * logits.T @ given[0]), strict=True):
-        np.testing.assert_array_equal(got, want)

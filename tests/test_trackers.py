@@ -111,16 +111,6 @@ def test_a_tracker_that_fails_on_the_way_is_told_of_and_left(what, monkeypatch):
     assert said == ["tracker 'wandb' gets no more rows: ConnectionError: no network"]
 
 
-@pytest.mark.parametrize("package", ["tensorboardX", "trackio"])
-def test_a_real_tracker_takes_the_rows(package, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "runs"))
-    pytest.importorskip(package)
-    run(Plan(), 2, tracker="tensorboard" if package == "tensorboardX" else package)
-    assert capsys.readouterr().out == "", "stdout belongs to the document"
-    assert any(p.is_file() and p.stat().st_size > 100 for p in (tmp_path / "runs").rglob("*"))
-
-
 def test_a_profile_names_operations_by_their_arrows(tmp_path, monkeypatch):
     """Steps 2 and 3 of five on four devices: a layer's collectives once a device and step."""
     monkeypatch.chdir(tmp_path)

@@ -110,17 +110,3 @@ def test_slots_are_not_tokens():
         row = traffic.step_traffic(Plan(f"ep={ep} fsdp=4").resolve(config), 64, 4096)["ep", "all-to-all"]
         (of,) = {message.value for message in row.messages}
         assert of.endswith(f"{share} of them filled")
-
-
-def test_buckets_send_the_same_bytes_in_fewer_collectives():
-    def gradients(**plan):
-        row = traffic.step_traffic(Plan("dp=8", zero=0, **plan).resolve(LLAMA), 16, SEQ)["dp", "all-reduce"]
-        return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
-
-    leaves = len(LLAMA.weights())
-    at_end, sent = gradients()
-    big, same = gradients(reduce="bucket")
-    small, too = gradients(reduce="bucket", bucket_bytes=1)
-    assert sent == same == too and (at_end, big, small) == (leaves, 1, leaves)
-    per_layer, also = gradients(reduce="layer")
-    assert also == sent and per_layer == 3 + (leaves - 3) * LLAMA.num_layers

@@ -16,12 +16,10 @@ from jax.sharding import PartitionSpec as P
 from parity import (
     BATCH,
     LLAMA,
-    MOE,
     QWEN,
     SEQ,
     batch,
     by_arrow,
-    family,
     natural,
     predicted_by_arrow,
     put,
@@ -36,7 +34,6 @@ from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.layout import SCALED, WIRES, parse_arrow
-from llmpar.plan.mesh_shape import NotationError
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict.tolerance import tolerance
@@ -49,14 +46,6 @@ BIASES = QWEN, Plan("fsdp=4 dp=2", **HALF)  # they have heads, and are vectors
 PLANS = [pytest.param(*plans.build(line), id=line) for line in FEW]
 PLANS += [pytest.param(*plans.build(line), id=line, marks=pytest.mark.long) for line in MORE]
 PLANS += [pytest.param(*BIASES, id="biases", marks=pytest.mark.long)]
-FAMILIES = [LLAMA, MOE, QWEN, family("gpt_oss"), family("olmo3")]
-
-
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda x: x.name)
-def test_matrices_travel_in_fewer_bits_and_no_vector_does(config):
-    plan = Plan("fsdp=2", **HALF).resolve(config)
-    for path, (weight, layouts) in plan.layouts_by_path.items():
-        assert bool(layouts.gather_wire) != weight.is_vector, f"{path} {weight.dims}"
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -162,20 +151,3 @@ def test_arrows_in_a_dtype_do_what_their_text_says():
     np.testing.assert_allclose(np.concatenate(got[2]), sums, atol=1e-5)
     np.testing.assert_allclose(got[3], sums[:13], rtol=2**-8)
     assert np.abs(got[3] - sums[:13]).max() > 1e-4, "the sums are rounded before they are sent on"
-
-
-def test_arrows_with_a_dtype_are_read_and_written_and_others_refused():
-    for text in ARROWS:
-        assert str(parse_arrow(text)) == text
-    text = "d/fsdp,sp:bf16 m/tp +dp:bf16 -> d m/tp"
-    assert str(parse_arrow(text)) == text
-    assert parse_arrow(text).moves == parse_arrow(text.replace(":bf16", "")).moves
-    for wrong, why in {
-        "d/fsdp:fp4 -> d": "the dtypes on arrows are bf16 and e4m3",
-        "d +dp:e4m3 +fsdp:bf16 -> d/fsdp": "a dtype is on all axes that move",
-        "d/fsdp m/tp:bf16 -> d m/tp": "a dtype is on all axes that move: 'd/fsdp:bf16 m/tp -> d m/tp'",
-        "d:bf16 m/tp -> d m": "neither a dim",
-        "d/fsdp:bf16 -> d:bf16": "neither a dim",
-    }.items():
-        with pytest.raises(NotationError, match=why):
-            parse_arrow(wrong)
