@@ -30,7 +30,7 @@ from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import LLAMA as VARIANT
 from llmpar.plan.model_config import kind_of
-from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model, preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
@@ -53,12 +53,6 @@ def family(name: str, vocab_size: int = 256):
     with np.load(FIXTURES / f"hf_{name}.npz") as file:
         raw = json.loads(str(file["config"])) | {"vocab_size": vocab_size}
     return described_model(name, raw).must_run()
-
-
-def planted(kind: type[Resolved], plan: Plan, config):
-    """A plan as a class of `Resolved` that plants a fault has it; a `Step` takes it as it is."""
-    decided = plan.resolve(config)
-    return kind(**{field.name: getattr(decided, field.name) for field in dataclasses.fields(decided)})
 
 
 def by_arrow(census):
@@ -234,16 +228,6 @@ def arranged(params, orders):
     """Weights or gradients with the layers of each kind in another order."""
     in_order = lambda path, w: np.asarray(w)[layer_order.order_of(path, orders)]
     return params | jax.tree_util.tree_map_with_path(in_order, {"blocks": params["blocks"]})
-
-
-def with_reading(mode):
-    """A `Step` whose plan is read by another class, one with a planted fault."""
-
-    class Faulty(Step):
-        def _parallel(self):
-            return mode(self.plan)
-
-    return Faulty
 
 
 def allowed(config, plan: Plan, products: Unit = "float32") -> dict[str, float]:

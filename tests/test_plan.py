@@ -1,8 +1,10 @@
 """The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused at once."""
 
+import collections
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -11,12 +13,14 @@ import pytest
 from parity import LLAMA
 from shared import CASES, TABLES
 
+from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
+from llmpar.planner import planner
 from llmpar.predict import memory
 from llmpar.predict.traffic import step_traffic
 
@@ -269,6 +273,33 @@ def test_auto_is_cudnn_on_gpus_where_it_needs_no_mask(words):
         said = rf"8.0 \(Ampere\) or newer, and here is {devices[4:]}; use .*='por"
         with pytest.raises(ValueError, match=said):
             Plan(**given | {"attention_kernel": kernel}).resolve(config, devices)
+
+
+LEAST = "--model 'tiny num_layers=1' --mesh fsdp=2 --batch-size 2 --seq-len 8"
+COMMANDS = {
+    f"train {LEAST} --steps 1 --data text": 1,
+    f"inspect {LEAST} --tolerance --json": 1,
+    "plan --model tiny --devices 8 --chip h100 --batch-size 8 --seq-len 128 --json --fix zero=2": None,
+}
+
+
+@pytest.mark.parametrize("command, num_plans", COMMANDS.items(), ids=("train", "inspect", "plan"))
+def test_a_command_decides_a_plan_once(command, num_plans, tmp_path, monkeypatch, capsys):
+    """Counts `Plan.resolve`; what is resolved passes through `Resolved.resolve`."""
+    (tmp_path / "text").write_text("to be decided once, " * 200)
+    counts, resolve = collections.Counter(), Plan.resolve
+
+    def counted(self, config=None, devices="cpu", *sizes):
+        if config is not None:
+            counts[self, config, devices] += 1
+        return resolve(self, config, devices, *sizes)
+
+    planner._resolved.cache_clear()
+    monkeypatch.setattr(Plan, "resolve", counted)
+    monkeypatch.chdir(tmp_path)
+    main(shlex.split(command))
+    assert set(counts.values()) == {1}, [key for key, n in counts.items() if n > 1]
+    assert num_plans in (None, len(counts))
 
 
 def test_dims_behind_a_name_give_another_model():
