@@ -79,6 +79,11 @@ def predicted_by_arrow(traffic):
     return {(*key, text): tuple(line) for key, row in traffic.items() for text, line in row.arrows.items()}
 
 
+def predicted(config, plan: Plan):
+    """What is predicted of a step, as `predicted_by_arrow` says it."""
+    return predicted_by_arrow(traffic.step_traffic(plan.resolve(config), BATCH, SEQ))
+
+
 @functools.cache
 def batch(seed: int = 0):
     """Random tokens, two documents a row, targets left out unevenly: a mean of means is another number."""

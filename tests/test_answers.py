@@ -354,7 +354,7 @@ def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank
     assert step_s(network_times=-2) == step_s(network=12.5) > step_s() > step_s(network_times=2)
     piped = {"mesh": "pp=8 fsdp=2 tp=4"}
     assert step_s(**piped) > step_s() and step_s(**piped, network_times=-2) < step_s(network_times=-2)
-    v3 = {"hbm": "15.48", "node_link": "50", "network": "1.562", "node_size": "2048", "pinned": "none"}
+    v3 = {"hbm": "15.5", "node_link": "50", "network": "1.6", "node_size": "2048", "pinned": "none"}
     assert answers.answer(SIDE | {"chip": "v3"})["usual"] == v3
 
 

@@ -22,11 +22,11 @@ from parity import (
     emulated_ragged_all_to_all,
     family,
     name,
+    predicted,
     ragged_on_cpus,
     spread,
 )
 from plans import DEEPSEEK
-from test_census import predicted
 
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped

@@ -96,7 +96,7 @@ PUBLISHED = question("llama3.1-405b", 16384, 2048)
 ASKED = {
     "fsdp=32 tp=2": question(devices=64),
     "fsdp=8 tp=8": question("llama3-70b", 64, 64, 4096, loss_chunks=4, tp_sequence=False),
-    "pp=16 dp=128 tp=8": PUBLISHED,
+    "pp=16 fsdp=128 tp=8": PUBLISHED,
     "pp=2 ep=4": question("qwen3-30b-a3b", batch=16, seq=4096, loss_chunks=4),
     "sp=2 fsdp=4": question("llama3-8b", 8, seq=32768, remat="block"),
 }

@@ -7,8 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from parity import BATCH, LLAMA, SEQ, dealt, name, weights
-from test_census import predicted
+from parity import BATCH, LLAMA, SEQ, dealt, name, predicted, weights
 
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.jaxpr import census_jaxpr

@@ -63,6 +63,6 @@ def test_doctor_compares_versions_with_the_declared_bounds(monkeypatch, installe
 
 def test_doctor_refuses_a_flax_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax.nnx", None)
-    said = r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); python -m"
+    said = r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); if versions are the reason, python -m"
     with pytest.raises(ValueError, match=said):
         doctor.Doctor(json=True).run()

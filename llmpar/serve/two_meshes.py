@@ -11,6 +11,7 @@ each device its block. Between processes it takes such blocks alone, and no CPUs
 
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from llmpar.plan.two_meshes import Pair, Ranges, TwoMeshes, common, volume
 
 Messages = dict[int, dict[int, jax.Array]]
 """Flat messages by the numbers of two devices: of the one that has them now, of the other one."""
+_Send = Callable[[Messages, np.dtype], tuple[Messages, int]]
 
 
 class Mover:
@@ -56,7 +58,7 @@ class Mover:
         self.results = [sharding(meshes[1], arrow.after) for arrow in plan.arrows]
         self._give = jax.jit(self._messages, static_argnums=0)
         self._take = jax.jit(self._blocks, static_argnums=(0, 3))
-        self._send = self._put
+        self._send: _Send = self._put
         if jax.process_count() > 1:
             self._send = Permutes(plan, self.devices)
 
@@ -136,7 +138,8 @@ class Permutes:
     """
 
     def __init__(self, plan: TwoMeshes, devices: dict[int, jax.Device]):
-        self.plan, self.order, self.dtype = plan, sorted(devices), None
+        self.plan, self.order = plan, sorted(devices)
+        self.dtype: np.dtype | None = None
         processes = {d.process_index for d in devices.values()}
         if idle := sorted({*range(jax.process_count())} - processes):
             raise ValueError(
