@@ -337,7 +337,7 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
     with ragged_on_cpus():
         step = Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         ragged = predicted(MOE, plan)
-        traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32))
+        traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))
     assert by_arrow(census_jaxpr(traced.jaxpr, plan.mesh.sizes)) == ragged
     padded, kinds = predicted(MOE, Plan("ep=4 fsdp=2")), {"all-to-all": "ragged-all-to-all"}
     assert ragged == {
