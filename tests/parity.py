@@ -322,8 +322,8 @@ def compare_with_manual(step: Step, text: str) -> None:
     unfinished type) are under no arrow."""
     found = by_arrow(census_hlo(text, step.mesh))
     want = collections.defaultdict(lambda: np.zeros(2, int))
-    predicted = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ))
-    for (axes, sort, arrow), (count, sent) in predicted.items():
+    manual = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ))
+    for (axes, sort, arrow), (count, sent) in manual.items():
         twice = sort == "reduce-scatter" and arrow not in ISLANDS
         want[axes, "all-reduce" if twice else sort, arrow] += count, sent * (1 + twice)
     own = [key for key in found if key[2] in ("", ONCE)]

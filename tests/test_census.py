@@ -7,7 +7,7 @@ import math
 import jax
 import optax
 import pytest
-from parity import BATCH, LLAMA, SEQ, by_arrow, predicted_by_arrow
+from parity import BATCH, LLAMA, SEQ, by_arrow, predicted, predicted_by_arrow
 
 from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, partitioned_hlo, read_program
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -33,7 +33,7 @@ def test_an_arrow_sends_the_same_before_and_after_the_compiler():
     step = step_of(plan)
     jaxpr, text = census_jaxpr(traced(step), plan.mesh.sizes), partitioned_hlo(step.lower(BATCH, SEQ))
     sent = census_hlo(text, step.mesh)
-    assert by_arrow(jaxpr) == predicted_by_arrow(traffic.step_traffic(plan.resolve(LLAMA), BATCH, SEQ))
+    assert by_arrow(jaxpr) == predicted(LLAMA, plan)
     by_text = lambda rows: sorted(map(str, rows))
     assert by_text(arrow_rows(jaxpr)) == by_text(arrow_rows(sent))
     directions = {(c.arrow, c.kind): c.direction for c in sent if c.kind == "reduce-scatter"}
