@@ -26,7 +26,6 @@ from llmpar.predict.tolerance import FACTOR, tolerance
 from llmpar.training.step import Step
 
 QUANTITIES = tuple(SPREAD_NAMES)
-RNG = np.random.default_rng(0)
 
 # ------------------------------------------------------------------------------------------------------- laws
 
