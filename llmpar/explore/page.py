@@ -5,6 +5,7 @@ part of this package that needs nothing else. A worker wakes it behind the first
 every state as a kernel would. A small page, for mail, knows the answers one click away from where it starts.
 """
 
+import ast
 import base64
 import gzip
 import html as markup
@@ -43,7 +44,10 @@ def runtime() -> str:
 
 
 def sources() -> dict[str, str]:
-    """Return the files of the package that need neither JAX nor numpy, by their paths."""
+    """Return the files of the package that need neither JAX nor numpy, by their paths.
+
+    Lessons come as they are, because answers show their source; other code comes without its docstrings.
+    """
     paths = [
         _PACKAGE / "__init__.py",
         _PACKAGE / "files.py",
@@ -57,7 +61,20 @@ def sources() -> dict[str, str]:
     ]
     named = {path.relative_to(_PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS
-    return {name: path.read_text(encoding="utf-8") for name, path in named.items()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in named.items()}
+    for name, text in texts.items():
+        if name.endswith(".py") and not name.startswith("llmpar/lessons/"):
+            texts[name] = without_docstrings(text)
+    return texts
+
+
+def without_docstrings(source: str) -> str:
+    """Return Python code without the text of its docstrings and comments: what runs of a file."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant("")
+    return ast.unparse(tree)
 
 
 def html(explorer: Any, small: bool = False) -> str:
