@@ -33,6 +33,8 @@ def test_every_drawing_is_in_the_gallery():
     blocks = re.findall(r"```\{drawing\}\n(.*?)```", (SITE / "gallery.md").read_text(), re.S)
     assert scenes == {re.findall(r"^draw\.(\w+)\(", block, re.M)[-1] for block in blocks}
     assert len(scenes) == len(blocks)
+    for block in blocks:
+        exec(compile(block, "gallery", "exec"), {})
 
 
 def test_every_page_is_on_the_site_and_paths_through_the_lessons_keep_their_order():
