@@ -10,6 +10,7 @@ import ast
 import base64
 import contextlib
 import functools
+import gzip
 import inspect
 import io
 import json
@@ -191,11 +192,21 @@ def picture(where: str, cell: int, output: int) -> str:
     return f"_images/{where.partition('/')[2]}-{cell}-{output}.png"
 
 
+def drawn(about: dict, name: str) -> str:
+    """A stored drawing as SVG, which follows the theme; an id stands once on a page."""
+    svg = gzip.decompress(base64.b64decode(about["svg"])).decode()
+    svg = re.sub(r"llmpar-(lines|dots)", rf"llmpar-\1-{name}", svg)
+    return f'<div class="picture" tabindex="0" style="--wide:{about["width"]}px">{svg}</div>'
+
+
 def shown(app, where: str, number: int, cell: dict) -> None:
     """What a cell stored, as the site shows it: a figure with controls is live, any other has its words."""
     for i, output in enumerate(outs(cell)):
         data, about = output.get("data", {}), output.get("metadata", {}).get("image/png", {})
         if "image/png" not in data:
+            continue
+        if "svg" in about:
+            output["data"], output["metadata"] = {"text/html": drawn(about, f"{number}-{i}")}, {}
             continue
         path = Path(app.outdir) / picture(where, number, i)
         path.parent.mkdir(parents=True, exist_ok=True)

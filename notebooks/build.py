@@ -33,6 +33,7 @@ import ast
 import base64
 import contextlib
 import functools
+import gzip
 import hashlib
 import importlib.metadata
 import io
@@ -55,8 +56,8 @@ PACKAGE = HERE.parent / "llmpar"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 500_000  # GitHub still renders that at once; a lesson with one figure has about 50 kB
-MAX_TOTAL_BYTES = 5_300_000
-COLOURS = 96  # of a stored picture: nobody sees the difference, and it has a seventh less bytes
+MAX_TOTAL_BYTES = 5_600_000
+COLOURS = 64  # of a stored picture: nobody sees the difference, and it has a sixth less bytes
 CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
 MAX_KERNEL_BYTES = 1_000_000_000  # what is promised to learners on a small machine
 MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows without a scroll bar
@@ -192,9 +193,18 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             for output in cell.outputs:
                 output.get("data", {}).pop(WIDGET_VIEW, None)
+                keep_svg(output)
             cell.outputs = join_streams([o for o in cell.outputs if o.get("data", True)])
             describe_pictures(cell)
     return notebook
+
+
+def keep_svg(output: nbformat.NotebookNode) -> None:
+    """Keep an SVG beside a PNG packed, for the site: readers of the notebook see the PNG."""
+    data = output.get("data", {})
+    if "image/png" in data and (svg := data.pop("image/svg+xml", None)):
+        packed = gzip.compress(svg.encode(), mtime=0)
+        output.metadata.setdefault("image/png", {})["svg"] = base64.b64encode(packed).decode()
 
 
 def describe_pictures(cell: nbformat.NotebookNode) -> None:

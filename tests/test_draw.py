@@ -204,7 +204,7 @@ def test_png_has_the_size_of_the_scene_and_is_the_same_each_time(tmp_path, monke
     displayed = []
     monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: displayed.append(data))
     scenes.show(scene)
-    assert list(displayed[0]) == ["image/png", "text/plain"]
+    assert list(displayed[0]) == ["image/svg+xml", "image/png", "text/plain"]
 
 
 def test_a_small_area_keeps_its_colour_in_a_png():

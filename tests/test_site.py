@@ -195,7 +195,7 @@ def test_lessons_keep_what_they_show(site):
         shown = [found["metadata"]["image/png"] for cell in cells for found in cell.get("outputs", ())
                  if "image/png" in found.get("data", {})]  # fmt: skip
         live = sum("explorer" in about for about in shown)
-        assert text.count('loading="lazy"') == len(shown) - live, path.name
+        assert text.count('class="picture"') == len(shown) - live, path.name
 
 
 @every_night

@@ -375,10 +375,12 @@ def compose(
 
 
 def show(scene: Scene) -> None:
-    """Display a drawing as PNG and text, to be committed: GitHub and untrusted notebooks show no SVG."""
+    """Display a drawing: SVG, which follows the reader's theme, and PNG and text where no SVG is shown, on
+    GitHub and in untrusted notebooks."""
     from IPython.display import display
 
-    data = {"image/png": base64.b64encode(to_png(scene)).decode(), "text/plain": scene.text}
+    png = base64.b64encode(to_png(scene)).decode()
+    data = {"image/svg+xml": to_svg(scene), "image/png": png, "text/plain": scene.text}
     display(data, raw=True, metadata={"image/png": {"width": scene.width}})
 
 
@@ -479,8 +481,9 @@ class _Svg:
         rule = ".llmpar .f-{0}{{fill:var(--lp-{0})}}.llmpar .s-{0}{{stroke:var(--lp-{0})}}"
         return (
             f".llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"
-            f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false]"
-            f" .llmpar{{{dark}}}{''.join(map(rule.format, roles))}"
+            f":is([data-jp-theme-light=true],[data-theme=light]) .llmpar{{{light}}}"
+            f":is([data-jp-theme-light=false],[data-theme=dark]) .llmpar{{{dark}}}"
+            f"{''.join(map(rule.format, roles))}"
         )
 
 
