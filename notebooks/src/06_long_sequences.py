@@ -83,7 +83,7 @@ def parts_of_ranks(order):
 IN_ORDER = {"in order": parts_of_ranks("contiguous")}
 
 # %% tags=["plumbing"]
-title = "White: the keys lie on another device"
+title = "Empty squares: the keys are on another device"
 show(
     draw.causal(
         {"devices 0 to 3": [[0], [1], [2], [3]]}, step=0, title=title, counts=False

@@ -215,7 +215,7 @@ if opened("11.bet"):
 
 # %% [markdown]
 # Each dot is a mesh. Dots on the left need less memory, lower dots need less time. A dot has the colour of its largest axis (green
-# `fsdp`, orange `tp`, dark `pp`). (Until you bet, *yours* is the mesh of the rule. 8 % of the usable memory stay free, since temporary
+# `fsdp`, orange `tp`, grey `pp`). (Until you bet, *yours* is the mesh of the rule. 8 % of the usable memory stay free, since temporary
 # memory is an estimate.) The inequalities had it: **fsdp over the nodes, and some tp inside.** With `tp` a GPU gathers a smaller part
 # of each weight, so less crosses the slow network.
 #

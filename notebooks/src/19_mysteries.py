@@ -181,7 +181,7 @@ suspect = ...  # one of the six
 attempt("19.noise", suspect)
 
 # %% [markdown]
-# **Clue** (cost: one run): look at the numbers themselves. Dark numbers were set to 0:
+# **Clue** (cost: one run): look at the numbers themselves. The pale ones were set to 0:
 
 # %% tags=["plumbing"]
 ones = np.ones((16, 12), np.float32)
@@ -190,7 +190,7 @@ assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
 table = [
     (
         f"rank {i // 4}" if i % 4 == 0 else "",
-        [("", "cell" if on_ else "ink") for on_ in row],
+        [("", "weights" if on_ else "cell") for on_ in row],
     )
     for i, row in enumerate(kept)
 ]
