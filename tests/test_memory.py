@@ -281,7 +281,7 @@ def test_random_plans_that_the_formula_once_missed():
     layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU;
     layers without a loop, experts beside pieces, pieces of the loss, a ring of few tiles, hops as
     all-to-alls, Muon by owner under XLA's partitioner, kinds of layers in turn, experts' rows that wait in
-    slots."""
+    slots; tiles that are unrolled, scores of Ulysses, weights that a loop copies, stages of both ways."""
     rows = json.loads(compare_memory.RECORD.with_name("missed_memory.json").read_text())
     for row in rows:
         config = described_model("by lot", row["file"]) if "file" in row else from_dict(row["config"])

@@ -43,7 +43,16 @@ from llmpar.kernels.flash import KV, Q
 from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import OF_JAX
-from llmpar.plan.sequence_order import CAUSAL, FEW_TILES, Mask, ring_hops, seen_tiles, tile_length
+from llmpar.plan.sequence_order import (
+    CAUSAL,
+    FEW_KEYS,
+    FEW_QUERIES,
+    FEW_TILES,
+    Mask,
+    ring_hops,
+    seen_tiles,
+    tile_length,
+)
 
 Out = Float[Array, "b s k r w"]
 V = Float[Array, "b t k w"]
@@ -63,11 +72,10 @@ KIds = Int[Array, "j _ 2 d"]
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
-# The loop over pairs of tiles is unrolled if there are at most 2 tiles of queries and 4 of keys. Where
+# The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
 # queries and keys are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and
 # pairs outside the mask are left out. Unrolled it is 20 % faster on a CPU, and each pair takes 0.03 s to
 # compile.
-_FEW_QUERIES, _FEW_KEYS = 2, 4
 
 
 class _Ids(TypedDict, total=False):
@@ -337,7 +345,7 @@ def _few_pairs(
         return [
             (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         ]
-    return pairs if num_queries <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
+    return pairs if num_queries <= FEW_QUERIES and num_keys <= FEW_KEYS else None
 
 
 def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, mask, pairs, branch):

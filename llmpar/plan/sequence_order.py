@@ -89,6 +89,8 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
 FEW_TILES = 8
 """Up to so many tiles of queries the pairs of tiles are written out, not looped over, where queries and keys
 are the same positions in order."""
+FEW_QUERIES, FEW_KEYS = 2, 4
+"""Elsewhere they are written out up to so many tiles of queries and of keys."""
 
 
 def tile_length(block: int | None, length: int) -> int:

@@ -15,7 +15,7 @@ from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dim
 from llmpar.plan.places import LayerLoop, chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
-from llmpar.plan.sequence_order import FEW_TILES, tile_length
+from llmpar.plan.sequence_order import FEW_KEYS, FEW_QUERIES, FEW_TILES, tile_length
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
 
 PART_NAMES = {
@@ -252,11 +252,7 @@ leaves until the blocks are done; and converted or reordered weights."""
 
 
 def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
-    config, weights, tpu, cpu = (
-        plan.config,
-        weights_bytes(plan),
-        *(plan.platform == x for x in ("tpu", "cpu")),
-    )
+    config, weights, tpu = plan.config, weights_bytes(plan), plan.platform == "tpu"
     item = _item(plan)
     saves, crossing, work, _ = block
     layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
@@ -308,8 +304,8 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
             // config.num_layers
         }
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
-    # autodiff copies what a layer reads
-    elif cpu and not written and plan.remat == "none" and plan.gather_per != "block":
+    # autodiff copies what a layer reads: on CPUs, in `auto`, and of frozen weights what is not gathered
+    elif plan.remat == "none" and _copies_weights(plan):
         kept |= {"weights in use": layer}
     return kept, work, loss, after_loss, converted
 
@@ -333,12 +329,14 @@ def _staged_parts(
     saved = stream if repeats else chunk
     layout = "used" if plan.gather_per == "step" else "stored"
     whole = _narrow(plan, weights["used"]) * (layout == "used")
-    lent = (order.parameter_copies - 1) * (
-        weights[f"blocks {layout}"] + weights["blocks accumulated"]
-    )
+    gpu = plan.platform == "gpu"
+    # stages of both ways have one array of both ways' weights, which XLA for GPUs makes anew
+    ways = order.parameter_copies
+    lent = (ways - 1) * weights["blocks accumulated"]
+    lent += (ways if gpu and ways > 1 else ways - 1) * weights[f"blocks {layout}"]
     # XLA for GPUs copies the sums once where one of a stage's chunks is added to them, but not where its
     # weights are gathered there, or the backward pass is cut
-    added = order.visits > 1 and plan.gather_per != "block" and plan.platform == "gpu"
+    added = order.visits > 1 and plan.gather_per != "block" and gpu
     copies = 1 + (added and not order.split_backward)
     # B works with what it leaves; of what it computes again that is a part, but experts' rows are not
     fresh = not repeats or plan.config.experts is not None
@@ -357,6 +355,9 @@ def _staged_parts(
     # F, in a branch of a branch, is given a copy of its chunk, of which XLA cuts layers that are written out
     sliced = weights["blocks stored"] // order.visits * (order.visits > 1 and repeats)
     sliced += (1 if _looped(plan) else one) * _narrow(plan, weights["layer used"])
+    # B, in a branch, keeps a copy of the weights that a loop over pieces of a feed-forward reads
+    if gpu and repeats and plan.remat == "none" and plan.ffn_chunks > 1:
+        kept = kept | {"weights in use": _narrow(plan, weights["layer used"])}
     if sliced > one * sum(kept.values()) * repeats + max(loss, running):
         return [*parts, ("weights of a chunk in its forward pass", 1, sliced)]
     parts += [(f"{KEPT}: {what}", one, size) for what, size in kept.items() if repeats]
@@ -386,6 +387,15 @@ def _loops(plan: Resolved) -> tuple[LayerLoop, ...]:
 def _looped(plan: Resolved) -> list[LayerLoop]:
     """Return those that a loop runs: the others are written out."""
     return [loop for loop in _loops(plan) if loop.times > plan.unroll > 0]
+
+
+def _copies_weights(plan: Resolved) -> bool:
+    """Tell whether a loop over layers keeps copies of the weights that it reads, for its backward pass."""
+    gathers = plan.gather_per == "block"
+    if plan.platform == "cpu":
+        return not _is_written_out(plan) and not gathers
+    frozen = plan.config.lora and not gathers and not plan.pipeline
+    return bool(plan.platform == "gpu" and _looped(plan) and (plan.mode == "auto" or frozen))
 
 
 def _is_written_out(plan: Resolved) -> bool:
@@ -426,8 +436,8 @@ def _scores(
     """Count the bytes of scores with which a layer's attention works, in float32 and as the matmuls read
     them, with their gradient but on TPUs; and of what it keeps of all scores, which is `xla`'s alone."""
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
-    dense = tokens * seq_len // rows
     apart = plan.mesh.along(plan.regions["queries"]["s"])
+    dense = seq_len // apart * seq_len
     heads = config.num_heads // plan.mesh.tp // (plan.mesh.sp // apart)
     copies = 1 if plan.platform == "tpu" else 2
     of_numbers = rows * heads * copies * (FLOAT32 + item)
@@ -441,10 +451,15 @@ def _scores(
     local = max(seq_len // apart, 1)
     length = min(plan.attention_block or tile_length(None, local), local)
     num_tiles = local // length
-    # of pairs that are written out, XLA for GPUs has the scores of about half at once
-    written = plan.attention_kernel == "portable" and plan.in_order and num_tiles <= FEW_TILES
-    if written and apart == 1 and plan.platform == "gpu":
+    # of pairs that are written out, XLA for GPUs has the scores of about half at once, of all where no pair
+    # is left out
+    unrolled = plan.attention_kernel == "portable" and plan.platform == "gpu"
+    if unrolled and apart == 1 and plan.in_order and num_tiles <= FEW_TILES:
         return of_numbers * length**2 * max(num_tiles * (num_tiles + 1) // 4, 1), 0
+    num_keys = seq_len // tile_length(plan.attention_block, seq_len)
+    if unrolled and plan.context_parallel == "gather" and apart > 1:
+        few = num_tiles <= FEW_QUERIES and num_keys <= FEW_KEYS
+        return of_numbers * length**2 * (num_tiles * num_keys if few else 1), 0
     # a ring of few tiles has no loop either: two arrays of all pairs, as matmuls read them
     if plan.context_parallel == "ring" and num_tiles <= 2 and apart > 1 and plan.platform == "gpu":
         of_numbers = max(of_numbers, 2 * rows * heads * item * num_tiles**2 * apart)
