@@ -58,7 +58,7 @@ MODELS = list(PRESETS)
 SENTENCE = (
     "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
     ", beside {pinned}\nA device has {hbm} GiB and sends {node_link} GB/s in a node of {node_size},"
-    " {network} beyond it {network_times}"
+    " {network} beyond it; network {network_times}"
 )
 CONTROLS: list[dict[str, Any]] = [
     {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": ["config"]},
