@@ -105,9 +105,7 @@ class Drawing(SphinxDirective):
         scene = eval(compile(ast.Expression(last.value), "gallery", "eval"), known)
         name = last.value.func.attr
         says = " ".join(inspect.getdoc(getattr(draw, name)).partition("\n\n")[0].split()).replace("`", "")
-        own = (
-            to_svg(scene).replace("llmpar-lines", f"{name}-lines").replace('label=""', f'label="{name}"')
-        )  # an id stands once on a page
+        own = framed(to_svg(scene).replace('label=""', f'label="{name}"'), scene.width, name)
         words = f'<pre tabindex="0">{escape(scene.text)}</pre>'
         box = nodes.container(classes=["drawing"], ids=[name.replace("_", "-")])
         box += raw(f"<h3>{name.replace('_', ' ').capitalize()}</h3><p>{escape(says)}</p>{own}")
@@ -192,11 +190,10 @@ def picture(where: str, cell: int, output: int) -> str:
     return f"_images/{where.partition('/')[2]}-{cell}-{output}.png"
 
 
-def drawn(about: dict, name: str) -> str:
-    """A stored drawing as SVG, which follows the theme; an id stands once on a page."""
-    svg = gzip.decompress(base64.b64decode(about["svg"])).decode()
+def framed(svg: str, width: float, name: str) -> str:
+    """A drawing that a phone scrolls. An id stands once on a page."""
     svg = re.sub(r"llmpar-(lines|dots)", rf"llmpar-\1-{name}", svg)
-    return f'<div class="picture" tabindex="0" style="--wide:{about["width"]}px">{svg}</div>'
+    return f'<div class="picture" tabindex="0" style="--wide:{width}px">{svg}</div>'
 
 
 def shown(app, where: str, number: int, cell: dict) -> None:
@@ -206,7 +203,11 @@ def shown(app, where: str, number: int, cell: dict) -> None:
         if "image/png" not in data:
             continue
         if "svg" in about:
-            output["data"], output["metadata"] = {"text/html": drawn(about, f"{number}-{i}")}, {}
+            svg = gzip.decompress(base64.b64decode(about["svg"])).decode()
+            output["data"], output["metadata"] = (
+                {"text/html": framed(svg, about["width"], f"{number}-{i}")},
+                {},
+            )
             continue
         path = Path(app.outdir) / picture(where, number, i)
         path.parent.mkdir(parents=True, exist_ok=True)
