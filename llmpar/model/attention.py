@@ -85,7 +85,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
-        axis=axes[0] if axes else None,  # at most one: usp's axis ul cuts the heads of keys
+        axis=axes[0] if axes else None,  # at most one: usp's axis ul cuts the keys' heads
         hop=plan.hop,
         order=plan.sequence_order,
     )
@@ -530,7 +530,7 @@ def ring_backward(ring, saved, grads):
         dq, dk, dv = 0; keys = the previous rank's
         repeat hops times:
             add what these keys contribute to dq, dk, dv
-            keys, dk, dv = the previous rank's; after the last iteration only dk, dv: this rank's own sums
+            keys, dk, dv = the previous rank's  (the last time only dk, dv: those of this rank's keys)
         add what this rank's own keys contribute to dq, dk, dv
 
     Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the

@@ -545,7 +545,7 @@ class Llama(nnx.Module):
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
             # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
             is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
-            # Only LongRoPE uses these: other angles for long rows, which `serving_plan` refuses.
+            # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
             row_positions = None if par.cache else k_ids[0]
             rope = rope_table(config, batch["positions"], row_positions)
             rope = nan_in_broken_rows(rope, is_valid_b)

@@ -177,9 +177,9 @@ class Plan:
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
         ep_node: how many neighbouring ranks of ep form one node. If more than 1, tokens go to their experts
             in two hops (DeepSeek-V3 2024, section 3.2.2). The first sends a token once to each node that has
-            one of its experts, to the rank with the sender's number inside its node. The second sends it from
-            that rank once to each rank of the node that has one. Between nodes the buffer then has one slot
-            for each token and node, instead of one for each token and rank.
+            one of its experts: to the rank that has the sender's number in that node. The second sends it
+            from there once to each rank of the node that has one. What is sent between nodes then has one
+            slot for each token and node, instead of one for each token and rank.
         expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch those
             that most tokens of these ranks chose. These tokens stay on their rank, so no rank waits for one
             with a popular expert. A copy costs two all-reduces over ep: of the expert's weights, and of their
