@@ -159,7 +159,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
     draw = lambda *heads: rng.standard_normal((len(at), 8, *heads, 8)).astype(np.float32)
     q, k, v = draw(2, 2), draw(2), draw(2)
     attend = attention.choose_attention(par, mask)
-    run = lambda at, of, *qkv: (attention.as_promised(par, mask, at, of), attend(*qkv, at, of, at, of))
+    run = lambda at, of, *qkv: (attention.ids_are_valid(par, mask, at, of), attend(*qkv, at, of, at, of))
     kept, out = map(np.asarray, jax.jit(run)(at, of, q, k, v))
     error = np.abs(out - oracle((q, k, v), ids_of(at, of), mask)[0]).max((1, 2, 3, 4))
     trusted = TRUSTED_WHOLE - ({"with gaps"} if window else set()) if whole else TRUSTED
@@ -270,7 +270,7 @@ def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(window, hops
     assert sum(times for (kind, *_), times in counts.items() if kind == "collective-permute") == 3 * hops
     plan = Plan(f"sp={n}", sequence_order="contiguous").resolve(devices="cpu")
     at, of = (np.tile([row[i] for row in ROWS.values()], (1, S // 8)) for i in (0, 1))
-    assert not jax.jit(partial(attention.as_promised, Solo(plan), mask))(at, of).all()
+    assert not jax.jit(partial(attention.ids_are_valid, Solo(plan), mask))(at, of).all()
 
 
 @pytest.mark.parametrize("begin", [0, 1000])

@@ -10,7 +10,7 @@ correct.)
 
 Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
 that a later version will not). For TPUs `llmpar.kernels.flash_tpu` uses the same spans and the same tiles. On
-CPUs the kernels are interpreted: slowly, for tests.
+CPUs `run_on_cpu` runs the kernels in plain JAX: slowly, for tests.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
 are ``[b, 2, s]``: positions, then segments.

@@ -18,7 +18,8 @@ of each query and of each key. Every rank knows the ids of all keys. So ranks ma
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
 `attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. In
-`flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `attend_block`.
+`flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `attend_block`. `by_kernel` calls
+JAX's own attention, without a ring.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
 width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
@@ -92,7 +93,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
-        axis=axes[0] if axes else None,  # at most one: the axis ul of usp cuts no keys
+        axis=axes[0] if axes else None,  # at most one: usp's axis ul cuts the keys' heads
         hop=plan.hop,
         order=plan.sequence_order,
     )
@@ -131,7 +132,7 @@ def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"
     return out * share[..., None].astype(out.dtype)
 
 
-def as_promised(
+def ids_are_valid(
     par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
 ) -> Bool[Array, " b"]:
     """Return for each row whether its ids are as this plan's attention assumes them to be.
@@ -192,8 +193,8 @@ def ids_of(
         )
     )
     if mask.in_chunks and (length := mask.window):
-        # `many` is more than the chunks of any document, so each chunk of a row gets another number, and the
-        # numbers rise from document to document
+        # `many` is more than the chunks of any document, so no two chunks of a row get the same number, and
+        # the numbers rise from document to document
         many = 2 + n * t // length
         chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
         q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
@@ -409,7 +410,7 @@ class _Ring:
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
     # Whether K and V wait until dK and dV are computed, before they are sent. It is for flash, whose backward
-    # pass has two kernels: while the first computes dK and dV, the sum of dK and dV arrives; while the second
+    # pass has two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other
     # computes dQ, K and V are sent.
     kv_hop_waits: bool = False
 
@@ -434,9 +435,9 @@ def ring_attention(
     Args:
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
-        in_order: there is one rank (`Resolved.in_order` may also hold in a ring), and its queries and keys
-            are the same positions, in order (the caller promises it; `as_promised`). Then up to `FEW_TILES`
-            tiles are unrolled, without pairs outside the mask.
+        in_order: there is one rank, and its queries and keys are the same positions, in order. It is not
+            checked here (`ids_are_valid`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside
+            the mask. (`Resolved.in_order` may also hold in a ring.)
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
         branch: skip pairs of tiles in which no query sees a key (`_over_pairs`).
@@ -478,8 +479,8 @@ def flash_attention(
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> Partial:
-    """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; interpreted
-    on ``cpu``), which cuts tiles itself."""
+    """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; on ``cpu``
+    plain JAX), which cuts tiles itself."""
     q_ids, k_ids = ids_of(mask, axis, k.shape[1], **ids)
     hops, scale = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1] ** -0.5
     # the kernels need values as wide as keys: pad narrower ones
@@ -537,14 +538,13 @@ def ring_backward(ring, saved, grads):
         dq, dk, dv = 0; keys = the previous rank's
         repeat hops times:
             add what these keys contribute to dq, dk, dv
-            keys, dk, dv = the previous rank's
+            keys, dk, dv = the previous rank's  (the last time only dk, dv: those of this rank's keys)
         add what this rank's own keys contribute to dq, dk, dv
 
-    (In the last turn only dk and dv are sent, home.) Scores are recomputed, and K and V make the same hops
-    again. A block's sum of dK and dV travels after the block: the first rank that the block visits starts it,
-    every further rank adds its part, and the last hop takes it home. So it makes ``hops`` hops, too, each of
-    2 b t k h float32 elements; the last goes to the next rank if hops = n-1, else (with a
-    window) n - hops ranks on."""
+    Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the
+    block: the first rank that the block visits starts it, every further rank adds its part, and the last hop
+    returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
+    n - hops ranks on. So the sum makes ``hops`` hops, too, each of 2 b t k h float32 elements."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
@@ -620,10 +620,11 @@ def by_kernel(
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> tuple[Q, None]:
-    """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (all scores).
+    """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
+    whole score matrix).
 
-    The mask is an array of b s t, one for all heads; with `in_order` a kernel may skip later positions. No
-    mask is built if `in_order`, and rows are promised to be `whole`, one document each (`as_promised`). There
+    The mask is an array of b s t, one for all heads. With `in_order` a kernel may skip later positions. With
+    `in_order` and `whole`, one document a row (`ids_are_valid`), no mask is needed, and none is built. There
     is no lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and
     0.12).
     """

@@ -54,14 +54,14 @@ Tree = Any
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1). The loss is NaN if positions and segments of a row are not in the order that attention relies on
-(`attention.as_promised`). A batch for learning by rewards has ``advantages`` and ``logprobs``, float32, too
+(`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``, float32, too
 (`clipped_surrogate`)."""
 # Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer the tokens of each expert,
-# then the dropped choices and the sum of entropies (`moe.route`); None without experts.
+# The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts the tokens of
+# each expert, then the dropped choices and the sum of entropies (`moe.route`); None without experts.
 LossAndTally = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
@@ -93,8 +93,8 @@ def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
 
 
 class Norm(nnx.Module):
-    """Divide by the root mean square over the last dims, in float32 (Zhang & Sennrich 2019), or normalise to
-    mean 0 and deviation 1 (Ba et al. 2016); then multiply by a scale."""
+    """Divide by the root mean square, in float32 (Zhang & Sennrich 2019), or normalise to mean 0 and
+    deviation 1 (Ba et al. 2016); then multiply by a scale."""
 
     def __init__(self, scale: nnx.Param, eps: float, variant: Variant = LLAMA):
         self.scale, self.eps, self.variant = scale, eps, variant
@@ -128,7 +128,7 @@ class Norm(nnx.Module):
         return par.summed(term, layouts, arrow)(x)[..., None, None]
 
 
-def take(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
+def set_weights(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
     """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
     ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. For
     a part that only some models have, the class has an attribute that is None. It stays None if ``params``
@@ -153,7 +153,7 @@ class Attention(nnx.Module):
     eps: float | None = None  # the epsilon of q_norm and k_norm; None: ``norm_eps`` of the model
 
     def __init__(self, config: ModelConfig, params: Params):
-        take(self, params, "attention", self.eps or config.norm_eps, config.variant)
+        set_weights(self, params, "attention", self.eps or config.norm_eps, config.variant)
         adapt(self, config.lora, params, "attention")
         self.config = config
 
@@ -187,9 +187,9 @@ class Attention(nnx.Module):
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         return self.to_stream(y_bskrh, par)
 
-    # the dim _: positions of attention. With tp_sequence the stream has fewer of them on a device (s)
     def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
-        """Multiply the heads' results by the output matrix, and finish the sum over heads."""
+        """Multiply the heads' results by the output matrix, and finish the sum over heads. The dim `_` has a
+        device's positions in the region attention; with tp_sequence the result has fewer of them."""
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
@@ -263,7 +263,8 @@ def attend(
     sinks: Float[Array, "k r"] | None = None,
 ) -> Float[Array, "b s k r w"]:
     """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
-    region ``keys`` already. ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss).
+    region ``keys`` already, in which a device may have fewer KV heads, ``_``, than ``q`` before its move.
+    ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss).
 
     `Plan.context_parallel` decides how the regions queries and keys are cut, and so what arrows to these
     regions move (the caller has moved the keys):
@@ -293,7 +294,7 @@ class FeedForward(nnx.Module):
     down_bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params, path: str):
-        take(self, params, path, config.norm_eps, config.variant)
+        set_weights(self, params, path, config.norm_eps, config.variant)
         adapt(self, config.lora, params, path)
         self.variant = config.variant
 
@@ -307,7 +308,8 @@ class FeedForward(nnx.Module):
     ) -> Stream:
         """Run three matmuls. The arrow ``before`` moves ``x`` to them; ``after`` finishes the sum over m."""
         gate, up, down = used_weights(self, par, *MATRICES)
-        # used outside of the pieces: inside, each piece would sum their gradients apart (`reduce="layer"`)
+        # Not in `feed_forward`: with ffn_chunks it runs for each piece of the sequence, and with
+        # `reduce="layer"` it would then sum the biases' gradients over devices once for each piece.
         biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
 
         def feed_forward(x_bsd):
@@ -331,7 +333,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, params: Params):
         assert config.experts
         self.config, self.variant = config.experts, config.variant
-        take(self, params, "experts", config.norm_eps, config.variant)
+        set_weights(self, params, "experts", config.norm_eps, config.variant)
         if self.config.num_shared:
             self.shared = FeedForward(config, params, "experts.shared")
 
@@ -385,7 +387,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
-        take(self, params, "", config.norm_eps, config.variant)
+        set_weights(self, params, "", config.norm_eps, config.variant)
         mixer = LatentAttention if config.has_latent_attention else Attention
         self.attention = mixer(config, params)
         if config.experts:
@@ -446,7 +448,7 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """Return the cross-entropy of each target, in nats and float32, 0 where the target is -1; and the
+        """Return the cross-entropy of each target, in nats and float32, 0 for a target below 0; and the
         routers' outputs, layer by layer. For a batch with ``advantages`` return its `clipped_surrogate` in
         place of cross-entropies.
 
@@ -463,6 +465,7 @@ class Llama(nnx.Module):
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
+            # a custom gradient must have the type of its argument, so both vary over the same axes
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -498,8 +501,8 @@ class Llama(nnx.Module):
             known_bs = (0 <= local_bs) & (local_bs < embedding_vd.shape[0])
             return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
-        look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
-        return scaled_by(look(embedding, batch["tokens"]), self.config.variant.embedding_scale)
+        summed = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
+        return scaled_by(summed(embedding, batch["tokens"]), self.config.variant.embedding_scale)
 
     def run_blocks(
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
@@ -508,7 +511,7 @@ class Llama(nnx.Module):
         is a loop over layers and the function that runs it, such as `par.layers`.
 
         A loop of ``kinds=(0, 0, 1), times=4`` has 4 iterations and 12 layers: an iteration runs two layers of
-        kind 0, then one of kind 1. It takes the next 8 weights of the stack of kind 0, and the next 4 of
+        kind 0, then one of kind 1. It uses the next 8 layers of the stack of kind 0, and the next 4 of
         kind 1."""
         blocks, stacks = self.blocks_by_kind(batch, par)
         outputs, done = list[Any](), Counter[int]()  # done: for each kind, how many layers have run
@@ -541,10 +544,11 @@ class Llama(nnx.Module):
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
             # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
-            is_right_b = attention.as_promised(par, config.mask, *k_ids)
-            of_rows = None if par.cache else k_ids[0]  # a cache holds short rows (`serving_plan`)
-            rope = rope_table(config, batch["positions"], of_rows)
-            rope = nan_in_broken_rows(rope, is_right_b)
+            is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
+            # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
+            row_positions = None if par.cache else k_ids[0]
+            rope = rope_table(config, batch["positions"], row_positions)
+            rope = nan_in_broken_rows(rope, is_valid_b)
             return lambda x, w: nnx.merge(graph, w)(x, (*q_ids, *k_ids), rope, par)
 
         configs = (config for _, config in self.config.blocks)

@@ -66,11 +66,11 @@ def rope_frequencies(config: ModelConfig, is_long: bool = False) -> Float[np.nda
     return frequency * (1 - stretched + stretched / scaling.factor)
 
 
-def nan_in_broken_rows(rope: Rope, is_right_b: Bool[Array, " b"]) -> Rope:
-    """Return the table with NaN for rows that break what attention relies on (`attention.as_promised`). Such
-    a row, which only a batch made by hand has, then gives NaN and no plausible number."""
+def nan_in_broken_rows(rope: Rope, is_valid_b: Bool[Array, " b"]) -> Rope:
+    """Return the table with NaN for rows that break what attention relies on (`attention.ids_are_valid`).
+    Such a row, which only a batch made by hand has, then gives NaN and no plausible number."""
     cos, sin = rope
-    return jnp.where(is_right_b[:, None, None, None], cos, jnp.nan), sin
+    return jnp.where(is_valid_b[:, None, None, None], cos, jnp.nan), sin
 
 
 def rotate(

@@ -26,7 +26,7 @@ names a mesh axis:
                                        weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
-`Step` calls these too, which `Solo` lacks. In `Manual` its arrays are a device's own shards, in the other
+`Solo` lacks these, which `Step` calls. In `Manual` they take and return a device's own shards, in the other
 modes global arrays:
 
     par.carry_out(x, arrow)    x moved by an arrow over mesh axes
@@ -82,8 +82,8 @@ class Solo:
         return param[...].astype(self.dtype)
 
     def with_weight(self, f: Callable, x: Array, param: nnx.Variable | Array) -> Array:
-        """Return ``f(x, weight)``, element by element along the last dims of ``x``. An array is a weight as
-        it is used (`weight`)."""
+        """Return ``f(x, weight)``, element by element along the last dims of ``x``. ``param`` is a parameter,
+        or an array that `weight` has returned."""
         weight = param if isinstance(param, Array) else self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
 
@@ -100,7 +100,7 @@ class Solo:
         return lax.stop_gradient(x)
 
     def ragged(
-        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
+        self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
         """Return ``x`` itself, as `move` does."""
         return x
@@ -167,7 +167,7 @@ class Solo:
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
         """Scan over the leading dim of ``stack``. An iteration calls ``x, aux = block(x, weights)`` for each
         of ``blocks``, one after the other, and each call is one layer. Return the last x, and the auxiliary
-        results stacked in the order of the layers, or None without any."""
+        results stacked in the order of the layers; None if there are none."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
         blocks = [saving(self.plan, block, no_loop) for block in blocks]
@@ -238,13 +238,13 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
-        whole = (
+        used = (
             x.astype(self.dtype) if self.plan.gather_per == "step" else self.gather(x, param.dims)
         )
-        return checkpoint_name(whole, WEIGHT)
+        return checkpoint_name(used, WEIGHT)
 
     def gather(self, shard: Array, dims: str) -> Array:
-        """Cast a weight's stored shard, then gather it if it is stored cut (ZeRO-3)."""
+        """Cast a weight's stored shard, then gather it if it is stored cut (ZeRO 3)."""
         return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
@@ -256,9 +256,10 @@ class Manual(Solo):
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow. ``text``: the logical arrow, for the name of the scope and
-        for messages. ``invariant``: type gathered results as not varying over
-        the gathered axes, since they are equal on all devices along these."""
+        """Run the collectives of a physical arrow. ``text`` names the arrow in the scope and in messages: its
+        logical arrow, or what moves, such as ``gradient ffn d m``; without one it is the physical arrow.
+        ``invariant``: type gathered results as not varying over the gathered axes, since they are equal on
+        all devices along these."""
         # a layout without dims, Layout(()), fits any value
         dims = arrow.before.dims or arrow.after.dims
         position = {d.name: i for i, d in enumerate(dims)}
@@ -295,18 +296,18 @@ class Manual(Solo):
             return checkpoint_name(lax.pmax(x, axes), MOVED)
 
     def ragged(
-        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
+        self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
         """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends only the first
-        ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
+        ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
         # The arrow is one all-to-all over one axis of n ranks. Both b and e count ranks: a device has shape
-        # (1, n, …) before it and (n, 1, …) after it, or the reverse. So a reshape will do.
+        # (1, n, …) before it and (n, 1, …) after it, or the reverse. So a reshape swaps the two dims.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
-            y = ragged(rows, send, receive, axis)
+            y = ragged(rows, sent, received, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def ring(self, arrow: str, kind: str) -> Ring | None:

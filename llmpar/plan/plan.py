@@ -22,7 +22,7 @@ lists the dims that tp cuts:
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
-    nodes       dp,fsdp       sp        m           with `Plan.ep_node`: what arrives at a node; its e, too
+    nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`); ep cuts its e
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
 The rows queries and keys depend on `Plan.context_parallel`:
@@ -31,9 +31,9 @@ The rows queries and keys depend on `Plan.context_parallel`:
     gather     keys are not cut along s
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
 
-With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens: in the regions tokens, routing and
-slots tp cuts s, and in tokens and slots c (the dim of slots), but not m. Experts stay cut along m, so what
-arrives is first gathered over tp.
+With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp cuts s in the regions
+tokens, routing and slots. In tokens and slots it also cuts c (the dim of slots), and it does not cut m.
+Experts stay cut along m, so what arrives is first gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
@@ -74,11 +74,12 @@ numbers of heads. A user still writes sp=4. Layouts name both axes, and the oute
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Tokens go to a node
-            over ep, and inside it over near. The other rows of the first table have ``ep,near`` in place of
-            ep.
+            over ep, and inside it over near. Only the row nodes has its e cut by ep alone; the other rows of
+            the first table have ``ep,near`` in place of ep.
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
-            have ``tp,kv`` in place of tp. The gradient of a copied weight is one more sum, ``+kv``.
+            have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight
+            has one more unfinished sum, ``+kv``.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class WeightLayouts:
     restore = property(lambda self: Arrow(self.reduced, self.stored))
     # Muon only. muon="gather": an all-gather over each axis; else an all-to-all over each axis
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
-    # the way back. muon="gather": a slice; else an all-to-all over each axis
+    # the inverse of `assemble`. muon="gather": a slice; else an all-to-all over each axis
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
     # `training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved the
     # weight since the last average
@@ -174,14 +175,15 @@ class Plan:
         tp_dispatch: with tp_sequence, each rank of tp sends its own tokens to the ranks of ep, in place of
             all of tp sending the same. The all-to-all has tp times fewer bytes; what arrives, empty slots
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
-        ep_node: ranks of ep that are one node. With more than one a token goes to its experts in two hops:
-            once to each node that has some of them, to the rank with this rank's number there, and from that
-            rank once to each rank of the node that has some (DeepSeek-V3 2024, section 3.2.2). A buffer of
-            one hop has a slot for a token and each rank of a node; this one has one for each node.
-        expert_copies: the number of experts of each layer that are copied to all ranks of ep: in each
-            microbatch those that the tokens of these ranks chose most often. Their tokens stay on their rank,
-            so a hot expert delays none; each copy sends an expert's weights and their gradient in all-reduces
-            over ep.
+        ep_node: how many neighbouring ranks of ep form one node. If more than 1, tokens go to their experts
+            in two hops (DeepSeek-V3 2024, section 3.2.2). The first sends a token once to each node that has
+            one of its experts: to the rank that has the sender's number in that node. The second sends it
+            from there once to each rank of the node that has one. What is sent between nodes then has one
+            slot for each token and node, instead of one for each token and rank.
+        expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch those
+            that most tokens of these ranks chose. These tokens stay on their rank, so no rank waits for one
+            with a popular expert. A copy costs two all-reduces over ep: of the expert's weights, and of their
+            gradient.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
@@ -189,10 +191,9 @@ class Plan:
         bucket_bytes: a bucket takes no more gradients once it has this size.
         microbatches: per step and device; their gradients are summed. A pipeline needs several, so that its
             stages work at the same time.
-        remat: what the backward pass recomputes: ``none``; ``selective``, everything but matmuls and
-            attention (Korthikanti et al. 2022, section 5); ``ffn``, also the feed-forward's matmuls, whose
-            results are most of the bytes; or the whole ``block``. On CPUs every choice but ``none``
-            recomputes the matmuls of experts.
+        remat: what the backward pass recomputes: ``none``; ``selective``, everything but attention and
+            matmuls (of these only a router's; Korthikanti et al. 2022, section 5); ``ffn``, also the
+            feed-forward's matmuls, whose results are most of the bytes; or the whole ``block``.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
             pass. In a pipeline False keeps them for the whole step: gradients are accumulated unsharded in
@@ -223,19 +224,18 @@ class Plan:
             rest is recomputed. ``residuals``: everything, and nothing is recomputed. On CPUs ``input`` takes
             half the memory and no more time: copying residuals takes as long as recomputing them.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
-            :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
-            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``: both take a mask of queries times keys (cudnn none
-            where ``documents="whole"`` makes it unnecessary), and neither runs in a ring. ``auto`` is cudnn
-            on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs from
-            Ampere on; portable elsewhere, for a model that flash cannot run, or where attention_block asks
-            for blocks.
+            :mod:`llmpar.kernels.flash` (on CPUs plain JAX, and slow); or `jax.nn.dot_product_attention` by
+            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``. These two do not run in a ring, and take a mask of
+            queries times keys, which cudnn does not need with ``documents="whole"``. ``auto`` is cudnn on
+            GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs from Ampere
+            on; portable elsewhere, for a model that flash cannot run, or where attention_block is set.
         attention_block: positions per tile of blockwise attention (in `llmpar.model.attention` a block is
             all keys of a rank); None: `sequence_order.tile_length` chooses.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. With cudnn a
             row that breaks the promise gives NaN.
-        dispatch: the all-to-all that sends tokens to the ranks of ep. ``padded``: of a whole buffer, with its
-            empty slots. ``ragged``: of the full slots only, which XLA lacks for CPUs. ``auto``: ragged on
-            GPUs and TPUs.
+        dispatch: what the all-to-all to the ranks of ep sends. ``padded``: the whole buffer of tokens, with
+            its empty slots. ``ragged``: only the full slots; XLA for CPUs cannot. ``auto``: ragged on GPUs
+            and TPUs.
         hop: the collective by which a ring passes blocks from rank to rank: a ``permute``; or an
             ``exchange``, an all-to-all in which every block but one is zeros. A permute of simulated devices
             waits for all devices of the mesh, so it would deadlock in a pipeline; an exchange waits for its
@@ -245,9 +245,9 @@ class Plan:
             device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
             whole matrices of some layers, and another one returns them. ``layer``, for ZeRO 1 and 2: ZeRO
             cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so that only
-            ranks of tp exchange parts of matrices. ``none``: the plan moves no matrices; for other
-            optimizers. Muon is right with it, too, but XLA's partitioner then chooses its collectives, and
-            they are not predicted.
+            ranks of tp exchange parts of matrices. ``none``, for other optimizers: the plan moves no
+            matrices. Muon also works with it, but XLA's partitioner then chooses its collectives, and they
+            are not predicted.
     """
 
     mesh: Any = MeshShape()  # strings are parsed
@@ -339,9 +339,9 @@ class Plan:
         return dataclasses.replace(mesh, kv=copies, ul=ul, near=near)
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Group items into buckets, in order. ``sizes`` has for each item a key (the axes of its sum) and its
-        bytes. Items share a bucket only if their keys are equal, and a bucket is closed at `bucket_bytes`.
-        Return for each bucket its key and the indices of its items."""
+        """Group items into buckets, in order. ``sizes`` has each item's key and bytes. Items with equal keys
+        share a bucket, until it has `bucket_bytes`. Return each bucket's key and the indices of its items.
+        """
         by_key: dict[Any, list[list[int]]] = {}
         for i, (key, _) in enumerate(sizes):
             buckets = by_key.setdefault(key, [[]])
@@ -357,7 +357,7 @@ class Resolved(Plan):
     class, not `Plan`. No field is ``auto``, unless the plan was resolved without devices.
 
     Attributes:
-        mesh: with the inner axes ``ul`` and ``kv``.
+        mesh: with the inner axes ``near``, ``ul`` and ``kv``.
         requested: the plan as the user wrote it.
         model, devices: what it was resolved for; None: for any.
         unused: the fields that the user set and that have no effect, with the reason.
@@ -416,7 +416,7 @@ class Resolved(Plan):
         if self.tp_dispatch:
             tokens = {"s": stream, "c": tp}
         shared, ranks = live("dp", "fsdp"), live("ep", "near")
-        # a hop to a node exchanges its dim e with u, one inside a node with n
+        # in the arrows of `moe.exchanges` u counts nodes, and n the ranks of a node
         two_hops = {"u": live("ep")} if self.mesh.near > 1 else {}
         return {
             "data": {"b": b, "s": s},
@@ -497,13 +497,13 @@ class Resolved(Plan):
         # ZeRO cuts the first of these dims that a weight has, but not the e of experts: ep cuts it
         may_cut = "dh" if dims.startswith("experts") else "dhe"
         target = next((x for x in may_cut if x in used.letters), "")  # d
-        zero_axes = self.zero_cuts(target) if target else ()
-        zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
-        cut = _cut_more(used, target, zero_axes)  # d/fsdp m/tp
+        cutting = self.zero_cuts(target) if target else ()
+        cutting = tuple(a for a in cutting if a in differ and a not in used.axes)  # fsdp
+        cut = _cut_more(used, target, cutting)  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
         # muon="layer" cuts the gradient and the optimizer state of a matrix by layers, not inside
         by_layer = self.muon == "layer" and matrix_dims(dims)
-        state_cut = _cut_more(used, "l", zero_axes) if by_layer else cut  # d/fsdp m/tp
+        state_cut = _cut_more(used, "l", cutting) if by_layer else cut  # d/fsdp m/tp
         reduced = state_cut if self.zero else used  # d/fsdp m/tp
         # the weight of which autodiff takes the gradient: the gathered one if `gather_per` is step
         in_backward = used if self.gather_per == "step" else stored  # d m/tp
@@ -513,7 +513,7 @@ class Resolved(Plan):
         unreduced = Layout(in_backward.dims, sums)  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
-            unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
+            unfinished = tuple(a for a in unreduced.sums if a not in cutting)
             accumulated = Layout(state_cut.dims, unfinished)  # d/fsdp m/tp +dp
         whole = self._whole(dims, reduced)
         # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,

@@ -262,7 +262,7 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * sum(count for loop, count in own if all(loop.filled))
-        # What B computes anew from the batch gathers the ids where `attention.as_promised` does.
+        # What B computes anew from the batch gathers the ids where `attention.ids_are_valid` does.
         masks = [block.mask for _, block in plan.config.blocks]
         gathers = any(plan.order_matters(mask, seq_len) for mask in masks)
         attended = cells * (1 + gathers)

@@ -1,9 +1,10 @@
 """One training step: compute gradients under a plan, then update the sharded optimizer state and weights.
 
-    gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`)
+    gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`), or all at the start
+                           of the step (`Resolved.gather_per`)
     forward and backward   Manual: in shard_map, with the collectives of the arrows
                            Auto: in jit, with collectives that XLA's partitioner chooses
-                           Explicit: in jit, with collectives by the sharding types that the arrows give
+                           Explicit: in jit, with collectives between the sharding types of the arrows
     reduce the gradients   `WeightLayouts.finish` completes the sums that the backward pass left unfinished
     divide                 by the number of targets, summed over all devices
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
@@ -68,9 +69,9 @@ from llmpar.training.state import (
     state_shapes,
 )
 
-# The dims of the routers' tally (`LossAndTally`), whose second has e+2 entries.
+# The dims of the routers' tally (`LossAndTally`). The second has e+2 entries.
 _TALLY = (Dim("l"), Dim("e"))
-_MAX_SEED = 2**32 - 1  # JAX makes keys of 32 bits
+_MAX_SEED = 2**32 - 1  # JAX drops the upper bits of larger seeds
 
 
 class Step:
@@ -83,8 +84,8 @@ class Step:
 
     Attributes:
         layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
-            has the layer ``layer_orders[kind][i]``, counted among the layers of that kind. For an empty place
-            this number is the count of these layers, so one more than the last (`places.layer_orders`).
+            has the layer ``layer_orders[kind][i]``, counted from 0 among the layers of that kind. An empty
+            place has the number of these layers, which no layer has (`places.layer_orders`).
         abstract_state: shapes and shardings of the state, its layers in the order of the pipeline's stages.
         abstract_in_model_order: the same with layers in the model's order.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
@@ -272,7 +273,7 @@ class Step:
         and takes no more once it has `Plan.bucket_bytes`. `checks` refuses buckets above ZeRO 0."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
-        # gradients of different types cannot be concatenated
+        # gradients that vary over different axes have different types, and cannot be concatenated
         items = [
             ((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)
         ]
@@ -359,9 +360,9 @@ class Step:
         config, plan = self.config, self.plan
         orders = places.layer_orders(plan.pipeline, config.layer_kinds)
         self.layer_orders = [np.array(order) for order in orders]
-        self._counts = [count for count, _ in config.blocks]
-        self._is_model_order = orders == [list(range(count)) for count in self._counts]
-        in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
+        self._layer_counts = [count for count, _ in config.blocks]
+        self._is_model_order = orders == [list(range(count)) for count in self._layer_counts]
+        in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._layer_counts)
         num_places = sum(map(len, orders))
         weights = trainable_params(in_model.params, config)
         check_empty_places(self.optimizer, weights, config.num_layers, num_places)
@@ -377,8 +378,8 @@ class Step:
         return state_shapes(self.config, self.plan, self.optimizer, counts)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
-        """Make the initial state, each device only its own shards. A seed gives the same weights on every
-        mesh.
+        """Make the initial state. Each device makes only its own shards. A seed gives the same weights on
+        every mesh.
 
         Args:
             params: weights to begin with, in the model's order; weights that this tree lacks are
@@ -411,7 +412,7 @@ class Step:
 
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
-        pairs = zip(self.layer_orders, self._counts, strict=True)
+        pairs = zip(self.layer_orders, self._layer_counts, strict=True)
         # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
         # larger than any layer's, come last, and are left out.
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
@@ -424,7 +425,7 @@ class Step:
         if self._is_model_order:
             return state
         # find the dim of layers in each leaf: the one that is longer in a model with one more layer
-        one_more = self._shapes([count + 1 for count in self._counts])
+        one_more = self._shapes([count + 1 for count in self._layer_counts])
         return reorder(
             state, orders, layer_dims(self.abstract_in_model_order, one_more), like, donate
         )
