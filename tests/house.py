@@ -29,9 +29,9 @@ BUDGETS = {
     "model": 974,
     "pipeline": 321,
     "training": 2_557,
-    "predict": 2_556,
+    "predict": 2_557,
     "planner": 1_757,
-    "draw": 2_793,
+    "draw": 2_789,
     "inspect": 3_804,
     "explore": 1_578,
     "serve": 903,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_121,
-    "statements": 26_494,
+    "statements": 26_491,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
