@@ -21,7 +21,7 @@ from shared import TABLES
 
 from llmpar import lessons
 from llmpar.cli import main
-from llmpar.lessons import hosts, judge, pages, record, report
+from llmpar.lessons import hosts, judge, pages, record
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.mesh_shape import parse_mesh
@@ -321,7 +321,7 @@ def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_pat
     assert main(["progress", "--report", "anna", "--lesson", "16", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out.splitlines()[-1])["reports"]
     page = (tmp_path / "anna.html").read_text()
-    assert report.read_page("anna.html") == one and page.count("</script>") == 1
+    assert record.read_page("anna.html") == one and page.count("</script>") == 1
     rows = {row["exercise"]: row for row in one["exercises"]}
     assert list(rows) == lessons.names("16") and (one["num_given"], one["num_correct"]) == (2, 1)
     given = [(a["answer"], a["correct"]) for a in rows["16.cache_bytes"]["answers"]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from llmpar import lessons
 from llmpar.cli.options import File, Folder, OptionalText, Output, give, inform
 from llmpar.files import check_ordinary, read_json_lines
-from llmpar.lessons import quiz, record, report
+from llmpar.lessons import quiz, record
 from llmpar.lessons.judge import CORRECT
 
 _FOLDERS = (".", "lessons", "notebooks")
@@ -72,13 +72,13 @@ class Progress(Output):
 
     def hand_in(self, path: pathlib.Path, given, levels: Mapping[str, str]) -> None:
         """Write the page, or read a folder of pages; print a row for each."""
-        pages = [report.document(given, levels, path.stem)]
+        pages = [record.document(given, levels, path.stem)]
         try:
             if path.is_dir():
-                pages = [report.read_page(page) for page in sorted(path.glob("*.html"))]
+                pages = [record.read_page(page) for page in sorted(path.glob("*.html"))]
             else:
                 with path.with_suffix(".html").open("x", encoding="utf-8") as file:
-                    file.write(report.page(pages[0]))
+                    file.write(record.page(pages[0]))
         except OSError as error:
             raise ValueError(
                 f"cannot write the report '{path}' ({error.strerror}); give another name"

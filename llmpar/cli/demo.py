@@ -60,13 +60,11 @@ class Demo(Output):
             draw.loss_curve(many["losses"], reference=one["losses"]).save(pictures[1])
         gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
         exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
-        inform(f"pictures: {', '.join((*pictures, bytes_path))}")
         inform(
+            f"pictures: {', '.join((*pictures, bytes_path))}",
             f"bytes sent: predicted {'=' if exact else '≠'} compiled, for {len(read['collectives'])}"
-            " kinds of collective"
-        )
-        inform(
-            f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps"
+            " kinds of collective",
+            f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps",
         )
         first, last = many["losses"][0], many["losses"][-1]
         fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"

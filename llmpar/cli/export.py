@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.cli.options import Name, Output, give, inform
+from llmpar.cli.options import Name, Output, give, inform, start_jax
 from llmpar.cli.weights import open_weights
 from llmpar.launch import signals
 
@@ -43,15 +43,13 @@ class Export(Output):
         import jax
         from flax.traverse_util import flatten_dict, unflatten_dict
 
-        from llmpar.cli.options import start_jax
         from llmpar.training import hugging_face as hf
 
         start_jax()
         config, tokenizer, load, notes = open_weights(
             self.checkpoints, None, None, self.tokenizer, best=self.best
         )
-        for line in notes:
-            inform(line)
+        inform(*notes)
         on_host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         def weight(path: str):

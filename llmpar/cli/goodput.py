@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from llmpar.cli.options import File, Output, Real, check_picture, check_range, give, save_picture
-from llmpar.draw.goodput import failures
+from llmpar.draw.curves import failures
 from llmpar.predict import goodput
 
 # Of a GPU in the pre-training of Llama 3 405B: 466 interruptions in 54 days on 16,384 (Llama 3 2024, section

@@ -66,15 +66,7 @@ class Inspect(Output):
     def run(self) -> dict:
         """Compile the step and print tables, or JSON."""
         check_picture(self.svg)
-        if (
-            self.program
-            or self.hlo
-            or self.target
-            or self.dims
-            or self.pin
-            or self.trace
-            or self.html
-        ):
+        if changed(self, "program hlo target dims pin trace html".split()):
             return self.look()
         from llmpar.inspect import report
         from llmpar.inspect.types import types

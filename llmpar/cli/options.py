@@ -70,10 +70,10 @@ def speaks() -> bool:
     return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def inform(*words) -> None:
-    """Print a message on stderr, in the first process only."""
-    if speaks():
-        print(*words, file=sys.stderr, flush=True)
+def inform(*lines: str | None) -> None:
+    """Print messages on stderr, a line each, in the first process only; none that is empty."""
+    if (given := list(filter(None, lines))) and speaks():
+        print(*given, sep="\n", file=sys.stderr, flush=True)
 
 
 def give(document: dict, as_json: bool, shown: Iterable[Any] = ()) -> dict:
@@ -232,12 +232,9 @@ class StepOptions(Adapters):
                 f" {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens"
             )
         resolved = plan.resolve(config, devices, batch_size, self.seq_len)
-        if plan.mesh.size < num_devices:
-            inform(
-                f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
-            )
-        for line in (*resolved.notes, *resolved.unused_of(self.given)):
-            inform(line)
+        idle = f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
+        few = plan.mesh.size < num_devices
+        inform(idle if few else None, *resolved.notes, *resolved.unused_of(self.given))
         return resolved
 
 
@@ -332,8 +329,9 @@ def fits_host(
 def start_jax() -> None:
     """Set JAX up: float32, and compiled programs kept between runs.
 
-    They are kept in the user's cache folder, unless JAX has another folder already. Orbax's threads log a
-    file that cannot be read or written; their lines are suppressed, because an exception follows.
+    They are kept in the user's cache folder, unless JAX has another folder already; if it cannot be written,
+    that is printed once. Orbax's threads log a file that cannot be read or written; their lines are
+    suppressed, because an exception follows.
     """
     import jax
 
@@ -351,22 +349,14 @@ def start_jax() -> None:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         inform("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
         jax.config.update("jax_enable_x64", False)
-    with contextlib.suppress(RuntimeError):  # no home folder
-        keep_programs(jax.config.jax_compilation_cache_dir or "")  # type: ignore[attr-defined]
-
-
-def keep_programs(folder: str) -> None:
-    """Let JAX keep compiled programs in a folder, by default the user's cache folder; print once if it cannot
-    be written, where JAX would warn for each program."""
-    import jax
-
-    kept = pathlib.Path(folder or pathlib.Path.home() / ".cache" / "llmpar" / "jax")
-    if "://" in folder:  # no folder of this machine
+    folder = jax.config.jax_compilation_cache_dir or ""  # type: ignore[attr-defined]
+    kept = folder or os.path.expanduser(os.path.join("~", ".cache", "llmpar", "jax"))
+    if "://" in kept or kept.startswith("~"):  # no folder of this machine; no home
         return
     try:
-        kept.mkdir(parents=True, exist_ok=True)
+        os.makedirs(kept, exist_ok=True)
         tempfile.TemporaryFile(dir=kept).close()
-        jax.config.update("jax_compilation_cache_dir", str(kept))
-    except OSError as error:
+        jax.config.update("jax_compilation_cache_dir", kept)
+    except OSError as error:  # where JAX would warn for each program
         inform(f"compiled programs are not kept: '{kept}' cannot be written ({error.strerror})")
         jax.config.update("jax_compilation_cache_dir", None)

@@ -192,8 +192,7 @@ class PlanCommand(Adapters, Output):
         if not self.json:
             plans = "plan" if document["priced"] == 1 else "plans"
             inform(f"{document['priced']:,} {plans} priced; {document['room_is']}")
-        for line in document["notes"]:
-            inform(line)
+        inform(*document["notes"])
         broken = broken_claims(self.claims or "", document["plans"][0])
         give(document, self.json, tables_of(document))
         if broken:
@@ -279,8 +278,7 @@ class PlanCommand(Adapters, Output):
             one = at(q, self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
         document = planner.versus(q, one, at(q, self.versus or ""))
         document["notes"] = unread
-        for line in unread:
-            inform(line)
+        inform(*unread)
         return give(document, self.json, tables_versus(document))
 
     def save_page(self, q: planner.Question, best: Plan) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from llmpar.cli.options import Output, check_range, give, inform, start_jax
 
 DIGITS, END = 2, 10  # of a prompt; the token behind them
@@ -63,7 +65,6 @@ class Rl(Output):
         """Yield for each step the mean ``reward`` (1 at best), the share of ``exact`` answers, the ``loss``,
         and of the last transfer of the weights ``sent_bytes`` and their lower bound, ``bound_bytes``."""
         import jax
-        import numpy as np
         import optax
 
         from llmpar.model.weights import weight_dims
@@ -115,8 +116,6 @@ class Rl(Output):
 
 def _batch(digits: Any, drawn: Any, rewards: Any) -> dict[str, Any]:
     """Return a batch of prompts, answers (tokens, log-probabilities) and rewards; answers' tokens count."""
-    import numpy as np
-
     advantages = rewards - rewards.mean(1, keepdims=True)
     advantages /= rewards.std(1, keepdims=True) + 1e-4
     tokens = np.insert(np.concatenate([digits, drawn[..., 0]], 1), DIGITS, END, 1).astype(np.int32)

@@ -119,10 +119,9 @@ def schedule_document(t: Timetable) -> dict:
 
 def text_timeline(table: Timetable) -> str:
     """Draw the lockstep table in plain text, a row per stage and a column per tick."""
-    cells = [["."] * len(table.ticks) for _ in table.schedule.rows]
-    for stage, row in enumerate(table.schedule.rows):
-        for op, tick in zip(row, table.tick[stage], strict=True):
-            cells[stage][tick] = str(op)
+    rows = zip(table.tick, table.schedule.rows, strict=True)
+    at = [dict(zip(ticks, row, strict=True)) for ticks, row in rows]
+    cells = [[str(own.get(t, ".")) for t in range(len(table.ticks))] for own in at]
     width = max(len(cell) for row in cells for cell in row)
     lines = (
         " ".join([f"stage {i}", *(cell.ljust(width) for cell in row)])

@@ -122,11 +122,8 @@ class Train(Output):
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or not kept_in(keep.folder):
-            weights = (
-                f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
-            )
-            if weights:
-                inform(weights)
+            own = f"begins with the weights in {self.from_}"
+            inform(own if begin else beside(self.step.model))
         mesh = make_mesh(str(plan.mesh))
         say_memory(mesh)
         with (
@@ -215,8 +212,7 @@ class Train(Output):
         """Return this command with the model and tokenizer of a folder, and the loader of its weights."""
         own = None if self.text.tokenizer == "bytes" else self.text.tokenizer
         model, tokenizer, load, notes = from_folder(name, changed(self.step, ["model"]), own)
-        for line in notes:
-            inform(line)
+        inform(*notes)
         text = replace(self.text, tokenizer=tokenizer)
         return replace(self, step=replace(self.step, model=model), text=text), load
 
@@ -256,8 +252,7 @@ def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
 def say_memory(mesh) -> None:
     """Print how much GPU memory JAX leaves unused, unless its share was set."""
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
-    if chip and (left_out := hardware.memory_left_out(chip)):
-        inform(left_out)
+    inform(chip and hardware.memory_left_out(chip))
 
 
 _AT_ONCE = "ended at once; checkpoints taken before are intact"

@@ -130,8 +130,7 @@ class ModelOptions:
         serving = serving_plan(plan, config, slots, length)
         cache = device_cache_bytes(serving, slots, length)
         fits_host(serving, slots, plan.mesh.sp, ("params",), cache)
-        for line in notes:
-            inform(line)
+        inform(*notes)
         mesh = make_mesh(plan.mesh)
         place = lambda dims: sharding(split_axes(mesh, serving.mesh), serving.stored(dims))
         params = load(jax.tree.map(place, weight_dims(config)), self.dtype)

@@ -4,6 +4,7 @@ grid         mesh  tensor_grid                  where devices are, and which hol
              layer_lanes  ring                  one layer in time; a collective's rounds
 layouts      layout  arrow  links               a tensor cut, what moves, over which links
 hosts        wired  growing  table              machines and their wire; a mesh axis by axis; cells in colour
+             traffic                            who sends what to whom from one mesh to another
 matmul       matmul                             matrices in the colours of the devices that hold them
 causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
@@ -15,12 +16,11 @@ dispatch     dispatch  expert_loads             a token's path to its experts an
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
-goodput      failures                           what failures leave of a run, by the interval of checkpoints
+             failures                           what failures leave of a run, by the interval of checkpoints
 pipelines    timeline  timelines  bubbles       pipeline orders in time; what is called the bubble
 programs     program  traced  program_order         lines of code; a function, rank by rank; what runs when
 serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
-two_meshes   traffic                            who sends what to whom from one mesh to another
 strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
 geometry                                        coordinates of devices, groups, slices, rounds
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
@@ -37,12 +37,11 @@ from llmpar.draw.charts import (
     time_bars,
     two_lanes,
 )
-from llmpar.draw.curves import curves, loss_curve
+from llmpar.draw.curves import curves, failures, loss_curve
 from llmpar.draw.dispatch import dispatch, expert_loads
 from llmpar.draw.geometry import groups, holders
-from llmpar.draw.goodput import failures
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
-from llmpar.draw.hosts import growing, table, wired
+from llmpar.draw.hosts import growing, table, traffic, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.pipelines import bubbles, timeline, timelines
@@ -50,4 +49,3 @@ from llmpar.draw.programs import program, program_order, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
 from llmpar.draw.strips import before_after, cube, ring_sums
-from llmpar.draw.two_meshes import traffic

@@ -1,8 +1,8 @@
 """Curves: measured points and what a model says of them. :mod:`llmpar.draw` offers them."""
 
+import itertools
 import math
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
 from llmpar.draw.scene import (
@@ -19,6 +19,7 @@ from llmpar.draw.scene import (
     text_width,
 )
 from llmpar.draw.scene import ticks as round_numbers
+from llmpar.predict.goodput import FailingRun, best_interval, goodput
 
 _WIDE, TALL, DOT = 500, 240, 4.5
 """Pixels of the plot, and half of a dot."""
@@ -112,7 +113,7 @@ def _uprights(marks, x_of) -> list:
 def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
     """Return a curve through points, broken at None, with a marker at each; a point alone is a dot."""
     items = Items()
-    for known, part in groupby(points, lambda point: point is not None):
+    for known, part in itertools.groupby(points, lambda point: point is not None):
         piece = list(part) if known else []
         if len(piece) > 1:
             items.append(Line(tuple(piece), color, 2.5, dashed))
@@ -152,3 +153,18 @@ def loss_curve(losses, reference=None) -> Scene:
         rows, steps, "step", "loss (nats/token)", low=min(finite) - pad, high=max(finite) + pad
     )
     return compose("Training loss", [[drawn.items[0].items[1]]], "\n".join(lines), lines)
+
+
+def failures(jobs: Mapping[str, FailingRun]) -> Scene:
+    """Draw the `goodput` of each job over the interval, from 1 minute on and twice as long from tick to tick;
+    the dashed curve connects the best intervals."""
+    lines, best = list[Any](), dict[float, float]()
+    colors = itertools.cycle(f"{axis}-line" for axis in ("dp", "fsdp", "sp", "tp", "ep", "pp"))
+    for (name, job), color in zip(jobs.items(), colors, strict=False):
+        places = [n / 4 for n in range(4 * 9 + 1) if 60 * 2 ** (n / 4) >= job.write_s]
+        shares = {place: goodput(job, 60 * 2**place) for place in places}
+        lines.append((name, shares, color, None, False))
+        best[max(0.0, math.log2(best_interval(job) / 60))] = goodput(job, best_interval(job))
+    lines.append(("best", best, "ink", "o", True))
+    axes = [2**i for i in range(10)], "minutes between checkpoints", "goodput"
+    return curves(lines, *axes, high=1, percent=True, title="What failures leave of a run")

@@ -8,6 +8,7 @@ import math
 
 from llmpar.plan.layout import Layout, block
 from llmpar.plan.mesh_shape import ORDER
+from llmpar.predict.hosts import device_groups
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
@@ -27,12 +28,7 @@ def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
 def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     """Return the devices that talk over ``axes`` (outermost first), group by group; groups by their first
     device."""
-    apart, teams = strides(sizes, order), dict[tuple[int, ...], list[tuple[int, ...]]]()
-    for device in range(math.prod(sizes.values())):
-        at = {a: device // apart[a] % sizes[a] for a in apart}
-        others = tuple(at[a] for a in at if a not in axes)
-        teams.setdefault(others, []).append((*(at[a] for a in axes), device))
-    return [[device for *_, device in sorted(team)] for team in teams.values()]
+    return device_groups({axis: sizes[axis] for axis in order}, axes)
 
 
 def slices(

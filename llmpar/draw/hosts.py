@@ -1,4 +1,5 @@
-"""Draw hosts and the wire between them, a mesh that grows axis by axis, and tables with cells in colour."""
+"""Draw hosts and the wire between them, a mesh that grows axis by axis, tables with cells in colour, and what
+one mesh sends to another."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from llmpar.draw.scene import (
     bounds,
     compose,
     legend,
+    size_text,
     small_text,
     stack,
     text_color_on,
@@ -23,6 +25,8 @@ from llmpar.draw.scene import (
     titled,
 )
 from llmpar.plan.mesh_shape import AXES, parse_mesh
+from llmpar.plan.two_meshes import TwoMeshes
+from llmpar.predict.two_meshes import link_loads
 
 _WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 """Where the next device lies along the first axis of a growing mesh, the second …, in pixels."""
@@ -120,3 +124,36 @@ def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[st
             items += titled(Rect(x, y, wide - 4, 30, role, "edge" if role else ""), text)
         lines += [f"{name}: " + ", ".join(text for text, _ in cells if text)] if cells else []
     return compose(title, [items], "\n".join([*lines, *notes]), notes)
+
+
+def traffic(plan: TwoMeshes) -> Scene:
+    """Draw what each device of the first mesh sends to each of the second; below, round by round, from which
+    device each of them receives. Meshes of up to 32 devices are drawn."""
+    senders, receivers = (sorted(side.node_of) for side in plan.sides)
+    if max(len(senders), len(receivers)) > 32:
+        raise ValueError(
+            f"meshes of {len(senders)} and {len(receivers)} devices cannot be drawn one by one, which needs"
+            " up to 32; read plan.matrix and plan.rounds"
+        )
+    loads, nothing = link_loads(plan), ("·", "")
+    load = lambda device, verb: (size_text(loads.get((device, verb), 0)), "")
+    role = lambda pair: "network" if plan.is_far(pair) else "links"
+    cells = {pair: (size_text(sent), role(pair)) for pair, sent in plan.matrix.items()}
+    rows = [
+        (f"from {i}", [*(cells.get((i, j), nothing) for j in receivers), load(i, "sends")])
+        for i in senders
+    ]
+    total = size_text(plan.bound), ""
+    rows.append(("receives", [*(load(j, "receives") for j in receivers), total]))
+    rows.append(("", []))
+    for number, one in enumerate(plan.rounds, 1):
+        comes = {j: (f"{i}", role((i, j))) for i, j in one}
+        together = size_text(sum(one.values())), ""
+        rows.append((f"round {number}", [*(comes.get(j, nothing) for j in receivers), together]))
+    device, verb = next(iter(loads), (senders[0], "sends"))
+    notes = [
+        "Each device gets what it lacks, and no more. A cell of a round names the sender. Light: over the"
+        " links of a node; dark: between nodes. The busiest link:"
+        f" device {device} {verb} {load(device, verb)[0]}."
+    ]
+    return table(rows, [*(f"to {j}" for j in receivers), "in all"], str(plan), notes)

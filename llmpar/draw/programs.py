@@ -186,9 +186,13 @@ def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes
             one["count"] > 1
         )
         for lane in _lanes(one):
-            fill = "matmuls" if one["name"] == "matmul" else "elementwise"
-            look = (fill, "", 0.0, "") if lane == "compute" else _look(lane, sizes, one["exposed"])
-            items.append(Rect(x, top[lane], max(wide, 1.5), 22, *look, tip=tip))
+            look = "matmuls" if one["name"] == "matmul" else "elementwise", "", ""
+            if lane != "compute":  # full beside computing, hatched where nothing computes
+                look = style_of(hue(lane, sizes) + "/" * one["exposed"])
+            fill, stroke, hatch = look
+            items.append(
+                Rect(x, top[lane], max(wide, 1.5), 22, fill, stroke, bool(stroke), hatch, tip=tip)
+            )
     items += _alive(read, x_of, top[lanes[-1]] + _TRACK + 26, left, reserved_bytes)
     counts = Counter((_kind(one), one["lane"], one["name"]) for one in steps)
     lines = [f"{lane}{kind}: {name} ×{n}" for (kind, lane, name), n in counts.items()]
@@ -223,13 +227,6 @@ def _kind(step: Mapping[str, Any]) -> str:
 def _lanes(step: Mapping[str, Any]) -> list[str]:
     """Return the tracks of a step: a collective over two axes is on both."""
     return step["lane"].split(",")
-
-
-def _look(lane: str, sizes: dict[str, int], exposed: bool) -> tuple[str, str, float, str]:
-    """Return fill, stroke, its width and hatch of a collective: full beside computing, hatched where nothing
-    computes."""
-    fill, stroke, hatch = style_of(hue(lane, sizes) + "/" * exposed)
-    return fill, stroke, 1.0, hatch
 
 
 def _alive(read: Mapping[str, Any], x_of: Any, y: float, left: float, reserved: int) -> Items:

@@ -12,10 +12,10 @@ from typing import Any
 
 from llmpar.draw.charts import memory_bars, overlap
 from llmpar.draw.dispatch import expert_loads
+from llmpar.draw.hosts import traffic
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
-from llmpar.draw.two_meshes import traffic
 from llmpar.explore.answers import Limits, offer, refused
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged

@@ -423,9 +423,6 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     if kind(answer) == kind(right) == "a dict":
         names = {_plain(str(name)): name for name in right}
         meant = {_name_of(name, names): part for name, part in answer.items()}
-        left, other = right.keys() - meant.keys(), meant.keys() - right.keys()
-        if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
-            meant[left.pop()] = meant.pop(other.pop())
         return {name: as_meant(part, right.get(name), exercise) for name, part in meant.items()}
     if (
         isinstance(answer, list | tuple)

@@ -92,9 +92,11 @@ def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
 
 
 def device_groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """List the groups of a mesh along some of its axes, by devices' places in it."""
-    members: dict[tuple, list[int]] = {}
-    for place, at in enumerate(itertools.product(*map(range, sizes.values()))):
-        others = tuple(i for axis, i in zip(sizes, at, strict=True) if axis not in axes)
-        members.setdefault(others, []).append(place)
-    return list(members.values())
+    """List the groups of a mesh along some of its axes, by devices' places in it: in a group the first of the
+    axes is the outermost; groups come by their first device."""
+    members: dict[tuple, list[tuple]] = {}
+    for place, numbers in enumerate(itertools.product(*map(range, sizes.values()))):
+        at = dict(zip(sizes, numbers, strict=True))
+        others = tuple(i for axis, i in at.items() if axis not in axes)
+        members.setdefault(others, []).append((*(at[axis] for axis in axes), place))
+    return [[place for *_, place in sorted(group)] for group in members.values()]

@@ -177,11 +177,6 @@ class Clock:
         trained = [p for p in shapes if p.thin or not self.run.config.lora]
         return self.matmuls([p._replace(rows=p.inner, inner=p.rows) for p in trained], bits)
 
-    def adapters_learn(self, kind: int) -> float:
-        """Return the seconds of the matmuls of a layer's adapters' gradients."""
-        adapters = self.run.adapter_matmuls(self.run.blocks[kind])
-        return self.learning([*adapters.values()], self.run.bits)
-
     def _layer(self, kind: int, again: float) -> tuple[Pass, Pass]:
         """Price one layer of a kind (`Run.blocks`), of a microbatch, forward and backward, with the exchanges
         inside it; the backward pass begins with ``again`` forward passes, besides what is recomputed."""
@@ -438,8 +433,9 @@ class Clock:
             forward.take(ahead)
             backward.take(back)
         learning = sum(backward.terms.get(name, 0.0) for name in (MATMULS, HEAD_AND_LOSS)) / 2
-        if run.config.lora:
-            learning = sum(n * self.adapters_learn(kind) for kind, n in enumerate(layers))
+        if run.config.lora:  # of adapters alone
+            own = [[*run.adapter_matmuls(block).values()] for block in run.blocks]
+            learning = sum(n * self.learning(own[kind], run.bits) for kind, n in enumerate(layers))
         passes = forward, backward
         computing = [part.seconds for part in passes]
         # of a plan of ours, as they compute

@@ -125,12 +125,8 @@ class Chat:
         parts, answers = parts + pieces[2 * len(messages) :], answers + [False] * ask
         return np.concatenate(parts).astype(np.int32), np.repeat(answers, [*map(len, parts)])
 
-    @functools.cached_property
-    def _template(self) -> Any:
-        return _compiled(self._text, self.tokenizer.name)
-
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
-        template, written = self._template, ""
+        template, written = _compiled(self._text, self.tokenizer.name), ""
         names: dict[str, Any] = {"messages": messages, "add_generation_prompt": ask}
         try:
             for piece in template.generate(self.tokenizer.special, **names):
@@ -216,6 +212,7 @@ def _template_text(tokenizer: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
+@functools.cache
 def _compiled(text: str, name: str) -> Any:
     """Compile a template in an environment like that of `transformers`."""
     try:

@@ -294,10 +294,7 @@ class Checkpoints:
 
     def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
         """Refuse, or tell, how the requested run differs from the one that wrote. What one of them lacks is
-        None; older ones had one decay, and one dtype on all arrows."""
-        usual = {"decay": "cosine", "gather_dtype": "same", "reduce_dtype": "same", "workers": 1}
-        outer = {"local_steps": 0, "fragments": 1, "outer_rate": 0.7, "outer_momentum": 0.9}
-        kept = usual | outer | kept if "learning_rate" in kept else kept
+        None."""
         pairs = {name: (kept.get(name), requested.get(name)) for name in requested | kept}
         differ = {
             name: f"{name} {_words(before)} (asked: {_words(now)})"

@@ -306,7 +306,8 @@ def train(
                     run.read_all()
                     traced.close()
                     run.restart_clock()
-                stopped = run.asks_to_stop() or callbacks.stop()
+                # one of several processes that failed has signalled all, as a scheduler does
+                stopped = bool(run.failed and jax.process_count() == 1) or callbacks.stop()
                 run.evaluate_and_save(steps, stopped)
                 if stopped:
                     break
@@ -465,10 +466,6 @@ class _Run:
         if jax.process_count() > 1:  # of the fullest process; in MiB: JAX sends no 64 bits
             peaks = multihost_utils.process_allgather(np.int32(self.report.memory_bytes >> 20))
             self.report.memory_bytes = int(peaks.max()) << 20
-
-    def asks_to_stop(self) -> bool:
-        """Tell whether this process is to end. One of several has signalled all, as a scheduler does."""
-        return self.failed is not None and jax.process_count() == 1
 
     def _read(self) -> None:
         number, metrics = self.waiting.pop(0)
