@@ -83,7 +83,7 @@ UNKNOWN_S = 60.0
 """Seconds that a file takes of which none are recorded."""
 
 BARE = "plans random_plans tolerance same_answer moe explicit census".split()
-BARE += "pipeline sequence lora attention flash decode requests train weights hf".split()
+BARE += "pipeline sequence lora attention flash decode train weights hf".split()
 """Of the programs of these files nobody asks from which lines they come. To carry the stack of each operation
 along takes a third of the time to compile."""
 

@@ -1,5 +1,7 @@
-"""Meshes: which devices, in which order, and how many bytes of a value each of them holds."""
+"""Meshes: which devices, in which order, and how many bytes of a value each of them holds; and on recorded
+topologies: every device once, fast axes on fast links, and what `links` says of it."""
 
+import functools
 import inspect
 import itertools
 import json
@@ -8,13 +10,15 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from shared import CASES, HERE
+from shared import CASES, HERE, TABLES
 
+from llmpar.inspect.links import axis_links
 from llmpar.parallel.devices import POOL_SIZE
 from llmpar.parallel.mesh import (
     abstract_mesh,
@@ -25,6 +29,7 @@ from llmpar.parallel.mesh import (
     spec,
     use_devices,
 )
+from llmpar.parallel.placement import device_grid, link_domain
 from llmpar.plan.layout import DIMS, Dim, Layout, parse_layout
 from llmpar.plan.mesh_shape import AXES, MeshShape
 
@@ -102,7 +107,7 @@ def test_an_abstract_mesh_needs_no_devices():
 
 
 def test_processes_come_before_ids(monkeypatch):
-    """Where devices lie in a mesh by their links is for test_links.py."""
+    """Where devices lie in a mesh by their links is for test_mesh.py."""
     numbers = [(1, 5), (0, 2048), (1, 4), (0, 2049)]
     devices = [SimpleNamespace(process_index=process, id=i) for process, i in numbers]
     monkeypatch.setattr(jax, "devices", lambda: devices)
@@ -131,3 +136,187 @@ def test_shard_bytes_are_what_jax_gives_every_device():
         }
         assert {n * itemsize for n in held} == {shard_bytes(layout, value, itemsize, shape.sizes)}
         assert layout.shard_shape(value, shape.sizes) == sharding(mesh, layout).shard_shape(value)
+
+
+RECORDED = json.loads((HERE / "topologies.json").read_text())
+"""By topology what `jax.experimental.topologies` gave for it with libtpu 0.0.42.1 and the CUDA plugin 0.10.2,
+one device a row: id, process, slice, x, y, z, core (-1: it has none). Of a v4 that is two cores, and with
+chip_config_name="megacore", as Cloud runs it, one device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """What a mesh asks of a device."""
+
+    id: int
+    process_index: int
+    slice_index: int | None
+    coords: tuple[int, ...]
+    core_on_chip: int | None
+    platform: str
+    device_kind: str
+    client: SimpleNamespace | None = None  # None where nothing runs: of a topology that is described
+
+
+def recorded(name: str) -> list[Device]:
+    """The devices of a recorded topology, in its order."""
+    topology = RECORDED[name]
+    none = lambda n: None if n < 0 else n
+    kind = topology["platform"], topology["device_kind"]
+    rows = topology["devices"]
+    return [Device(i, of, none(n), (x, y, z), none(core), *kind) for i, of, n, x, y, z, core in rows]
+
+
+RUNNING = SimpleNamespace(runtime_type=jax.devices()[0].client.runtime_type)
+
+
+def gpus(kind: str, num_hosts: int, per_host: int, *, processes: int = 1, hosts_per_domain: int = 1) -> list:
+    """GPUs of a running cluster as XLA numbers them: a slice is a host (by boot), or what NVLink joins."""
+    made = []
+    for host, local in itertools.product(range(num_hosts), range(per_host)):
+        process, place = host * processes + local * processes // per_host, host // hosts_per_domain
+        made.append(Device(len(made), process, place, (0, 0, 0), None, "gpu", kind, RUNNING))
+    return made
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+TOPOLOGIES = {name: recorded(name) for name in RECORDED} | {
+    "running h100:8x8": gpus(H100, 8, 8),
+    "running h100:8x8, a process per GPU": gpus(H100, 8, 8, processes=8),
+    "a100:4x4": gpus("NVIDIA A100-SXM4-40GB", 4, 4),
+    "gb200:2x18x4": gpus("NVIDIA GB200", 36, 4, hosts_per_domain=18),
+    "one h100": gpus(H100, 1, 8),
+    "one GPU": gpus("NVIDIA L4", 1, 1),
+    "one TPU": recorded("v5e:4x8")[:1],
+}
+
+
+GRID = inspect.unwrap(device_grid)  # types are checked, and stand-ins are no JAX devices
+
+
+@pytest.fixture
+def grid():
+    return GRID
+
+
+def read(made) -> dict:
+    return axis_links(SimpleNamespace(devices=made, axis_names=tuple(AXES)))
+
+
+@functools.cache
+def factorizations(n: int) -> list[tuple[int, ...]]:
+    """All ways to give six axes sizes whose product is n."""
+
+    def ways(n, num_axes):
+        if num_axes == 1:
+            return [(n,)]
+        return [(m, *rest) for m in range(1, n + 1) if n % m == 0 for rest in ways(n // m, num_axes - 1)]
+
+    return ways(n, len(AXES))
+
+
+def check(shape: MeshShape, made, devices) -> None:
+    """Every device once; a fast axis stays in its domain where it can; on a torus groups are boxes, and the
+    innermost axis has neighbours on one link."""
+    assert made.shape == tuple(shape.sizes.values())
+    assert len({d.id for d in made.flat}) == shape.size and set(made.flat) <= set(devices)
+    found, inner = read(made), 1
+    per_domain = shape.size / len({link_domain(d) for d in made.flat})
+    for axis in reversed(found):
+        row = found[axis]
+        inner *= row["size"]
+        if per_domain % inner == 0:
+            assert row["domains"] == 1, (str(shape), axis, row)
+        if made.flat[0].platform == "tpu":
+            assert math.prod(row["dims"]) == row["size"] / row["domains"], (str(shape), axis, row)
+    if found and made.flat[0].platform == "tpu":
+        assert row_of_innermost(found)["hops"] <= 1, (str(shape), found)
+
+
+def row_of_innermost(found: dict) -> dict:
+    return found[list(found)[-1]]
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_mesh_of_all_devices_follows_their_links(grid, name):
+    """Fifteen factorizations of the number of devices, and each axis alone."""
+    devices = TOPOLOGIES[name]
+    rng = random.Random(name)
+    every = factorizations(len(devices))
+    sizes = rng.sample(every, min(15, len(every)))
+    sizes += [tuple(len(devices) if i == k else 1 for i in range(6)) for k in range(6)]
+    for shape in (MeshShape(*one) for one in sizes):
+        check(shape, grid(shape, devices), devices)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_smaller_mesh_takes_devices_that_lie_together(grid, name):
+    """GPUs: every one is laid out. TPUs: every one that fits a box; others are refused with what works."""
+    devices, rng = TOPOLOGIES[name], random.Random(name)
+    for _ in range(10):
+        size = rng.randint(1, len(devices))
+        shape = MeshShape(*rng.choice(factorizations(size)))
+        try:
+            made = grid(shape, devices)
+        except ValueError as error:
+            assert devices[0].platform == "tpu" and str(error).endswith(f"'!{shape}' for plain order")
+            assert grid(f"!{shape}", devices).ravel().tolist() == devices[: shape.size]
+            continue
+        assert len({d.id for d in made.flat}) == shape.size
+        if made.flat[0].platform == "tpu":
+            check(shape, made, devices)
+
+
+@pytest.mark.parametrize("name, mesh, hosts, domains", TABLES["few_hosts"])
+def test_a_smaller_mesh_uses_few_hosts_and_few_domains(grid, name, mesh, hosts, domains):
+    made = grid(mesh, TOPOLOGIES[name])
+    assert len({d.process_index for d in made.flat}) == hosts
+    assert len({link_domain(d) for d in made.flat}) == domains
+    innermost = row_of_innermost(read(made))
+    assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
+
+
+@pytest.mark.parametrize("name, mesh, said", TABLES["links_said"])
+def test_links_are_said_in_words(grid, name, mesh, said):
+    assert {axis: row["link"] for axis, row in read(grid(mesh, TOPOLOGIES[name])).items()} == said
+
+
+def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works(grid):
+    v5p, two = TOPOLOGIES["v5p:4x4x4"], TOPOLOGIES["2 x v5e:4x8"]
+    uneven = [*two, *(replace(d, id=900 + d.id, slice_index=2) for d in two[:4])]
+    for devices, mesh, many in (
+        (v5p[:6] + v5p[8:10], "dp=2 tp=4", "8"),
+        (uneven, "dp=17 tp=4", r"32 \+ 32 \+ 4"),
+    ):
+        said = rf"mesh '{mesh}' was asked for on {many} x TPU v5.* no equal boxes .* '!{mesh}'"
+        with pytest.raises(ValueError, match=said):
+            grid(mesh, devices)
+        assert grid("!" + mesh, devices).ravel().tolist() == devices
+
+
+def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
+    """2 + 1 + 1 GPUs, and 8 + 8 + 4: the fast axis stays inside a host where it can."""
+    few = [d for d in gpus(H100, 3, 2) if d.id not in (3, 5)]
+    some = [d for d in gpus(H100, 3, 8) if d.id < 20]
+    pairs = grid("dp=2 tp=2", few).reshape(2, 2)
+    assert sorted(len({d.process_index for d in pair}) for pair in pairs) == [1, 2]
+    for mesh, domains in {"dp=5 tp=4": {"dp": 3, "tp": 1}, "fsdp=20": {"fsdp": 3}}.items():
+        assert {axis: row["domains"] for axis, row in read(grid(mesh, some)).items()} == domains
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x4", "v6e:16x16", "v3:4x4"])
+def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(grid, name):
+    """Ring attention sends to the next rank: every hop is one link, the last one back to the first, too."""
+    devices = TOPOLOGIES[name]
+    ring = grid(f"sp={len(devices)}", devices).ravel()
+    for d, e in zip(ring, [*ring[1:], ring[0]], strict=True):
+        hops = sum(abs(a - b) for a, b in zip(d.coords, e.coords, strict=True))
+        assert hops in (0, 1)  # 0: between the cores of a chip
+
+
+def test_the_fields_of_a_link_and_one_host():
+    found = read(GRID("dp=2 fsdp=8 tp=4", TOPOLOGIES["h100:8x8"]))
+    want = dict(size=8, hosts=4, devices_per_host=2, domains=4, dims=[], hops=None, closed=False)
+    assert found["fsdp"] == {"link": "NVLink within a host (2 each), network between 4 hosts"} | want
+    strange = [replace(d, device_kind="NVIDIA L4") for d in TOPOLOGIES["one h100"]]
+    assert read(GRID("tp=8", strange))["tp"]["link"] == "NVLink or PCIe within a host"

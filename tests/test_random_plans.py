@@ -614,6 +614,3 @@ def test_positions_in_any_order_give_the_answer_or_no_number(case, monkeypatch):
     monkeypatch.setitem(globals(), "batch_of", shuffled)
     found = compare(0, plain(num_documents=1, **changes))
     assert (found["loss"] <= 1e-5 and found["gradients"] <= 1e-5) if taken else math.isnan(found["loss"])
-
-
-# --------------------------------------------------------------------------------------- what decides nothing

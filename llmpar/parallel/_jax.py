@@ -1,7 +1,7 @@
 """All that llmpar takes from JAX without a public name, or by a name that JAX is about to change.
 
 One function for each, with the reason. No other file of the package has such a name, and
-tests/test_jax_private.py fails for each of them on the day that JAX changes it.
+tests/test_channels.py fails for each of them on the day that JAX changes it.
 
     function                             what it is                       why it is needed
     install_channels                     how JAX lowers a program         one channel for all collectives
