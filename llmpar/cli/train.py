@@ -252,7 +252,7 @@ def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
 def say_memory(mesh) -> None:
     """Print how much GPU memory JAX leaves unused, unless its share was set."""
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
-    inform(chip and hardware.memory_left_out(chip))
+    inform(hardware.memory_left_out(chip) if chip else None)
 
 
 _AT_ONCE = "ended at once; checkpoints taken before are intact"

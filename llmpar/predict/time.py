@@ -434,8 +434,10 @@ class Clock:
             backward.take(back)
         learning = sum(backward.terms.get(name, 0.0) for name in (MATMULS, HEAD_AND_LOSS)) / 2
         if run.config.lora:  # of adapters alone
-            own = [[*run.adapter_matmuls(block).values()] for block in run.blocks]
-            learning = sum(n * self.learning(own[kind], run.bits) for kind, n in enumerate(layers))
+            adapters = [[*run.adapter_matmuls(block).values()] for block in run.blocks]
+            learning = sum(
+                n * self.learning(adapters[kind], run.bits) for kind, n in enumerate(layers)
+            )
         passes = forward, backward
         computing = [part.seconds for part in passes]
         # of a plan of ours, as they compute
