@@ -38,7 +38,9 @@ _MOST = 8
 _LEAST = 0.8  # of the bytes are left by a cure, or fewer
 _MORE = 1.1  # of memory and FLOPs are needed with it at the most: with more, devices repeat each other's work
 _PROGRAMS = 24  # are compiled for it; twice as many if none of the likely ones helps
-_LIBRARY = r"/(site|dist)-packages/|/lib/python3|^<frozen"
+_LIBRARIES = r"/(site|dist)-packages/|/lib/python3|^<frozen|^" + re.escape(
+    os.path.dirname(os.path.dirname(__file__))
+)
 _Place = tuple[str, int, str]  # the file and the line that name a value, and its name
 _new = itertools.count()
 _STAGES = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
@@ -304,7 +306,7 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
     return sorted(rows, key=lambda row: -row["saved"])
 
 
-# ---------------------------------------------------------------------------------- a line that fixes a layout
+# --------------------------------------------------------------------------------- a line that fixes a layout
 
 
 def find_cure(
@@ -321,36 +323,35 @@ def find_cure(
 
     Raises ValueError where the program cannot be traced so.
     """
-    is_auto = isinstance(mesh, Mesh) and {*mesh.axis_types} == {AxisType.Auto}
-    if not (callable(f) and is_auto) or any(row["per_turn"] for row in seen.rows):
-        raise ValueError(
-            "a cure is for functions of arrays on automatic axes, with loops of known trip counts;"
-            " leave out cure=True"
-        )
     f = getattr(f, "__wrapped__", f) if hasattr(f, "lower") else f
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
     values, call = dict[_Place, Any](), lambda args, kwargs: f(*args, **kwargs)
     sum_of = lambda look: sum(row["bytes_sent"] for row in look.rows)
 
-    def compiled(specs: dict[_Place, PartitionSpec], **options: Any) -> Look:
+    def compiled(specs: dict[_Place, NamedSharding], **options: Any) -> Look:
         filled = lambda arrays: tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
         program = jax.jit(lambda arrays: call(*filled(arrays)), **options)
         # JAX keeps what it traced before, but not under another name
-        with _written(specs, mesh, values), set_xla_metadata(llmpar=str(next(_new))):
+        with _written(specs, values), set_xla_metadata(llmpar=str(next(_new))):
             return look(program, arrays)
 
     def helped(option: tuple[_Place, PartitionSpec], **options: Any) -> Look | None:
         with contextlib.suppress(Exception):  # JAX refuses a layout in many words
-            now = compiled(dict([option]), **options)
+            now = compiled({option[0]: NamedSharding(mesh, option[1])}, **options)
             more = (now.flops, seen.flops), (now.memory["peak_bytes"], seen.memory["peak_bytes"])
-            if sum_of(now) <= _LEAST * sum_of(seen) and all(n <= _MORE * m for n, m in more):
+            if sum_of(now) < _LEAST * sum_of(seen) and all(n <= _MORE * m for n, m in more):
                 return now
         return None
 
-    if sum_of(compiled({})) != sum_of(seen):
-        raise ValueError("traced again, the program sends otherwise; leave out cure=True")
-    for options in _layouts(dict(values), [*arrays.values()], mesh):
+    is_auto = isinstance(mesh, Mesh) and {*mesh.axis_types} == {AxisType.Auto}
+    is_known = callable(f) and is_auto and not any(row["per_turn"] for row in seen.rows)
+    if not is_known or sum_of(compiled({})) != sum_of(seen):
+        raise ValueError(
+            "a cure is for functions of arrays on automatic axes, with loops of known trip counts,"
+            " that send the same when they are traced again; leave out cure=True"
+        )
+    for options in _layouts(dict(values), [*arrays.values()], mesh) if seen.rows else ():
         looks = [(one, now) for one in options if (now := helped(one, out_shardings=results))]
         # of lines that leave as much, up to a fiftieth, the first is the cause
         for one, _ in sorted(looks, key=lambda pair: 50 * sum_of(pair[1]) // sum_of(seen)):
@@ -379,7 +380,10 @@ def _layouts(
     size = lambda x: x.size * x.dtype.itemsize
     large = max(map(size, values.values()), default=0) / 64
     options = {
-        (place, PartitionSpec(*(axes if i == d else rest for i in range(x.ndim)))): (x.shape[d], axes)
+        (place, PartitionSpec(*(axes if i == d else rest for i in range(x.ndim)))): (
+            x.shape[d],
+            axes,
+        )
         for place, x in values.items()
         for d, axes in itertools.product(range(x.ndim), groups)
         if size(x) >= large and x.shape[d] % math.prod(mesh.shape[a] for a in axes) == 0
@@ -389,9 +393,7 @@ def _layouts(
 
 
 @contextlib.contextmanager
-def _written(
-    specs: dict[_Place, PartitionSpec], mesh: Mesh, values: dict[_Place, Any]
-) -> Iterator[None]:
+def _written(specs: dict[_Place, NamedSharding], values: dict[_Place, Any]) -> Iterator[None]:
     """Trace functions as if these layouts were written after their lines, and add to ``values`` the types of
     all arrays that code outside of libraries names. As a debugger does, it sets names in running frames."""
 
@@ -406,15 +408,13 @@ def _written(
                 if isinstance(x, jax.core.Tracer) and x.ndim and known.get(name) is not x:
                     values.setdefault(place, x.aval)
                     if place in specs:
-                        on = NamedSharding(mesh, specs[place])
-                        names[name] = x = jax.lax.with_sharding_constraint(x, on)
+                        names[name] = x = jax.lax.with_sharding_constraint(x, specs[place])
                     known[name] = x
             line = frame.f_lineno
             return after
 
-        other = re.search(_LIBRARY, code.co_filename) or code.co_name.startswith("<")
-        ours = frame.f_globals.get("__name__", "").startswith("llmpar.")
-        return None if other or ours else after
+        is_other = re.search(_LIBRARIES, code.co_filename) or code.co_name.startswith("<")
+        return None if is_other else after
 
     with contextlib.ExitStack() as stack:
         stack.callback(sys.settrace, sys.gettrace())

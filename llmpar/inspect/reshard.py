@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.inspect.census import census_hlo, partitioned_hlo
+from llmpar.inspect.census import census_hlo, partitioned_hlo, summed
 from llmpar.inspect.moves import MOST_AXES, Cuts, cheapest_moves, local_elements
 from llmpar.inspect.twin import read
 from llmpar.parallel.mesh import axes_of
@@ -60,9 +60,9 @@ def cheaper(
         path = tuple(step.cuts for step in steps)
         if count * sum(step.bytes_sent for step in steps) < sent:
             routes += [(*key, count, sent, path[-1:]), (*key, count, sent, path)]
-    each, result = _compiled(mesh, routes), list[dict[str, Any]]()
+    each, result = _compiled(mesh, routes) if routes else {}, list[dict[str, Any]]()
     for i, (line, name, *_, count, sent, path) in enumerate(routes[1::2]):
-        now, then = count * each[2 * i], count * each[2 * i + 1]
+        now, then = (count * each.get(k, 0) for k in (2 * i, 2 * i + 1))
         if then < now <= sent:
             write = lambda code, cuts, name=name: f"{_CALLS[name]}({code}, {_spec(cuts)})"
             code = functools.reduce(write, path, "x").replace("PartitionSpec", "P")
@@ -85,7 +85,7 @@ def _spec(cuts: Cuts) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in cuts))
 
 
-def _compiled(mesh: Mesh, routes: list[tuple]) -> Counter[int]:
+def _compiled(mesh: Mesh, routes: list[tuple]) -> dict[int, int]:
     """Compile one program in which a value takes each route, and return what a device sends in each."""
     on = lambda cuts: NamedSharding(mesh, _spec(cuts))
 
@@ -97,11 +97,10 @@ def _compiled(mesh: Mesh, routes: list[tuple]) -> Counter[int]:
                 values[i] = functools.reduce(move, map(on, (before, *path)), x)
         return values
 
-    given = [
+    values = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=on(before))
         for _, _, before, _, shape, dtype, *_ in routes
     ]
-    sent = Counter[int]()
-    for c in census_hlo(partitioned_hlo(jax.jit(moved).lower(given)), mesh) if routes else ():
-        sent[int(c.arrow)] += c.bytes_sent
-    return sent
+    moves = census_hlo(partitioned_hlo(jax.jit(moved).lower(values)), mesh)
+    rows = summed(({"arrow": int(c.arrow)}, c) for c in moves)
+    return {row["arrow"]: row["bytes_sent"] for row in rows}
