@@ -126,7 +126,7 @@ def look(
     ways = cheaper(jaxpr, given, mesh, result.rows) if jaxpr and isinstance(mesh, Mesh) else []
     result = replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
     if cure:
-        line = find_cure(f, args, kwargs, result, mesh, compiled.output_shardings)
+        line = find_cure(f, args, kwargs, result, mesh, compiled)
         result = replace(result, cure=line)
     return _as_it_runs(result, compiled.as_text() or "", mesh, lines, trace)
 
@@ -310,7 +310,7 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
 
 
 def find_cure(
-    f: Any, args: tuple, kwargs: dict, seen: Look, mesh: Any, results: Any
+    f: Any, args: tuple, kwargs: dict, seen: Look, mesh: Any, program: jax.stages.Compiled
 ) -> dict[str, Any]:
     """Find the line with which a program sends least: ``source`` (the line that it follows), ``expression``,
     and, as compiled, ``bytes_sent``, ``instead_of``, ``peak_bytes``; {} if none helps.
@@ -318,8 +318,8 @@ def find_cure(
     Where no line fixes the layout of a value, XLA's partitioner chooses it, and later lines follow; no text
     shows which line is the cause. So values that the author's code names get other layouts, one at a time:
     the function is traced with that line in it, and compiled. The line that is returned leaves four fifths of
-    the bytes or fewer, also where results keep their layouts, ``results``, with as much memory and as many
-    FLOPs up to a tenth. ``seen`` is the look at the program.
+    the bytes or fewer, also where results keep the layouts of ``program``, with as much memory and as many
+    FLOPs up to a tenth. ``seen`` is the look at it.
 
     Raises ValueError where the program cannot be traced so.
     """
@@ -330,14 +330,17 @@ def find_cure(
     sum_of = lambda look: sum(row["bytes_sent"] for row in look.rows)
 
     def compiled(specs: dict[_Place, NamedSharding], **options: Any) -> Look:
-        filled = lambda arrays: tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        program = jax.jit(lambda arrays: call(*filled(arrays)), **options)
+        filled = lambda arrays: jax.tree.unflatten(
+            tree, [arrays.get(i, x) for i, x in enumerate(leaves)]
+        )
+        jitted = jax.jit(lambda arrays: call(*filled(arrays)), **options)
         # JAX keeps what it traced before, but not under another name
         with _written(specs, values), set_xla_metadata(llmpar=str(next(_new))):
-            return look(program, arrays)
+            return look(jitted, arrays)
 
-    def helped(option: tuple[_Place, PartitionSpec], **options: Any) -> Look | None:
+    def helped(option: tuple[_Place, PartitionSpec], like: Any = None) -> Look | None:
         with contextlib.suppress(Exception):  # JAX refuses a layout in many words
+            options = {"out_shardings": like.output_shardings} if like else {}
             now = compiled({option[0]: NamedSharding(mesh, option[1])}, **options)
             more = (now.flops, seen.flops), (now.memory["peak_bytes"], seen.memory["peak_bytes"])
             if sum_of(now) < _LEAST * sum_of(seen) and all(n <= _MORE * m for n, m in more):
@@ -345,14 +348,19 @@ def find_cure(
         return None
 
     is_auto = isinstance(mesh, Mesh) and {*mesh.axis_types} == {AxisType.Auto}
-    is_known = callable(f) and is_auto and not any(row["per_turn"] for row in seen.rows)
+    is_known = (
+        is_auto
+        and callable(f)
+        and not isinstance(f, _STAGES)
+        and not any(row["per_turn"] for row in seen.rows)
+    )
     if not is_known or sum_of(compiled({})) != sum_of(seen):
         raise ValueError(
             "a cure is for functions of arrays on automatic axes, with loops of known trip counts,"
             " that send the same when they are traced again; leave out cure=True"
         )
     for options in _layouts(dict(values), [*arrays.values()], mesh) if seen.rows else ():
-        looks = [(one, now) for one in options if (now := helped(one, out_shardings=results))]
+        looks = [(one, now) for one in options if (now := helped(one, program))]
         # of lines that leave as much, up to a fiftieth, the first is the cause
         for one, _ in sorted(looks, key=lambda pair: 50 * sum_of(pair[1]) // sum_of(seen)):
             if now := helped(one):

@@ -98,8 +98,8 @@ class Look:
             text = f"{row['source']}  {row['expression']}  {less}, not {sent}"
             facts.append(("cheaper", text))
         if line := self.cure:
-            sizes = f"in all {line['bytes_sent']:,} B, not {line['instead_of']:,} B"
-            facts.append(("cure", f"after {line['source']}  {line['expression']}  {sizes}"))
+            change = f"in all {line['bytes_sent']:,} B, not {line['instead_of']:,} B"
+            facts.append(("cure", f"after {line['source']}  {line['expression']}  {change}"))
         if loops := sorted({row["per_turn"] for row in self.rows} - {""}):
             where = f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum"
             facts.append(("", where))
