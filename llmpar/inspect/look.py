@@ -413,7 +413,8 @@ def _written(specs: dict[_Place, NamedSharding], values: dict[_Place, Any]) -> I
             names = frame.f_locals
             for name in (*code.co_varnames, *code.co_cellvars):
                 x, place = names.get(name), (code.co_filename, line, name)
-                if isinstance(x, jax.core.Tracer) and x.ndim and known.get(name) is not x:
+                is_array = isinstance(x, jax.core.Tracer) and getattr(x, "ndim", 0)
+                if is_array and known.get(name) is not x:
                     values.setdefault(place, x.aval)
                     if place in specs:
                         names[name] = x = jax.lax.with_sharding_constraint(x, specs[place])
