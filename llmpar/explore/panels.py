@@ -298,10 +298,10 @@ def sent(seen: View) -> Scene:
     # Of a term as much is waited for as the step has of it; sums have noise.
     terms_s = seen.one.time.terms
     share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in total_s.items() if s}
-    named = Counter((names, _most_of(row)) for (names, _), row in rows.items())
-    for (names, kind), row in rows.items():
-        most = _most_of(row)
-        what = most if named[names, most] == 1 else kind.removeprefix("collective-")
+    most_of = [(names, _most_of(row)) for (names, _), row in rows.items()]
+    named = Counter(most_of)
+    for ((names, kind), row), most in zip(rows.items(), most_of, strict=True):
+        what = most[1] if named[most] == 1 else kind.removeprefix("collective-")
         seconds = on_links.get((names, kind), {})
         waits = sum(s * share[term] for term, s in seconds.items() if s)
         values = ", ".join(sorted({message.value for message in row.messages}))

@@ -1,9 +1,11 @@
 """Look at any JAX program: what it sends and holds, line by line, in the axis names of its author."""
 
 import contextlib
+import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,12 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from llmpar.inspect.census import compiled_memory, read_program
 from llmpar.inspect.explain import noted
-from llmpar.inspect.hlo import short_dtype, typed
+from llmpar.inspect.hlo import innermost, short_dtype, typed
 from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import axis_links
 from llmpar.inspect.profile import measure_rows
@@ -32,6 +35,14 @@ _SMALL = 0.01
 """Replicated values below this share of the arguments are summed into one row."""
 _MOST = 8
 """How many results with another layout than their argument are named."""
+_LEAST = 0.8  # of the bytes are left by a cure, or fewer
+_MORE = 1.1  # of memory and FLOPs are needed with it at the most: with more, devices repeat each other's work
+_PROGRAMS = 24  # are compiled for it; twice as many if none of the likely ones helps
+_LIBRARIES = r"/(site|dist)-packages/|/lib/python3|^<frozen|^" + re.escape(
+    os.path.dirname(os.path.dirname(__file__))
+)
+_Place = tuple[str, int, str]  # the file and the line that name a value, and its name
+_new = itertools.count()
 _STAGES = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 _WHOLE = (
     "a jaxpr has no shardings on automatic axes: its arguments are whole here; look at the function"
@@ -45,6 +56,7 @@ def look(
     *args: Any,
     dims: Mapping[str, Any] | None = None,
     trace: str | os.PathLike | None = None,
+    cure: bool = False,
     **kwargs: Any,
 ) -> Look:
     """Return what a JAX program sends and holds. The program is compiled, and does not run.
@@ -59,6 +71,8 @@ def look(
             ``d m +X -> d m``, where it is certain which dims they move, and as JAX's types elsewhere.
         trace: a folder that `jax.profiler.trace` wrote while the program ran: rows get the ``measured`` times
             of `profile.measure_rows`.
+        cure: find the line that fixes a layout with which the program sends least (`find_cure`); for it up to
+            50 programs are traced and compiled.
         kwargs: f's keyword arguments.
 
     Raises:
@@ -111,6 +125,9 @@ def look(
     given = [where for path, _, where in leaves if re.match(r"in (?!captured)", path)]
     ways = cheaper(jaxpr, given, mesh, result.rows) if jaxpr and isinstance(mesh, Mesh) else []
     result = replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
+    if cure:
+        line = find_cure(f, args, kwargs, result, mesh, compiled)
+        result = replace(result, cure=line)
     return _as_it_runs(result, compiled.as_text() or "", mesh, lines, trace)
 
 
@@ -287,3 +304,128 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
         both: dict[str, Any] = {key: sum(row[key] for row in small) for key in ("bytes", "saved")}
         rows.append({"name": f"{len(small)} small ones", "shape": (), "axes": ()} | both)
     return sorted(rows, key=lambda row: -row["saved"])
+
+
+# --------------------------------------------------------------------------------- a line that fixes a layout
+
+
+def find_cure(
+    f: Any, args: tuple, kwargs: dict, seen: Look, mesh: Any, program: jax.stages.Compiled
+) -> dict[str, Any]:
+    """Find the line with which a program sends least: ``source`` (the line that it follows), ``expression``,
+    and, as compiled, ``bytes_sent``, ``instead_of``, ``peak_bytes``; {} if none helps.
+
+    Where no line fixes the layout of a value, XLA's partitioner chooses it, and later lines follow; no text
+    shows which line is the cause. So values that the author's code names get other layouts, one at a time:
+    the function is traced with that line in it, and compiled. The line that is returned leaves four fifths of
+    the bytes or fewer, also where results keep the layouts of ``program``, with as much memory and as many
+    FLOPs up to a tenth. ``seen`` is the look at it.
+
+    Raises ValueError where the program cannot be traced so.
+    """
+    f = getattr(f, "__wrapped__", f) if hasattr(f, "lower") else f
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
+    values, call = dict[_Place, Any](), lambda args, kwargs: f(*args, **kwargs)
+    sum_of = lambda look: sum(row["bytes_sent"] for row in look.rows)
+
+    def compiled(specs: dict[_Place, NamedSharding], **options: Any) -> Look:
+        filled = lambda arrays: jax.tree.unflatten(
+            tree, [arrays.get(i, x) for i, x in enumerate(leaves)]
+        )
+        jitted = jax.jit(lambda arrays: call(*filled(arrays)), **options)
+        # JAX keeps what it traced before, but not under another name
+        with _written(specs, values), set_xla_metadata(llmpar=str(next(_new))):
+            return look(jitted, arrays)
+
+    def helped(option: tuple[_Place, PartitionSpec], like: Any = None) -> Look | None:
+        with contextlib.suppress(Exception):  # JAX refuses a layout in many words
+            options = {"out_shardings": like.output_shardings} if like else {}
+            now = compiled({option[0]: NamedSharding(mesh, option[1])}, **options)
+            more = (now.flops, seen.flops), (now.memory["peak_bytes"], seen.memory["peak_bytes"])
+            if sum_of(now) < _LEAST * sum_of(seen) and all(n <= _MORE * m for n, m in more):
+                return now
+        return None
+
+    is_auto = isinstance(mesh, Mesh) and {*mesh.axis_types} == {AxisType.Auto}
+    is_known = (
+        is_auto
+        and callable(f)
+        and not isinstance(f, _STAGES)
+        and not any(row["per_turn"] for row in seen.rows)
+    )
+    if not is_known or sum_of(compiled({})) != sum_of(seen):
+        raise ValueError(
+            "a cure is for functions of arrays on automatic axes, with loops of known trip counts,"
+            " that send the same when they are traced again; leave out cure=True"
+        )
+    for options in _layouts(dict(values), [*arrays.values()], mesh) if seen.rows else ():
+        looks = [(one, now) for one in options if (now := helped(one, program))]
+        # of lines that leave as much, up to a fiftieth, the first is the cause
+        for one, _ in sorted(looks, key=lambda pair: 50 * sum_of(pair[1]) // sum_of(seen)):
+            if now := helped(one):
+                (file, line, name), spec = one
+                code = f"{name} = jax.lax.with_sharding_constraint({name}, {spec})"
+                return {
+                    "source": innermost([(file, line)]),
+                    "expression": re.sub(r"\bUNCON", "P.UNCON", code.replace("PartitionSpec", "P")),
+                    "bytes_sent": sum_of(now),
+                    "instead_of": sum_of(seen),
+                    "peak_bytes": now.memory["peak_bytes"],
+                }
+    return {}
+
+
+def _layouts(
+    values: dict[_Place, Any], arrays: list[Any], mesh: Mesh
+) -> list[list[tuple[_Place, PartitionSpec]]]:
+    """List layouts to try, in the program's order: those of dims as long as one that the same axes cut in an
+    argument, and others."""
+    known = [(x.shape, getattr(getattr(x, "sharding", None), "spec", ())) for x in arrays]
+    cuts = {(n, axes_of(cut)) for pair in known for n, cut in zip(*pair, strict=False) if cut}
+    groups = sorted({(), *((a,) for a in mesh.axis_names), *(axes for _, axes in cuts)})
+    rest = None if len(mesh.axis_names) == 1 else PartitionSpec.UNCONSTRAINED
+    size = lambda x: x.size * x.dtype.itemsize
+    large = max(map(size, values.values()), default=0) / 64
+    options = {
+        (place, PartitionSpec(*(axes if i == d else rest for i in range(x.ndim)))): (
+            x.shape[d],
+            axes,
+        )
+        for place, x in values.items()
+        for d, axes in itertools.product(range(x.ndim), groups)
+        if size(x) >= large and x.shape[d] % math.prod(mesh.shape[a] for a in axes) == 0
+    }
+    likely = [one for one, cut in options.items() if cut in cuts]
+    return [likely[:_PROGRAMS], [one for one in options if one not in likely][:_PROGRAMS]]
+
+
+@contextlib.contextmanager
+def _written(specs: dict[_Place, NamedSharding], values: dict[_Place, Any]) -> Iterator[None]:
+    """Trace functions as if these layouts were written after their lines, and add to ``values`` the types of
+    all arrays that code outside of libraries names. As a debugger does, it sets names in running frames."""
+
+    def enter(frame: Any, event: str, arg: Any) -> Any:
+        code, line, known = frame.f_code, frame.f_lineno, dict[str, Any]()
+
+        def after(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal line
+            names = frame.f_locals
+            for name in (*code.co_varnames, *code.co_cellvars):
+                x, place = names.get(name), (code.co_filename, line, name)
+                is_array = isinstance(x, jax.core.Tracer) and getattr(x, "ndim", 0)
+                if is_array and known.get(name) is not x:
+                    values.setdefault(place, x.aval)
+                    if place in specs:
+                        names[name] = x = jax.lax.with_sharding_constraint(x, specs[place])
+                    known[name] = x
+            line = frame.f_lineno
+            return after
+
+        is_other = re.search(_LIBRARIES, code.co_filename) or code.co_name.startswith("<")
+        return None if is_other else after
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.settrace, sys.gettrace())
+        sys.settrace(enter)
+        yield

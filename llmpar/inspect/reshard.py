@@ -6,13 +6,12 @@ them; to slice first, and then to gather, sends half. A layout is, for each dim,
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.inspect.census import census_hlo, partitioned_hlo
+from llmpar.inspect.census import census_hlo, partitioned_hlo, summed
 from llmpar.inspect.moves import MOST_AXES, Cuts, cheapest_moves, local_elements
 from llmpar.inspect.twin import read
 from llmpar.parallel.mesh import axes_of
@@ -45,8 +44,9 @@ def cheaper(
             pair = _cuts(before, given.ndim), _cuts(after, given.ndim)
             if None not in pair and not step.backward:
                 counts[step.line, step.name, *pair, given.shape, given.dtype] += 1
-    result = []
-    for (line, name, before, after, shape, dtype), count in counts.items():
+    routes = list[tuple]()
+    for key, count in counts.items():
+        line, _, before, after, shape, dtype = key
         sent = sum(
             r["bytes_sent"] for r in rows if r["source"] == line and r["collective"] in _MOVERS
         )
@@ -58,16 +58,16 @@ def cheaper(
             continue
         steps = cheapest_moves(before, after, shape, dtype.itemsize, (*sizes.items(),))
         path = tuple(step.cuts for step in steps)
-        if count * sum(step.bytes_sent for step in steps) >= sent:
-            continue
-        of = functools.partial(_compiled, mesh, name, before, shape, dtype)
-        now, then = count * of(path[-1:]), count * of(path)
+        if count * sum(step.bytes_sent for step in steps) < sent:
+            routes += [(*key, count, sent, path[-1:]), (*key, count, sent, path)]
+    each, result = _compiled(mesh, routes) if routes else {}, list[dict[str, Any]]()
+    for i, (line, name, *_, count, sent, path) in enumerate(routes[1::2]):
+        now, then = (count * each.get(k, 0) for k in (2 * i, 2 * i + 1))
         if then < now <= sent:
-            code = "x"
-            for cuts in path:
-                code = f"{_CALLS[name]}({code}, {_spec(cuts)})"
+            write = lambda code, cuts, name=name: f"{_CALLS[name]}({code}, {_spec(cuts)})"
+            code = functools.reduce(write, path, "x").replace("PartitionSpec", "P")
             row = {"source": line, "count": count, "bytes_sent": then, "instead_of": now}
-            result.append(row | {"expression": code.replace("PartitionSpec", "P")})
+            result.append(row | {"expression": code})
     return result
 
 
@@ -85,12 +85,22 @@ def _spec(cuts: Cuts) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in cuts))
 
 
-def _compiled(
-    mesh: Mesh, name: str, before: Cuts, shape: Any, dtype: Any, route: Iterable[Cuts]
-) -> int:
-    """Return the bytes that a device sends when a value takes this path, as compiled."""
-    on = [NamedSharding(mesh, _spec(cuts)) for cuts in (before, *route)]
-    move = jax.sharding.reshard if name == "reshard" else jax.lax.with_sharding_constraint
-    moved = lambda x: functools.reduce(move, on[1:], x)
-    lowered = jax.jit(moved).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=on[0]))
-    return sum(c.bytes_sent for c in census_hlo(partitioned_hlo(lowered), mesh))
+def _compiled(mesh: Mesh, routes: list[tuple]) -> dict[int, int]:
+    """Compile one program in which a value takes each route, and return what a device sends in each."""
+    on = lambda cuts: NamedSharding(mesh, _spec(cuts))
+
+    def moved(values: list[Any]) -> list[Any]:
+        for i, (_, name, before, *_, path) in enumerate(routes):
+            move = jax.sharding.reshard if name == "reshard" else jax.lax.with_sharding_constraint
+            with jax.named_scope(f"arrow[{i}]"):
+                x = jax.lax.optimization_barrier(values[i])  # arguments have no scope
+                values[i] = functools.reduce(move, map(on, (before, *path)), x)
+        return values
+
+    values = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=on(before))
+        for _, _, before, _, shape, dtype, *_ in routes
+    ]
+    moves = census_hlo(partitioned_hlo(jax.jit(moved).lower(values)), mesh)
+    rows = summed(({"arrow": int(c.arrow)}, c) for c in moves)
+    return {row["arrow"]: row["bytes_sent"] for row in rows}

@@ -56,6 +56,9 @@ class Look:
         notes: what could not be read, and why.
         cheaper: the reshards that send less by another sequence of moves (`reshard.cheaper`): ``source``,
             ``count``, ``bytes_sent`` and ``instead_of`` as both are compiled, ``expression``.
+        cure: where `look` is to find it, the line with which the program sends least (`look.find_cure`):
+            ``source`` (the line that it follows), ``expression``, ``bytes_sent``, ``instead_of``,
+            ``peak_bytes``; {} if none helps.
         schedule: the compiled program in its order, and what is alive in it (`schedule.read_schedule`);
             {} for a text that is not scheduled.
     """
@@ -70,6 +73,7 @@ class Look:
     links: dict[str, str]
     notes: list[str]
     cheaper: list[dict[str, Any]] = field(default_factory=list)
+    cure: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -93,6 +97,9 @@ class Look:
             less, sent = f"{row['bytes_sent']:,} B", f"{row['instead_of']:,} B"
             text = f"{row['source']}  {row['expression']}  {less}, not {sent}"
             facts.append(("cheaper", text))
+        if line := self.cure:
+            change = f"in all {line['bytes_sent']:,} B, not {line['instead_of']:,} B"
+            facts.append(("cure", f"after {line['source']}  {line['expression']}  {change}"))
         if loops := sorted({row["per_turn"] for row in self.rows} - {""}):
             where = f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum"
             facts.append(("", where))
@@ -211,8 +218,9 @@ class Look:
 
     def _repr_html_(self) -> str:
         parts = list[str]()
-        counted = lambda rows: sum(row["bytes_sent"] for row in rows if not row["per_turn"])
-        size_of = lambda rows: size_text(counted(rows))
+        size_of = lambda rows: size_text(
+            sum(row["bytes_sent"] for row in rows if not row["per_turn"])
+        )
         for name in dict.fromkeys(row["direction"] for row in self.rows):
             rows = [row for row in self.rows if row["direction"] == name]
             title = f"<h2>{name or 'no pass'}: {size_of(rows)}</h2>"

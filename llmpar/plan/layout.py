@@ -127,14 +127,14 @@ def parse_layout(text: str) -> Layout:
     return _layout(text, 0, len(text))
 
 
-def _layout(text: str, start: int, end: int) -> Layout:
+def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
     mesh = _MESH.search(text, start, end)
     end = mesh.start() if mesh else end
     region, sums = "", list[str]()
     dims, used = list[Dim](), dict[str, str]()
 
     def fail(at: int, token: str, why: str):
-        raise NotationError(text, at, at + len(token), why)
+        raise NotationError(shown or text, at, at + len(token), why)
 
     def claim(axis: str, owner: str, at: int) -> str:
         if axis not in ORDER:
@@ -337,7 +337,10 @@ def parse_arrow(text: str) -> Arrow:
             raise NotationError(text, *match.span(1), "the dtypes on arrows are bf16 and e4m3")
         left = left.replace(match[1], " " * len(match[1]))
     plain = left + text[len(left) :]
-    before, after = _layout(plain, 0, len(left)), _layout(plain, len(left) + 2, len(plain))
+    before, after = (
+        _layout(plain, 0, len(left), text),
+        _layout(plain, len(left) + 2, len(plain), text),
+    )
     if before.dims and after.dims and before.letters != after.letters:
         raise NotationError(
             text,

@@ -330,25 +330,12 @@ assert total(seen) == 2 * value.nbytes * (N - 1) // N
 #
 # ### Your own function
 #
-# Arguments can be arrays, or shapes with shardings as here. Put your own function in its place.
+# Arguments can be arrays, or shapes with shardings as here. Put your own function in its place; with `cure=True` look searches a line like `by_rows`.
 # The page `docs/your-own-code.md` has the terminal, GPUs and TPUs that are not here, and what `look` cannot read.
 
 # %%
 shape = jax.ShapeDtypeStruct((BATCH, SEQ, 64), "bfloat16", sharding=x.sharding)
 look(lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).mean(), shape)
-
-# %% [markdown]
-# ### Keep it in a test
-#
-# The cure is one line, and the next commit may lose it. An assertion says what must not be sent; `fails_on` names a program of which that
-# is false, so that you see it fail. `after.pin("loss.comm")` would keep every line in a file. And is it still the same function?
-# `check` compares the program on its mesh with one device, and names the line where they part.
-
-# %%
-after.forbids(before.rows[0]["arrow"], fails_on=before)
-same = check(cured, loss, params, tokens)
-assert same
-say(same)
 
 # %% [markdown]
 # ### Exercise (stretch): one cut in place of a constraint
@@ -439,6 +426,64 @@ assert find("13.harmless").solution == words
 
 # %% [markdown]
 # Fused gates and rotary positions are often written with halves. With neighbours as pairs nothing is sent.
+
+# %% [markdown]
+# ### Keep it in a test
+#
+# The cure is one line, and the next commit may lose it. Is it still the same function? `check` compares the program on its mesh with one
+# device, and names the line where they part.
+
+# %%
+same = check(cured, loss, params, tokens)
+assert same
+say(same)
+
+# %% [markdown]
+# And does it still send the same? An assertion says what must not be sent; `fails_on` names a program of which that is false, so that you see
+# it fail. `pin` keeps every line in a small file: the first run writes it, and later runs compare.
+
+# %% tags=["plumbing"]
+import tempfile
+from pathlib import Path
+
+os.environ.pop("CI", None)  # where it is set, pin writes no file
+file = Path(tempfile.mkdtemp()) / "hidden.comm"
+
+
+def refusal(act):
+    """What an assertion says that fails."""
+    try:
+        act()
+    except AssertionError as error:
+        return str(error)
+
+
+# %%
+after.forbids(before.rows[0]["arrow"], fails_on=before)
+
+
+def hidden(params, tokens, keep=by_rows):
+    x = keep(params["embed"][tokens])
+    return jax.nn.gelu(x @ params["up"]).mean()
+
+
+few = jax.device_put(text[:4, :64], P("X"))
+kept = look(hidden, params, few).pin(file)  # written
+look(hidden, params, few).pin(file)  # compared
+lost = look(hidden, params, few, keep=lambda x: x)  # a commit later
+failure = refusal(lambda: lost.pin(file))
+assert "sends otherwise than" in failure
+lost - kept
+
+# %% tags=["plumbing"]
+assert [line[0] for line in (lost - kept).lines].count("+") > 0
+assert all(line[1] in failure for line in (lost - kept).lines)
+sums = [row for row in lost.rows if row["collective"] == "all-reduce"]
+assert sums[0]["source"] in failure and total(lost) > 5 * total(kept)
+
+# %% [markdown]
+# The test fails, and names the line: without the constraint `hidden` has an all-reduce of the whole batch again. In a test of yours it is one
+# line, `look(step, params, batch).pin("tests/step.comm")`.
 #
 # ### On your cluster
 #
