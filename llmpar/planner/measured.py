@@ -385,6 +385,11 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
     results = 2 * stream + heads
+    if run.software.kept_bits:  # of matmuls' inputs
+        saved = 1 - min(16, run.bits) / 16
+        out = 2.0 * t * c.num_heads * c.head_width / tp
+        results -= saved * out
+        full -= saved * (out + inner / run.ffn_products + 2 * stream)
     kept = {"none": full, "selective": results + hidden, "ffn": results, "block": stream}
     return kept[run.recompute], full if run.recompute == "block" else full / 2
 

@@ -46,6 +46,7 @@ class Software:
     logit_bytes: float = 6  # per logit while the loss is computed
     loss_bytes: float = 24  # read and written per logit by the loss: float32, three times each way
     selective_matmuls: float = 0  # of a layer's, what ``selective`` computes again
+    kept_bits: bool = False  # what 8-bit matmuls read is kept in 8 bits for the backward pass
     messages: float = (
         0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
     )
