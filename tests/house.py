@@ -29,7 +29,7 @@ BUDGETS = {
     "model": 974,
     "pipeline": 321,
     "training": 2_565,
-    "predict": 2_559,
+    "predict": 2_580,
     "planner": 1_757,
     "draw": 2_806,
     "inspect": 3_804,

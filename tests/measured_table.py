@@ -14,7 +14,7 @@ from pathlib import Path
 import fit_rates
 
 from llmpar.planner.measured import SOURCES, against, read_runs
-from llmpar.planner.planner import UNSEEN_ERROR, kind_of
+from llmpar.planner.planner import UNSEEN_ERROR, error_kind
 from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent
@@ -59,7 +59,7 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
             how = others if case.run.chip.name in rates else how
             how = "computed" if case.run.chip.name in fit_rates.COMPUTED else how
             how = "the source's own" if case.run.chip.reached else how
-            kind = kind_of(case.run.config, case.run.chip)
+            kind = error_kind(case.run.config, case.run.chip)
             errors.setdefault((f"{source_of(case)}, {case.run.chip.name}", kind, how), []).append(error)
     lines = ["| source, chip | kind | fitted on | runs | mean abs. error | mean error |", "|---" * 6 + "|"]
     for (name, kind, how), found in errors.items():
