@@ -141,8 +141,7 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
         ends_as_layers=known.get("ends_as_layers", False) and mesh.pp > 1,
     )  # fmt: skip
     run = replace(run, recompute=_recompute(known, source, run))
-    usual = software == "maxtext" and "mesh" in known
-    if known.get("offload", usual) and not fits_memory(run):
+    if known.get("offload", software == "maxtext" and "mesh" in known) and not fits_memory(run):
         run = replace(run, offload=True)
     return Case(name, group["id"], run, _measured(results, run), group.get("source", ""))
 

@@ -65,9 +65,8 @@ PUE = 1.2
 def error_kind(config: ModelConfig, chip: Chip) -> str:
     """Name the kind of run, each of which has an error of its own: adapters, experts, cards without fast
     links, and dense models elsewhere."""
-    slow = chip.link == "switch" and chip.link_bytes_per_s < CARD_BYTES_PER_S
-    card = slow and chip.family != "cpu"
-    kinds = {"adapters": config.lora, "experts": config.experts, "cards": card}
+    of_pcie = chip.link == "switch" and chip.link_bytes_per_s < CARD_BYTES_PER_S
+    kinds = {"adapters": config.lora, "experts": config.experts, "cards": of_pcie and chip.family != "cpu"}
     return next((kind for kind, is_one in kinds.items() if is_one), "dense")
 
 
