@@ -29,10 +29,10 @@ BUDGETS = {
     "model": 973,
     "pipeline": 321,
     "training": 2_557,
-    "predict": 2_573,
-    "planner": 1_757,
+    "predict": 2_591,
+    "planner": 1_777,
     "draw": 2_789,
-    "inspect": 3_804,
+    "inspect": 3_892,
     "explore": 1_578,
     "serve": 903,
     "launch": 1_191,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_122,
-    "statements": 26_508,
+    "statements": 26_634,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -14,6 +14,7 @@ from pathlib import Path
 import fit_rates
 
 from llmpar.planner.measured import SOURCES, against, read_runs
+from llmpar.planner.planner import UNSEEN_ERROR, error_kind
 from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent
@@ -21,8 +22,8 @@ FILE, UNSEEN, TABLE = HERE / "measured.json", HERE / "published.json", HERE / "m
 HALF = ("vTrain", "dgxc-benchmarking", "torchtitan", "SimuMax", "gpu-recipes")
 """Sources of one half; the others are the other. A chip that only one half has is predicted by the prior."""
 CROSS = "## Fitted on half of the sources, tested on the other"
-KINDS = ("dense", "experts")
-"""Of models: each has an error of its own (`llmpar.planner.planner.UNSEEN_ERROR`)."""
+KINDS = tuple(UNSEEN_ERROR)
+"""Of runs: each has an error of its own."""
 ONE = "## Fitted on all sources but one, tested on that one"
 
 
@@ -36,7 +37,7 @@ def cross() -> str:
     timed = lambda file: [case for case in read_runs(file)[0] if case.measured["step_s"]]
     fitted, unseen = timed(FILE), timed(UNSEEN)
     halves = [{word for word in SOURCES if (word in HALF) == side} for side in (False, True)]
-    each = [{word} for word in dict.fromkeys(map(source_of, fitted))]
+    each = [{word} for word in dict.fromkeys(map(source_of, [*fitted, *unseen]))]
     first = left_out(fitted, unseen, halves, "the other half")
     second = left_out(fitted, unseen, each, "the others")
     return f"{first}\n\n{ONE}\n\n{second.replace('| all |', '| every run |')}"
@@ -56,9 +57,11 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
             error = step_time(case.run, own).step_s / case.measured["step_s"] - 1
             how = "the prior alone" if own is fit_rates.PRIOR else "chips of its kind"
             how = others if case.run.chip.name in rates else how
-            kind = "experts" if case.run.config.experts else "dense"
+            how = "computed" if case.run.chip.name in fit_rates.COMPUTED else how
+            how = "the source's own" if case.run.chip.reached else how
+            kind = error_kind(case.run.config, case.run.chip)
             errors.setdefault((f"{source_of(case)}, {case.run.chip.name}", kind, how), []).append(error)
-    lines = ["| source, chip | model | fitted on | runs | mean abs. error | mean error |", "|---" * 6 + "|"]
+    lines = ["| source, chip | kind | fitted on | runs | mean abs. error | mean error |", "|---" * 6 + "|"]
     for (name, kind, how), found in errors.items():
         mean = statistics.mean(map(abs, found))
         cells = name, kind, how, str(len(found)), f"{mean:.1%}", f"{statistics.mean(found):+.1%}"
@@ -67,6 +70,8 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
         each = [[abs(e) for e in found] for key, found in errors.items() if key[1] in kinds]
         every, means = sum(each, []), [statistics.mean(found) for found in each]
         for what, found in ((name, every), (f"{name}, each source once", means)):
+            if not found:
+                continue
             mean, middle = statistics.mean(found), statistics.median(found)
             lines.append(f"| {what} | | | {len(found)} | {mean:.1%} | median {middle:.1%} |")
     return "\n".join(lines)

@@ -111,8 +111,9 @@ def test_random_states_have_an_answer_or_a_reason_and_both_are_plain_data():
         by_hand = {name: value for name, value in state["fields"].items() if hasattr(plan, name)}
         kept = {name: getattr(plan, name) for name in by_hand} == by_hand
         assert kept or plan.resolve(preset(state["model"]), None).effective == plan  # or decides nothing
-        timed = {"step", "layer", "map"} if "step_s" in reply["numbers"] else set()
-        assert {*reply["panels"]} == {name for name, *_ in panels.AREAS} - {"step", "layer", "map"} | timed
+        timed = {"step", "layer", "map", "beside"}  # a simulated device has no times
+        left_out = set() if "step_s" in reply["numbers"] else timed
+        assert {*reply["panels"]} == {name for name, *_ in panels.AREAS} - left_out
     assert answered > 3
 
 
@@ -262,17 +263,17 @@ def test_what_lies_around_comes_later_and_is_kept():
 def test_times_and_rates_say_how_far_they_are_off():
     """By the error on sources that were left out of the fit, as the project's own table has it."""
     text = (Path(__file__).parent / "measured.md").read_text()
-    left_out = re.findall(r"^\| (dense|experts), each source once \| \| \| \d+ \| ([\d.]+)% \|", text, re.M)
+    left_out = re.findall(r"^\| (\w+), each source once \| \| \| \d+ \| ([\d.]+)% \|", text, re.M)
     (fitted, _) = re.findall(r"runs: step time ([\d.]+)% mean", text)
-    of_halves = {kind: round(float(mean) / 100, 2) for kind, mean in left_out[:2]}
+    of_halves = {kind: round(float(mean) / 100, 2) for kind, mean in left_out[1:5]}
     assert of_halves == planner.UNSEEN_ERROR
     assert round(float(fitted) / 100, 2) == planner.ERROR
     reply = answers.answer(on(BIG, "pp=2 fsdp=32") | {"explain": "MFU"})
     said, found = reply["verdict"], reply["numbers"]
-    shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+) % MFU, each ± 15 %", said["rest"])
+    shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+) % MFU, each ± 10 %", said["rest"])
     few = [float(f"{x:.2g}") for x in (found["step_s"], found["tokens_per_s"], 100 * found["mfu"])]
     assert [float(x.replace(",", "")) for x in shown.groups()] == few
-    assert "% ± 15 % (an estimate)</b>" in reply["panels"]["explain"]["html"]
+    assert "% ± 10 % (an estimate)</b>" in reply["panels"]["explain"]["html"]
     low, high = found["step_s_band"]
     assert low < found["step_s"] < high and high - low == pytest.approx(
         2 * planner.UNSEEN_ERROR["dense"] * found["step_s"]

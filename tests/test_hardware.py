@@ -177,3 +177,22 @@ def test_rings_close_where_the_hardware_has_the_links():
     assert [n for n in (2, 4, 8, 12, 16) if chip("v5e").wraps(n)] == [16]
     assert [n for n in (2, 4, 6, 8, 16) if chip("v5p").wraps(n)] == [4, 8, 16]
     assert chip("h100").wraps(3)
+
+
+KIN = {"b200": "gb200", "b300": "gb200", "gb300": "gb200"}
+KIN |= dict.fromkeys(("l40s", "rtx-4090", "rtx-6000-ada", "rtx-pro-6000"), "h100")
+EXPONENTIALS = {"gb200": 5e12, "b300": 10.7e12, "gb300": 10.7e12}
+
+
+@pytest.mark.parametrize("name", KIN)
+def test_rates_of_a_chip_that_no_fit_saw_follow_from_data_sheets(name):
+    """Matmuls by the watts for each FLOP/s, beside a chip of the same process; attention of heads of 128 by
+    the exponentials of a score, two beside 1,792 FLOPs, which Blackwell Ultra makes twice as fast."""
+    chip, kin = hardware.chip(name), hardware.chip(KIN[name])
+    watts = lambda c: hardware.POWER_W[c.name] / c.flops_per_s
+    law = kin.rates.matmuls * (watts(chip) / watts(kin)) ** hardware.CLOCK_BY_POWER
+    assert chip.rates.matmuls == pytest.approx(min(0.95, law), abs=0.006)
+    if name in EXPONENTIALS:
+        matmuls_s = 1792 / (kin.rates.attention * kin.flops_per_s) - 2 / EXPONENTIALS["gb200"]
+        score_s = matmuls_s * kin.flops_per_s / chip.flops_per_s + 2 / EXPONENTIALS[name]
+        assert chip.rates.attention == pytest.approx(1792 / score_s / chip.flops_per_s, abs=0.003)

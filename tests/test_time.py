@@ -133,7 +133,7 @@ def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):
     plan = Plan(mesh, dtype="bfloat16", loss_chunks=8, **fields)
     run = workload.of_plan(preset(name), plan, H100, 64, 8192)
     exact, closed = step_time(run), step_time(run, simulate=False)
-    assert closed.step_s == pytest.approx(exact.step_s, rel=0.03)
+    assert closed.step_s == pytest.approx(exact.step_s, rel=0.04)
 
 
 @pytest.mark.parametrize("name, mesh, fields", CASES["reworded"])

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmpar.files import read_json
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
-from llmpar.plan.model_config import ExpertConfig, ModelConfig, from_dict
+from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, LoraConfig, ModelConfig, from_dict
 from llmpar.plan.presets import PRESETS, described_model
 from llmpar.predict import hardware
 from llmpar.predict.serving import shared_matrices
@@ -137,10 +137,11 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
         bits=_one_of(_BITS, known.get("precision", "BF16"), "precision"),
         expert_tp=False,
         balanced=source["balanced"],
+        reshard=mesh.pp == 1,  # FSDP keeps weights where a pipeline uses them again
         ends_as_layers=known.get("ends_as_layers", False) and mesh.pp > 1,
     )  # fmt: skip
     run = replace(run, recompute=_recompute(known, source, run))
-    if software == "maxtext" and "mesh" in known and not fits_memory(run):
+    if known.get("offload", software == "maxtext" and "mesh" in known) and not fits_memory(run):
         run = replace(run, offload=True)
     return Case(name, group["id"], run, _measured(results, run), group.get("source", ""))
 
@@ -150,6 +151,9 @@ def _chip(known: dict) -> hardware.Chip:
     if "chip" not in known:
         raise ValueError("it names no chip; give one, as 'chip': 'h100'")
     row = hardware.chip(str(known["chip"]))
+    if reached := known.get("reached"):  # by the source's own measurements, nothing is fitted
+        own = hardware.checked(hardware.Rates, dict(reached), "reached")
+        row = replace(row, reached=hardware.Rates(**own))
     network = known.get("network") if row.link == "switch" else None
     others = {name: known.get(name) for name in ("hbm", "hbm_rate", "power")}
     return hardware.in_machine(row, network=network, **others)
@@ -169,6 +173,8 @@ def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
         changes: dict[str, Any] = {sizes[key]: n for key, n in known.items() if key in sizes}
         if config.experts and "dense_layers" in known:
             changes["lead"] = config.lead[:1] * known["dense_layers"]
+        if rank := known.get("lora_rank"):
+            changes["lora"] = LoraConfig(rank, targets=ADAPTABLE)
         return replace(config, **changes), matrices or MATRICES.get(name, 3)
     width = known.get("h")
     if not width or "layers" not in known:
@@ -303,6 +309,9 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     weights = grads = state = gathered = 0.0
     for params, apart in ((shared, 1), (experts, mesh.ep)):
         group, ranks = run.zero_group / apart, run.data_ranks * mesh.sp / apart
+        if run.config.lora:  # frozen: 16 bits, and nothing of the optimizer
+            weights += 2 * params / (group if run.zero == 3 else 1)
+            continue
         cut = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (group, group, group)}[
             run.zero
         ]
@@ -375,6 +384,11 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
     results = 2 * stream + heads
+    if run.software.kept_bits:  # of matmuls' inputs
+        saved = 1 - min(16, run.bits) / 16
+        out = 2.0 * t * c.num_heads * c.head_width / tp
+        results -= saved * out
+        full -= saved * (out + inner / run.ffn_products + 2 * stream)
     kept = {"none": full, "selective": results + hidden, "ffn": results, "block": stream}
     return kept[run.recompute], full if run.recompute == "block" else full / 2
 

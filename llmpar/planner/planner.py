@@ -38,11 +38,13 @@ GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes where XLA_CLIENT_MEM_FRACTION is set to it."""
 SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
-ERROR = 0.07
+ERROR = 0.09
 """By how much a step's time is off in the mean over the published runs that its constants were fitted on."""
-UNSEEN_ERROR = {"dense": 0.15, "experts": 0.20}
-"""The same by kind of model, over sources that were left out of the fit, each counted once: what a time is
+UNSEEN_ERROR = {"dense": 0.10, "experts": 0.18, "adapters": 0.17, "cards": 0.17}
+"""The same by kind (`error_kind`), over sources that were left out of the fit, each counted once: what a time is
 worth on another cluster (`tests/measured.md`)."""
+CARD_BYTES_PER_S = 100e9
+"""Of its fast links: a GPU below it is on PCIe."""
 _NEAR = 1.03
 """A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 _PRICED = 12
@@ -58,6 +60,14 @@ Fields = dict[str, Any]
 """Of a plan, by name."""
 PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
+
+
+def error_kind(config: ModelConfig, chip: Chip) -> str:
+    """Name the kind of run, each of which has an error of its own: adapters, experts, cards without fast
+    links, and dense models elsewhere."""
+    of_pcie = chip.link == "switch" and chip.link_bytes_per_s < CARD_BYTES_PER_S
+    kinds = {"adapters": config.lora, "experts": config.experts, "cards": of_pcie and chip.family != "cpu"}
+    return next((kind for kind, is_one in kinds.items() if is_one), "dense")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +119,7 @@ class Question:
     @property
     def time_error(self) -> float:
         """By how much a step's time is off on a cluster that no fit saw, for this kind of model."""
-        return UNSEEN_ERROR["experts" if self.config.experts else "dense"]
+        return UNSEEN_ERROR[error_kind(self.config, self.chip)]
 
     def band(self, value: float) -> list[float]:
         """Return the limits of a predicted time or rate."""

@@ -54,9 +54,8 @@ class Rates:
     shared: _Share = (
         0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
     )
-    eight_bit: _Positive = (
-        1.7  # how much faster 8-bit matmuls are than 16-bit ones, and 4-bit than those
-    )
+    eight_bit: _Positive = 1.7  # how much faster 8-bit matmuls are than 16-bit ones
+    four_bit: _Positive = 1.7  # and 4-bit ones than those
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,12 @@ OPTIMIZER_BYTES = 30
 """Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
 """GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
+ROUTED_KERNELS = 40, 45
+"""More of them where experts are: router, counts, sorting, and back; backward the same and its matmul twice."""
+CAST_KERNELS = 3
+"""Kernels that make the 8 bits of a matmul's operand: maximum, scale and cast, or cast and the layout of its
+scales. Counted with `ROUTED_KERNELS` in Megatron-Core's layer of experts and Transformer Engine's grouped
+linear layer, which launches them, and each matmul, for each expert."""
 ADAPTER_KERNELS = 2, 3
 """More of them for each of the two matrices of an adapter: its matmul, and the scale or the sum; backward
 two matmuls. Counted in torchtune's `LoRALinear`."""
@@ -64,8 +70,6 @@ SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "b
 to experts) and without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
 HEAD_AND_LOSS = "head and loss"
 """A term of a step's time."""
-LOSS_PASSES = 6
-"""Times that a loss reads or writes its logits in float32, both ways."""
 
 
 @dataclass
@@ -138,13 +142,16 @@ class Clock:
     # ------------------------------------------------------------------------------------------- prices
 
     def matmuls(self, shapes: list[Matmul], bits: int = 16) -> float:
-        """Return the seconds of matmuls. Each halving of an operand's bits makes them faster by a factor."""
+        """Return the seconds of matmuls. Fewer bits of an operand make them faster."""
         seconds = 0.0
+        faster = self.rates.eight_bit ** math.log2(16 / max(bits, 8))
+        faster *= self.rates.four_bit if bits < 8 else 1.0
         for p in shapes:
             share = self.rates.matmuls if p.times == 1 else self.rates.grouped
-            rate = self.device.flops_per_s * share * self.rates.eight_bit ** math.log2(16 / bits)
+            rate = self.device.flops_per_s * share * faster
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
-            waves = 1 + self.rates.half * (not p.thin) / (p.rows * p.out)
+            # where tiles fill less than a wave, cores share what one sums
+            waves = 1 + min(1.0, self.rates.half * (not p.thin) / (p.rows * p.out))
             seconds += p.flops / rate * waves + moved / self.bytes_per_s
             seconds += self.rates.kernel_s * min(p.times, 8)  # grouped matmuls start together
         return seconds
@@ -200,15 +207,18 @@ class Clock:
         plain = {MATMULS: matmuls, ATTENTION: attention, "elementwise": elementwise}
         once = sum(plain.values())
         more = [each * len(adapters) for each in ADAPTER_KERNELS]
-        forward = Pass(dict(plain), FORWARD_KERNELS + more[0])
+        routed = self.expert_kernels(block)
+        forward = Pass(dict(plain), FORWARD_KERNELS + more[0] + routed[0])
         twice = {name: 2 * seconds for name, seconds in plain.items()}
-        backward = Pass(twice, BACKWARD_KERNELS + more[1])
+        backward = Pass(twice, BACKWARD_KERNELS + more[1] + routed[1])
         backward.terms[MATMULS] = self.gradients(projections + ffn + adapters, run.bits)
         if fused:  # five matmuls where forward there are two
             backward.terms[ATTENTION] = 2.5 * attention
         recomputed = {
             "none": 0.0,
-            "selective": elementwise / 2 + (0.0 if fused else attention),
+            "selective": elementwise / 2
+            + (0.0 if fused else attention)
+            + run.software.selective_matmuls * matmuls,
             "ffn": elementwise / 2 + ffn_s,
             "block": once,
         }[run.recompute]
@@ -250,6 +260,15 @@ class Clock:
             links[EXPERT_LINKS] = (once, once)
         return links
 
+    def expert_kernels(self, block: ModelConfig) -> tuple[float, float]:
+        """Return the kernels of a layer's experts, forward and backward: each has its own for each of two
+        matmuls, backward for twice as many, and for each operand's cast."""
+        if not block.experts:
+            return 0.0, 0.0
+        own = 2 * block.experts.num_experts / self.run.mesh.ep
+        casts = CAST_KERNELS * (self.run.bits < 16)
+        return ROUTED_KERNELS[0] + own * (1 + casts), ROUTED_KERNELS[1] + own * (2 + casts)
+
     def along_sequence(self, block: ModelConfig, attention: float) -> tuple[float, float]:
         """Return the seconds on sp's links of a layer, forward and backward: of keys and values by the plan's
         strategy, a ring's beside ``attention``, and of a recurrent state from rank to rank, in float32."""
@@ -275,7 +294,9 @@ class Clock:
     def exchange(self, tokens_bytes: float) -> float:
         """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others:
         a token once to each node, and inside it once for each copy (DeepSeek-V3 2024, section 3.2.2)."""
-        run, ep, inner = self.run, self.run.mesh.ep, self.inner["ep"]
+        run, ep = self.run, self.run.mesh.ep
+        # where tp cuts no expert, Megatron deals experts over tp's ranks first
+        inner = self.inner["ep"] if run.expert_tp else 1
         device, experts = self.links.per_device(), run.config.experts
         near = max(1, device.node_size // inner)
         if run.chip.link == "torus" or near >= ep or self.ours:
@@ -344,8 +365,8 @@ class Clock:
         moved = 8.0 * run.stream_tokens * c.width / self.bytes_per_s
         logits_matmul = [Matmul(run.tokens, c.width, c.vocab_size / run.mesh.tp)]
         matmul, back = self.matmuls(logits_matmul), self.gradients(logits_matmul)
-        logits = 4.0 * run.tokens * c.vocab_size / run.mesh.tp
-        loss = LOSS_PASSES / 2 * logits / self.bytes_per_s
+        logits = run.tokens * c.vocab_size / run.mesh.tp
+        loss = run.software.loss_bytes / 2 * logits / self.bytes_per_s
         tp = 1 if self.exact else run.mesh.tp
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
         back += matmul * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
@@ -461,7 +482,7 @@ class Clock:
                 part.add(STAGE_LINKS, self.hop())
             if soft.eager:
                 hidden = 0.0 if soft.blocking else part.seconds
-                each = self.rates.host_s + LAUNCH_S * soft.blocking
+                each = self.rates.host_s * soft.launch + LAUNCH_S * soft.blocking
                 part.add("launching", max(0.0, part.kernels * each - hidden))
         return Chunk(forward, backward, used, trained, learning)
 

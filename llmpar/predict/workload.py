@@ -44,12 +44,16 @@ class Software:
         1.0  # what it reaches on GPUs after A100, of what the vendors' kernels do there
     )
     logit_bytes: float = 6  # per logit while the loss is computed
+    loss_bytes: float = 24  # read and written per logit by the loss: float32, three times each way
+    selective_matmuls: float = 0  # of a layer's, what ``selective`` computes again
+    kept_bits: bool = False  # what 8-bit matmuls read is kept in 8 bits for the backward pass
     messages: float = (
         0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
     )
     reduces_late: bool = (
         False  # over dp at the end of the backward pass: a loop gives all gradients there
     )
+    launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
