@@ -139,7 +139,8 @@ def test_keys_that_might_count_are_named_and_others_are_not():
     assert note == "keys of the file that are not read and might change sizes: num_experts, zebra_width"
     more = {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}}
     notes = read(config | more)["described"]["notes"]
-    assert [word for note in notes for word in ("MTP", "quantized") if word in note] == ["MTP", "quantized"]
+    words = ["(MTP)", "quantized"]
+    assert [word for note in notes for word in words if word in note] == words
     for case in KEPT["published"]:
         assert not [note for note in read(case["config"])["described"]["notes"] if note.startswith("keys of")]
 
@@ -155,6 +156,23 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     assert count(gemma) == 3_880_263_168 and gemma["tied"]
     with pytest.raises(ValueError, match="vocab_size"):
         read({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
+
+
+def test_a_model_says_its_parameters_as_its_maker_counts_them():
+    """DeepSeek-V3's checkpoint has 685 B with its MTP layer, and its 37 B of active parameters have no
+    embedding. gpt-oss-120b has 5.1 B without it."""
+    cases = {name: case["config"] for case in KEPT["published"] for name in case["names"]}
+    made = {name: described_model(name, families.text_part(config)) for name, config in cases.items()}
+    notes = {name: model.notes for name, model in made.items()}
+    further = "with the MTP layers about 682.6 B parameters; 684.5 B where they have"
+    deepseek = notes["deepseek-ai--DeepSeek-V3"]
+    assert [note[:69] for note in deepseek if note.startswith("with")] == [further[:69]]
+    active = "active parameters without the embedding: "
+    assert active + "36,625,603,584" in deepseek
+    assert active + "5,132,849,472" in notes["openai--gpt-oss-120b"]
+    assert not [note for note in notes["google--gemma-4-26B-A4B"] if note.startswith(active)]  # tied
+    llama = notes["meta-llama--Meta-Llama-3.1-70B"]
+    assert not [note for note in llama if note.startswith((active, "with"))]
 
 
 def test_lead_and_period_are_the_shortest():

@@ -57,6 +57,8 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return raw
     part = {key: raw[key] for key in TABLES["outer"] if key in raw} | raw[name]
+    if isinstance(tied := raw.get("tie_word_embeddings"), bool):
+        part["tie_word_embeddings"] = tied  # the whole model ties, not its part
     kind, nested = str(part.get("model_type")), TABLES["nested"]
     unsaid = nested.get(kind, nested.get(TABLES["aliases"].get(kind), {}))
     return text_part(unsaid | part)
@@ -235,6 +237,7 @@ def read_family(
     largest = max(counts, key=load)  # with experts, if any has some
     kinds = [kind | model for kind in kinds]
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
+    notes += _further(reader, model, ends, [kinds[kind] for kind in order])
     described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
     if family["runs"]:
         running.check_file(raw, family, _unread(reader, runs=True))
@@ -285,7 +288,31 @@ def _kinds(
 
 
 def _params(kind: dict[str, Any]) -> int:
-    return sum(math.prod(row["shape"]) for _, row in kind["described"]["rows"])
+    return _count(kind["described"]["rows"])
+
+
+def _count(rows: list[tuple[str, dict[str, Any]]]) -> int:
+    return sum(math.prod(row["shape"]) for _, row in rows)
+
+
+def _further(
+    reader: _Reader, model: dict[str, Any], ends: list[Any], layers: list[dict[str, Any]]
+) -> list[str]:
+    """Say how large the model is with the layers that predict further tokens (MTP). Such a layer is like the
+    last one, and joins a state and a token by a matrix (DeepSeek-V3 2024, section 2.2)."""
+    count = _optional(reader, TABLES["mtp"])
+    if not count or reader.get(TABLES["mtp_of_kinds"]):
+        return []
+    width = model["width"]
+    table = model["vocab_size"] * width
+    all_tables = table * (1 if model["tied"] else 2)
+    layer = _params(layers[-1]) + 2 * width**2 + 3 * width
+    size = sum(map(_params, layers)) + _count(ends) + all_tables + count * layer
+    note = f"with the MTP layers about {size / 1e9:,.4g} B parameters"
+    if reader.get("num_nextn_predict_layers"):
+        stored = size + count * 2 * table
+        note += f"; {stored / 1e9:,.4g} B where they have an embedding and a head of their own"
+    return [note]
 
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:

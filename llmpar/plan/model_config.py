@@ -366,7 +366,7 @@ class ModelConfig:
             else {"norm.scale": Weight("stream d", (d,), is_vector=True)}
         )
         if not self.tied:
-            weights["head"] = Weight("vocab v d", (v, d), std)
+            weights.setdefault("head", Weight("vocab v d", (v, d), std))
         for i, (count, (_, block)) in enumerate(zip(counts, self.blocks, strict=True)):
             prefix = f"blocks.{i}." if self.kinds else "blocks."
             for path, weight in block.block_weights().items() if count else ():
@@ -500,7 +500,15 @@ class ModelConfig:
         """What a reader of a model's numbers should know, in sentences."""
         alone = f"'{self.name}' is planned, and does not run here: {self.why_planned}"
         notes = self.described.notes if self.described else ()
-        return [alone] * (not self.runs) + list(notes)
+        return [alone] * (not self.runs) + list(notes) + self._active_note()
+
+    def _active_note(self) -> list[str]:
+        """Return the active parameters as most makers give them, without an embedding of its own."""
+        looked_up = self.vocab_size * self.width
+        is_part = self.active_params < self.num_params
+        if not (self.described and is_part) or self.tied or looked_up < self.active_params / 100:
+            return []
+        return [f"active parameters without the embedding: {self.active_params - looked_up:,}"]
 
     def must_run(self) -> "ModelConfig":
         """Return itself. Refuses a model that is planned, and not implemented."""
@@ -519,12 +527,12 @@ class ModelConfig:
     @property
     def params_of_a_layer(self) -> int:
         """The parameters of one layer."""
-        return _count(self.block_weights())
+        return _count(self.block_weights(), self.runs)
 
     @property
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once (`_count`)."""
-        return _count(self.weights())
+        return _count(self.weights(), self.runs)
 
     @property
     def trained_params(self) -> int:
@@ -543,9 +551,10 @@ class ModelConfig:
         return self.num_params - idle
 
 
-def _count(rows: Mapping[str, Weight]) -> int:
-    """Count parameters, without the biases of routers, which follow a rule and no gradient."""
-    own = (row for path, row in rows.items() if not path.endswith("experts.bias"))
+def _count(rows: Mapping[str, Weight], runs: bool) -> int:
+    """Count parameters. Biases of routers follow a rule and no gradient, and do not count in families that
+    run; a family that is planned alone has the parameters of `transformers`."""
+    own = (row for path, row in rows.items() if not (runs and path.endswith("experts.bias")))
     return sum(math.prod(row.shape) for row in own)
 
 
