@@ -43,7 +43,7 @@ def test_meshes_are_ranked_as_they_were_measured(document, name):
 
 
 def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
-    """Tables of eight sources, BLOOM's out-of-memory among them: adapters, small cards, experts, pipelines."""
+    """Tables of eight sources, with BLOOM's out-of-memory: adapters, small cards, experts, pipelines."""
     summary = unseen["summary"]
     assert summary["runs"] == 423 and not unseen["left_out"]
     assert summary["step_mean_abs_error"] <= 0.086 and summary["step_median_abs_error"] <= 0.062

@@ -41,8 +41,8 @@ SAME = 0.005
 ERROR = 0.09
 """By how much a step's time is off in the mean over the published runs that its constants were fitted on."""
 UNSEEN_ERROR = {"dense": 0.10, "experts": 0.18, "adapters": 0.17, "cards": 0.17}
-"""The same by kind (`error_kind`), over sources that were left out of the fit, each counted once: what a time is
-worth on another cluster (`tests/measured.md`)."""
+"""The same by kind (`error_kind`), over sources that were left out of the fit, each counted once: what a
+time is worth on another cluster (`tests/measured.md`)."""
 CARD_BYTES_PER_S = 100e9
 """Of its fast links: a GPU below it is on PCIe."""
 _NEAR = 1.03
@@ -66,7 +66,11 @@ def error_kind(config: ModelConfig, chip: Chip) -> str:
     """Name the kind of run, each of which has an error of its own: adapters, experts, cards without fast
     links, and dense models elsewhere."""
     of_pcie = chip.link == "switch" and chip.link_bytes_per_s < CARD_BYTES_PER_S
-    kinds = {"adapters": config.lora, "experts": config.experts, "cards": of_pcie and chip.family != "cpu"}
+    kinds = {
+        "adapters": config.lora,
+        "experts": config.experts,
+        "cards": of_pcie and chip.family != "cpu",
+    }
     return next((kind for kind, is_one in kinds.items() if is_one), "dense")
 
 

@@ -47,7 +47,7 @@ OPTIMIZER_BYTES = 30
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
 """GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
 ROUTED_KERNELS = 40, 45
-"""More of them where experts are: router, counts, sorting, and back; backward the same and its matmul twice."""
+"""More of them where experts are: router, counts, sorting, and back; backward these, and the matmul twice."""
 CAST_KERNELS = 3
 """Kernels that make the 8 bits of a matmul's operand: maximum, scale and cast, or cast and the layout of its
 scales. Counted with `ROUTED_KERNELS` in Megatron-Core's layer of experts and Transformer Engine's grouped
