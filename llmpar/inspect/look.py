@@ -413,7 +413,7 @@ def _written(specs: dict[_Place, NamedSharding], values: dict[_Place, Any]) -> I
             names = frame.f_locals
             for name in (*code.co_varnames, *code.co_cellvars):
                 x, place = names.get(name), (code.co_filename, line, name)
-                is_array = isinstance(x, jax.core.Tracer) and getattr(x, "shape", ())
+                is_array = isinstance(x, jax.core.Tracer) and bool(x.shape)
                 if is_array and known.get(name) is not x:
                     values.setdefault(place, x.aval)
                     if place in specs:
