@@ -112,9 +112,9 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 # %% [markdown]
 # ## The bubble
 #
-# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first stage waits p − 1 backwards until
-# the last microbatch comes back. This idle time, (p − 1)(F + B + W), is the **bubble**. It does not depend on `u`: more
-# microbatches only make the rest longer.
+# Take `p` stages and `u` microbatches. Look at the first stage. When it has finished its forwards, its last microbatch must still pass
+# the other p − 1 stages, and then the first gradient must come back through them. This idle time, (p − 1)(F + B + W), is the
+# **bubble**. Every stage has it. It does not depend on `u`: more microbatches only make the rest longer.
 #
 # Two numbers are called "the bubble", so ask which one is meant:
 #
@@ -124,8 +124,8 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 # **How many microbatches do eight stages need, to be idle for at most 10 % of the total time?**
 
 # %%
-smallest_m = ...
-attempt("07.microbatches", smallest_m)
+smallest_u = ...
+attempt("07.microbatches", smallest_u)
 
 # %% tags=["plumbing"]
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

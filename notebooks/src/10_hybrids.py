@@ -169,15 +169,15 @@ if opened("10.pipeline"):
 # does not keep them. Half of the layers times four gathers makes twice the bytes. Embedding and head are on both stages, so
 # their bytes are four times as many.
 #
-# Grey is the sums over `pp` and `dp` together, of the gradients of embedding and head. The training of Llama 3 405B used `pp`
-# and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
+# The part of *several axes* is the sum of the gradients of embedding and head, over `pp` and `dp` together. The training of Llama 3
+# 405B used `pp` and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
 #
 # ## Which axis on which links?
 #
 # In the order `pp dp fsdp ep sp tp`, neighbours along the *last* axis are neighbours in the machine. Put the axis whose messages are
-# the hardest to overlap on the fastest links. A gather of weights can start long before they are used. A sum over `tp` can overlap only
-# inside its own layer (lesson 05). So `tp` is last, on the fastest links; `pp` and `dp`, with few messages, are first. Here a host has
-# four devices:
+# the hardest to overlap on the fastest links. A gather of weights can start long before they are used. A sum over `tp` can overlap
+# only with the computing of its own layer (lesson 05). So `tp` is last, on the fastest links; `pp` and `dp`, with few messages, are
+# first. Here a host has four devices:
 
 # %%
 scene.show(draw.mesh(MESHES[-1], devices_per_host=4))

@@ -78,9 +78,10 @@ show(reach(CHIPS))
 #
 # ## Predict: how many tokens hide a gather?
 #
-# A gather of weights hides behind matmuls if a device computes with more than **C/β** tokens (lesson 03): C are its FLOPs per second, β
-# the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of data sheets; lesson 03
-# took 540 GB/s for the TPU v5p, as its book does.)
+# A gather of weights hides behind matmuls if a device computes with more than **C/β** tokens (lesson 03): C are its FLOPs per second,
+# β the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of data sheets; the
+# GB200's 2,398 TFLOP/s is computed from its clock, where the data sheet rounds to 2,500. Lesson 03 took 540 GB/s for the TPU v5p, as
+# its book does.)
 
 # %%
 tokens = {"H100": ..., "MI355X": ..., "GB200": ..., "TPU v5p": ...}
@@ -115,8 +116,9 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
 # And beyond the fast links? The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its
-# chips. Each chip has a network port of 50 GB/s: 8 ports bring 400 GB/s into a node of H100s, 72 ports bring 3,600 GB/s into a rack.
-# Inside it a GPU receives the gathered weights at 900 GB/s, so the fast links are the limit, and not the network.
+# chips. Each chip has a network port of 50 GB/s: 8 ports of a node of H100s, 72 of a rack. In a rack the ports bring in 3,600 GB/s,
+# more than the 900 GB/s at which a GPU receives: the fast links are the limit. In a node of H100s it is the network: 400 against 450
+# GB/s.
 
 # %% tags=["plumbing"]
 into = {name: c.node_size * c.dcn_bytes_per_s for name, c in CHIPS.items()}
@@ -200,9 +202,11 @@ seconds = [plan.time.step_s for plan in found.values()]
 assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
 
 # %% [markdown]
-# The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8
-# `tp=16` leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`: it is allowed, but
-# it gains nothing. A rack of 72 does not mean `tp=72`: **with more devices each has less to compute, and its messages no longer hide.**
+# The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16`
+# leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`: it is allowed, but it gains
+# nothing: the inequality counts peak rates and whole overlap; at rates that are reached a part of the messages stays visible, more of
+# it with more devices. A rack of 72 does not mean `tp=72`: **with more devices each has less to compute, and its messages no longer
+# hide.**
 #
 # ## Predict: how wide must an expert be?
 #

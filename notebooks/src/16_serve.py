@@ -228,8 +228,9 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Columns are positions, numbers are devices. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the
-# cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
+# Columns are positions; numbers and colours are devices. In the middle each row has two colours: two devices hold the same head. With
+# `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4`
+# has four devices for two heads, so each head is held twice.
 #
 # ## What is sent for a token
 #
@@ -357,8 +358,8 @@ print(f"{END} passes become {passes}; each request is answered as if it were alo
 #
 # ## How much reserved memory is used?
 #
-# The length of an answer is not known in advance, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023)
-# reserves *pages* of 16 tokens when they are needed:
+# The length of an answer is not known in advance, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023) reserves
+# *pages* of 16 tokens when they are needed. Now A to D need 3, 9, 5 and 2 pages; a slot has room for 16.
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages

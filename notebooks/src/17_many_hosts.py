@@ -116,7 +116,7 @@ def my_rows(batch, process, num): ...
 
 attempt("17.rows", my_rows)
 
-# %%
+# %% tags=["plumbing"]
 if find("17.rows").judge(my_rows).startswith(CORRECT):
     scene.show(shown(team.run(feed, my_rows)))
 
@@ -205,9 +205,10 @@ for name in found:
 # %% [markdown]
 # ## Other plans on the slow wire
 #
-# Here are six plans for four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch and
-# boundary of stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs inside a
-# host.
+# Here are six plans for four devices. *Across*: pairs along this axis are on two hosts, the other axis stays inside. *Over all*: one
+# axis has all four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch and
+# boundary of stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs
+# inside a host.
 
 # %%
 bars = []

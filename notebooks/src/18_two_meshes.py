@@ -280,8 +280,8 @@ if opened("18.share"):
     show(draw.curves(lines, COUNTS, **axes, percent=True, title="Muon beside FSDP"))
 
 # %% [markdown]
-# Even with one microbatch Muon sends less than FSDP: 2/3 by `gather`, 1/6 by `owner`.  The FLOPs are half a percent; by `gather`, where
-# all eight devices compute all matrices, 4 %.
+# Even with one microbatch Muon sends less than FSDP: 2/3 by `gather`, 1/6 by `owner`. The FLOPs are half a percent of the model's; by
+# `gather`, where all eight devices compute all matrices, 4 %.
 #
 # ## Predict: what do islands send?
 #
@@ -289,8 +289,8 @@ if opened("18.share"):
 # weights: *local steps*. (DiLoCo, Douillard et al. 2023, adds momentum.)
 #
 # Four workers, 100 MB of weights in float32. Data parallelism sends 2 · 3/4 · 100 = 150 MB of gradients in each step. The workers
-# average their weights every 10 steps. **How many MB does a worker send in a step, on average? Now they average after every step. Do
-# they get the weights of data parallelism: with SGD? With Adam?** Write `"yes"` or `"no"`.
+# average their weights every 10 steps. **(a) How many MB does a worker send in a step, on average? (b) Suppose that they average after
+# *every* step. Do they then get the same weights as data parallelism, with SGD? With Adam?** Write `"yes"` or `"no"`.
 
 # %%
 islands = {"every 10": ..., "SGD": ..., "Adam": ...}

@@ -16,8 +16,7 @@
 # # 19 · Mysteries: the loss falls, and something is wrong
 #
 # Five real failures of recent years, without error or warning: three here, two in *Further*. The first: a team changes `tp` from 1 to
-# 8, with the same model and batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. Which line is
-# wrong?
+# 8, with the same model and batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. What is wrong?
 
 # %% tags=["plumbing"]
 import os
@@ -106,8 +105,8 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | positions | each rank counts its positions from 0 |
 # | copies | each rank has its own copy of an array |
 #
-# The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue says what it would have cost,
-# minutes of reading or a run. Guess again after each clue. At the end the cure is run.
+# The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue has a cost, such as one run:
+# that is what you would have paid for it. Guess again after each clue. At the end the cure is run.
 #
 # ## 1. The gradient norm that grows with tp
 
@@ -141,9 +140,9 @@ met("19.norm", "counted twice", "it was")
 print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.2f}")
 
 # %% [markdown]
-# The bias is the same on all ranks, so the sum over `tp` counts it `tp` times. (NVIDIA-NeMo/RL, pull request 3788, 2026;
-# ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8. It does not change the loss of the step, only where
-# clipping begins.)
+# The bias is the same on all ranks, so the sum over `tp` counts it `tp` times. (NVIDIA-NeMo/RL, pull request 3788, 2026, proposed;
+# ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8. It does not change the loss of the step, only
+# where clipping begins.)
 #
 # ## 2. More devices, but not less noise
 #
