@@ -18,7 +18,9 @@ def traffic(plan: TwoMeshes) -> Scene:
     loads, nothing = link_loads(plan), ("·", "")
     load = lambda device, verb: (size_text(loads.get((device, verb), 0)), "")
     role = lambda pair: "network" if plan.is_far(pair) else "links"
-    cells = {pair: (size_text(sent), role(pair)) for pair, sent in plan.matrix.items()}
+    mark = lambda pair: "*" * plan.is_far(pair)
+    cells = {p: (size_text(sent) + mark(p), role(p)) for p, sent in plan.matrix.items()}
+    between = " *: between nodes." * any(map(plan.is_far, plan.matrix))
     rows = [
         (f"from {i}", [*(cells.get((i, j), nothing) for j in receivers), load(i, "sends")])
         for i in senders
@@ -27,13 +29,13 @@ def traffic(plan: TwoMeshes) -> Scene:
     rows.append(("receives", [*(load(j, "receives") for j in receivers), total]))
     rows.append(("", []))
     for number, one in enumerate(plan.rounds, 1):
-        comes = {j: (f"{i}", role((i, j))) for i, j in one}
+        comes = {j: (f"{i}{mark((i, j))}", role((i, j))) for i, j in one}
         together = size_text(sum(one.values())), ""
         rows.append((f"round {number}", [*(comes.get(j, nothing) for j in receivers), together]))
     device, verb = next(iter(loads), (senders[0], "sends"))
     notes = [
-        "Each device gets what it lacks, and no more. A cell of a round names the sender. Light: over the"
-        " links of a node; dark: between nodes. The busiest link:"
+        "Each device gets what it lacks, and no more. A cell of a round names the sender."
+        f"{between} The busiest link:"
         f" device {device} {verb} {load(device, verb)[0]}."
     ]
     return table(rows, [*(f"to {j}" for j in receivers), "in all"], str(plan), notes)

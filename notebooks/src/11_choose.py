@@ -366,7 +366,7 @@ assert links_s < 0.05 * alone.step_s
 #
 # What was compiled? What if the machine were another? Are the seconds right? Where the data sheet misleads, and another question: serving.
 #
-# ### Exercise (core): which scheme?
+# ### Exercise (stretch): which scheme?
 #
 # Answer with the axis that one would add first: `"dp"`, `"fsdp"`, `"tp"` or `"pp"`. The training state fits on one GPU; it
 # fits into a node's memory, but not on one GPU; a single layer is larger than what a GPU can gather.
