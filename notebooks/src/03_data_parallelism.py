@@ -251,8 +251,7 @@ show(compose("pcast: nothing forward, an all-reduce backward", [items], words))
 
 # %% [markdown]
 # The backward pass of `pcast` is an all-reduce. If you differentiate with respect to the marked copy (as below), you get this device's
-# own gradient, and you write the sum yourself. If you differentiate with respect to the shared weight, before `pcast`, you get the
-# sum.
+# own gradient, and write the sum yourself. With respect to the shared weight, before `pcast`, you get the sum.
 
 
 # %%
@@ -453,7 +452,7 @@ show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
 # (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. From 2 to 8
-# nodes little is added, because 2(N − 1)/N never reaches 2. The last step, to 16 nodes, costs more than this formula explains.
+# nodes little is added, because 2(N − 1)/N never reaches 2. The step to 16 nodes costs more than this formula explains.
 #
 # ## Keep: replicas sum their gradients
 #

@@ -86,7 +86,7 @@ cuts = {"W1": ..., "W2": ...}  # "columns" or "rows"
 attempt("05.cut", cuts)
 
 # %% [markdown]
-# In NumPy, each device applies relu to its own numbers; the results are added up once:
+# In NumPy:
 
 # %%
 relu = lambda a: np.maximum(a, 0)
@@ -110,7 +110,7 @@ assert np.allclose(first, y) and abs(second - y).max() > 1
 #
 # Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), so it may apply
 # relu. Its rows of W2 belong to the same hidden units. The result is a *partial sum* for each number of `y`; one all-reduce adds them
-# up. W1 and W2, cut like this, are a *pair*; we call W1 its *column matrix* and W2 its *row matrix*.
+# up. W1 and W2, cut like this, are a *pair*: a *column matrix* and a *row matrix*.
 
 # %% tags=["plumbing"]
 show(
@@ -125,7 +125,7 @@ show(
 # ## W1 by rows, W2 by columns
 #
 # Each device has a partial sum for every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. This sum must be finished before
-# relu, and it is four times as wide as `y` (in the picture it is drawn narrower).
+# relu, and it is four times as wide as `y` (drawn narrower here).
 
 # %% tags=["plumbing"]
 show(

@@ -352,7 +352,7 @@ show(
 )
 
 # %% [markdown]
-# A device needs whole heads, so N must divide the number of KV heads (other packages copy KV heads).
+# A device needs whole heads, so N must divide the number of KV heads.
 #
 # ### Exercise (stretch): write the exchange
 #

@@ -136,7 +136,7 @@ scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
 # halve the state. `pp` halves the layers, but not the embedding and the head, which every stage of this package holds; with 2 layers
 # these are a large part.
 #
-# ## Each axis adds messages, and shrinks those of the others
+# ## Each axis adds messages, and changes those of the others
 
 # %%
 scene.show(by_axis([text for text in runs if "pp" not in text]))
@@ -227,10 +227,11 @@ met("10.off", max(off), "at most")
 #
 # ## Keep: each axis sends different things
 #
-# 1. Each axis adds its own messages, and shrinks those of the others.
+# 1. Each axis adds its own messages, and changes those of the others: `fsdp` and `tp` shrink what `dp` sends, `pp` makes `fsdp` send
+#    more.
 # 2. All four divide the work. `dp` saves no state. The others do, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle
 #    time.
-# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches.
+# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches, and divides a device's layers by its stages.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
 

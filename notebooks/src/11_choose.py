@@ -117,8 +117,6 @@ if opened("11.thresholds"):
 assert held > usable / 2**30 and near < tokens < far and A100.node_size < most
 
 # %% [markdown]
-# The four inequalities say where to begin.
-#
 # ## Bet: which mesh is fastest?
 #
 # A step has 64 rows of 8,192 tokens, one row for each GPU. Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by
@@ -216,8 +214,8 @@ if opened("11.bet"):
 # %% [markdown]
 # Each dot is a mesh. Dots on the left need less memory, lower dots need less time. A dot has the colour of its largest axis (green
 # `fsdp`, orange `tp`). (Until you bet, *yours* is the mesh of the rule. The planner keeps 8 % of the usable memory free, because
-# temporary memory is an estimate.) Inequality 3 said that fsdp over all nodes does not overlap by itself; inequality 4 allowed some tp
-# inside. Together they are fastest: **fsdp over the nodes, and some tp inside.** The bars below show why.
+# temporary memory is an estimate.) Inequality 3 said that fsdp over all nodes does not overlap by itself; inequality 4 allowed tp
+# inside. Fastest is **fsdp over the nodes, and some tp inside**; the bars below show why.
 #
 # ## Predict: two terms of a step with the rule's mesh
 #
@@ -330,9 +328,8 @@ assert h100.dcn_bytes_per_s == 2 * A100.dcn_bytes_per_s
 #
 # ### Exercise (core): a rack of 72 GPUs
 #
-# In a GB200 NVL72 all 72 GPUs are on fast links. Each GPU sends 900 GB/s and computes 2,398e12 FLOPs per second (by its clock; the
-# data sheet rounds to 2,500e12). Take 64 of them for the same step. **How many tokens must a GPU have, so that gathers over all 64
-# overlap, and do they overlap here?**
+# In a GB200 NVL72 all 72 GPUs are on fast links. Each GPU sends 900 GB/s and computes 2,398e12 FLOPs per second. Take 64 of them for
+# the same step. **How many tokens must a GPU have, so that gathers over all 64 overlap, and do they overlap here?**
 
 # %%
 rack = {"tokens": ..., "overlap": ...}  # a number; "yes" or "no"

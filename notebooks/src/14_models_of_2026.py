@@ -17,8 +17,8 @@
 # %% [markdown]
 # # 14 · Models of 2026: what do their layers keep and send?
 #
-# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3
-# has nine times as many parameters and keeps a fifth of these bytes. Qwen3.5 keeps a tenth. What do their layers keep instead?
+# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3 has more
+# than nine times as many parameters and keeps a fifth of these bytes. Qwen3.5 keeps a tenth. What do their layers keep instead?
 
 # %% tags=["plumbing"]
 import os
@@ -369,18 +369,22 @@ assert small_v3.num_heads * (16 + 8) == 192
 SENDS = {
     "full attention": (
         "sums of the stream",
-        "keys, n - 1 hops",
+        "keys and values, n - 1 hops",
         "",
         "2·k·h of each token",
     ),
-    "window": ("sums of the stream", "keys, few hops", "", "2·k·h of the last w"),
+    "window": (
+        "sums of the stream",
+        "keys and values, few hops",
+        "",
+        "2·k·h of the last w",
+    ),
     "latent attention": (
         "sums of the stream",
         "latents, gathered",
         "",
         "a latent of each token",
     ),
-    "attention sink": ("", "", "", ""),
     "recurrent state": ("sums of the stream", "a state, n - 1 hops", "", "one state"),
     "dense or shared": ("sums of the stream", "", "", ""),
     "experts": ("sums of the stream", "", "tokens, both ways", ""),
@@ -396,7 +400,7 @@ table = [
     )
     for kind, cells in SENDS.items()
 ]
-note = "pp: whatever the layer, a stage hands on the stream: s·d numbers a microbatch"
+note = "pp: whatever the layer, a stage hands on the stream: b·s·d numbers a microbatch"
 show(
     draw.table(table, (*AXES, "kept"), "What a layer sends, and what it keeps", [note])
 )

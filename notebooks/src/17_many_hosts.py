@@ -190,8 +190,8 @@ for name, ranks in found.items():
 # %% [markdown]
 # ## What Linux counted on the wire
 #
-# All losses are equal, because it is one program. The bytes on the wire are not equal. The figures show what Linux counted on
-# the wire, and the seconds of a step, in a recorded run on a slow wire.
+# All losses agree in the printed digits: both placements compute the same step. The bytes on the wire are not equal. The figures show
+# what Linux counted on the wire, and the seconds of a step, in a recorded run on a slow wire.
 
 # %%
 for name in found:
@@ -248,8 +248,8 @@ if opened("17.equal"):
 met("17.equal", equal, "computed")
 
 # %% [markdown]
-# They send the same at T = 4 d, or a little less with embedding and head. With T tokens `tp` sends T/(4 d) times as much in this model.
-# Large trainings have far more tokens, so tp stays inside a host.
+# Counted over layers alone they send the same at T = 4 d = 576. With embedding and head it is at 514 tokens, where the lines cross.
+# With T tokens `tp` sends T/(4 d) times as much in the layers. Large trainings have far more tokens, so tp stays inside a host.
 #
 # ## When a process dies
 #
@@ -332,7 +332,7 @@ print("weights and moments: the same bits as without the kill")
 #
 # 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
 # 2. Two placements of one plan have the same loss, but one sends four times the bytes over the wire.
-# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: in this model it sends T/(4 d) times what `dp` sends.
+# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: in the layers it sends T/(4 d) times what `dp` sends.
 # 4. One dead process stops all; the same command continues from the newest checkpoint, with the same bits.
 
 # %% [markdown]

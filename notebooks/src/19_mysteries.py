@@ -106,7 +106,8 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | copies | each rank has its own copy of an array |
 #
 # The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue has a cost, such as one run:
-# that is what you would have paid for it. Guess again after each clue. At the end the cure is run.
+# that is what you would have paid for it. Guess again after each clue. At the end the cure is run. (The stored copy shows the clues; a
+# running copy hides them until you have guessed.)
 #
 # ## 1. The gradient norm that grows with tp
 
@@ -225,8 +226,8 @@ print(
 #
 # ## 3. ZeRO-1 that saves nothing
 #
-# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. `w` is whole
-# on each device, as ZeRO-1 wants it:
+# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. Read
+# how the state is made:
 
 # %%
 mesh = make_mesh("fsdp=8")
@@ -278,7 +279,7 @@ met("19.memory", "copies", "it was")
 #
 # ## Keep: a falling loss proves little
 #
-# 1. Wrong values, wasted memory and wasted messages need different clues: `check`, bytes on a device, `look`.
+# 1. Wrong values and wasted memory need different clues: `check`, and bytes on a device. (For wasted messages: `look`, lesson 13.)
 # 2. Ask about each sum over ranks: does each rank add a different value? If not, the sum counts copies.
 # 3. Ask about each random number: should it be the same on all ranks of this axis, or different?
 # 4. Ask about each array: which line says that it is cut?
@@ -289,9 +290,9 @@ met("19.memory", "copies", "it was")
 #
 # Two more cases.
 #
-# ## 4. The long context that forgets where it is
+# ## 4. The first loss is 11.4 in place of 2
 #
-# A long sequence is cut into parts. The first loss is 11.4 in place of 2. Each rank has its part of the positions, and rotates queries and
+# A long sequence is cut into parts. Each rank has its part of the positions, and rotates queries and
 # keys by position:
 
 
