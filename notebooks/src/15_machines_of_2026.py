@@ -75,12 +75,12 @@ show(reach(CHIPS))
 # %% [markdown]
 # On a *torus* a chip has links only to its neighbours, two along each axis (a TPU v5p has three axes).
 #
-# ## Predict: how many tokens hide a gather?
+# ## Predict: with how many tokens does a gather overlap?
 #
-# A gather of weights hides behind matmuls if a device computes with more than **C/β** tokens (lesson 03): C are its FLOPs per second,
-# β the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of data sheets; the
-# GB200's is computed from its clock, where the data sheet rounds to 2,500 TFLOP/s. Lesson 03 took 540 GB/s for the TPU v5p, as its
-# book does.)
+# A gather of weights overlaps with matmuls (it is *hidden*) if a device computes with more than **C/β** tokens (lesson 03): C are its
+# FLOPs per second, β the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of
+# data sheets; the GB200's is computed from its clock, where the data sheet rounds to 2,500 TFLOP/s. Lesson 03 took 540 GB/s for the
+# TPU v5p, as its book does.)
 
 # %%
 tokens = {"H100": ..., "MI355X": ..., "GB200": ..., "TPU v5p": ...}
@@ -114,10 +114,9 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# And beyond the fast links? The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its
-# chips. Each chip has a network port of 50 GB/s: 8 ports of a node of H100s, 72 of a rack. In a rack the ports bring in 3,600 GB/s,
-# more than the 900 GB/s at which a GPU receives: the fast links are the limit. In a node of H100s it is the network: 400 against 450
-# GB/s.
+# The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its chips. Each chip has a
+# network port of 50 GB/s: 8 ports of a node of H100s, 72 of a rack. In a rack the ports bring in 3,600 GB/s, more than the 900 GB/s at
+# which a GPU receives: the fast links are the limit. In a node of H100s it is the network: 400 against 450 GB/s.
 
 # %% tags=["plumbing"]
 into = {name: c.node_size * c.dcn_bytes_per_s for name, c in CHIPS.items()}
@@ -157,7 +156,7 @@ def bars(plans, shown, title):
 # %% [markdown]
 # ## Predict: how far may tp go?
 #
-# Tensor parallelism hides on up to **m/(C/β)** devices (lesson 05), and it must stay on fast links. `m`, the width of the
+# Messages of `tp` overlap on up to **m/(C/β)** devices (lesson 05), and `tp` must stay on fast links. `m`, the width of the
 # feed-forward, is 28,672 in Llama 3 70B and 53,248 in Llama 3.1 405B. For each model and card: **which is the largest power of two
 # that both limits allow**, m/(C/β) and the number of chips on fast links? (Counted over whole layers, this limit is a tenth smaller,
 # and the powers of two are the same.)
