@@ -82,7 +82,7 @@ def causal(
     )
     note = "Strips: which device holds a part."
     note += (
-        " Number: the ring's step. Time: in squares, all queries of a rank with all keys of one."
+        " Number: the ring's step. Time: in full squares (all queries of one rank × all keys of one)."
         * counts
     )
     return compose(title, [panels], "\n".join(lines), [note])

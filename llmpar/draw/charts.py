@@ -250,9 +250,9 @@ def _bars(
     if limit is not None:
         x, side = x_of(limit), "end" if whole else "middle"
         edge = (x, -8), (x, bottom + 4)
-        label = small_text(x, -16, f"capacity {text(limit)}", side)
+        label = small_text(x, -16, f"usable {text(limit)}", side)
         items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True), label]
-        lines.append(f"capacity: {text(limit)}")
+        lines.append(f"usable: {text(limit)}")
     if whole is not None:
         x = x_of(whole)
         items += [
@@ -315,7 +315,7 @@ def step_memory(
     right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
     items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]
     items += [small_text(left - 6, y_of(v), size_text(v), "end") for v in levels]
-    lines, limit, labels = [f"capacity: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
+    lines, limit, labels = [f"usable: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
     for k, (name, moments) in enumerate(rows.items()):
         x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
         for part in named:
@@ -343,7 +343,7 @@ def step_memory(
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
         verdict = (
-            "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
+            "more than is usable" if over else f"{size_text(capacity_bytes - most[name])} free"
         )
         begins = f"{name}: from {size_text(sum(moments[0].values()))}"
         lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")

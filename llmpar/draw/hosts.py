@@ -138,7 +138,10 @@ def traffic(plan: TwoMeshes) -> Scene:
     loads, nothing = link_loads(plan), ("·", "")
     load = lambda device, verb: (size_text(loads.get((device, verb), 0)), "")
     role = lambda pair: "network" if plan.is_far(pair) else "links"
-    cells = {pair: (size_text(sent), role(pair)) for pair, sent in plan.matrix.items()}
+    cells = {
+        pair: (size_text(sent) + "*" * plan.is_far(pair), role(pair))
+        for pair, sent in plan.matrix.items()
+    }
     rows = [
         (f"from {i}", [*(cells.get((i, j), nothing) for j in receivers), load(i, "sends")])
         for i in senders
@@ -147,13 +150,14 @@ def traffic(plan: TwoMeshes) -> Scene:
     rows.append(("receives", [*(load(j, "receives") for j in receivers), total]))
     rows.append(("", []))
     for number, one in enumerate(plan.rounds, 1):
-        comes = {j: (f"{i}", role((i, j))) for i, j in one}
+        comes = {j: (f"{i}" + "*" * plan.is_far((i, j)), role((i, j))) for i, j in one}
         together = size_text(sum(one.values())), ""
         rows.append((f"round {number}", [*(comes.get(j, nothing) for j in receivers), together]))
     device, verb = next(iter(loads), (senders[0], "sends"))
     notes = [
-        "Each device gets what it lacks, and no more. A cell of a round names the sender. Light: over the"
-        " links of a node; dark: between nodes. The busiest link:"
+        "Each device gets what it lacks, and no more. A cell of a round names the sender."
+        + " *: between nodes." * any(map(plan.is_far, plan.matrix))
+        + " The busiest link:"
         f" device {device} {verb} {load(device, verb)[0]}."
     ]
     return table(rows, [*(f"to {j}" for j in receivers), "in all"], str(plan), notes)

@@ -79,10 +79,10 @@ attempt("00.row", holders)
 # %% [markdown]
 # ## A line of text: the layout
 #
-# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b` is the rows of the batch, cut by
-# `dp` and then by `fsdp`. `d` is the width of the model (the numbers in each row), not cut. `b` and `d` are the array's
-# **dims**, its directions; each has one letter. The axes that cut a dim are written after a slash. If the layout does not name
-# an axis, the array is not split along it: devices that differ only in that coordinate hold identical copies.
+# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b` is the rows of the batch, cut by `dp` and
+# then by `fsdp`. `d` is the width of the model (the numbers in each row), not cut. `b` and `d` are the array's **dims** (dimensions):
+# rows and columns. Each has one letter. The axes that cut a dim are written after a slash. If the layout does not name an axis, the
+# array is not split along it: devices that differ only in that coordinate hold identical copies.
 #
 # We put an array on the devices in this layout, and ask JAX which devices have row 5. (The code is folded. `met` prints your
 # first answer beside the result.)
@@ -186,7 +186,9 @@ for text in LAYOUTS:
     array = jax.device_put(whole, sharding(mesh, parse_layout(text)))
     pieces, held = len(by_jax(array)), array.addressable_shards[0].data.nbytes
     copies = N // pieces
-    captions[text] = f"{pieces} shards × {copies} copies, {held:,} B each"
+    shards = f"{pieces} shard{'s' * (pieces > 1)}"
+    copied = f"{copies} cop{'ies' if copies > 1 else 'y'}"
+    captions[text] = f"{shards} × {copied}, {held:,} B each"
 
 # %% tags=["plumbing"]
 for text in LAYOUTS:  # value, sharding and memory are as the notation says
@@ -210,7 +212,8 @@ held = shard_bytes(parse_layout("b/dp,fsdp d"), whole.shape, 4, cube.sizes)
 met("00.held", held, "a device of JAX holds")
 
 # %% [markdown]
-# Shards times copies is always 8. If you halve the number of shards, there are twice as many copies, and each device holds twice as much.
+# Shards times copies is 8 in all six, the number of devices. With half as many shards there are twice as many copies, and each device
+# holds twice as much.
 #
 # ### Exercise (core): which layout is this?
 #
@@ -285,11 +288,11 @@ assert reply["verdict"]["tone"] == "bad", "16 whole copies are too large"
 explorer if opened("00.fits") else None
 
 # %% [markdown]
-# The bar shows what one device holds. The sum is an estimate, and its error is the small hatched box at the end. So the line stands at
-# 54.6 GiB, 8 % below 59.3. *Weights in use* are gathered or converted for the layers that run (lesson 04). *Activations* are what the
-# forward pass keeps for the backward pass (lesson 01). Axes of size 1 cut nothing. In a running notebook you can change the axes with +
-# and −: a square is a factor of 2. Give all 16 devices to `dp`. Each then holds all weights, gradients and optimizer numbers, and the
-# model does not fit.
+# The bar shows what one device holds. The sum is an estimate. The small hatched box at the end shows how far it may be off. To be
+# safe, the explorer keeps 8 % of the memory free: its line stands at 54.6 GiB, and not at 59.3. *Weights in use* are gathered or
+# converted for the layers that run (lesson 04). *Activations* are what the forward pass keeps for the backward pass (lesson 01). Axes
+# of size 1 cut nothing. In a running notebook you can change the axes with + and −: a square is a factor of 2. Give all 16 devices to
+# `dp`. Each then holds all weights, gradients and optimizer numbers, and the model does not fit.
 #
 # ## Keep: a line of text says who holds what
 #

@@ -73,9 +73,9 @@ def bars(parts, title, bet=""):
 held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
-# The weights of all four models fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three
-# quarters of the card's 79 GiB (you can set another share). All lessons draw this line. (1 GB is 1e9 bytes, 1 GiB is 2**30; the
-# card is sold as "80 GB".)
+# The weights of all four models fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three quarters of
+# the card's 79 GiB. The lessons draw this line. (Explorers keep 8 % more free: 54.6 GiB.) (1 GB is 1e9 bytes, 1 GiB is 2**30; the card
+# is sold as "80 GB".)
 #
 # ## Predict: what else does training hold?
 #
@@ -98,7 +98,7 @@ held = bars({"weights": 2, "gradients": 2, "optimizer": 12}, title, "01.state_gb
 met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
 
 # %% [markdown]
-# 2 + 2 + 12: **16 bytes for each parameter**. Two of the four models are too large now, and no token has been processed.
+# 2 + 2 + 12: **16 bytes for each parameter**. Two of the four models are too large now.
 #
 # ### Exercise (core): what fits?
 #
@@ -141,12 +141,13 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # One thing is missing. The backward pass of `y = x @ w` needs `x` again. So the forward pass keeps results of each layer, its
 # **activations**. The backward pass uses them, last layer first. They grow with the tokens, not with the parameters.
 #
-# **Recomputation** keeps fewer of them, and computes the others again in the backward pass. There are three policies, called `remat` in
-# JAX. `none` keeps all that the backward pass reads. `selective` keeps the results of matmuls and of attention. `block` keeps only the
-# input of each layer.
+# **Recomputation** keeps fewer of them, and computes the others again in the backward pass. JAX calls this *remat*. llmpar has three
+# policies. `none` keeps all that the backward pass reads. `selective` keeps the results of matmuls and of attention. `block` keeps
+# only the input of each layer.
 #
-# Split the state of Llama 3 8B evenly over eight H100s; each GPU processes 8,192 tokens in bfloat16 (2 bytes). **Which of the three
-# policies need more than 59.3 GiB?**
+# Split the state of Llama 3 8B evenly over eight H100s; each GPU processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
+# MiB here: `none` keeps more than thirty arrays of this size, `selective` about a dozen, `block` one. **Which of the three policies
+# need more than 59.3 GiB?**
 
 # %%
 over = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
@@ -223,8 +224,8 @@ assert not any(sent.values()), "one device sends nothing"
 assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
-# All three compute the same numbers, some of them twice. Every lesson checks the four things in the line above. Here there is
-# one device, so nothing is sent.
+# All three compute the same numbers, some of them twice. Most lessons that train a model check the four things in the line above. Here
+# there is one device, so nothing is sent.
 #
 # ## Each weight costs 6 FLOPs a token
 #
@@ -313,10 +314,10 @@ met("01.crossover", round(equal), "counted")
 # %% [markdown]
 # ## Keep: 16 bytes a parameter, 6 FLOPs a parameter and token
 #
-# 1. Training holds 16 bytes per parameter before the first token.
+# 1. Training with Adam in mixed precision holds 16 bytes per parameter, activations not counted.
 # 2. Activations grow with tokens; recomputation trades them for FLOPs.
 # 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
-# 4. Attention adds `12 l n h s` per token: a fifth of the FLOPs at 8,192 positions, most of them at a million.
+# 4. Attention adds `12 l n h s` per token: in Llama 3 8B a fifth of the FLOPs at 8,192 positions, most at a million.
 # 5. Memory says how many devices you must have; FLOPs say how many you want.
 
 # %% tags=["plumbing"]

@@ -74,8 +74,8 @@ def sent_by(program, *given):
 show(draw.before_after())
 
 # %% [markdown]
-# Programs send in five patterns. They are called **collectives**, because all devices take part. Our eight devices need the
-# third one, the all-reduce. We begin with the second one, the reduce-scatter.
+# The programs of these lessons send in five patterns. They are called **collectives**, because all devices take part. Our eight
+# devices need the third one, the all-reduce. We begin with the second one, the reduce-scatter.
 #
 # ## Predict: what does a reduce-scatter send?
 #
@@ -100,6 +100,7 @@ x = np.random.default_rng(0).standard_normal((N * rows, 512)).astype(np.float32)
 programs = {
     "all-gather": on_each(lambda x: lax.all_gather(x[: rows // N], "tp", tiled=True)),
     "reduce-scatter": on_each(lambda x: lax.psum_scatter(x, "tp", tiled=True)),
+    # P(): the result is whole on every device
     "all-reduce": on_each(lambda x: lax.psum(x, "tp"), cut_out=P()),
     "all-to-all": on_each(lambda x: lax.all_to_all(x, "tp", 1, 0, tiled=True)),
     "permute": on_each(lambda x: lax.ppermute(x, "tp", RING)),
@@ -292,14 +293,15 @@ ticks = ["1 kB", "10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB"]
 show(draw.curves(lines, ticks, **axes, marks=marks, text=time_text, title="8 H100s"))
 
 # %% [markdown]
-# Left of the mark the curve is flat: 1 kB takes as long as 100 kB. That is why gradients are sent in **buckets** of many
-# megabytes, not one by one. Right of the mark the link decides. Between nodes the same sum takes seven times as long, because each GPU has
-# only one network port there. So axes that send much stay inside a node.
+# Far left of the mark the curve of the node is flat: 1 kB takes as long as 100 kB. At the mark starts and bytes take equally long.
+# That is why gradients are sent in **buckets** of many megabytes, not one by one. Right of the mark the link decides. For large
+# messages the same sum takes seven times as long between nodes, because each GPU has only one network port there. So axes that send
+# much stay inside a node.
 #
 # ## Keep: a sum costs less than two buffers
 #
 # 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. A device sends (N - 1)/N of the message; a permute sends the whole buffer.
+# 2. A device sends (N - 1)/N of the message, in an all-reduce twice; a permute sends the whole buffer.
 # 3. An all-reduce is a reduce-scatter and then an all-gather: less than two buffers, however many devices.
 # 4. Time is starts plus bytes over the slowest link that is crossed.
 # 5. Few large messages beat many small ones; groups inside a node are fast.

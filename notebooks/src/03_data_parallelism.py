@@ -250,8 +250,8 @@ words = (
 show(compose("pcast: nothing forward, an all-reduce backward", [items], words))
 
 # %% [markdown]
-# Its backward pass is an all-reduce. Take the gradient of the marked copy, and it is this device's own: so it is below, and we write
-# the sum ourselves. Take the gradient of the shared weight before `pcast`, and it is the sum.
+# The backward pass of `pcast` is an all-reduce. If you differentiate with respect to the marked copy (as below), you get this device's
+# own gradient, and write the sum yourself. With respect to the shared weight, before `pcast`, you get the sum.
 
 
 # %%
@@ -388,7 +388,7 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one more small message (the loss,
 # the number of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
 #
-# ## How many tokens hide the sum?
+# ## With how many tokens does the sum cost no time?
 #
 # The gradient of the last layer is ready first. It can be sent while the layers before it compute. **With how many tokens per
 # device does computing take as long as sending?** (An H100 computes
@@ -434,9 +434,9 @@ for where, (device, rate, published) in thresholds.items():
     print(f"{at_rate:<36} {tokens:4.0f} tokens, published {published}")
 
 # %% [markdown]
-# (Published: Austin et al. 2025.) In the figure the threshold is 2,340 tokens, since it uses the rate that large messages
-# reach, 370 of NVLink's 450 GB/s, and the ring's 7/8. With more tokens a step waits only for the last piece, because nothing is
-# left to compute meanwhile.
+# (Published: Austin et al. 2025.) Across nodes 400 GB/s is the rate of a whole node, whose eight GPUs first add up inside. In the
+# figure the threshold is 2,340 tokens, since it uses the rate that large messages reach, 370 of NVLink's 450 GB/s, and the ring's 7/8.
+# With more tokens a step waits only for the last piece, because nothing is left to compute meanwhile.
 #
 # ## Measured: the second node costs most
 #
@@ -451,8 +451,8 @@ look = dict(high=1.1, percent=True, title="On 16 nodes a GPU keeps 76 % of its s
 show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
-# (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network.
-# Further nodes cost less, because 2(N − 1)/N never reaches 2.
+# (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. From 2 to 8
+# nodes little is added, because 2(N − 1)/N never reaches 2. The step to 16 nodes costs more than this formula explains.
 #
 # ## Keep: replicas sum their gradients
 #

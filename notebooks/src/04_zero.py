@@ -132,10 +132,10 @@ attempt("04.memory_table", memory_gb)
 # %% [markdown]
 # ## Predict: what does each device send?
 #
-# Let Ψ be one message with a number for each parameter. A reduce-scatter or an all-gather of the whole model sends **Ψ** from each
-# device, an all-reduce **2Ψ** (lesson 02; to be exact, times (N − 1)/N). Stage 0 sums gradients by an all-reduce. At stage 3 each
-# layer's weights are gathered before they are used, forward and backward, and thrown away after each use. **How many Ψ does a device send
-# in a step?**
+# As in lesson 03, Ψ is the number of parameters. We count what is sent in units of Ψ numbers. A reduce-scatter or an all-gather of the
+# whole model sends **Ψ** from each device, an all-reduce **2Ψ** (lesson 02; to be exact, times (N − 1)/N). Stage 0 sums gradients by
+# an all-reduce. At stage 3 each layer's weights are gathered before they are used, forward and backward, and thrown away after each
+# use. **How many Ψ does a device send in a step?**
 
 # %%
 sent_in_psi = {0: 2, 1: ..., 2: ..., 3: ...}
@@ -378,8 +378,8 @@ attempt("04.accumulated", sends)
 counts = [1, 2, 4, 8]
 times = {z: [formulas.zero_elements(1, z, u) for u in counts] for z in range(4)}
 assert [times[z][2] for z in range(4)] == [2, 2, 5, 12]
-lines = [("stages 0 and 1: 2Ψ", times[0], "weights", "o", False)]
-lines += [("stage 2: (u+1)Ψ", times[2], "gradients", "s", False)]
+lines = [("stages 0 and 1: 2Ψ", times[0], "other4-line", "o", False)]
+lines += [("stage 2: (u+1)Ψ", times[2], "other3-line", "s", False)]
 lines += [("stage 3: 3uΨ", times[3], "fsdp-line", "^", False)]
 axes = dict(x="microbatches u in a step", y="Ψ sent by a device in a step")
 if opened("04.accumulated"):
@@ -420,7 +420,7 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 # %% [markdown]
 # ## Further
 #
-# ### Exercise (core): the same in bytes
+# ### Exercise (stretch): the same in bytes
 #
 # The toy has 4 × 32 × 32 weights of 4 bytes: 16,384 bytes. **How many bytes does each of the `N` devices send in a step of stage 3?**
 # On a ring a device sends (N − 1)/N of each message.

@@ -86,7 +86,7 @@ cuts = {"W1": ..., "W2": ...}  # "columns" or "rows"
 attempt("05.cut", cuts)
 
 # %% [markdown]
-# In NumPy, each device applies relu to its own numbers; the results are added up once:
+# In NumPy:
 
 # %%
 relu = lambda a: np.maximum(a, 0)
@@ -108,9 +108,9 @@ assert np.allclose(first, y) and abs(second - y).max() > 1
 # %% [markdown]
 # ## W1 by columns, W2 by rows
 #
-# Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), so it may apply relu.
-# Its rows of W2 belong to the same hidden units. The result is a *partial sum* for each number of `y`; one all-reduce adds them up. W1
-# and W2, cut like this, are a *pair*.
+# Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), so it may apply
+# relu. Its rows of W2 belong to the same hidden units. The result is a *partial sum* for each number of `y`; one all-reduce adds them
+# up. W1 and W2, cut like this, are a *pair*: a *column matrix* and a *row matrix*.
 
 # %% tags=["plumbing"]
 show(
@@ -124,8 +124,8 @@ show(
 # %% [markdown]
 # ## W1 by rows, W2 by columns
 #
-# Each device has a partial sum for every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. This sum must be finished before relu,
-# and it is four times as wide as `y` (drawn narrower).
+# Each device has a partial sum for every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. This sum must be finished before
+# relu, and it is four times as wide as `y` (drawn narrower here).
 
 # %% tags=["plumbing"]
 show(
@@ -447,7 +447,7 @@ met("05.beyond_node", seconds[16] / seconds[8], "measured")
 #
 # $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
 #
-# (Austin et al. 2025). With m = 28,672 and peak rates, N for Llama 3 70B (whole layers, gate and attention included, give 11.9, not 13.0):
+# (Austin et al. 2025). With m = 28,672 and peak rates, Llama 3 70B gets:
 
 # %% tags=["plumbing", "nbval-check-output"]
 v5p, h100 = chip("v5p"), chip("h100")
@@ -472,6 +472,8 @@ whole = weights / (4 * c.width) / (h100.flops_per_s / h100.link_bytes_per_s)
 assert round(whole, 1) == 11.9
 
 # %% [markdown]
+# (Counted over whole layers, with gate and attention, the H100's 13.0 becomes 11.9.)
+#
 # ## Keep: columns, then rows, inside the fast links
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.

@@ -352,7 +352,7 @@ show(
 )
 
 # %% [markdown]
-# A device needs whole heads, so N must divide the number of KV heads (other packages copy KV heads).
+# A device needs whole heads, so N must divide the number of KV heads.
 #
 # ### Exercise (stretch): write the exchange
 #
@@ -389,7 +389,7 @@ show(
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
 # Left is the time of a full square's two matmuls, right the time to send a piece. With a causal mask, zigzag computes half of each
-# square: a piece must be twice as long to hide a hop. In positions per device, by published rates:
+# square: so a hop costs no time only if a piece is twice as long. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
@@ -412,9 +412,10 @@ for where, rate in links:
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
 # 2. A ring makes N − 1 hops of K and V.
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. A hop overlaps if a piece has C/β · k/n positions, or twice as many under a causal mask. Gathers do not overlap.
+# 4. A hop overlaps if a piece has C/β · k/n positions, or twice as many under a causal mask. The gather of all keys does not overlap:
+#    attention waits for it.
 #
-# **Remember N − 1 hops.** With twice the devices a sequence can be twice as long, and no device holds more.
+# With twice the devices a sequence can be twice as long, and no device holds more.
 
 # %% [markdown]
 # ## Further

@@ -92,8 +92,7 @@ idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# This figure uses no formula. It only knows which operation must wait for which. Drag the microbatches from two to eight and
-# beyond.
+# This figure uses no formula. It only knows which operation must wait for which. Drag the microbatches from two to eight.
 
 # %%
 start = {"schedule": "gpipe", "stages": 4, "microbatches": 2}
@@ -112,9 +111,9 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 # %% [markdown]
 # ## The bubble
 #
-# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first stage waits p − 1 backwards until
-# the last microbatch comes back. This idle time, (p − 1)(F + B + W), is the **bubble**. It does not depend on `u`: more
-# microbatches only make the rest longer.
+# Take `p` stages and `u` microbatches. Look at the first stage. When it has finished its forwards, its last microbatch must still pass
+# the other p − 1 stages, and then the first gradient must come back through them. This idle time, (p − 1)(F + B + W), is the
+# **bubble**. Every stage has it. It does not depend on `u`: more microbatches make the rest longer.
 #
 # Two numbers are called "the bubble", so ask which one is meant:
 #
@@ -124,8 +123,8 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 # **How many microbatches do eight stages need, to be idle for at most 10 % of the total time?**
 
 # %%
-smallest_m = ...
-attempt("07.microbatches", smallest_m)
+smallest_u = ...
+attempt("07.microbatches", smallest_u)
 
 # %% tags=["plumbing"]
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -280,9 +279,8 @@ assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
 print(f"matmuls: {executed / useful:.3f} of the useful ones, which is 1 + (p-1)/u")
 
 # %% [markdown]
-# In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. Time and
-# energy are lost. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021). All forwards come before
-# all backwards.
+# In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. Time and energy are
+# lost. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021).
 #
 # ## With a table a stage can skip the bubble
 #
@@ -334,8 +332,8 @@ print(f"matmuls: {together / one_device:.3f} of those of one device")
 # %% [markdown]
 # ## Keep: more microbatches, a smaller bubble, more memory
 #
-# 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back: `pp` is the
-#    axis for the slowest links.
+# 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back: `pp` is
+#    an axis for slow links.
 # 2. The bubble is (p − 1)(F + B + W), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
 # 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
 # 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table skips it.

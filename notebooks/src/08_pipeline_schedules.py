@@ -69,9 +69,9 @@ scene.show(draw.timelines(orders, until=9))
 
 # %% [markdown]
 # Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B`
-# computes the gradient of the input, and the previous stage waits for it; `W` computes the gradient of the weights. If there is
-# no line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, mostly not neighbours;
-# a black bar marks the second chunk.
+# computes the gradient of the input, and the previous stage waits for it; `W` computes the gradient of the weights. If there is no
+# line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, mostly not neighbours; a bar marks
+# the second chunk. The cells of these two orders are too short for numbers.
 #
 # A stage must **hold** the activations of a microbatch until its backward pass is done. **Which order finishes first? And in which do the
 # four stages together hold the fewest microbatches?**
@@ -147,9 +147,10 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # %% [markdown]
 # ## No stage waits for W
 #
-# The previous stage waits only for B. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et
-# al. 2023, zero bubble). Try it. This is 1F1B with each W right after its B: drag an operation to another place of its row.
-# Five goals are listed below it; the last one is no bubble at all.
+# The previous stage waits only for B. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et al.
+# 2023, zero bubble). Try it. This is 1F1B with each W right after its B. (Its bubble is 6 and not 9: B and W are now two operations,
+# so the previous stage goes on after B.) Drag an operation to another place of its row. Five goals are listed below it; the last one
+# is no bubble at all.
 
 # %% tags=["plumbing"]
 SCHEDULE = """

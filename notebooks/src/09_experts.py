@@ -78,19 +78,20 @@ assert np.allclose(SHARES, (0.64, 0.36))
 scene.show(draw.dispatch(VISITS, weights=SHARES))
 
 # %% [markdown]
-# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0. The
-# **router**, a small matrix, scores every token against all experts and chooses the best two. A copy of the token goes to each of its
-# experts; the expert computes with it, and the result comes back. The two results are multiplied by the router's scores (0.64 and 0.36)
-# and added.
+# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0, rank 1
+# expert 1, and so on. The **router**, a small matrix, scores every token against all experts and chooses the best two. A copy of the
+# token goes to each of its experts; the expert computes with it, and the result comes back. The two results are multiplied by the
+# router's scores (0.64 and 0.36) and added.
 #
 # An **all-to-all** carries the copies: a rank sends a different part to each rank. The mesh axis over which the experts are distributed
 # is `ep`, *expert parallelism*.
 #
 # ## Predict: how much leaves a rank?
 #
-# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, the same number on each rank. The router
-# chooses `a` = 2 of them for each token (papers write k and say *top-k*; here k counts KV heads), and all experts are equally likely.
-# **How many bytes does a rank send to other ranks before the experts compute, if it sends only the copies of tokens?**
+# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, the same number on each rank. The
+# router chooses `a` = 2 of them for each token, and all experts are equally likely. **How many bytes does a rank send to other ranks
+# before the experts compute, if it sends only the copies of tokens?** (Papers write k for `a` and say *top-k*; here k counts KV
+# heads.)
 
 # %%
 E, A = 8, 2  # e experts, and a token visits a of them
@@ -213,7 +214,7 @@ print("and adds up the chosen ones.")
 
 # %%
 met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "copies alone")
-print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
+print(f"each exchange of this program sends {sent // 4:,} B: empty slots travel, too.")
 print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A:g}.")
 
 # %% [markdown]
@@ -227,8 +228,8 @@ print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A
 #
 # ## Fewer slots, or more?
 #
-# Now there are 4 ranks with 64 tokens each, and expert 0 is more than twice as popular as any other. Choose the number of slots. A choice
-# that is dropped adds nothing: the layer's result for that token lacks one expert's part.
+# Now there are 4 ranks with 64 tokens each, and expert 0 is more than twice as popular as any other. In a running notebook you can
+# choose the number of slots. A choice that is dropped adds nothing: the layer's result for that token lacks one expert's part.
 
 # %%
 figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)

@@ -136,7 +136,7 @@ scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
 # halve the state. `pp` halves the layers, but not the embedding and the head, which every stage of this package holds; with 2 layers
 # these are a large part.
 #
-# ## Each axis adds messages, and shrinks those of the others
+# ## Each axis adds messages, and changes those of the others
 
 # %%
 scene.show(by_axis([text for text in runs if "pp" not in text]))
@@ -169,15 +169,15 @@ if opened("10.pipeline"):
 # does not keep them. Half of the layers times four gathers makes twice the bytes. Embedding and head are on both stages, so
 # their bytes are four times as many.
 #
-# Grey is the sums over `pp` and `dp` together, of the gradients of embedding and head. The training of Llama 3 405B used `pp`
-# and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
+# The part of *several axes* is the sum of the gradients of embedding and head, over `pp` and `dp` together. The training of Llama 3
+# 405B used `pp` and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
 #
 # ## Which axis on which links?
 #
 # In the order `pp dp fsdp ep sp tp`, neighbours along the *last* axis are neighbours in the machine. Put the axis whose messages are
-# the hardest to overlap on the fastest links. A gather of weights can start long before they are used. A sum over `tp` can overlap only
-# inside its own layer (lesson 05). So `tp` is last, on the fastest links; `pp` and `dp`, with few messages, are first. Here a host has
-# four devices:
+# the hardest to overlap on the fastest links. A gather of weights can start long before they are used. A sum over `tp` can overlap
+# only with the computing of its own layer (lesson 05). So `tp` is last, on the fastest links; `pp` and `dp`, with few messages, are
+# first. Here a host has four devices:
 
 # %%
 scene.show(draw.mesh(MESHES[-1], devices_per_host=4))
@@ -227,10 +227,11 @@ met("10.off", max(off), "at most")
 #
 # ## Keep: each axis sends different things
 #
-# 1. Each axis adds its own messages, and shrinks those of the others.
+# 1. Each axis adds its own messages, and changes those of the others: `fsdp` and `tp` shrink what `dp` sends, `pp` makes `fsdp` send
+#    more.
 # 2. All four divide the work. `dp` saves no state. The others do, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle
 #    time.
-# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches.
+# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches, and divides a device's layers by its stages.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
 

@@ -92,9 +92,9 @@ met("11.replicas", {mesh: state[mesh] for mesh in ("dp=64", "fsdp=64")}, "predic
 # ## Predict: what can overlap with computing?
 #
 # `C` are the FLOPs per second of a GPU, `β` the bytes per second that leave it. A GPU computes with T tokens. Gathers of weights
-# overlap if **T > C/β** (lessons 03, 04). The messages of tensor parallelism overlap on up to **m/(C/β)** devices, for a feed-forward
-# of width `m` (lesson 05). By its data sheet an A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 GB/s over
-# the network. `m` is 28,672.
+# overlap if **T > C/β**: 2 bytes of a weight are sent while 2 FLOPs are done for each token (lesson 03 has this for gradients). The
+# messages of tensor parallelism overlap on up to **m/(C/β)** devices, for a feed-forward of width `m` (lesson 05). By its data sheet
+# an A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 GB/s over the network. `m` is 28,672.
 
 # %%
 inside, network, tp_devices = ..., ..., ...  # C/β in a node; over the network; m/(C/β)
@@ -117,8 +117,6 @@ if opened("11.thresholds"):
 assert held > usable / 2**30 and near < tokens < far and A100.node_size < most
 
 # %% [markdown]
-# The four inequalities say where to begin.
-#
 # ## Bet: which mesh is fastest?
 #
 # A step has 64 rows of 8,192 tokens, one row for each GPU. Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by
@@ -171,7 +169,7 @@ def mesh_map(plans, named, yours):
         Line(((0, 330), (620, 330)), "edge"),
         Line(((x_of(room), 0), (x_of(room), 330)), "ink", 2, dash=True),
         small_text(x_of(room) + 6, 10, f"{room:.1f} GiB", "start", "ink"),
-        small_text(x_of(room) + 6, 26, "may be planned", "start", "ink"),
+        small_text(x_of(room) + 6, 26, "a plan may take", "start", "ink"),
         small_text(310, 364, "GiB of each GPU", fill="ink"),
         small_text(-10, -14, "time of a step", "end", "ink"),
     ]
@@ -215,15 +213,16 @@ if opened("11.bet"):
 
 # %% [markdown]
 # Each dot is a mesh. Dots on the left need less memory, lower dots need less time. A dot has the colour of its largest axis (green
-# `fsdp`, orange `tp`, grey `pp`). (Until you bet, *yours* is the mesh of the rule. 8 % of the usable memory stay free, since temporary
-# memory is an estimate.) The inequalities had it: **fsdp over the nodes, and some tp inside.** With `tp` a GPU gathers a smaller part
-# of each weight, so less crosses the slow network.
+# `fsdp`, orange `tp`). (Until you bet, *yours* is the mesh of the rule. The planner keeps 8 % of the usable memory free, because
+# temporary memory is an estimate.) Inequality 3 said that fsdp over all nodes does not overlap by itself; inequality 4 allowed tp
+# inside. Fastest is **fsdp over the nodes, and some tp inside**; the bars below show why.
 #
 # ## Predict: two terms of a step with the rule's mesh
 #
-# A step's time is a sum of terms. You can compute two of them for `pp=8 tp=8`. **Matmuls** do 6 FLOPs for each parameter and token (64 · 8,192
-# tokens), on 64 GPUs that reach 78 % of their peak. The **bubble**, in which stages wait for each other, adds (p − 1)/(g·u) to 24.8 s of
-# computing: p = 8 stages, each in g = 2 chunks, and u = 32 microbatches. **How many seconds?**
+# A step's time is a sum of terms. You can compute two of them for `pp=8 tp=8`. **Matmuls** do 6 FLOPs for each parameter and token (64
+# · 8,192 tokens), on 64 GPUs that reach 78 % of their peak. The **bubble**, in which stages wait for each other, adds (p − 1)/(g·u) to
+# the 24.8 s that this mesh computes (matmuls, attention, element-wise work and recomputation): p = 8 stages, each in g = 2 chunks, and
+# u = 32 microbatches. **How many seconds?**
 
 # %%
 matmuls_s, bubble_s = ..., ...
@@ -329,8 +328,8 @@ assert h100.dcn_bytes_per_s == 2 * A100.dcn_bytes_per_s
 #
 # ### Exercise (core): a rack of 72 GPUs
 #
-# In a GB200 NVL72 all 72 GPUs are on fast links. Each GPU sends 900 GB/s and computes 2,398e12 FLOPs per second. Take 64 of
-# them for the same step. **How many tokens must a GPU have, so that gathers over all 64 overlap, and do they overlap here?**
+# In a GB200 NVL72 all 72 GPUs are on fast links. Each GPU sends 900 GB/s and computes 2,398e12 FLOPs per second. Take 64 of them for
+# the same step. **How many tokens must a GPU have, so that gathers over all 64 overlap, and do they overlap here?**
 
 # %%
 rack = {"tokens": ..., "overlap": ...}  # a number; "yes" or "no"
@@ -364,7 +363,7 @@ assert links_s < 0.05 * alone.step_s
 #
 # What was compiled? What if the machine were another? Are the seconds right? Where the data sheet misleads, and another question: serving.
 #
-# ### Exercise (core): which scheme?
+# ### Exercise (stretch): which scheme?
 #
 # Answer with the axis that one would add first: `"dp"`, `"fsdp"`, `"tp"` or `"pp"`. The training state fits on one GPU; it
 # fits into a node's memory, but not on one GPU; a single layer is larger than what a GPU can gather.

@@ -144,6 +144,7 @@ def with_types(x, up, down):  # Explicit
     return z
 
 
+# explicit: the mesh with axes of that kind; run: the result, and what was sent
 typed, seen = explicit(mesh), {}
 results = {
     "Manual": run(manual(by_hand)),
@@ -185,9 +186,8 @@ scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsi
 # %% [markdown]
 # ## Bet: forget the sum in each way
 #
-# Now the sum is missing everywhere. `shard_map` has a check, `check_vma`: if a program declares that a result is the same on
-# all devices, and it may differ, the check refuses the program. Much published code switches the check off, so there are four
-# programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
+# Now the sum is missing everywhere. `shard_map` has a check of what a program declares about its result, `check_vma`. Much published
+# code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
 
 # %%
 ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
@@ -226,6 +226,7 @@ def in_colour(columns, title):
 enough = sum(row["bytes_sent"] for row in results["Auto"][1].values())
 
 # %%
+# fate: refused, right or wrong, and what the program sends
 fates = {
     "Manual": fate(manual(feed_forward)),
     "Manual, check off": fate(manual(feed_forward, check_vma=False)),
@@ -244,9 +245,9 @@ assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 # %% [markdown]
 # ## Why
 #
-# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is
-# off, and then there is no error. Explicit stops *at the line* with the mistake. JAX's message is long; `explain` turns it into
-# the arrow that is missing:
+# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and
+# then there is no error. (The check refuses a program whose result may differ on devices that should have the same.) Explicit stops
+# *at the line* with the mistake. JAX's message is long; `explain` turns it into the arrow that is missing:
 
 # %%
 error = fates["Explicit"][-1]

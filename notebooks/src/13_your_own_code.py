@@ -105,8 +105,8 @@ assert np.isclose(value, right, rtol=1e-5)
 # %% [markdown]
 # ## Predict: what should it send?
 #
-# FSDP gathers each weight once, when it is needed, and does not keep it ([lesson 04](04_zero.ipynb)). The four weights have 98,304
-# numbers of 4 bytes. **How many bytes would a device send, if the program sent only these gathers?**
+# In a forward pass FSDP gathers each weight once, when it is needed, and does not keep it ([lesson 04](04_zero.ipynb)). The four
+# weights have 98,304 numbers of 4 bytes. **How many bytes would a device send, if the program sent only these gathers?**
 
 # %%
 bytes_sent = ...
@@ -118,7 +118,7 @@ attempt("13.sent", bytes_sent, devices=N)
 
 # %%
 before = look(loss, params, tokens)
-met("13.sent", total(before))
+met("13.sent", total(before), "this program sends")
 before if opened("13.sent") else None
 
 # %% tags=["plumbing"]
@@ -133,9 +133,9 @@ assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
 # %% [markdown]
 # ## What each line sends
 #
-# The program sends 35 times as many bytes as gathers of the four weights. `In[3]:5` is line 5 of cell 3. After it are the types of a
-# value before and after the message, as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the
-# all-reduce adds them up. In `s32[16@X,128,1]` the axis `X` cuts the first dim. Here is the same beside the code:
+# Your number is what FSDP would send. This program sends 35 times as many bytes. `In[3]:5` is line 5 of cell 3. After it are the types
+# of a value before and after the message, as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum,
+# and the all-reduce adds them up. In `s32[16@X,128,1]` the axis `X` cuts the first dim. Here is the same beside the code:
 
 # %% tags=["plumbing"]
 show(drawn({"sent": (loss, before)}))
@@ -172,7 +172,7 @@ assert str(from_type(x, "bsd")) == "b s d/X"
 # dims could have `X`: `b` from the tokens and `d` from `embed`. No line says which one, and the partitioner chose `d`. The next lines
 # follow from that: `x @ up` sums over `d`, each device has only a partial sum, so `h` of the whole batch must be summed over the devices.
 #
-# ## Exercise (core): say it in one line
+# ### Exercise (core): say it in one line
 #
 # `jax.lax.with_sharding_constraint(x, P(…))` sets the layout of a value inside a program. `P` has an entry for each dim, in
 # order: an axis, or None. Write the function that returns `x` with each row on the device that has the tokens of this row.

@@ -17,8 +17,8 @@
 # %% [markdown]
 # # 14 · Models of 2026: what do their layers keep and send?
 #
-# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3
-# has nine times as many parameters and keeps a fifth of these bytes. Qwen3.5 keeps a tenth. What do their layers keep instead?
+# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3 has more
+# than nine times as many parameters and keeps a fifth of these bytes. Qwen3.5 keeps a tenth. What do their layers keep instead?
 
 # %% tags=["plumbing"]
 import os
@@ -139,7 +139,7 @@ assert MODELS["gemma-3-27b"].period == (0, 0, 0, 0, 0, 1)
 assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 
 # %% [markdown]
-# - **Full attention** keeps the key and the value of each token: 2·k·h numbers, with k KV heads of width h.
+# - **Full attention** keeps the key and the value of each token, for each KV head.
 # - A **window** looks at the last w tokens only: 1,024 in five of six layers of Gemma 3, 128 in every second layer of gpt-oss.
 #   Older keys are forgotten.
 # - **Latent attention** (DeepSeek's MLA) keeps one short vector for all heads: the *latent*, from which their keys and values
@@ -155,8 +155,8 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 # (all query heads share them). **(c)** DeepSeek-V3: a latent of 512 numbers and a rotary key of 64.
 
 # %%
-left = {"128 heads": ..., "8 KV heads": ..., "latent": ...}
-attempt("14.cache", left)
+kept_numbers = {"128 heads": ..., "8 KV heads": ..., "latent": ...}
+attempt("14.cache", kept_numbers)
 
 # %% tags=["plumbing"]
 llama = MODELS["llama3-70b"]
@@ -167,9 +167,10 @@ assert counted == {"128 heads": 32_768, "8 KV heads": 2_048, "latent": 576}
 assert round(counted["128 heads"] / counted["latent"]) == 57
 
 # %% [markdown]
-# A latent with its rotary key has 1/57 of the numbers of (a). But all heads read the same latent, so `tp`, which cuts heads,
-# cannot cut this cache: each rank of `tp` keeps all of it. (gpt-oss adds an *attention sink*: one learned number for each head,
-# beside the scores. It is a weight; it leaves nothing in the cache and sends nothing.)
+# Full attention keeps 2·k·h numbers of a token, with k KV heads of width h. A latent with its rotary key has 1/57 of the numbers of
+# (a). But all heads read the same latent, so `tp`, which cuts heads, cannot cut this cache: each rank of `tp` keeps all of it.
+# (gpt-oss adds an *attention sink*: one learned number for each head, beside the scores. It is a weight; it leaves nothing in the
+# cache and sends nothing.)
 #
 # ## Predict: how far must keys travel?
 #
@@ -360,26 +361,30 @@ assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 #
 # ## What each kind of layer sends
 #
-# (The *stream* is what a layer passes to the next layer: d numbers for each token. `tp` adds up parts of it, twice in a layer:
-# lesson 05.)
+# (The *stream* is what a layer passes to the next layer: d numbers for each token. `tp` adds up parts of it, twice in a layer forward,
+# and twice backward: lesson 05.)
 
 # %% tags=["plumbing"]
 assert small_v3.num_heads * (16 + 8) == 192
 SENDS = {
     "full attention": (
         "sums of the stream",
-        "keys, n - 1 hops",
+        "keys and values, n - 1 hops",
         "",
         "2·k·h of each token",
     ),
-    "window": ("sums of the stream", "keys, few hops", "", "2·k·h of the last w"),
+    "window": (
+        "sums of the stream",
+        "keys and values, few hops",
+        "",
+        "2·k·h of the last w",
+    ),
     "latent attention": (
         "sums of the stream",
         "latents, gathered",
         "",
         "a latent of each token",
     ),
-    "attention sink": ("", "", "", ""),
     "recurrent state": ("sums of the stream", "a state, n - 1 hops", "", "one state"),
     "dense or shared": ("sums of the stream", "", "", ""),
     "experts": ("sums of the stream", "", "tokens, both ways", ""),
@@ -395,7 +400,7 @@ table = [
     )
     for kind, cells in SENDS.items()
 ]
-note = "pp: whatever the layer, a stage hands on the stream: s·d numbers a microbatch"
+note = "pp: whatever the layer, a stage hands on the stream: b·s·d numbers a microbatch"
 show(
     draw.table(table, (*AXES, "kept"), "What a layer sends, and what it keeps", [note])
 )

@@ -73,14 +73,14 @@ def reach(chips):
 show(reach(CHIPS))
 
 # %% [markdown]
-# On a *torus* a chip has links only to its neighbours, two along each axis (a TPU v5p has three axes). Each axis closes to a
-# ring.
+# On a *torus* a chip has links only to its neighbours, two along each axis (a TPU v5p has three axes).
 #
-# ## Predict: how many tokens hide a gather?
+# ## Predict: with how many tokens does a gather overlap?
 #
-# A gather of weights hides behind matmuls if a device computes with more than **C/β** tokens (lesson 03): C are its FLOPs per second, β
-# the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of data sheets; lesson 03
-# took 540 GB/s for the TPU v5p, as its book does.)
+# A gather of weights overlaps with matmuls (it is *hidden*) if a device computes with more than **C/β** tokens (lesson 03): C are its
+# FLOPs per second, β the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of
+# data sheets; the GB200's is computed from its clock, where the data sheet rounds to 2,500 TFLOP/s. Lesson 03 took 540 GB/s for the
+# TPU v5p, as its book does.)
 
 # %%
 tokens = {"H100": ..., "MI355X": ..., "GB200": ..., "TPU v5p": ...}
@@ -114,9 +114,9 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# And beyond the fast links? The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its
-# chips. Each chip has a network port of 50 GB/s: 8 ports bring 400 GB/s into a node of H100s, 72 ports bring 3,600 GB/s into a rack.
-# Inside it a GPU receives the gathered weights at 900 GB/s, so the fast links are the limit, and not the network.
+# The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its chips. Each chip has a
+# network port of 50 GB/s: 8 ports of a node of H100s, 72 of a rack. In a rack the ports bring in 3,600 GB/s, more than the 900 GB/s at
+# which a GPU receives: the fast links are the limit. In a node of H100s it is the network: 400 against 450 GB/s.
 
 # %% tags=["plumbing"]
 into = {name: c.node_size * c.dcn_bytes_per_s for name, c in CHIPS.items()}
@@ -156,10 +156,10 @@ def bars(plans, shown, title):
 # %% [markdown]
 # ## Predict: how far may tp go?
 #
-# Tensor parallelism hides on up to **m/(C/β)** devices (lesson 05), and it must stay on fast links. `m`, the width of the feed-forward,
-# is 28,672 in Llama 3 70B and 53,248 in Llama 3.1 405B. For each model and card: **which is the largest power of two that both limits
-# allow**, m/(C/β) and the number of chips on fast links? (Counted over whole layers, with gate and attention, N is a tenth smaller, and
-# the powers of two are the same.)
+# Messages of `tp` overlap on up to **m/(C/β)** devices (lesson 05), and `tp` must stay on fast links. `m`, the width of the
+# feed-forward, is 28,672 in Llama 3 70B and 53,248 in Llama 3.1 405B. For each model and card: **which is the largest power of two
+# that both limits allow**, m/(C/β) and the number of chips on fast links? (Counted over whole layers, this limit is a tenth smaller,
+# and the powers of two are the same.)
 
 # %%
 tp = {"70B, H100": ..., "405B, H100": ..., "70B, GB200": ..., "405B, GB200": ...}
@@ -200,9 +200,10 @@ seconds = [plan.time.step_s for plan in found.values()]
 assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
 
 # %% [markdown]
-# The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8
-# `tp=16` leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`: it is allowed, but
-# it gains nothing. A rack of 72 does not mean `tp=72`: **with more devices each has less to compute, and its messages no longer hide.**
+# The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16`
+# leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`: it is allowed, but it gains
+# nothing: the inequality counts peak rates and whole overlap; at rates that are reached a part of the messages stays visible. A rack
+# of 72 does not mean `tp=72`: **with more devices each has less to compute, and its messages no longer hide.**
 #
 # ## Predict: how wide must an expert be?
 #
@@ -327,7 +328,7 @@ assert all(1.4 < a / b < 1.6 for a, b in zip(computes, computes[1:], strict=Fals
 # 1. C/β: compute it again for each machine, and for each kind of its links. Newer GPUs need more tokens.
 # 2. `tp` hides its messages up to m/(C/β) devices, even where 72 GPUs share a switch.
 # 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. A rack lets `ep` grow to 64.
-# 4. A pipeline is for slow links. In racks the planner leaves it out.
+# 4. A pipeline is for slow links. For 405B on 256 GPUs in racks the planner leaves it out.
 # 5. Eight bits double C. Send eight bits too, or hidden messages become exposed.
 
 # %% [markdown]

@@ -80,8 +80,8 @@ def compile_pass(mesh, requests, tokens):
 show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 
 # %% [markdown]
-# The whole prompt goes through the model in one pass: *prefill*. The answer needs a pass for each token, *decode*, because a token
-# must be known before the next one. A *cache* keeps the keys and values of all earlier tokens for attention.
+# The whole prompt goes through in one pass: *prefill*. The answer needs a pass for each token, *decode*, because a token must be known
+# before the next one. A *cache* keeps the keys and values of all earlier tokens for attention.
 #
 # ## Predict: how many FLOPs per byte of weights?
 #
@@ -118,9 +118,9 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## What the three passes do
 #
-# A pass for one token reads as much as a pass for a prompt, but computes only 1/60 as much. An H100 could do 295 FLOPs while it
-# reads a byte: 989 TFLOP/s divided by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long
-# as reading the weights: this is the *balance batch*. A long prompt has enough tokens. Decode needs 295 requests.
+# A pass for one token reads as much as a pass for a prompt, but computes only 1/60 as much. An H100 could do 295 FLOPs while it reads
+# a byte: 989 TFLOP/s divided by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long as reading
+# the weights: this is the *balance batch*. Decode needs 295 requests with small caches.
 #
 # ## Requests share weights, not caches
 #
@@ -158,7 +158,7 @@ axes = "requests in the pass", "FLOPs per byte"
 show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 
 # %% [markdown]
-# More requests help until their caches have more bytes than the weights. From there on only a smaller cache helps.
+# Once caches have more bytes than the weights, more requests help less and less: at most twice as much. Then a smaller cache helps.
 #
 # ### Exercise (core): what a token adds to the cache
 #
@@ -199,8 +199,8 @@ title = "16 requests of 8,192 tokens on an H100"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. A window
-# does too: a token sees only the last 4,096. (The dashed line is 59.3 GiB: JAX takes three quarters of the card.)
+# Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. A window does too:
+# a token sees only the last 4,096. (Llama 2 as if it had 8,192 positions.)
 #
 # ## Predict: can four devices hold a long context?
 #
@@ -228,8 +228,9 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Columns are positions, numbers are devices. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the
-# cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
+# Columns are positions, colours are devices. In the middle each row has two colours: two devices hold the same head. With `b` rows of
+# the batch (requests), `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four
+# devices for two heads, so each head is held twice.
 #
 # ## What is sent for a token
 #
@@ -314,7 +315,7 @@ attempt("16.join", join)
 # %% [markdown]
 # ## A finished request frees its slot
 #
-# The engine behind `llmpar serve` says after each pass which request got a token. We draw which request had which slot:
+# We draw which request has which slot in the engine of `llmpar serve`:
 
 # %%
 plan = Plan(f"sp={N}", dtype="bfloat16")
@@ -353,12 +354,12 @@ assert passes == max(map(len, lanes)) < END
 print(f"{END} passes become {passes}; each request is answered as if it were alone")
 
 # %% [markdown]
-# This is *continuous batching* (Yu et al. 2022): as many requests as possible share each pass.
+# This is *continuous batching* (Yu et al. 2022).
 #
 # ## How much reserved memory is used?
 #
-# The length of an answer is not known in advance, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023)
-# reserves *pages* of 16 tokens when they are needed:
+# The length of an answer is not known in advance, so a slot reserves memory for the longest one. vLLM (Kwon et al. 2023) reserves
+# *pages* of 16 tokens when they are needed. A to D now need 3, 9, 5 and 2 pages; a slot has 16.
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages
@@ -389,7 +390,7 @@ rooms = {
 show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 
 # %% [markdown]
-# `llmpar serve` has slots and no pages: its code is short enough to read. For many users take an *inference engine* such as vLLM.
+# `llmpar serve` has slots and no pages. For many users take an *inference engine* such as vLLM.
 #
 # ## Keep: prefill computes, decode reads
 #

@@ -116,7 +116,7 @@ def my_rows(batch, process, num): ...
 
 attempt("17.rows", my_rows)
 
-# %%
+# %% tags=["plumbing"]
 if find("17.rows").judge(my_rows).startswith(CORRECT):
     scene.show(shown(team.run(feed, my_rows)))
 
@@ -190,8 +190,8 @@ for name, ranks in found.items():
 # %% [markdown]
 # ## What Linux counted on the wire
 #
-# All losses are equal, because it is one program. The bytes on the wire are not equal. The figures show what Linux counted on
-# the wire, and the seconds of a step, in a recorded run on a slow wire.
+# All losses agree in the printed digits: both placements compute the same step. The bytes on the wire are not equal. The figures show
+# what Linux counted on the wire, and the seconds of a step, in a recorded run on a slow wire.
 
 # %%
 for name in found:
@@ -205,9 +205,10 @@ for name in found:
 # %% [markdown]
 # ## Other plans on the slow wire
 #
-# Here are six plans for four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch and
-# boundary of stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs inside a
-# host.
+# Here are six plans for four devices. *Across*: pairs along this axis are on two hosts, the other axis stays inside. *Over all*: one
+# axis has all four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch and
+# boundary of stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs
+# inside a host.
 
 # %%
 bars = []
@@ -247,8 +248,8 @@ if opened("17.equal"):
 met("17.equal", equal, "computed")
 
 # %% [markdown]
-# They send the same at T = 4 d, or a little less with embedding and head. With T tokens `tp` sends T/(4 d) times as much in this model.
-# Large trainings have far more tokens, so tp stays inside a host.
+# Counted over layers alone they send the same at T = 4 d = 576. With embedding and head it is at 514 tokens, where the lines cross.
+# With T tokens `tp` sends T/(4 d) times as much in the layers. Large trainings have far more tokens, so tp stays inside a host.
 #
 # ## When a process dies
 #
@@ -331,7 +332,7 @@ print("weights and moments: the same bits as without the kill")
 #
 # 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
 # 2. Two placements of one plan have the same loss, but one sends four times the bytes over the wire.
-# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: in this model it sends T/(4 d) times what `dp` sends.
+# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: in the layers it sends T/(4 d) times what `dp` sends.
 # 4. One dead process stops all; the same command continues from the newest checkpoint, with the same bits.
 
 # %% [markdown]

@@ -170,8 +170,8 @@ if opened("18.rounds"):
     show(draw.traffic(three["c"]))
 
 # %% [markdown]
-# The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916). In `c` all eight devices
-# work in both rounds. In `a` two receivers are the limit, in `b` two senders.
+# The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916). In `a` two receivers
+# are the limit, in `b` two senders.
 #
 # `llmpar rl` trains this way: a sampler on four devices, a trainer on four, and a *reward* (how good is an answer?) that one line of
 # code computes. Before every second step the trainer sends its weights to the sampler.
@@ -189,8 +189,8 @@ show(draw.curves(learned, range(20, 241, 20), **axes, title=title))
 # %% [markdown]
 # ## Predict: what does Muon send?
 #
-# The optimizer **Muon** makes each matrix of the momentum nearly orthogonal before it updates the weight. For that it needs the whole matrix on one device, and FSDP
-# has cut it. Three ways:
+# The optimizer **Muon** makes each matrix of the momentum nearly orthogonal before it updates the weight. Simple programs have the
+# whole matrix on one device for that, and FSDP has cut it. Three ways:
 #
 # - `gather`: an all-gather brings all matrices to all devices.
 # - `owner`: an all-to-all brings each device the whole matrices of some layers; a second one brings the results back.
@@ -280,24 +280,24 @@ if opened("18.share"):
     show(draw.curves(lines, COUNTS, **axes, percent=True, title="Muon beside FSDP"))
 
 # %% [markdown]
-# Even with one microbatch Muon sends less than FSDP: 2/3 by `gather`, 1/6 by `owner`.  The FLOPs are half a percent; by `gather`, where
-# all eight devices compute all matrices, 4 %.
+# Even with one microbatch Muon sends less than FSDP. The FLOPs are half a percent of the model's; by `gather`, where all eight devices
+# compute all matrices, 4 %.
 #
 # ## Predict: what do islands send?
 #
-# Some devices are joined by slow links only: *islands*. Each island can train alone, as a *worker*, and every H steps all average their
-# weights: *local steps*. (DiLoCo, Douillard et al. 2023, adds momentum.)
+# Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a *worker*, and every H steps
+# all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023, adds momentum.)
 #
 # Four workers, 100 MB of weights in float32. Data parallelism sends 2 · 3/4 · 100 = 150 MB of gradients in each step. The workers
-# average their weights every 10 steps. **How many MB does a worker send in a step, on average? Now they average after every step. Do
-# they get the weights of data parallelism: with SGD? With Adam?** Write `"yes"` or `"no"`.
+# average their weights every 10 steps. **(a) How many MB does a worker send in a step, on average? (b) If they average after *every*
+# step, do they get the weights of data parallelism, with SGD? With Adam?** Write `"yes"` or `"no"`.
 
 # %%
 islands = {"every 10": ..., "SGD": ..., "Adam": ...}
 attempt("18.islands", islands)
 
 # %%
-grads = [1.0, -3.0]  # of one weight, in two workers
+grads = [1.0, -3.0]  # of one weight; two workers are enough to see it
 
 
 def moved(rule, gradient):
@@ -350,8 +350,8 @@ if opened("18.islands"):
 #
 # 1. Between two meshes: each receiver gets what it lacks, once. That sum is the fewest bytes.
 # 2. The fewest rounds are the messages of the busiest device.
-# 3. Muon needs whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing over fsdp.
-# 4. Muon moves once a step, FSDP in every microbatch. Its FLOPs are 5·r/T of the model's.
+# 3. Muon needs whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing in addition.
+# 4. Muon moves once a step, FSDP in every microbatch. For a matrix r × r its FLOPs are 5·r/T of the model's.
 # 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD, not for Adam.
 
 # %% [markdown]

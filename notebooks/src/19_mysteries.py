@@ -16,8 +16,7 @@
 # # 19 · Mysteries: the loss falls, and something is wrong
 #
 # Five real failures of recent years, without error or warning: three here, two in *Further*. The first: a team changes `tp` from 1 to
-# 8, with the same model and batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. Which line is
-# wrong?
+# 8, with the same model and batch. The loss stays the same. The gradient norm does not, so clipping begins earlier. What is wrong?
 
 # %% tags=["plumbing"]
 import os
@@ -106,8 +105,9 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | positions | each rank counts its positions from 0 |
 # | copies | each rank has its own copy of an array |
 #
-# The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue says what it would have cost,
-# minutes of reading or a run. Guess again after each clue. At the end the cure is run.
+# The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue has a cost, such as one run:
+# that is what you would have paid for it. Guess again after each clue. At the end the cure is run. (The stored copy shows the clues; a
+# running copy hides them until you have guessed.)
 #
 # ## 1. The gradient norm that grows with tp
 
@@ -141,9 +141,9 @@ met("19.norm", "counted twice", "it was")
 print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.2f}")
 
 # %% [markdown]
-# The bias is the same on all ranks, so the sum over `tp` counts it `tp` times. (NVIDIA-NeMo/RL, pull request 3788, 2026;
-# ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8. It does not change the loss of the step, only where
-# clipping begins.)
+# The bias is the same on all ranks, so the sum over `tp` counts it `tp` times. (NVIDIA-NeMo/RL, pull request 3788, 2026, proposed;
+# ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8. It does not change the loss of the step, only
+# where clipping begins.)
 #
 # ## 2. More devices, but not less noise
 #
@@ -181,21 +181,20 @@ suspect = ...  # one of the six
 attempt("19.noise", suspect)
 
 # %% [markdown]
-# **Clue** (cost: one run): look at the numbers themselves. The pale ones were set to 0:
+# **Clue** (cost: one run): look at the numbers themselves. The coloured ones were kept:
 
 # %% tags=["plumbing"]
-ones = np.ones((16, 12), np.float32)
+ones = np.ones((16, 6), np.float32)
 kept = np.asarray(jax.jit(on("dp=4", dropped, P("dp"), P("dp")))(ones)) > 0
 assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
-table = [
-    (
-        f"rank {i // 4}" if i % 4 == 0 else "",
-        [("", "weights" if on_ else "cell") for on_ in row],
-    )
-    for i, row in enumerate(kept)
-]
-for end in (12, 8, 4):  # a gap between ranks
-    table.insert(end, ("", []))
+coloured = lambda row: [("", "weights" if on_ else "cell") for on_ in row]
+table = []
+for left in (0, 8):  # two ranks beside each other
+    for i in range(left, left + 4):
+        name = f"ranks {i // 4} and {i // 4 + 1}" if i == left else ""
+        table.append((name, [*coloured(kept[i]), ("", ""), *coloured(kept[i + 4])]))
+    table.append(("", []))
+table.pop()
 if opened("19.noise"):
     show(draw.table(table, title="Which numbers four ranks keep"))
 
@@ -226,8 +225,8 @@ print(
 #
 # ## 3. ZeRO-1 that saves nothing
 #
-# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. `w` is whole
-# on each device, as ZeRO-1 wants it:
+# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. Read
+# how the state is made:
 
 # %%
 mesh = make_mesh("fsdp=8")
@@ -279,7 +278,7 @@ met("19.memory", "copies", "it was")
 #
 # ## Keep: a falling loss proves little
 #
-# 1. Wrong values, wasted memory and wasted messages need different clues: `check`, bytes on a device, `look`.
+# 1. Wrong values and wasted memory need different clues: `check`, and bytes on a device. (For wasted messages: `look`, lesson 13.)
 # 2. Ask about each sum over ranks: does each rank add a different value? If not, the sum counts copies.
 # 3. Ask about each random number: should it be the same on all ranks of this axis, or different?
 # 4. Ask about each array: which line says that it is cut?
@@ -290,9 +289,9 @@ met("19.memory", "copies", "it was")
 #
 # Two more cases.
 #
-# ## 4. The long context that forgets where it is
+# ## 4. The first loss is 11.4 in place of 2
 #
-# A long sequence is cut into parts. The first loss is 11.4 in place of 2. Each rank has its part of the positions, and rotates queries and
+# A long sequence is cut into parts. Each rank has its part of the positions, and rotates queries and
 # keys by position:
 
 

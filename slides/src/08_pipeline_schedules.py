@@ -71,7 +71,7 @@ assert table.bubble_over_ideal == timetable(make("interleaved", P, U, G)).bubble
 show(draw.timeline(table, facts=False))
 
 # %% [markdown] tags=["notes"]
-# For once F and B are drawn equally long, so that the halves are wide enough to read. A black bar marks chunk 1.
+# For once F and B are drawn equally long, so that the halves are wide enough to read. A bar marks chunk 1.
 #
 # **Ask:** stage 0 holds the first layers. What else? The first layers of the second half: 0, 4 of 8 chunks, not 0, 1.
 #

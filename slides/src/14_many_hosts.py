@@ -79,7 +79,7 @@ for name in sorted(hosts.HOST_PLANS, key=lambda name: runs[name, "20mbit"]["step
 show(draw.time_bars(bars, title="A step, and what leaves a host in it"))
 
 # %% [markdown]
-# `tp` sends **T/(4 d)** times what `dp` sends: T tokens of a batch, layers of width d with 16 d² weights.
+# In its layers `tp` sends **T/(4 d)** times what `dp` sends: T tokens of a batch, layers of width d with 16 d² weights.
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why does `fsdp` over all send more than `dp` over all? Weights are gathered twice and scattered once: 3 in place of 2, less
