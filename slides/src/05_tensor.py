@@ -291,7 +291,7 @@ assert sorted(best) == [1, 2, 4, 8, 16]
 seen = [best[t][0] for t in sorted(best)]
 ours = [step_time(best[t][1]).step_s for t in sorted(best)]
 assert all(b / a < 1.15 for a, b in zip(seen[:4], seen[1:4], strict=False)) and seen[4] > 2 * seen[3]
-assert all(abs(a / b - 1) < 0.18 for a, b in zip(ours, seen, strict=True))
+assert all(abs(a / b - 1) < 0.2 for a, b in zip(ours, seen, strict=True))
 curves(
     [("measured", seen, "measured", "s", False), ("our model", ours, "ink", "o", True)],
     sorted(best), "tensor parallel devices N", "seconds a step", high=12, marks=((3.5, "beyond the node"),),
