@@ -13,7 +13,7 @@ Abbeel 2023.)
 
 Which keys a query may see is computed from ids: the position and the segment (the number of its document)
 of each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
-(`llmpar.plan.sequence_order`): the result is the same, and only the number of tiles that are skipped changes.
+(`llmpar.plan.sequence_order`): the result is the same, and only the work and the hops that are saved change.
 
 The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
@@ -70,7 +70,7 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# Names under which remat policies know what the backward pass of attention reads.
+# Names of what attention's backward pass reads. The policies of `remat` save OUT and LSE by theirs.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
 # The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
@@ -80,7 +80,7 @@ IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
 
 class _Ids(TypedDict, total=False):
-    """What decides which keys a query sees. Segments are optional; each array may have batch 1."""
+    """What decides, with the mask, which keys a query sees. Segments are optional; each may have batch 1."""
 
     q_positions_bs: Int[Array, "_ s"]
     q_segments_bs: Int[Array, "_ s"] | None
@@ -144,7 +144,7 @@ def ids_are_valid(
     - where a rank has all keys, and the kernel is `flash`;
     - where a rank has all keys, and its queries are not the same positions in order.
 
-    Elsewhere tiles or hops are left out without comparing ids. Then the ids must satisfy one of these:
+    Elsewhere tiles or hops may be left out without comparing ids. Then the ids must satisfy one of these:
     positions rise along the row; or segments never fall, and positions rise within each segment. With
     `Plan.documents` ``whole``, and a kernel other than ``portable``, the row must be one segment of rising
     positions, in steps of 1 if there is a window."""
@@ -409,7 +409,7 @@ class _Ring:
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether K and V wait until dK and dV are computed, before they are sent. It is for flash, whose backward
+    # Whether K and V are sent only when dK and dV are computed. It is for flash, whose backward
     # pass has two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other
     # computes dQ, K and V are sent.
     kv_hop_waits: bool = False
@@ -434,7 +434,7 @@ def ring_attention(
 
     Args:
         ids: those of this rank's queries, and those of the keys of all ranks.
-        tile: its length; None: `tile_length` chooses. (A *block* is all keys of a rank.)
+        tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order. It is not
             checked here (`ids_are_valid`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside
             the mask. (`Resolved.in_order` may also hold in a ring.)
@@ -507,8 +507,8 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
         merge attention to the keys into out, lse
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
-    dtype, KV heads only: each rank sends hops times 2 b t k h elements. A hop may run while a rank attends to
-    the keys that it has. The backward pass needs q, k, v, ids, out and lse."""
+    dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: zeros besides). A hop
+    may run while a rank attends to its keys. The backward pass needs q, k, v, ids, out and lse."""
 
     def attend_and_hop(carry, hops):
         kv, partials = carry
@@ -600,8 +600,8 @@ def _hop(ring, arrays, by=1):
 
 
 def full(q: Q, k: KV, v: V, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Partial:
-    """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of attention's
-    tests."""
+    """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of tests, and the
+    attention of `llmpar.serve.decode`."""
     q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5

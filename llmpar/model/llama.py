@@ -2,7 +2,7 @@
 
 Four terms are needed to read it:
 
-    region    a part of a layer in which values have one layout: data, stream, attention, ffn, vocab …
+    region    a part of the model in which each dim is cut in one way: data, stream, attention, ffn, vocab …
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
@@ -16,7 +16,7 @@ With `Solo` the model below is the plain Llama of Touvron et al. 2023 with group
 SwiGLU. Other families add parts. A block has such a part if `ModelConfig.block_weights` lists its weights
 (biases, more norms, experts, latent attention, sinks) or if a field of `Variant` is set (caps, scales).
 
-The methods of `Llama` compute the loss of a training step. Each line calls those that are indented below it:
+The methods of `Llama` compute the loss of a training step. Each calls those that are indented below it:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
       cross_entropies         of each target, from the last hidden state and the output head
@@ -52,8 +52,8 @@ from llmpar.plan.places import LayerLoop
 Stream = Float[Array, "b s d"]
 Tree = Any
 Batch = dict[str, jax.Array]
-"""The input of a step, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
-from 1). The loss is NaN if positions and segments of a row are not in the order that attention relies on
+"""The input of a step, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (numbers of
+documents). The loss is NaN if positions and segments of a row are not in the order that attention relies on
 (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``, float32, too
 (`clipped_surrogate`)."""
 # Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
@@ -131,7 +131,7 @@ class Norm(nnx.Module):
 def set_weights(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
     """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
     ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. For
-    a part that only some models have, the class has an attribute that is None. It stays None if ``params``
+    a weight that only some models have, the class has an attribute that is None. It stays None if ``params``
     has no such weight."""
     for path, weight in params.items():
         owner, _, name = path.removesuffix(".scale").rpartition(".")
@@ -150,7 +150,7 @@ class Attention(nnx.Module):
     v_bias: nnx.Param | None = None
     o_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
-    eps: float | None = None  # the epsilon of q_norm and k_norm; None: ``norm_eps`` of the model
+    eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
 
     def __init__(self, config: ModelConfig, params: Params):
         set_weights(self, params, "attention", self.eps or config.norm_eps, config.variant)
@@ -306,10 +306,10 @@ class FeedForward(nnx.Module):
         before: str = "stream b s d -> ffn b s d",
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Run three matmuls. The arrow ``before`` moves ``x`` to them; ``after`` finishes the sum over m."""
+        """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default finishes the sum over m."""
         gate, up, down = used_weights(self, par, *MATRICES)
-        # Not in `feed_forward`: with ffn_chunks it runs for each piece of the sequence, and with
-        # `reduce="layer"` it would then sum the biases' gradients over devices once for each piece.
+        # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
+        # `reduce="layer"` their gradients would be summed over devices once for each piece.
         biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
 
         def feed_forward(x_bsd):
@@ -438,8 +438,8 @@ class Llama(nnx.Module):
         return nnx.split_rngs(splits=count)(make)(rngs)
 
     def loss(self, batch: Batch, par: Solo) -> LossAndTally:
-        """Return the sum of the cross-entropies and of the routers' own losses, which training minimises, and
-        the routers' tally."""
+        """Return the sum of the cross-entropies and of the routers' own losses, which `Step` divides by the
+        number of targets; and the routers' tally."""
         losses, aux = self.cross_entropies(batch, par)
         loss = par.total(losses, "data b s")
         if aux is None:

@@ -26,8 +26,8 @@ names a mesh axis:
                                        weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
-`Solo` lacks these, which `Step` calls. In `Manual` they take and return a device's own shards, in the other
-modes global arrays:
+`Solo` lacks these, which `Step` calls. In `Manual` they take and return a device's own shards (but
+`over_devices` is called with global arrays), in the other modes global arrays:
 
     par.carry_out(x, arrow)    x moved by an arrow over mesh axes
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
@@ -36,10 +36,10 @@ modes global arrays:
 
 `Manual` runs each of an arrow's `moves` as a collective or a slice, in a named scope with the arrow's text.
 By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
-Autodiff writes the backward collectives. All-gather and reduce-scatter are each other's transpose.
-`lax.pcast` types a value as varying over an axis, which is free in the forward pass; its transpose is an
-all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are right only with
-shard_map's check of varying axes, which stays on.
+Autodiff writes the backward collectives, but those of rings, `ragged` and `wire`. All-gather and
+reduce-scatter are each other's transpose. `lax.pcast` types a value as varying over an axis, free in the
+forward pass; its transpose is an all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3).
+These transposes are right only with shard_map's check of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence

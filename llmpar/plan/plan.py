@@ -4,7 +4,7 @@ A plan is frozen data: every choice about parallelism is one of its fields. Dims
 the batch (`layout.DIMS`), and mesh axes are words, such as dp (`mesh_shape.AXES`). ``b/dp`` is a dim b cut by
 dp; ``+dp`` is an unfinished sum: each device along dp has one term of it. An *arrow* leads from one such
 layout to another (`llmpar.plan.layout`). The model's code writes *logical* arrows, which name a *region* (a
-part of a layer) and dims. The plan makes *physical* arrows of them, which name mesh axes.
+part of the model) and dims. The plan makes *physical* arrows of them, which name mesh axes.
 
 Two tables say which axes cut which dim. The first is of activations in each region. The column `by tp`
 lists the dims that tp cuts:
@@ -32,7 +32,7 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
 
 With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp cuts s in the regions
-tokens, routing and slots. In tokens and slots it also cuts c (the dim of slots), and it does not cut m.
+tokens, routing and slots, or c (the dim of slots) in a value that has c in place of s, and it does not cut m.
 Experts stay cut along m, so what arrives is first gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
@@ -47,8 +47,8 @@ between them. An arrow moves nothing where its two layouts are equal. The optimi
     weight     reduced -restore-> stored
 
 The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. ZeRO cuts the dim
-``d``, else ``h``, else ``e``, but not the e of experts, which ep cuts; a weight with none of them stays
-whole. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
+``d``, else ``h``, else ``e``, but not the e of experts, which ep cuts; a weight with none of them it does not
+cut (``ffn m`` is ``m/tp`` at every stage). ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -142,13 +142,13 @@ class WeightLayouts:
     accumulate = property(
         lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire)
     )
-    # an all-reduce or a reduce-scatter over the axes of the sums that are still unfinished
+    # an all-reduce, at ZeRO 1 a reduce-scatter, or both, over the axes of the sums still unfinished
     finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
     # at ZeRO 1 and 2 an all-gather
     restore = property(lambda self: Arrow(self.reduced, self.stored))
-    # Muon only. muon="gather": an all-gather over each axis; else an all-to-all over each axis
+    # Muon only. muon="gather": an all-gather for each cut dim; else an all-to-all for each
     assemble = property(lambda self: Arrow(self.reduced, self.whole))
-    # the inverse of `assemble`. muon="gather": a slice; else an all-to-all over each axis
+    # the inverse of `assemble`. muon="gather": a slice; else an all-to-all for each cut dim
     take_apart = property(lambda self: Arrow(self.whole, self.reduced))
     # `training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved the
     # weight since the last average
@@ -189,10 +189,10 @@ class Plan:
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
             gradients in one flat array, which XLA may send as soon as these exist.
         bucket_bytes: a bucket takes no more gradients once it has this size.
-        microbatches: per step and device; their gradients are summed. A pipeline needs several, so that its
-            stages work at the same time.
-        remat: what the backward pass recomputes: ``none``; ``selective``, everything but attention and
-            matmuls (of these only a router's; Korthikanti et al. 2022, section 5); ``ffn``, also the
+        microbatches: into how many a step cuts the batch, and each device its rows; their gradients are
+            summed. A pipeline needs several, so that its stages work at the same time.
+        remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and matmuls, and
+            a router's matmul (Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, also the
             feed-forward's matmuls, whose results are most of the bytes; or the whole ``block``.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
@@ -200,9 +200,9 @@ class Plan:
             float32, and reduce-scattered once at the end.
         dtype: of matmuls and activations. Master weights and accumulated gradients stay float32.
         gather_dtype: what ZeRO 3 gathers weights in: the ``same`` as dtype, ``bfloat16``, or ``float8``, e4m3
-            with a float32 scale for each 32 numbers. Norms and other vectors are gathered as they are.
-        reduce_dtype: the dtype in which gradients are sent to be summed: the ``same`` as they are computed
-            in; or ``bfloat16``, with the sum taken in float32.
+            with a float32 scale for each 32 numbers. Norms and other vectors are gathered in ``dtype``.
+        reduce_dtype: the dtype in which matrices' gradients are sent to be summed (vectors': ``same``): the
+            ``same`` as they are computed in; or ``bfloat16``, with the sum taken in float32.
         loss_chunks: number of pieces of the sequence whose logits are computed one after the other, so that
             only one piece's logits are in memory.
         ffn_chunks: number of pieces of the sequence that go through a feed-forward one after the other (Liu
@@ -226,13 +226,13 @@ class Plan:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs plain JAX, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``. These two do not run in a ring, and take a mask of
-            queries times keys, which cudnn does not need with ``documents="whole"``. ``auto`` is cudnn on
+            queries times keys, which cudnn does not need where `documents` takes effect. ``auto`` is cudnn on
             GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs from Ampere
             on; portable elsewhere, for a model that flash cannot run, or where attention_block is set.
         attention_block: positions per tile of blockwise attention (in `llmpar.model.attention` a block is
             all keys of a rank); None: `sequence_order.tile_length` chooses.
-        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. With cudnn a
-            row that breaks the promise gives NaN.
+        documents: ``whole`` promises that each row is one document: cudnn then needs no mask, if positions
+            are in order (`Resolved.in_order`). A row that breaks the promise then gives NaN.
         dispatch: what the all-to-all to the ranks of ep sends. ``padded``: the whole buffer of tokens, with
             its empty slots. ``ragged``: only the full slots; XLA for CPUs cannot. ``auto``: ragged on GPUs
             and TPUs.
@@ -241,9 +241,9 @@ class Plan:
             waits for all devices of the mesh, so it would deadlock in a pipeline; an exchange waits for its
             ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a permute.
         unroll: how many iterations of the scan over layers are unrolled; 0 unrolls all.
-        muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: an all-gather gives every
-            device all matrices, and each orthogonalises all. ``owner``: an all-to-all gives each device the
-            whole matrices of some layers, and another one returns them. ``layer``, for ZeRO 1 and 2: ZeRO
+        muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: all-gathers give a device
+            all matrices of its stage and experts, and it orthogonalises all. ``owner``: all-to-alls give it
+            the whole matrices of some layers, and others return them. ``layer``, for ZeRO 1 and 2: ZeRO
             cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so that only
             ranks of tp exchange parts of matrices. ``none``, for other optimizers: the plan moves no
             matrices. Muon also works with it, but XLA's partitioner then chooses its collectives, and they
@@ -302,11 +302,11 @@ class Plan:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check the plan, and decide every field that is ``auto``. A command calls it once, at its start.
+        """Check the plan, and decide every ``auto``. A command, or a `Step`, calls it once, at its start.
 
-        Fields without effect get their defaults, and `Resolved.notes` says so. Where tp has more ranks than
+        Given a model, it resets fields without effect (`Resolved.notes`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
-        gcd(sp, heads of a tp rank) ranks run Ulysses together; these groups form a ring.
+        gcd(sp, KV heads of a tp rank) ranks run Ulysses; the groups form a ring (exactly: `exchanged_heads`).
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
@@ -437,9 +437,9 @@ class Resolved(Plan):
 
     def varying(self, region: str) -> tuple[str, ...]:
         """Return the axes that cut some dim of the region, those of slow links first. `Manual` types every
-        value of the region as varying over all of them. A value that has none of the cut dims, such as x in
-        ``ffn b s d`` along tp, is equal on the devices, but each uses it with other weights, so its gradients
-        differ. For a physical layout, which has no region, the result is ()."""
+        value of the region as varying over all of them. A value without a dim that an axis cuts, such as x in
+        ``ffn b s d`` for tp, is equal on that axis's devices, but each uses it with other weights, so its
+        gradients differ. For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -588,16 +588,16 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A chunk is one of a stage's pieces of the model (`virtual_stages`). `cells` counts the chunks of all
-        # stages, `visits` those of one. Every chunk has the same places.
+        # A chunk is one of a stage's pieces of the model (`virtual_stages`). `cells` counts the chunks of one
+        # copy of the model, `visits` those that a stage has of it. Every chunk has the same places.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property
     def in_order(self) -> bool:
         """Whether a device's queries and keys are the same positions, in rising order. If they are, and keys
-        do not travel in a ring, the program leaves out the tiles that the causal mask hides. (With ``gather``
-        they are not: the keys are the whole row, and the queries a part of it.)"""
+        do not travel in a ring, the program may leave out the tiles that the causal mask hides. (With
+        ``gather`` they are not: the keys are the whole row, and the queries a part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -628,7 +628,7 @@ class Resolved(Plan):
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check this plan, and return it. For another model or other devices resolve the requested one."""
+        """Check this plan, and return it. For others (the defaults, too) resolve the requested one."""
         if (config, devices) != (self.model, self.devices):
             return self.requested.resolve(config, devices, batch_size, seq_len)
         self.check(batch_size, seq_len)

@@ -4,15 +4,15 @@
                            of the step (`Resolved.gather_per`)
     forward and backward   Manual: in shard_map, with the collectives of the arrows
                            Auto: in jit, with collectives that XLA's partitioner chooses
-                           Explicit: in jit, with collectives between the sharding types of the arrows
+                           Explicit: in jit, with collectives that change one sharding type into the next
     reduce the gradients   `WeightLayouts.finish` completes the sums that the backward pass left unfinished
     divide                 by the number of targets, summed over all devices
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
 `Step.train_step` is this list as code. The optimizer runs on global arrays under jit. So an optimizer that
-needs whole matrices (Adafactor, Muon) is right although its state is sharded, and the compiled update of an
-elementwise optimizer such as AdamW has no collective.
+needs whole matrices (Adafactor, Muon) is right although weights and gradients are sharded, and the compiled
+update of an elementwise optimizer such as AdamW has no collective.
 """
 
 import functools
@@ -85,7 +85,7 @@ class Step:
     Attributes:
         layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
             has the layer ``layer_orders[kind][i]``, counted from 0 among the layers of that kind. An empty
-            place has the number of these layers, which no layer has (`places.layer_orders`).
+            place has the count of these layers, an index that no layer has (`places.layer_orders`).
         abstract_state: shapes and shardings of the state, its layers in the order of the pipeline's stages.
         abstract_in_model_order: the same with layers in the model's order.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
@@ -112,7 +112,7 @@ class Step:
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._make_par()
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        # the trees below have only trainable weights: with LoRA these are the adapters
+        # the next three trees have only trainable weights: with LoRA these are the adapters
         self.dims = trainable_params(weight_dims(config), config)
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
@@ -146,7 +146,7 @@ class Step:
         """Run one step: the list at the top of this file. `run` is this function, compiled."""
         trainable = trainable_params(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            # gather, forward, backward, reduce
+            # gather, forward, backward, reduce, divide
             grads, metrics = self.gradients(state.params, batch)
             grads = self._clip(grads, metrics["grad_norm"])
             trainable, optimizer = self._with_automatic_axes(self._update)(
@@ -223,7 +223,7 @@ class Step:
         """Apply ``f(matrices, dims)`` to each leaf that Muon updates, a stack of matrices: move it to a
         layout in which its matrices are whole (`Plan.muon`), call ``f``, and move the result back to the
         gradient's layout. In every mode the plan's own collectives move it: XLA's partitioner would make the
-        matrices of all layers whole at once, and their gradients, too (60022 of
+        matrices of all layers whole at once, and their gradients, too (the row of seed 60022 in
         `tests/fixtures/missed_memory.json`: 9.0 GiB in place of 3.4)."""
         par = Manual(self.plan)
 
@@ -270,7 +270,7 @@ class Step:
     def _in_buckets(self, grads: Tree) -> Tree:
         """All-reduce gradients in flat buckets (Li et al. 2020): fewer collectives, the same bytes, and the
         first one can run during the backward pass. A bucket has leaves that are summed over the same axes,
-        and takes no more once it has `Plan.bucket_bytes`. `checks` refuses buckets above ZeRO 0."""
+        and takes no more once it has `Plan.bucket_bytes`. For ZeRO 0 alone: see `checks.check_plan`."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
         # gradients that vary over different axes have different types, and cannot be concatenated
@@ -287,8 +287,8 @@ class Step:
         return jax.tree.unflatten(tree, leaves)
 
     def _per_token(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Divide summed gradients and loss by the number of targets that count (not -1). Return the gradients
-        and metrics; metrics are summed over all devices."""
+        """Divide summed gradients and loss by the number of targets that count (from 0 on). Return gradients
+        and metrics, which are those of all devices together."""
         loss, tally = sums
         tokens = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
@@ -330,7 +330,7 @@ class Step:
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """Return the weights ``after`` an update, with the routers' biases replaced, which have no gradient.
+        """Return the weights ``after`` an update, with each ``experts.bias`` replaced, which has no gradient.
         The new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean,
         minus `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
@@ -433,7 +433,7 @@ class Step:
     # ---------------------------------------------------------------------------------------- beside the step
 
     def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
-        """Lower the step for batches of this shape, without any array: for compiling and for reading."""
+        """Lower the step for batches of this shape, without any array. An abstract mesh needs `run.trace`."""
         return self.run.lower(self.abstract_state, self.abstract_batch(batch_size, seq_len))
 
     def compiled(self, state: State, batch: Batch) -> Any:

@@ -112,7 +112,8 @@ gradient = ddp(w, x)
 print("in the compiled program:", sent_by(ddp, w, x))
 whole_batch = jax.grad(loss)(w, x)  # on one device
 print(
-    "times the gradient of the whole batch:", np.median(gradient / whole_batch).round(3)
+    "this gradient over that of the whole batch:",
+    np.median(gradient / whole_batch).round(3),
 )
 met("00b.collectives", len(sent_by(ddp, w, x)), "compiled")
 
@@ -197,12 +198,13 @@ assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
 # We did not write the reduce-scatter. `grad` wrote it: the backward pass of an all-gather sums over the devices, and gives each
-# device its part of the sum.
+# device its part of the sum. (Here one gather is enough, because `x` is data. With more layers the weights are gathered again for the
+# backward pass, as in the picture: lesson 04.)
 #
 # ## You can read a program before it runs
 #
-# `lower` writes the program for these shapes, `compile` gives it to XLA, JAX's compiler. XLA chooses the collectives, and on GPUs it calls
-# NCCL for them.
+# `lower` writes the program for these shapes, `compile` gives it to XLA, JAX's compiler. XLA may join collectives or move
+# them, and on GPUs it calls NCCL for them.
 
 # %%
 compiled = fsdp.lower(w, x).compile()
@@ -290,7 +292,7 @@ rank = jax.shard_map(
 assert np.array_equal(jax.jit(rank)(), np.arange(four))
 
 # %% [markdown]
-# ## Keep: you write the loss, `grad` and XLA write the collectives
+# ## Keep: you write the loss, `grad` writes the sums
 #
 # 1. One JAX process runs all devices of its host; a function in `shard_map` corresponds to a rank's script in PyTorch.
 # 2. The gradient of a shared weight is summed over the devices, as in DDP, but it is a sum and not a mean.

@@ -146,7 +146,7 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # only the input of each layer.
 #
 # Split the state of Llama 3 8B evenly over eight H100s; each GPU processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
-# MiB here: `none` keeps more than thirty arrays of this size, `selective` about a dozen, `block` one. **Which of the three policies
+# MiB here. In each of 32 layers `none` keeps more than thirty such arrays, `selective` about a dozen, `block` one. **Which policies
 # need more than 59.3 GiB?**
 
 # %%
@@ -204,7 +204,7 @@ for policy, size in KEPT.items():
 #
 # ## The compiler agrees, and the losses stay the same
 #
-# We compile the small model three times. The bars are what the compiler reserves beside weights, moments and tokens.
+# We compile the small model three times. The bars are what the compiler reserves: mostly activations, and gradients.
 
 # %%
 temporaries = {

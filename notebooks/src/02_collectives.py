@@ -179,7 +179,7 @@ def ring_all_reduce(x):
     done = [part]  # the sum of part me
     for _ in range(N - 1):  # second lap: hand on what is finished
         done.append(lax.ppermute(done[-1], "tp", RING))
-    order = (me - jnp.arange(N)) % N  # after j hops: the part of rank me - j
+    order = (me - jnp.arange(N)) % N  # after j hops: the part of device me - j
     return jnp.stack(done)[order].reshape(x.shape)
 
 
@@ -277,7 +277,7 @@ print(
     f"8 starts of α = {alpha * 1e6:.1f} µs: {starts_s * 1e6:.1f} µs. The bytes of",
     end=" ",
 )
-print(f"2 · 7/8 · {knee / 1e6:.1f} MB at 370 GB/s: {bytes_s(knee, 1) * 1e6:.1f} µs")
+print(f"2 · 7/8 · {knee / 1e6:.2f} MB at 370 GB/s: {bytes_s(knee, 1) * 1e6:.1f} µs")
 
 # %% tags=["plumbing"]
 assert f"{knee / 1e6:.1f}" == "7.4" and round(apart[-1] / near[-1]) == 7
@@ -386,7 +386,7 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 # ## How sure are these times?
 #
 # 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training
-# runs. Our times of whole training steps are off by 6 to 8 % in the median. So do not rank what differs by less. Starts are also why a
+# runs. Our times of whole training steps are off by 8 % in the mean. So do not rank what differs by less. Starts are also why a
 # chatbot whose model is spread over GPUs, and which writes one token at a time, is slower than its bytes.
 #
 # ## A profile prints the result, not what was sent

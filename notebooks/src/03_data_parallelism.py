@@ -197,7 +197,7 @@ for way, got, right in zip(WAYS, given, wanted, strict=True):
 # until October 2024, with microbatches in place of devices. Divide **the total sum by the total count**, and take the norm only
 # after the sum.
 #
-# ### Exercise (core): repair the three
+# ### Exercise (core): one gradient for all devices
 #
 # Both functions run on every device. They get this device's gradient of the *sum* (one array) and its count (a float). `gradient` returns the
 # mean over all rows of all devices; `clipped` returns the same, clipped to a norm of 1.
@@ -213,7 +213,7 @@ def clipped(grad_sum, count): ...  # cures clip_then_sum
 attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 
 # %% [markdown]
-# ## Data parallelism is two lines
+# ## Data parallelism is three lines
 #
 # One call needs a picture: `lax.pcast(w, "dp", to="varying")`. It changes no number. It marks the weights as each device's own copy.
 
@@ -385,14 +385,14 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # %% [markdown]
 # ## What the four plans send
 #
-# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one more small message (the loss,
+# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message (the loss,
 # the number of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
 #
 # ## With how many tokens does the sum cost no time?
 #
-# The gradient of the last layer is ready first. It can be sent while the layers before it compute. **With how many tokens per
-# device does computing take as long as sending?** (An H100 computes
-# 989.4e12 FLOPs per second; 370 GB/s leave it inside a node.) Within 15 % counts as right.
+# The gradient of the last layer is ready first. It can be sent while the layers before it compute. Take Llama 3 8B on 8 H100s,
+# with gradients in bfloat16. **With how many tokens per device does computing take as long as sending?** (An H100 computes
+# 989.4e12 FLOPs per second; 370 GB/s leave it.) Within 15 % counts as right.
 
 # %%
 tokens_needed = ...
@@ -409,8 +409,8 @@ assert balance == 2340  # the text below
 met("03.hide", balance, "computed")
 
 # %% [markdown]
-# (`28+` is layers 28 to 31. Drag the tokens.) The times are computed, not measured. The model's median error, compared with published
-# runs, is 6 to 8 %. A backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2
+# (`28+` is layers 28 to 31. Drag the tokens.) The times are computed (off by 8 % in the mean). A
+# backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2
 # bytes, twice. With `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device and `β` bytes/s of its links:
 #
 # $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{\beta} \quad\Longleftrightarrow\quad T \ge \frac{C}{\beta} $$
@@ -452,7 +452,7 @@ show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
 # (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. From 2 to 8
-# nodes little is added, because 2(N − 1)/N never reaches 2. The step to 16 nodes costs more than this formula explains.
+# nodes 2(N − 1)/N grows only from 1 to 1.75. The step to 16 nodes costs more than this formula explains.
 #
 # ## Keep: replicas sum their gradients
 #

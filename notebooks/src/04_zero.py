@@ -116,8 +116,8 @@ show(draw.zero_strips(stages=[0]))
 # Adam's moments are used only once in a step: in the update. And Adam updates each number without looking at the others, so a device can
 # update a *part* of the weights.
 #
-# *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 1, also called ZeRO-1, cuts the optimizer's state: each of N devices
-# holds 1/N of it. Stage 2 cuts the gradients too. Stage 3 cuts the weights too, and is also called *FSDP*, fully sharded data
+# *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 0 cuts nothing. Stage 1 (ZeRO-1) cuts the optimizer's state: each of N devices
+# holds 1/N of it. Stage 2 cuts the gradients too, stage 3 the weights too. It is called *FSDP*, fully sharded data
 # parallelism. The mesh axis is called `fsdp`.
 #
 # ## Predict: what does each device hold?

@@ -199,9 +199,9 @@ def stack(w1, w2, x):  # one device has it all: the reference
 
 def by_hand(w1, w2, x):  # l d m/tp, l m/tp d, b s d
     for l in range(L):
-        x = lax.pcast(x, "tp", to="varying")  # f: gradients are added up here
+        x = lax.pcast(x, "tp", to="varying")  # backward, gradients are added up here
         hidden = jax.nn.relu(x @ w1[l])  # b s m/tp
-        x = lax.psum(hidden @ w2[l], "tp")  # g: b s d +tp -> b s d
+        x = lax.psum(hidden @ w2[l], "tp")  # forward, the sum: b s d +tp -> b s d
     return x
 
 
@@ -672,6 +672,8 @@ for size in (1, 2, 4, 8, 16, 32):
     bars.append((f"N = {size}", bar | {"more, at worst": worst_s - best_s}))
 assert efficiency[16][0] < efficiency[8][0]
 assert efficiency[16][1] < efficiency[8][1] / 4
+
+# %% tags=["plumbing"]
 title = "One layer of Llama 70B, 4096 tokens, H100 nodes of 8"
 show(draw.time_bars(bars, title=title))
 

@@ -96,7 +96,7 @@ show(
 #
 # ## Keys go round a ring
 #
-# Each rank computes with the keys and values that it has, and then sends them to the next rank: a *hop* (Liu et al. 2023). A *piece* is
+# Each rank computes with the keys and values that it has, and sends them on to the next rank: a *hop* (Liu et al. 2023). A *piece* is
 # the keys and values that one rank began with:
 
 # %% tags=["plumbing"]
@@ -292,7 +292,7 @@ met("06.ring_bytes", kv_bytes)
 # ## Predict: which rank waits most?
 #
 # A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank
-# 3 the last. **Which of the 4 ranks waits most? How many times as long does the ring take as with even work?**
+# 3 the last. **Which of the 4 ranks waits most? How many times as long as with even work does the ring take?**
 
 # %%
 waits = {"rank": ..., "times": ...}
@@ -388,8 +388,8 @@ show(
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
-# Left is the time of a full square's two matmuls, right the time to send a piece. With a causal mask, zigzag computes half of each
-# square: so a hop costs no time only if a piece is twice as long. In positions per device, by published rates:
+# Left: a full square's two matmuls; right: sending a piece. With a causal mask, zigzag computes half of each
+# square: so a hop costs no time only if a piece is twice as long. The shortest such pieces, in positions, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
@@ -415,7 +415,7 @@ for where, rate in links:
 # 4. A hop overlaps if a piece has C/β · k/n positions, or twice as many under a causal mask. The gather of all keys does not overlap:
 #    attention waits for it.
 #
-# With twice the devices a sequence can be twice as long, and no device holds more.
+# With a ring of twice the devices a sequence can be twice as long, and no device holds more.
 
 # %% [markdown]
 # ## Further

@@ -97,7 +97,7 @@ attempt("07.idle_share", idle_share)
 # %%
 start = {"schedule": "gpipe", "stages": 4, "microbatches": 2}
 explorer = TimelineExplorer(only="microbatches", **start)
-explorer
+explorer if opened("07.idle_share") else None
 
 # %% tags=["plumbing"]
 table = explorer.table(explorer.state)
@@ -113,7 +113,7 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 #
 # Take `p` stages and `u` microbatches. Look at the first stage. When it has finished its forwards, its last microbatch must still pass
 # the other p − 1 stages, and then the first gradient must come back through them. This idle time, (p − 1)(F + B + W), is the
-# **bubble**. Every stage has it. It does not depend on `u`: more microbatches make the rest longer.
+# **bubble**. It does not depend on `u`: more microbatches of the same size make the rest longer.
 #
 # Two numbers are called "the bubble", so ask which one is meant:
 #

@@ -71,7 +71,7 @@ scene.show(draw.timelines(orders, until=9))
 # Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B`
 # computes the gradient of the input, and the previous stage waits for it; `W` computes the gradient of the weights. If there is no
 # line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, mostly not neighbours; a bar marks
-# the second chunk. The cells of these two orders are too short for numbers.
+# the second chunk.
 #
 # A stage must **hold** the activations of a microbatch until its backward pass is done. **Which order finishes first? And in which do the
 # four stages together hold the fewest microbatches?**
@@ -148,9 +148,10 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # ## No stage waits for W
 #
 # The previous stage waits only for B. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et al.
-# 2023, zero bubble). Try it. This is 1F1B with each W right after its B. (Its bubble is 6 and not 9: B and W are now two operations,
-# so the previous stage goes on after B.) Drag an operation to another place of its row. Five goals are listed below it; the last one
-# is no bubble at all.
+# 2023, zero bubble). This is 1F1B with each W right after its B. (Its bubble is 6 and not 9: B and W are now two operations,
+# so the previous stage goes on after B.) Drag an operation to another place of its row. Five goals are listed below it, and four
+# are reached already. The last one, no bubble at all, is out of reach with four microbatches: stage 0 has four F to fill seven units.
+# How close do you come?
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -173,7 +174,7 @@ assert "a deadlock" in stuck["refusal"]["why"]
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 
 # %% [markdown]
-# ZB-H1 keeps the order of F and B of 1F1B, and delays W by i microbatches on stage i. A third of the bubble is left. The peak
+# ZB-H1 keeps the order of F and B of 1F1B, and delays W by i microbatches on stage i. A third of 1F1B's bubble is left, 3 of 9. The peak
 # of memory is the same, but now every stage holds 4 microbatches; in 1F1B the stages held 4, 3, 2 and 1.
 #
 # ## ZB-V: three things are called the bubble

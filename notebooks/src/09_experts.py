@@ -236,7 +236,7 @@ figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
 figure
 
 # %% [markdown]
-# No number of slots avoids both dropped choices and empty slots. Below are the same tokens, with fewer and more slots. On the
+# With any number of slots some choices are dropped, or some slots stay empty; near 1 both. Below are the same tokens, with fewer and more slots. On the
 # axis, 1 is the even share: as many slots as an expert needs if all experts are equally popular.
 
 # %% tags=["plumbing"]

@@ -17,7 +17,7 @@
 # # 10 · Hybrids: what does each mesh axis add?
 #
 # Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team 2024](https://arxiv.org/abs/2407.21783)).
-# Each axis cuts something, and each sends something. Here we add four axes one by one. Which messages does each add?
+# Each axis cuts something, and each sends something. Here we add four axes one by one, with `dp` in place of `sp`. Which messages does each add?
 
 # %% tags=["plumbing"]
 import os
@@ -165,9 +165,11 @@ if opened("10.pipeline"):
 # %% [markdown]
 # ## What fsdp sends in a pipeline
 #
-# 283 KiB become 711 KiB. A stage has half of the layers, but it gathers their weights **again for each microbatch**: ZeRO-3
-# does not keep them. Half of the layers times four gathers makes twice the bytes. Embedding and head are on both stages, so
-# their bytes are four times as many.
+# 283 KiB become 711 KiB, on a device of the first stage. A stage has half of the layers, but it gathers their weights **again for
+# each microbatch**: ZeRO-3 does not keep them. Without a pipeline a layer is gathered twice, forward and backward. Here it is gathered
+# three times for each of four microbatches, because the stage keeps only its input, and computes forward once more. 12 gathers in
+# place of 2, of half of the layers, are three times the bytes. Gradients are scattered four times in place of once: twice the bytes.
+# The first stage uses the embedding four times and no head: twice the bytes, too.
 #
 # The part of *several axes* is the sum of the gradients of embedding and head, over `pp` and `dp` together. The training of Llama 3
 # 405B used `pp` and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
@@ -223,7 +225,7 @@ if opened("10.off") and len(names) > 1:
 met("10.off", max(off), "at most")
 
 # %% [markdown]
-# The losses differ in the sixth decimal place. There is a bound on what rounding alone can do; *Further* derives it.
+# The losses differ in the sixth decimal place, relative by 3e-7 at most. *Further* derives a bound on what rounding alone can do.
 #
 # ## Keep: each axis sends different things
 #

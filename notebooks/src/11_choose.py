@@ -110,9 +110,7 @@ met("11.thresholds", {"inside": near, "network": far, "tp": most}, "computed")
 if opened("11.thresholds"):
     print(f"1. state of a replica:  {held:.0f} GiB > {usable / 2**30:.1f}: cut it")
     print(f"2. fsdp inside a node:  {tokens:,} tokens > {near:,.0f}: overlaps")
-    print(
-        f"3. fsdp over all nodes: {tokens:,} tokens < {far:,.0f}: no overlap by itself"
-    )
+    print(f"3. fsdp, one port each: {tokens:,} tokens < {far:,.0f}: no overlap")
     print(f"4. tp inside a node:    {A100.node_size} devices < {most:.1f}: overlaps")
 assert held > usable / 2**30 and near < tokens < far and A100.node_size < most
 
@@ -214,13 +212,13 @@ if opened("11.bet"):
 # %% [markdown]
 # Each dot is a mesh. Dots on the left need less memory, lower dots need less time. A dot has the colour of its largest axis (green
 # `fsdp`, orange `tp`). (Until you bet, *yours* is the mesh of the rule. The planner keeps 8 % of the usable memory free, because
-# temporary memory is an estimate.) Inequality 3 said that fsdp over all nodes does not overlap by itself; inequality 4 allowed tp
-# inside. Fastest is **fsdp over the nodes, and some tp inside**; the bars below show why.
+# temporary memory is an estimate.) Inequality 3 counts one port; by a node's eight ports 1,560 tokens are enough (lesson 03).
+# Inequality 4 allowed tp inside. Fastest is **fsdp over the nodes, and some tp inside**; the bars below show why.
 #
 # ## Predict: two terms of a step with the rule's mesh
 #
 # A step's time is a sum of terms. You can compute two of them for `pp=8 tp=8`. **Matmuls** do 6 FLOPs for each parameter and token (64
-# · 8,192 tokens), on 64 GPUs that reach 73 % of their peak (82 % if nothing is cut). The **bubble**, in which stages wait for each
+# · 8,192 tokens), on 64 GPUs that reach 73 % of their peak (78 % if no matmul is cut). The **bubble**, in which stages wait for each
 # other, adds (p − 1)/(g·u) to the 24.7 s that this mesh computes (matmuls, attention, element-wise work and recomputation): p = 8
 # stages, each in g = 2 chunks, and u = 32 microbatches. **How many seconds?**
 
@@ -273,7 +271,7 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "16%"
 
 # %% [markdown]
 # (Matmuls that are cut by `tp=8` are narrow, and reach a lower rate.) `pp=8 tp=8` keeps only the inputs of its stages,
-# so it computes the forward pass twice: *recomputation*. And one row for each GPU makes few microbatches, so the stages wait.
+# so it computes the forward pass twice: *recomputation*. And 64 rows make only 32 microbatches, so the stages wait.
 # `fsdp=16 tp=4` has room to keep more activations. The bars leave out what overlaps with computing.
 #
 # The dot is a measured run: torchtitan trained this model on 64 A100s of 80 GB, with FSDP over all of them, at 331 tokens a

@@ -103,7 +103,7 @@ scene.show(numbers(result))
 # %% [markdown]
 # Each device multiplied by its part of the weights. So it has a *partial sum* for every number, and the right number is the sum
 # over the devices. The program takes one device's partial sums as the answer. The shape does not show the mistake: a partial
-# sum has the shape of the sum.
+# sum has the shape of the sum. (Numbers are rounded.)
 #
 # ## Predict: what does a device have before the sum?
 #
@@ -177,9 +177,9 @@ for name, (value, sent) in results.items():
 # movement from one layout to another:
 
 # %%
-for name, (kind, layout) in seen.items():
-    print(f"{name}   {kind:<30} {layout}")
 met("12.unfinished", seen["y"][1], "the type says")
+for name, (kind, layout) in seen.items() if opened("12.unfinished") else ():
+    print(f"{name}   {kind:<30} {layout}")
 assert seen["y"][1] == "b/dp s d +tp" and seen["z"][1] == "b/dp s d"
 scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsize=4))
 
@@ -302,7 +302,7 @@ assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 # ## Keep: leave the check on, and count the bytes
 #
 # 1. A shape does not say whether a sum is finished. A layout does (`+tp`), and so does an explicit type (`U:tp`).
-# 2. Manual with its check off gives wrong values without an error. Leave the check on.
+# 2. Manual with its check off can give wrong values without an error. Leave the check on.
 # 3. Auto never gives a wrong value for a wrong layout. It sends more, without an error: count what a compiled program sends.
 # 4. Explicit refuses a line where a layout is ambiguous; `explain` names the missing arrow.
 

@@ -293,7 +293,7 @@ def sends(s):
 # %%
 found = {s: sends(s) for s in (128, 1024)}
 if opened("14.state"):
-    print(f"compiled, by positions: {found}")
+    print("compiled, bytes of the state by positions:", found)
 
 # %% tags=["plumbing"]
 q, k, v = given(128)
@@ -301,7 +301,7 @@ whole = np.tril(q @ k.T) @ v  # one device
 assert np.allclose(jax.jit(program)(q, k, v), whole, rtol=1e-4, atol=1e-3)
 state_bytes, keys_bytes = 7 * 4 * 16 * 16, lambda s: 7 * 4 * (s // 8) * 2 * 16
 assert set(found.values()) == {state_bytes} == {7168} and keys_bytes(1024) == 114_688
-met("14.state", {"state": state_bytes, "keys and values": keys_bytes(1024)}, "compiled")
+met("14.state", {"state": state_bytes, "keys and values": keys_bytes(1024)}, "computed")
 kib = lambda values: [x / 1024 for x in values]
 lines = [("keys and values", kib(map(keys_bytes, LENGTHS)), "sp-line", "s", False)]
 lines += [("state", kib([state_bytes] * len(LENGTHS)), "measured", "o", False)]
@@ -356,7 +356,7 @@ assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 
 # %% [markdown]
 # And over `sp` this model gathers latents, not keys: 24 numbers for each token and layer, where its eight heads would have 192.
-# These are 3 layers × 2 rows × 64 positions × 24 numbers × 4 bytes. Each of two ranks sends half of them: 18,432 bytes, as in
+# These are 3 layers × 2 rows (8 over `ep`) × 64 positions × 24 numbers × 4 bytes. Each of two ranks sends half of them: 18,432 bytes, as in
 # the traced program.
 #
 # ## What each kind of layer sends

@@ -79,8 +79,7 @@ show(reach(CHIPS))
 #
 # A gather of weights overlaps with matmuls (it is *hidden*) if a device computes with more than **C/β** tokens (lesson 03): C are its
 # FLOPs per second, β the bytes per second that leave it. **Compute C/β for the four chips of the picture.** (Its rates are those of
-# data sheets; the GB200's is computed from its clock, where the data sheet rounds to 2,500 TFLOP/s. Lesson 03 took 540 GB/s for the
-# TPU v5p, as its book does.)
+# data sheets, the GB200's that of its clock. Lesson 03 took 540 GB/s for the TPU v5p, as its book does.)
 
 # %%
 tokens = {"H100": ..., "MI355X": ..., "GB200": ..., "TPU v5p": ...}
@@ -201,8 +200,8 @@ assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
 
 # %% [markdown]
 # The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16`
-# leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`: it is allowed, but it gains
-# nothing: the inequality counts peak rates and whole overlap; at rates that are reached a part of the messages stays visible. A rack
+# leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`. It is allowed, but it gains
+# nothing. The inequality counts peak rates and whole overlap. At rates that are reached, a part of the messages stays visible. A rack
 # of 72 does not mean `tp=72`: **with more devices each has less to compute, and its messages no longer hide.**
 #
 # ## Predict: how wide must an expert be?
@@ -236,7 +235,7 @@ assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
 
 # %% [markdown]
 # So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack both are
-# equally fast, within the error (± 7 %). The number of tokens does not matter here: both sides grow with it.
+# equally fast, within the error (± 8 %). The number of tokens does not matter here: both sides grow with it.
 #
 # ## Bet: does 405B still need a pipeline?
 #
@@ -270,8 +269,8 @@ eight, rack = (plan.time.step_s for plan in best.values())
 assert 1.2 < without.time.step_s / eight < 1.35 and 1.5 < eight / rack < 1.65
 
 # %% [markdown]
-# A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks gathers do not wait,
-# so a pipeline only costs its bubble and its recomputation. With the same GPUs a step takes a third less time.
+# A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks they hardly wait: with
+# `tp=4` a gather has the tokens of four GPUs. So a pipeline only costs its bubble and its recomputation. With the same GPUs a step takes a third less time.
 #
 # ## Predict: what do eight bits change?
 #
@@ -318,7 +317,7 @@ computes = [row["matmuls"] for _, row in rows]
 assert all(1.4 < a / b < 1.6 for a, b in zip(computes, computes[1:], strict=False))
 
 # %% [markdown]
-# Gathers keep their 16 bits in this estimate. With matmuls of 8 bits a GPU waits for links twice as long. In 4 bits matmuls take less
+# In this estimate gathers stay at 16 bits. With matmuls of 8 bits a GPU waits for links twice as long. In 4 bits matmuls take less
 # than half of the time, but a step still takes 86 %. If matmuls have fewer bits, messages need fewer bits too. (For each halving of the
 # bits the planner takes a rate that is 1.7 times as high, as reached, not 2. Memory is as fast as before, so matmuls become 1.5 times
 # as fast.)

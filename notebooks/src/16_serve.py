@@ -158,7 +158,7 @@ axes = "requests in the pass", "FLOPs per byte"
 show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 
 # %% [markdown]
-# Once caches have more bytes than the weights, more requests help less and less: at most twice as much. Then a smaller cache helps.
+# Once caches have more bytes than the weights, more requests help little: FLOPs per byte at most double. Then a smaller cache helps.
 #
 # ### Exercise (core): what a token adds to the cache
 #
@@ -265,7 +265,7 @@ show(draw.collectives(sent))
 
 # %% [markdown]
 # Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer of them. `sp` leaves the
-# weights whole. So take `tp` within a node, up to the number of KV heads. Take `sp` if the context does not fit otherwise.
+# weights whole. So take `tp` within a node, up to the number of KV heads. Take `sp` too if the context does not fit.
 #
 # ## Some slots are idle while others compute
 #
@@ -397,7 +397,7 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 # 1. Prefill reads the weights once for many tokens, decode once for each token. In bfloat16, FLOPs per byte of weights = tokens in a pass.
 # 2. Requests of a batch share one read of the weights, but no caches.
 # 3. A token adds 2 · layers · KV heads · head width numbers to the cache.
-# 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; the cache itself is never sent.
+# 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; a decode pass sends no part of it.
 # 5. Continuous batching leaves a slot empty only if nobody waits; pages leave little memory unused. Inference engines use both.
 
 # %% [markdown]

@@ -96,7 +96,7 @@ scene.show(shown(team.run(feed, everything)))
 # %% [markdown]
 # ## Every row is there twice
 #
-# Every row is on two devices (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
+# Every row is on two devices (red: the second time). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
 # loss does not show it.**
 #
 # Each host runs a **process** of its own (on GPUs under SLURM often one for each GPU), which sees only its own memory. Only collectives
@@ -191,7 +191,7 @@ for name, ranks in found.items():
 # ## What Linux counted on the wire
 #
 # All losses agree in the printed digits: both placements compute the same step. The bytes on the wire are not equal. The figures show
-# what Linux counted on the wire, and the seconds of a step, in a recorded run on a slow wire.
+# what Linux counted on the wire, and the seconds of a step, in a recorded run on a slower wire, of 20 Mbit/s.
 
 # %%
 for name in found:
@@ -206,8 +206,8 @@ for name in found:
 # ## Other plans on the slow wire
 #
 # Here are six plans for four devices. *Across*: pairs along this axis are on two hosts, the other axis stays inside. *Over all*: one
-# axis has all four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch and
-# boundary of stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs
+# axis has all four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch at
+# each boundary between stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs
 # inside a host.
 
 # %%

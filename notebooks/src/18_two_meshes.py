@@ -88,8 +88,8 @@ def sent_by(f, x, before, after, mesh):
 show(two_cuts())
 
 # %% [markdown]
-# We write this as an arrow whose two layouts name their meshes: `d/fsdp m @train -> d m/tp @serve`. `d` width of the model (the rows),
-# `m` width of a feed-forward (the columns).
+# We write this as an arrow whose two layouts name their meshes: `d/fsdp m @train -> d m/tp @serve`. `d`: width of the model (rows), `m`: width of
+# a feed-forward (columns).
 #
 # ## Predict: how many bytes must travel?
 #
@@ -138,8 +138,8 @@ if opened("18.bytes"):
     show(who_to_whom(plans["shared"], "Shared: bytes from each device to each"))
 
 # %% [markdown]
-# `Mover` carried the plan out on simulated devices: it sent 128 bytes, the bound. On shared devices each receiver has a quarter of its
-# half already. To gather the weight on each trainer device first would send 384 bytes.
+# `Mover` carried the plan out on simulated devices: it sent 128 bytes, the bound. On shared devices each receiver already has a quarter
+# of what it wants. To gather the weight on each trainer device first would send 384 bytes.
 #
 # ## Predict: how many rounds?
 #
@@ -171,7 +171,7 @@ if opened("18.rounds"):
 
 # %% [markdown]
 # The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916). In `a` two receivers
-# are the limit, in `b` two senders.
+# are the limit, in `b` two senders, in `c` all devices.
 #
 # `llmpar rl` trains this way: a sampler on four devices, a trainer on four, and a *reward* (how good is an answer?) that one line of
 # code computes. Before every second step the trainer sends its weights to the sampler.
@@ -280,8 +280,8 @@ if opened("18.share"):
     show(draw.curves(lines, COUNTS, **axes, percent=True, title="Muon beside FSDP"))
 
 # %% [markdown]
-# Even with one microbatch Muon sends less than FSDP. The FLOPs are half a percent of the model's; by `gather`, where all eight devices
-# compute all matrices, 4 %.
+# Even with one microbatch Muon sends less than FSDP. Its FLOPs are half a percent of the model's. By `gather` all eight devices
+# compute all matrices: 4 %.
 #
 # ## Predict: what do islands send?
 #

@@ -106,8 +106,8 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | copies | each rank has its own copy of an array |
 #
 # The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue has a cost, such as one run:
-# that is what you would have paid for it. Guess again after each clue. At the end the cure is run. (The stored copy shows the clues; a
-# running copy hides them until you have guessed.)
+# that is what you would have paid for it. Guess again after each clue. At the end the cure is run. (The stored copy shows all
+# clues. A running copy prints them after your guess, so guess before you read on.)
 #
 # ## 1. The gradient norm that grows with tp
 
@@ -147,8 +147,8 @@ print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.
 #
 # ## 2. More devices, but not less noise
 #
-# Dropout sets half of the numbers to 0, at random, and divides by the share that is kept. So the mean over all rows is noisy. With eight
-# times as many rows this noise should be √8 times smaller. But it does not get smaller. The rows are cut over `dp`:
+# Dropout sets half of the numbers to 0, at random, and divides by the share that is kept. So the mean of a column over all rows is noisy. With eight
+# times as many rows this noise should be √8 = 2.8 times smaller. But it does not get smaller. The rows are cut over `dp`:
 
 
 # %%
