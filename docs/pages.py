@@ -204,10 +204,8 @@ def shown(app, where: str, number: int, cell: dict) -> None:
             continue
         if "svg" in about:
             svg = gzip.decompress(base64.b64decode(about["svg"])).decode()
-            output["data"], output["metadata"] = (
-                {"text/html": framed(svg, about["width"], f"{number}-{i}")},
-                {},
-            )
+            output["data"] = {"text/html": framed(svg, about["width"], f"{number}-{i}")}
+            output["metadata"] = {}
             continue
         path = Path(app.outdir) / picture(where, number, i)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ BUDGETS = {
     "model": 973,
     "pipeline": 321,
     "training": 2_557,
-    "predict": 2_591,
+    "predict": 2_590,
     "planner": 1_777,
     "draw": 2_789,
     "inspect": 3_892,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_129,
-    "statements": 26_661,
+    "statements": 26_660,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

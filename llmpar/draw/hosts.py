@@ -137,11 +137,8 @@ def traffic(plan: TwoMeshes) -> Scene:
         )
     loads, nothing = link_loads(plan), ("·", "")
     load = lambda device, verb: (size_text(loads.get((device, verb), 0)), "")
-    role = lambda pair: "network" if plan.is_far(pair) else "links"
-    cells = {
-        pair: (size_text(sent) + "*" * plan.is_far(pair), role(pair))
-        for pair, sent in plan.matrix.items()
-    }
+    cell = lambda text, pair: (f"{text}*", "network") if plan.is_far(pair) else (text, "links")
+    cells = {pair: cell(size_text(sent), pair) for pair, sent in plan.matrix.items()}
     rows = [
         (f"from {i}", [*(cells.get((i, j), nothing) for j in receivers), load(i, "sends")])
         for i in senders
@@ -150,7 +147,7 @@ def traffic(plan: TwoMeshes) -> Scene:
     rows.append(("receives", [*(load(j, "receives") for j in receivers), total]))
     rows.append(("", []))
     for number, one in enumerate(plan.rounds, 1):
-        comes = {j: (f"{i}" + "*" * plan.is_far((i, j)), role((i, j))) for i, j in one}
+        comes = {j: cell(f"{i}", (i, j)) for i, j in one}
         together = size_text(sum(one.values())), ""
         rows.append((f"round {number}", [*(comes.get(j, nothing) for j in receivers), together]))
     device, verb = next(iter(loads), (senders[0], "sends"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from llmpar.lessons.number_words import in_figures, split_units
+from llmpar.lessons.number_words import NEXT_UNIT, in_figures
 
 NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
@@ -547,7 +547,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     text = in_figures(_respelled(text, _IN_NUMBERS))
     bare = _COUNTED.sub("", text.lower()) if counts else text.lower()
     text = bare if re.fullmatch(r"[\d.,]+k?", bare) else text
-    parts = [as_number(part, right, exercise) for part in split_units(text) if part != text]
+    parts = [as_number(part, right, exercise) for part in re.split(NEXT_UNIT, text) if part != text]
     if parts and all(kind(part) == "a number" for part in parts):
         return sum(parts)
     unit = re.sub(r"^[-+~≈\d,._/' \u202f]*(e[-+]?\d+)? *", "", text.strip())

@@ -16,9 +16,12 @@ _TENS = {
 }
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6}
 _PARTS = "half third quarter fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-_WORD = "|".join(sorted([*_ONES, *_TENS, *_SCALES], key=len, reverse=True))
-_COUNT = rf"\b(?:an? (?=hundred|thousand|million))?(?:{_WORD})(?:(?:-| and | )+(?:{_WORD}))*\b"
+_ONE, _TEN, _SCALE = (rf"(?:{'|'.join(words)})\b" for words in (_ONES, _TENS, _SCALES))
+_BELOW = rf"(?:{_TEN}(?:[- ]{_ONE})?|{_ONE})"
+_COUNT = rf"\b(?:{_BELOW}|an?(?= {_SCALE}))(?:(?: {_SCALE})+(?: (?:and )?{_BELOW})?)*"
 _FRACTION = rf"\b(?:(\d+)[ -]|an? |(?=half))({'|'.join(_PARTS)}|halve)s?\b"
+NEXT_UNIT = r"(?<=[a-zA-Z])(?:,? and |, | |)(?=\d)"
+"""What stands between a number with its unit and the next one, as in "20 days 15 hours"."""
 _OTHERS = {"none": "0", "nothing": "0", "twice": "2", "first": "0"}
 
 
@@ -29,11 +32,6 @@ def in_figures(text: str) -> str:
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", text)
     text = re.sub(r"^(\d+) (?:in|of|out of) (\d+)$", r"\1/\2", text)
     return _OTHERS.get(text.lower(), text)
-
-
-def split_units(text: str) -> list[str]:
-    """Split "20 days 15 hours" into its numbers with their units."""
-    return re.split(r"(?<=[a-zA-Z])(?:,? and |, | |)(?=\d)", text)
 
 
 def _quotient(match: re.Match) -> str:

@@ -331,9 +331,11 @@ def _staged_parts(
     whole = _narrow(plan, weights["used"]) * (layout == "used")
     gpu = plan.platform == "gpu"
     # stages of both ways have one array of both ways' weights, which XLA for GPUs makes anew
-    ways = order.parameter_copies
-    lent = (ways - 1) * weights["blocks accumulated"]
-    lent += (ways if gpu and ways > 1 else ways - 1) * weights[f"blocks {layout}"]
+    others = order.parameter_copies - 1
+    lent = (
+        others * weights["blocks accumulated"]
+        + (others + (gpu and others > 0)) * weights[f"blocks {layout}"]
+    )
     # XLA for GPUs copies the sums once where one of a stage's chunks is added to them, but not where its
     # weights are gathered there, or the backward pass is cut
     added = order.visits > 1 and plan.gather_per != "block" and gpu
