@@ -117,6 +117,23 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     assert int(step.run(state, batch())[0].step) == 2
 
 
+APART = [
+    ("does not go with ZeRO 1", {"zero": 1, "reduce": "bucket"}),
+    ("once per microbatch", {"zero": 0, "reduce": "layer", "microbatches": 2}),
+    ("cuts a sequence into 2·sp = 8 parts", {"mesh": "dp=2 sp=4", "sequence_order": "zigzag"}),
+]
+
+
+@pytest.mark.parametrize("says,fields", APART, ids=str)
+def test_a_step_refuses_fields_and_sizes_that_do_not_go_together(says, fields):
+    """A command knows its sizes when it resolves the plan; a `Step` sees those of its batch."""
+    mesh = fields.get("mesh", MIXED)
+    step = Step(LLAMA, Plan(**{"mesh": mesh} | fields), make_mesh(mesh), optax.sgd(1e-3))
+    odd = {name: value[:, :12] for name, value in batch().items()}
+    with pytest.raises(ValueError, match=says):
+        step.run.trace(step.abstract_state, odd)
+
+
 WRONG = {
     "a mesh is text, and this is 5": lambda: Plan(mesh=5),
     "a mesh is text, and this is None": lambda: make_mesh(None),

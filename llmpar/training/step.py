@@ -158,6 +158,7 @@ class Step:
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
+        self.plan.check(*batch["tokens"].shape)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
             return self.par.over_devices(self._gradients, self.mesh, layouts, results)(
