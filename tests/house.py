@@ -28,7 +28,7 @@ BUDGETS = {
     "kernels": 520,
     "model": 973,
     "pipeline": 321,
-    "training": 2_558,
+    "training": 2_554,
     "predict": 2_590,
     "planner": 1_777,
     "draw": 2_789,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_130,
-    "statements": 26_661,
+    "statements of the compact package": 6_126,
+    "statements": 26_657,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

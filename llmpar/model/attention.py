@@ -70,7 +70,8 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# Names of what attention's backward pass reads. The policies of `remat` save OUT and LSE by theirs.
+# Names of what attention's backward pass reads. Policies of `remat` save OUT and LSE by name; at ZeRO 3
+# without remat the policy saves whatever has a name, so IN, too.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
 # The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
@@ -93,7 +94,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     the model has any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
-        axis=axes[0] if axes else None,  # at most one: usp's axis ul cuts the keys' heads
+        axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
         hop=plan.hop,
         order=plan.sequence_order,
     )
@@ -409,7 +410,7 @@ class _Ring:
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # Whether K and V are sent only when dK and dV are computed. It is for flash, whose backward
+    # Whether K and V are sent only after dK and dV are computed. It is for flash, whose backward
     # pass has two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other
     # computes dQ, K and V are sent.
     kv_hop_waits: bool = False
@@ -507,7 +508,8 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
         merge attention to the keys into out, lse
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
-    dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: zeros besides). A hop
+    dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many
+    zeros to each further rank). A hop
     may run while a rank attends to its keys. The backward pass needs q, k, v, ids, out and lse."""
 
     def attend_and_hop(carry, hops):
@@ -628,11 +630,13 @@ def by_kernel(
     is no lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and
     0.12).
     """
-    attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=in_order)
     if whole and in_order:
-        attend = partial(attend, local_window_size=mask.window and (mask.window - 1, 0))
+        options: dict[str, Any] = dict(local_window_size=mask.window and (mask.window - 1, 0))
     else:
         q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
-        attend = partial(attend, mask=sees(mask, q_ids, k_ids)[:, None])
-    out = attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
-    return checkpoint_name(out, OUT), None
+        options = dict(mask=sees(mask, q_ids, k_ids)[:, None])
+    q_bsnh = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    out = jax.nn.dot_product_attention(
+        q_bsnh, k, v, implementation=kernel, is_causal=in_order, **options
+    )
+    return checkpoint_name(out.reshape(q.shape), OUT), None

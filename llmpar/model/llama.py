@@ -52,10 +52,10 @@ from llmpar.plan.places import LayerLoop
 Stream = Float[Array, "b s d"]
 Tree = Any
 Batch = dict[str, jax.Array]
-"""The input of a step, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (numbers of
-documents). The loss is NaN if positions and segments of a row are not in the order that attention relies on
-(`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``, float32, too
-(`clipped_surrogate`)."""
+"""The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
+(numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
+relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``,
+float32, too (`clipped_surrogate`)."""
 # Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
@@ -176,7 +176,7 @@ class Attention(nnx.Module):
             q_bsnh, k_bskh = (unit(y, config.norm_eps) for y in (q_bsnh, k_bskh))
         b, s, k, h = k_bskh.shape
         if variant.score_scale:  # `attend` divides scores by the root of h
-            q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
+            q_bsnh = scaled_by(q_bsnh, variant.score_scale * h**0.5)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
         if par.cache:
@@ -218,7 +218,7 @@ class LatentAttention(Attention):
             q_bsnh = self.projected("q", x, par)
         rotated = lambda y: rotate(y, rope, config.variant.rope)
         if scale := config.variant.score_scale:
-            q_bsnh = q_bsnh * jnp.asarray(scale * config.head_width**0.5, q_bsnh.dtype)
+            q_bsnh = scaled_by(q_bsnh, scale * config.head_width**0.5)
         q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
         down = self.projected("kv_down", x, par)  # b s (c + r)
         latent_bsc = self.kv_norm(down[..., :-r], par)
@@ -271,7 +271,7 @@ def attend(
 
         ring       nothing: keys are sent during attention
         ulysses    an all-to-all: each rank gets all positions of some heads, instead of all heads of some
-                   positions
+                   positions (an all-gather of keys where ranks of tp have copies of a KV head)
         gather     keys: each rank gets all of them
         usp        as ulysses within a group of ranks; the groups form a ring
     """
@@ -339,7 +339,8 @@ class Experts(nnx.Module):
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
-        """Return the weighted sum of the chosen and the shared experts, and the router's outputs."""
+        """Return the sum of the chosen experts, weighed by the router, and of the shared ones; and the
+        router's outputs."""
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )

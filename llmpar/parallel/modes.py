@@ -20,7 +20,8 @@ names a mesh axis:
                                        global arrays: they enter a shard_map, in which the mode is `Manual`
                                        (`par.island`). `Solo` and `Manual` call f directly
              par.parts(layout)         into how many blocks a dim is cut; par.index(layout), the index of this
-                                       device's block; par.axes(layout), the mesh axes that cut the dim
+                                       device's block (0 where arrays are global); par.axes(layout), the mesh
+                                       axes that cut the dim
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
@@ -187,8 +188,8 @@ class Solo:
         results along dim 1. So intermediate values of ``f``, such as logits, exist for one piece only.
 
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
-        part of every piece. The backward pass recomputes each piece, but repeats no collectives. With
-        ``recompute`` a single piece is checkpointed, too; since there is no loop then, XLA may keep the
+        part of every piece. The backward pass recomputes each piece, in `Manual` without its collectives.
+        With ``recompute`` a single piece is checkpointed, too; since there is no loop then, XLA may keep the
         forward pass's values in place of recomputing them (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
@@ -223,8 +224,8 @@ class Manual(Solo):
     """Inside `jax.shard_map` over all axes: arrows are collectives, each in the `scope` of its arrow."""
 
     def weight(self, param: nnx.Variable) -> Array:
-        """Return the weight as it is used: gathered from its stored shard (`gather`), or only cast where a
-        pipeline has gathered it once for the step.
+        """Return the weight as it is used: gathered from its stored shard (`gather`), or as it is where
+        a pipeline has gathered it once for the step.
 
         In the backward pass the transpose of the gather is a reduce-scatter of the gradient over the axes of
         ZeRO, in the computing dtype or `Plan.reduce_dtype`. The gradient is also summed over
@@ -238,9 +239,7 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
-        used = (
-            x.astype(self.dtype) if self.plan.gather_per == "step" else self.gather(x, param.dims)
-        )
+        used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
 
     def gather(self, shard: Array, dims: str) -> Array:

@@ -503,11 +503,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
         ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
-        (
-            "remat unroll",
-            apart,
-            f"{cutter} cuts a stage's backward pass, with its layers written out",
-        ),
+        ("remat unroll", apart, f"with {cutter} the layers of a stage are written out"),
         (
             "reduce",
             not shared,

@@ -47,8 +47,9 @@ between them. An arrow moves nothing where its two layouts are equal. The optimi
     weight     reduced -restore-> stored
 
 The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. ZeRO cuts the dim
-``d``, else ``h``, else ``e``, but not the e of experts, which ep cuts; a weight with none of them it does not
-cut (``ffn m`` is ``m/tp`` at every stage). ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
+``d`` (with ``muon="layer"`` a matrix's ``l``), else ``h``, else ``e``, but not the e of experts, which ep
+cuts; a weight with none of them it does not cut (``ffn m`` is ``m/tp`` at every stage). ``ffn d m`` on ``dp=2
+fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -58,7 +59,7 @@ cut (``ffn m`` is ``m/tp`` at every stage). ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
 At the stages 0 to 2 (unless ``reduce="layer"``) the backward pass sends nothing over dp and fsdp: each device
 has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: its weights are all-gathered for use, and
-autodiff transposes that all-gather into a reduce-scatter in the backward pass.
+unless that is once a step (`Resolved.gather_per`), autodiff transposes the all-gather into a reduce-scatter.
 
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
 except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
@@ -109,7 +110,7 @@ class WeightLayouts:
 
     Attributes:
         stored: the weight between steps.
-        used: the weight in a matmul: not cut by the axes of ZeRO.
+        used: the weight in a matmul, without the cuts of ZeRO.
         unreduced: the gradient of one microbatch after the backward pass, with its unfinished sums.
         accumulated: the gradient summed over microbatches.
         reduced: the finished gradient, and the optimizer's state.
@@ -142,7 +143,7 @@ class WeightLayouts:
     accumulate = property(
         lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire)
     )
-    # an all-reduce, at ZeRO 1 a reduce-scatter, or both, over the axes of the sums still unfinished
+    # an all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over the axes of its sums
     finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
     # at ZeRO 1 and 2 an all-gather
     restore = property(lambda self: Arrow(self.reduced, self.stored))
@@ -169,8 +170,8 @@ class Plan:
             device.
         tp_sequence: also cut the residual stream's sequence by tp (sequence parallelism, Korthikanti et al.
             2022).
-        tp_comm_overlap: with tp_sequence, overlap the communication of tp with its matmuls: rings of
-            permutes, with a matmul between two hops, replace the all-gather before and the reduce-scatter
+        tp_comm_overlap: with tp_sequence, overlap the communication of tp with its matmuls: rings,
+            with a matmul between two hops, replace the all-gather before and the reduce-scatter
             after (collective matmul, Wang et al. 2023). Experts, embedding and head keep these collectives.
         tp_dispatch: with tp_sequence, each rank of tp sends its own tokens to the ranks of ep, in place of
             all of tp sending the same. The all-to-all has tp times fewer bytes; what arrives, empty slots
@@ -189,11 +190,11 @@ class Plan:
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
             gradients in one flat array, which XLA may send as soon as these exist.
         bucket_bytes: a bucket takes no more gradients once it has this size.
-        microbatches: into how many a step cuts the batch, and each device its rows; their gradients are
-            summed. A pipeline needs several, so that its stages work at the same time.
-        remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and matmuls, and
-            a router's matmul (Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, also the
-            feed-forward's matmuls, whose results are most of the bytes; or the whole ``block``.
+        microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
+            are summed. A pipeline needs several, so that its stages work at the same time.
+        remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and matmuls, of
+            which only a router's is recomputed (Korthikanti et al. 2022, section 5, recompute attention too);
+            ``ffn``, also the feed-forward's matmuls, most of the bytes; or the whole ``block``.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
             pass. In a pipeline False keeps them for the whole step: gradients are accumulated unsharded in
@@ -243,10 +244,10 @@ class Plan:
         unroll: how many iterations of the scan over layers are unrolled; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: all-gathers give a device
             all matrices of its stage and experts, and it orthogonalises all. ``owner``: all-to-alls give it
-            the whole matrices of some layers, and others return them. ``layer``, for ZeRO 1 and 2: ZeRO
-            cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so that only
-            ranks of tp exchange parts of matrices. ``none``, for other optimizers: the plan moves no
-            matrices. Muon also works with it, but XLA's partitioner then chooses its collectives, and they
+            the whole matrices of some layers, and all-to-alls return the results. ``layer``, for ZeRO 1 and
+            2: ZeRO cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so
+            that only ranks of tp exchange parts of matrices. ``none``, for other optimizers: the plan moves
+            no matrices. Muon also works with it, but XLA's partitioner then chooses its collectives, and they
             are not predicted.
     """
 
@@ -521,8 +522,8 @@ class Resolved(Plan):
         # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
         outside = parse_layout(dims).region in ("vocab", "stream")
         is_matrix = matrix_dims(dims) or (outside and len(used.letters.replace("l", "")) > 1)
-        names = (self.gather_dtype, self.reduce_dtype) if is_matrix else ("same", "same")
-        wires = (WIRES[name] for name in names)
+        names = self.gather_dtype, self.reduce_dtype
+        wires = [WIRES[name] for name in names] if is_matrix else ["", ""]
         return WeightLayouts(
             stored, used, unreduced, accumulated, reduced, whole, replica_axes, *wires
         )
@@ -628,7 +629,7 @@ class Resolved(Plan):
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check this plan, and return it. For others (the defaults, too) resolve the requested one."""
+        """Check this plan, and return it. For another model or other devices resolve the requested one."""
         if (config, devices) != (self.model, self.devices):
             return self.requested.resolve(config, devices, batch_size, seq_len)
         self.check(batch_size, seq_len)
@@ -661,8 +662,9 @@ class Resolved(Plan):
         """Return the fields that a pipeline needs on simulated devices. Two things could deadlock there:
 
         - a permute inside a stage, because it waits for every device of the mesh;
-        - where the backward pass of a stage is split in two, gathers of experts and gathers of other weights:
-          they run over different groups of devices, and nothing orders them."""
+        - where the layers of a stage are written out (a backward pass in two parts, or
+          ``stage_saves="residuals"``), gathers of experts and gathers of other weights: they run over
+          different groups of devices, and nothing orders them."""
         if self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
@@ -682,8 +684,8 @@ class Resolved(Plan):
         if split and "ep" in cuts and len(cuts) > 1 and self.gather_per == "block":
             decided["reshard_after_forward"] = False
             notes.append(
-                "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
-                " split in two, nothing orders the gathers of experts and of other weights, which could"
+                "on simulated devices weights are gathered once a step, and kept: where a stage's layers are"
+                " written out, nothing orders the gathers of experts and of other weights, and they could"
                 " deadlock"
             )
         return decided | {"device_notes": tuple(notes)}

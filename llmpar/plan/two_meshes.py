@@ -9,7 +9,7 @@ these the one that sends least so far.
 
 Messages go in rounds in which a device sends at most one and receives at most one. Their number is the
 largest number of messages that any device sends or receives, and so the least (König 1916, on the edges of
-bipartite graphs). No JAX: `llmpar.parallel.two_meshes` carries a plan out.
+bipartite graphs). No JAX: `llmpar.serve.two_meshes` carries a plan out.
 """
 
 import functools

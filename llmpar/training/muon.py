@@ -6,8 +6,8 @@ An iteration needs whole matrices, and ZeRO and tensor parallelism cut them. So 
 
     gather  l d/fsdp m/tp -> l d m           an all-gather over each axis; back: every device keeps its slice
     owner   l d/fsdp m/tp -> l/fsdp,tp d m   an all-to-all over each axis, and another one back
-    layer   l/fsdp d m/tp -> l/fsdp,tp d m   the same over tp alone. By fsdp the gradient arrived so: of ZeRO
-                                             1 and 2 by their one reduce-scatter, of ZeRO 3 by an all-to-all
+    layer   l/fsdp d m/tp -> l/fsdp,tp d m   the same over tp alone. ZeRO 1 and
+                                             2: the gradients' reduce-scatter has cut them by fsdp
 
 The update is that of `optax.contrib.muon` with its defaults, and so is the state: one moment of a matrix, two
 of all else.

@@ -16,7 +16,6 @@ update of an elementwise optimizer such as AdamW has no collective.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
@@ -279,34 +279,29 @@ class Step:
             ((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)
         ]
         for (sums, _), members in self.plan.buckets(items):
-            flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
+            flat, restore = ravel_pytree([leaves[j] for j in members])
             finish = Arrow(Layout((), sums), WHOLE)
             flat = self.par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
-            ends = list(itertools.accumulate(leaves[j].size for j in members))
-            for j, piece in zip(members, jnp.split(flat, ends[:-1]), strict=True):
-                leaves[j] = piece.reshape(leaves[j].shape)
+            for j, piece in zip(members, restore(flat), strict=True):
+                leaves[j] = piece
         return jax.tree.unflatten(tree, leaves)
 
     def _per_token(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Divide summed gradients and loss by the number of targets that count (from 0 on). Return gradients
         and metrics, which are those of all devices together."""
-        loss, tally = sums
+        (loss, tally), square = sums, None
         tokens = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
             # leaves are replicated over different axes; `count_once` keeps one replica of each in the sum
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, tally
             loss, tokens, square, tally = self.par.sum_over_devices(values)
-            tokens = jnp.maximum(tokens, 1)
-            grads = jax.tree.map(lambda g: g / tokens, grads)
-            norm = jnp.sqrt(square) / tokens
-        else:
-            tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
-            grads = jax.tree.map(lambda g: g / tokens, grads)
-            norm = optax.tree.norm(grads)
+        elif tally is not None:
             arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
-            if tally is not None:
-                tally = self.par.carry_out(tally, arrow, "loss, tokens and norm")
+            tally = self.par.carry_out(tally, arrow, "loss, tokens and norm")
+        tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda g: g / tokens, grads)
+        norm = optax.tree.norm(grads) if square is None else jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
         if tally is not None:
@@ -434,7 +429,8 @@ class Step:
     # ---------------------------------------------------------------------------------------- beside the step
 
     def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
-        """Lower the step for batches of this shape, without any array. An abstract mesh needs `run.trace`."""
+        """Lower the step for batches of this shape, without any array. On an abstract mesh
+        use ``run.trace(…).lower(lowering_platforms=…)``."""
         return self.run.lower(self.abstract_state, self.abstract_batch(batch_size, seq_len))
 
     def compiled(self, state: State, batch: Batch) -> Any:
@@ -449,10 +445,10 @@ class Step:
     @functools.cached_property
     def evaluate(self) -> Checked:
         """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of targets):
-        forward only, without the routers' own losses. Weights have their stored layouts, and layers in the
-        model's order (`to_model_order`). With a pipeline or in the mode Auto it runs under XLA's partitioner,
-        else under `Manual`. With a pipeline every stage receives the layers of all others, which may need
-        memory for all of them."""
+        forward only, without the routers' own losses. Weights are as in ``abstract_in_model_order``
+        (`to_model_order`). With a pipeline or in the mode Auto it runs under XLA's partitioner, else under
+        `Manual`. With a pipeline every stage receives the layers of all others, which may need memory for all
+        of them."""
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
