@@ -6,8 +6,8 @@ learn     rewards less the mean of their group, over its deviation, are advantag
           the trainer takes a step of the clipped surrogate (`llama.clipped_surrogate`)
 send      every few steps the sampler gets the weights: they take the arrow between the two meshes
 
-In a job of several processes each computes on its own devices, of one mesh or of both. Weights go from process
-to process by the plan of the arrow; answers go from the sampler's first process to all.
+In a job of several processes each computes on its own devices, of one mesh or of both. Weights go between
+processes by the plan of the arrow; answers go from the sampler's first process to all.
 """
 
 import signal
@@ -24,7 +24,7 @@ from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
 DIGITS, END = 2, 10  # of a prompt; the token behind them
 PROMPTS, GROUP = 32, 8  # of a step; answers to each, which are compared with one another
-STUCK_S = 600.0  # without a step, after which a job of several processes ends
+_STUCK_S = 600.0  # without a step, after which a job of several processes ends
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Rl(Output):
         use_devices()
         start_jax()
         rewards, of_many = list[float](), joined.is_joined()
-        with joined.Watchdog(STUCK_S if of_many else 0) as watchdog:
+        with joined.Watchdog(_STUCK_S if of_many else 0) as watchdog:
             for row in self.learn():
                 watchdog.feed()
                 rewards.append(row["reward"])
@@ -89,15 +89,12 @@ class Rl(Output):
         ``bound_bytes``. A process without a device of the trainer has no loss."""
         import jax
         import optax
+        from jax.experimental.multihost_utils import broadcast_one_to_all
 
-        from llmpar.model.weights import weight_dims
-        from llmpar.parallel.mesh import make_mesh, ordered_devices, platform_of, split_axes
+        from llmpar.parallel.mesh import make_mesh, ordered_devices
         from llmpar.plan.plan import Plan
         from llmpar.plan.presets import preset
-        from llmpar.plan.serving import serving_plan
-        from llmpar.plan.two_meshes import two_meshes
         from llmpar.serve.engine import Engine
-        from llmpar.serve.two_meshes import Mover
         from llmpar.training.step import Step
 
         config = replace(preset("tiny"), vocab_size=16, num_layers=2)
@@ -108,14 +105,11 @@ class Rl(Output):
         sampler = make_mesh(serving.mesh, others, alone=False)
         step = Step(config, replace(plan, zero=3), trainer, optax.adam(1e-3))
         rows = PROMPTS * GROUP
-        served = serving_plan(serving, config, rows, 2 * DIGITS, platform_of(sampler))
-        wanted = jax.tree.map(served.stored, weight_dims(config))
-        arrows = jax.tree.map(lambda a, b: f"{a} @train -> {b} @serve", step.stored, wanted)
-        shapes = [weight.shape for weight in jax.tree.leaves(step.abstract_state.params)]
-        meshes = {"train": step.mesh, "serve": split_axes(sampler, served.mesh)}
-        move = Mover(two_meshes(jax.tree.leaves(arrows), meshes, shapes))
+        move = _mover(step, serving, sampler)
         state = step.init(self.seed) if move.senders else step.abstract_state
         engine = None
+        is_source = jax.process_index() == sampler.devices.flat[0].process_index
+        joined.barrier()  # before a first exchange, for which Gloo waits 30 s
         for number in range(self.steps):
             if number % self.send_every == 0:
                 params, sent_bytes = _send(move, state.params)
@@ -127,7 +121,10 @@ class Rl(Output):
             random = np.random.default_rng((self.seed, number))
             digits = random.integers(10, size=(PROMPTS, DIGITS)).repeat(GROUP, 0)
             seeds = random.integers(1 << 32, size=rows)
-            drawn = _answers(engine, digits, seeds, sampler.devices.flat[0].process_index)
+            drawn = _answers(engine, digits, seeds)
+            if number == 0:
+                joined.barrier()
+            drawn = broadcast_one_to_all(drawn, is_source)
             rewards = (drawn[..., 0] == digits[:, ::-1]).mean(1).reshape(PROMPTS, GROUP)
             row = {"reward": rewards.mean(), "exact": (rewards == 1).mean()}
             if move.senders:
@@ -141,12 +138,30 @@ class Rl(Output):
             yield {name: float(value) for name, value in row.items()}
 
 
+def _mover(step: Any, serving: Any, sampler: Any) -> Any:
+    """Return what carries all weights from the mesh of a step to the sampler's."""
+    import jax
+
+    from llmpar.model.weights import weight_dims
+    from llmpar.parallel.mesh import platform_of, split_axes
+    from llmpar.plan.serving import serving_plan
+    from llmpar.plan.two_meshes import two_meshes
+    from llmpar.serve.two_meshes import Mover
+
+    config, devices = step.config, platform_of(sampler)
+    served = serving_plan(serving, config, PROMPTS * GROUP, 2 * DIGITS, devices)
+    wanted = jax.tree.map(served.stored, weight_dims(config))
+    arrows = jax.tree.map(lambda a, b: f"{a} @train -> {b} @serve", step.stored, wanted)
+    shapes = [weight.shape for weight in jax.tree.leaves(step.abstract_state.params)]
+    meshes = {"train": step.mesh, "serve": split_axes(sampler, served.mesh)}
+    return Mover(two_meshes(jax.tree.leaves(arrows), meshes, shapes))
+
+
 def _send(move: Any, params: Any) -> tuple[Any, int]:
     """Send the weights to the sampler. Return them there, and the bytes that all processes sent; ValueError
     if these are not the bytes that the sampler lacks."""
     from jax.experimental.multihost_utils import process_allgather
 
-    joined.barrier()  # Gloo waits 30 s for a process that compiles
     moved = move(params)
     sent_bytes = int(process_allgather(np.int32(move.sent_bytes)).sum())
     if sent_bytes != move.plan.bound:
@@ -156,12 +171,9 @@ def _send(move: Any, params: Any) -> tuple[Any, int]:
     return moved, sent_bytes
 
 
-def _answers(engine: Any, digits: Any, seeds: Any, source: int) -> Any:
-    """Return tokens and log-probabilities of the answers to prompts, in all processes: the ``source`` sends
-    them. Without a device of the sampler a process has no ``engine``."""
-    import jax
-    from jax.experimental.multihost_utils import broadcast_one_to_all
-
+def _answers(engine: Any, digits: Any, seeds: Any) -> Any:
+    """Return tokens and log-probabilities of the answers to prompts; zeros in a process without ``engine``,
+    which has no device of the sampler."""
     from llmpar.serve.engine import Request, answer_all
 
     drawn = np.zeros((*digits.shape, 2), np.float32)
@@ -171,8 +183,7 @@ def _answers(engine: Any, digits: Any, seeds: Any, source: int) -> Any:
             [(event.token, event.logprob) for event in events]
             for events in answer_all(engine, map(request, digits.tolist(), seeds))
         ]
-    joined.barrier()
-    return broadcast_one_to_all(drawn, jax.process_index() == source)
+    return drawn
 
 
 def _batch(digits: Any, drawn: Any, rewards: Any) -> dict[str, Any]:
