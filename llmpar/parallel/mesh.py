@@ -17,9 +17,7 @@ _KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
 """The kind of an abstract mesh's devices, by platform."""
 
 
-def make_mesh(
-    shape: str | MeshShape, devices: list | None = None, alone: bool = True
-) -> Mesh:
+def make_mesh(shape: str | MeshShape, devices: list | None = None, alone: bool = True) -> Mesh:
     """Make a mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing.
     A process that would have none of its devices is refused, if the mesh is ``alone`` in the job."""
     _jax.install_channels()
