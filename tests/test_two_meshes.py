@@ -19,8 +19,10 @@ from llmpar.model import llama
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import Dim, Layout, parse_arrow
 from llmpar.plan.plan import Plan
+from llmpar.plan.two_meshes import TwoMeshes
 from llmpar.predict.hardware import chip
 from llmpar.predict.two_meshes import link_loads, rounds_seconds
+from llmpar.serve.engine import Engine
 from llmpar.serve.two_meshes import Mover, Permutes
 from llmpar.training.step import Step
 
@@ -234,14 +236,36 @@ def test_the_clipped_surrogate_is_its_formula_and_the_same_on_meshes_with_stages
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-def test_a_sampler_learns_from_a_trainer_and_the_same_again():
+def test_a_sampler_learns_from_a_trainer_and_the_same_again_by_the_program_between_processes(monkeypatch):
     """Just synchronised, advantages of mean 0 give no loss; one step later trainer and sampler differ."""
-    rows, again = ([*itertools.islice(Rl(steps=40).learn(), n)] for n in (40, 3))
-    assert rows[:3] == again
+    rows, made = [*Rl(steps=40).learn()], Mover.__init__
+
+    def permuting(move, plan):
+        made(move, plan)
+        move._send = Permutes(plan, move.devices)
+
+    monkeypatch.setattr(Mover, "__init__", permuting)
+    assert rows[:3] == [*itertools.islice(Rl(steps=40).learn(), 3)]
     assert all(row["sent_bytes"] == row["bound_bytes"] > 0 for row in rows)
     losses = np.abs([row["loss"] for row in rows])
     assert losses[::2].max() < 1e-6 < losses[11::2].min()
     assert np.mean([row["reward"] for row in rows[-5:]]) > 0.15 > 2 * rows[0]["reward"]
+
+
+def test_weights_of_which_a_round_was_left_out_are_refused_before_an_answer_is_drawn(monkeypatch):
+    every = TwoMeshes.rounds.func
+    monkeypatch.setattr(TwoMeshes, "rounds", property(lambda plan: every(plan)[1:]))
+    with pytest.raises(ValueError, match="a transfer of the weights sent [0-9,]+ B, not 308,224"):
+        next(Rl().learn())
+
+
+def test_an_engine_of_few_processes_refuses_a_request_without_a_seed(monkeypatch):
+    """Processes without its devices would never answer which seed is drawn."""
+    engine = Engine.__new__(Engine)
+    engine.mesh = make_mesh("tp=2")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="on devices of 1 of 2 processes, .*; give each request a seed"):
+        engine._seeds  # noqa: B018
 
 
 @pytest.mark.nightly

@@ -43,6 +43,8 @@ class Inspect(Output):
         dims: letters for the dims of arguments of --program or --hlo, by JAX's names of these:
             "x = b s d; params['up'] = d m".
         pin: keep in this file what --program or --hlo sends, or compare with it: status 1 if it differs.
+        cure: find the line that fixes a layout with which --program sends least; up to 50 programs are
+            compiled for it.
         trace: a folder that jax.profiler.trace wrote: its times stand beside the lines of --program or --hlo.
         html: also write what --program or --hlo sends into this page, each move drawn.
         svg: also draw the bytes into this SVG (or PNG).
@@ -56,6 +58,7 @@ class Inspect(Output):
     target: OptionalText = None
     dims: OptionalText = None
     pin: File = None
+    cure: bool = False
     trace: File = None
     html: File = None
     svg: File = None
@@ -66,7 +69,7 @@ class Inspect(Output):
     def run(self) -> dict:
         """Compile the step and print tables, or JSON."""
         check_picture(self.svg)
-        if changed(self, "program hlo target dims pin trace html".split()):
+        if changed(self, "program hlo target dims pin cure trace html".split()):
             return self.look()
         from llmpar.inspect import report
         from llmpar.inspect.types import types
@@ -93,8 +96,8 @@ class Inspect(Output):
         if ours or bool(self.program) == bool(self.hlo) or self.hlo and self.target:
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
             raise ValueError(
-                "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh, both"
-                f" with --dims, --pin, --trace, --html, --svg and --json; {rest}"
+                "--program MODULE:FUNCTION goes with --target or --devices, and --cure, --hlo FILE with"
+                f" --mesh, both with --dims, --pin, --trace, --html, --svg and --json; {rest}"
             )
         with refusing(self.program or self.hlo):
             program = self.made()
@@ -103,7 +106,7 @@ class Inspect(Output):
             given = program if isinstance(program, tuple) else (program,)
             named = (one.rpartition("=") for one in (self.dims or "").split(";") if one.strip())
             dims = {name.strip(): letters for name, _, letters in named}
-            shown = look(*given, dims=dims, trace=self.trace)
+            shown = look(*given, dims=dims, trace=self.trace, cure=self.cure)
         if self.pin:
             try:
                 shown.pin(self.pin)

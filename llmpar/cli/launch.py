@@ -223,8 +223,9 @@ class Launch:
 
     def check_command(self, num_devices: int) -> None:
         """Refuse a command that cannot run on that many devices, before it waits in a queue."""
-        if hasattr(self.command, "step"):
-            self.command.step.settle(num_devices)
+        command = getattr(self.command, "step", self.command)
+        if hasattr(command, "settle"):
+            command.settle(num_devices)
 
 
 def stored_as(folder: str) -> tuple[str, str, int]:
@@ -239,7 +240,7 @@ def stored_as(folder: str) -> tuple[str, str, int]:
     return dtype, hugging_face.quantization(folder), hugging_face.stored_bytes(folder)
 
 
-LAUNCHABLE = ("train", "generate", "doctor")
+LAUNCHABLE = ("train", "rl", "generate", "doctor")
 """Commands that several processes can run together."""
 _BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 LEAST_BITS = 2

@@ -48,6 +48,11 @@ _WHOLE = (
     "a jaxpr has no shardings on automatic axes: its arguments are whole here; look at the function"
     " instead"
 )
+_NO_CURE = (
+    "a cure is for functions of arrays on automatic axes, with loops of known trip counts, that send"
+    " the same when they are traced again; leave out the cure"
+)
+_NO_LINE = "no line that fixes the layout of one value leaves four fifths of the bytes or fewer"
 
 
 def look(
@@ -85,6 +90,8 @@ def look(
         for name, tree in (dims or {}).items()
         for path, words in jax.tree.leaves_with_path(tree)
     }
+    if isinstance(f, str) and cure:
+        raise ValueError(_NO_CURE)
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
         result = look_at_text(f, given, _links(given), letters)
@@ -101,6 +108,8 @@ def look(
         is_mover = isinstance(getattr(f, "plan", None), TwoMeshes)
         program = f if is_mover else _staged(f, args, kwargs)
         if between := transfers(program, (args, kwargs)):
+            if cure:
+                raise ValueError(_NO_CURE)
             return between
         meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
         if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
@@ -127,7 +136,7 @@ def look(
     result = replace(result, name=name, memory=memory, replicated=more, cheaper=ways)
     if cure:
         line = find_cure(f, args, kwargs, result, mesh, compiled)
-        result = replace(result, cure=line)
+        result = replace(result, cure=line, notes=result.notes + [_NO_LINE] * (not line))
     return _as_it_runs(result, compiled.as_text() or "", mesh, lines, trace)
 
 
@@ -355,10 +364,7 @@ def find_cure(
         and not any(row["per_turn"] for row in seen.rows)
     )
     if not is_known or sum_of(compiled({})) != sum_of(seen):
-        raise ValueError(
-            "a cure is for functions of arrays on automatic axes, with loops of known trip counts,"
-            " that send the same when they are traced again; leave out cure=True"
-        )
+        raise ValueError(_NO_CURE)
     for options in _layouts(dict(values), [*arrays.values()], mesh) if seen.rows else ():
         looks = [(one, now) for one in options if (now := helped(one, program))]
         # of lines that leave as much, up to a fiftieth, the first is the cause

@@ -17,13 +17,14 @@ _KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
 """The kind of an abstract mesh's devices, by platform."""
 
 
-def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
-    """Make a mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing."""
+def make_mesh(shape: str | MeshShape, devices: list | None = None, alone: bool = True) -> Mesh:
+    """Make a mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing.
+    A process that would have none of its devices is refused, if the mesh is ``alone`` in the job."""
     _jax.install_channels()
     devices = ordered_devices() if devices is None else devices
     grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
     idle = {d.process_index for d in devices} - {d.process_index for d in grid.flat}
-    if idle and jax.process_count() > 1:
+    if alone and idle and jax.process_count() > 1:
         numbers, size = ", ".join(map(str, sorted(idle))), len({d.process_index for d in devices})
         raise ValueError(
             f"mesh '{shape}' takes {shape.size} of {len(devices)} devices, and of {size} processes these hold"

@@ -5,12 +5,14 @@ takes of every running request what is not in the cache yet: a piece of its prom
 Where all take one a narrow step runs, else one as wide as a chunk: two programs serve all (a third ``echo``).
 """
 
+import functools
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, replace
 from typing import Annotated, Literal
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -133,10 +135,21 @@ class Engine:
             dict[int, _Job](),
         )
         self._counts = Counter(slots=self.slots, submitted=0, steps=0, wide_steps=0, tokens=0)
+
+    @functools.cached_property
+    def _seeds(self) -> np.random.Generator:
+        """What draws the seeds of requests that have none: the same in all processes of the job, which an
+        engine on the devices of a few of them cannot ask."""
+        present = len({d.process_index for d in self.mesh.devices.flat})
+        if present < (num := jax.process_count()):
+            raise ValueError(
+                f"a request without a seed, and its engine is on devices of {present} of {num} processes,"
+                " which draw none together; give each request a seed"
+            )
         luck = multihost_utils.broadcast_one_to_all(
             np.random.default_rng().integers(1 << 31, dtype="i4")
         )
-        self._seeds = np.random.default_rng(int(luck))
+        return np.random.default_rng(int(luck))
 
     def submit(self, request: Request) -> int:
         """Put a request into the queue and return its ticket; ValueError for a wrong prompt, `Full` for a
