@@ -1,6 +1,7 @@
-"""Exercises of lesson 10 that are computed: the least traffic that fits."""
+"""Exercises of lesson 10 that are computed: the nearest of three numbers, the least traffic that fits."""
 
 import dataclasses
+import math
 
 from llmpar.lessons import Exercise
 from llmpar.plan.mesh_shape import divisors, parse_mesh
@@ -10,6 +11,18 @@ from llmpar.predict import memory, traffic
 
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 _ROWS, _SEQ, _DEVICES, _MOST_BYTES = 16, 32, 16, 240_000
+
+
+def off() -> Exercise:
+    """Ask which of three numbers is nearest to a difference by rounding; any number stands for its nearest."""
+    choices = 1e-3, 1e-6, 1e-9
+
+    def observe(answer):
+        if not answer > 0:
+            return answer
+        return min(choices, key=lambda choice: abs(math.log(answer / choice)))
+
+    return Exercise("core", 1e-6, observe=observe, unit="a fraction of 1")
 
 
 def price(text: str) -> tuple[int, int]:
@@ -36,6 +49,8 @@ def cheapest() -> Exercise:
         mesh = parse_mesh(text)
         if mesh.size != _DEVICES:
             return f"a mesh of {mesh.size} devices"
+        if mesh.pp * mesh.ep * mesh.sp > 1:
+            return "an axis that is not asked for: use dp, fsdp and tp only"
         kept, sent = price(text)
         return (
             f"{'fits' if kept <= _MOST_BYTES else 'does not fit'}, {kept:,} B held, {sent:,} B sent"

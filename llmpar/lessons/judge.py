@@ -33,7 +33,7 @@ BYTES = {
 }
 _UNITS = (
     BYTES,
-    {"a fraction of 1": 1, "per cent": 0.01},
+    {"a fraction of 1": 1, "times": 1, "per cent": 0.01},
     {"weeks": 604800, "days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "ms": 1e-3},
 )
 """Units that people count the same thing in, and their sizes."""
@@ -64,7 +64,23 @@ SPELLINGS = {
     "as many byte": "as many",
     "grad": "gradients",
     "doe not fit": "too large",
-    "double counting": "counted",
+    "counted": "counted twice",
+    "double counted": "counted twice",
+    "double counting": "counted twice",
+    "no sum": "missing sum",
+    "key": "same key",
+    "one key": "same key",
+    "same random key": "same key",
+    "same seed": "same key",
+    "replicated": "copies",
+    "unchanged": "the same",
+    "no change": "the same",
+    "no difference": "the same",
+    "same number of": "as many",
+    "fewer": "less",
+    "larger": "more",
+    "increase": "more",
+    "much more": "more",
     "block of column": "columns",
     "block of row": "rows",
     "vertical": "columns",
@@ -86,8 +102,12 @@ SPELLINGS = {
     "error": "refused",
     "copy": "copies",
     "double": "twice",
-    "twice as much": "twice",
     "2x": "twice",
+    "2 time": "twice",
+    "twice as much": "twice",
+    "twice as many": "twice",
+    "half as much": "half",
+    "half as many": "half",
     "refuse": "refused",
     "y": "yes",
     "n": "no",
@@ -96,13 +116,15 @@ SPELLINGS = {
 
 # What may stand before a number that counts things, or behind it.
 _COUNTED = re.compile(
-    r"^(rank|dim|stage|device|gpu|(after )?step|×) *(?=\d)|(?<=[\w.]) *(gpu|card|device|hop|collective"
-    r"|all-reduce|all-to-all|position|token|step|request|layer|(micro-?)?batche?|flop|times( as long)?|x|×"
-    r"|psi|ψ|in all|in total)s?$"
+    r"^((from |with )?(rank|dim|stage|device|gpu|step)?( ?number| ?no\.)?|×) *(?=\d)"
+    r"|(?<=[\w.]) *(gpu|card|device|hop|collective|all-reduce|all-to-all|position|token|step|request|layer"
+    r"|(micro-?)?batche?|flop|times( as long)?|x|×|psi|ψ|in all|in total)s?$"
 )
 _CALL = r"^(?:(?:an?|the) )?(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 _IN_NUMBERS = {
-    r"^(?:(?:about|after|around|roughly|exactly|just|at least|the) )+|[. ]+$": "",
+    r"^after (?=\d+ )|^(?:(?:about|around|roughly|exactly|just|at least|the|=) ?)+|[. ]+$": "",
+    r"(?<=[A-Za-z]) ?(?:/|per|an?|each|in each) ?(?:step|token|request|device|worker|host)$": "",
+    r"^(\d+) (?=\d+/\d+$)": r"\1+",
     r"(?<=\d) *[x×] *(?=\d)": "*",
     r"\^": "**",
 }
@@ -145,6 +167,7 @@ class Exercise:
         devices: of an answer that several devices run, what `spread.carried_out` is given, for each function.
         says: the sentences by key.
         given: the numbers of the lesson that formulas in the page speak of.
+        spelt: other spellings of answers that are texts, each with the answer that it means.
     """
 
     level: Literal["core", "stretch", "expert"]
@@ -158,13 +181,19 @@ class Exercise:
     devices: Callable[[Any], list[tuple]] = lambda answer: []
     says: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
+    spelt: Mapping[str, str] = field(default_factory=dict)
 
     def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
         """Return the exercise with its sentences, and with the answers that their keys spell in backticks
         (right ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
+        if "spelt" in says:
+            others = spellings(says["spelt"])
+            says = {key: sentence for key, sentence in says.items() if key != "spelt"}
+            return replace(self, spelt=others).with_sentences(name, says)
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
         planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}
+        planted = {key: as_meant(answer, self.solution, self) for key, answer in planted.items()}
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
         unknown = says.keys() - wanted - planted.keys() - {"nudge", "in other calls"}
@@ -240,7 +269,9 @@ class Exercise:
         in_all = lambda run: sum(row[-1] for row in run[1])
         if good and "in other calls" in self.says and in_all(seen) == in_all(right):
             return f"{CORRECT}. {self.says['in other calls']}"
-        prefix = "The value is right, but not what is sent. " if good else ""
+        near = _near(seen, right).strip(" ()")
+        prefix = f"It is {near}. " if near else ""
+        prefix = "The value is right, but not what is sent. " if good else prefix
         return prefix + self.hinted(seen, read)
 
     def part_by_part(
@@ -292,13 +323,19 @@ class Exercise:
         # whose unit was named: `as_number`
         if isinstance(seen, Fraction) or not kind(seen) == kind(right) == "a number":
             return ""
-        sizes, near = self.sizes(), max(self.tolerance, 0.01)
-        return next(
-            (n for n in sizes if n != self.unit and same(float(seen) * sizes[n], right, near)), ""
-        )
+        near = max(self.tolerance, 0.01)
+        sizes = {name: size for name, size in self.sizes().items() if size != 1}
+        return next((name for name in sizes if same(float(seen) * sizes[name], right, near)), "")
 
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
+        if isinstance(seen, Fraction) and self.unit == "bytes":
+            for power, name in enumerate(("KiB", "MiB", "GiB"), 1):
+                if same(float(seen) * 1.024**power, right, 1e-3):
+                    short = name.replace("i", "")
+                    return (
+                        f"That is right in {name}: write so. A {short} has {1000**power:,} bytes."
+                    )
         if not (name := self.unit_of(seen, right)):
             return ""
         shown = f"{right:,.0f}" if right > 100 else f"{right:.3g}"
@@ -312,6 +349,12 @@ class Exercise:
             if (figures := count(seen))
         )
         return next(counted, self.nudge(read))
+
+
+def spellings(text: str) -> dict[str, str]:
+    """Read a page's line of spellings, `pp=yes|pipeline; no pp=no`, as answers by their other spellings."""
+    rows = (row.rpartition("=") for row in text.split("; "))
+    return {_plain(one): answer for answer, _, others in rows for one in others.split("|")}
 
 
 FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
@@ -423,7 +466,10 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     if kind(answer) == kind(right) == "a dict":
         names = {_plain(str(name)): name for name in right}
         meant = {_name_of(name, names): part for name, part in answer.items()}
-        return {name: as_meant(part, right.get(name), exercise) for name, part in meant.items()}
+        of_part = {name: _in_unit_of(name, exercise) for name in meant}
+        return {
+            name: as_meant(part, right.get(name), of_part[name]) for name, part in meant.items()
+        }
     if (
         isinstance(answer, list | tuple)
         and isinstance(right, list | tuple)
@@ -439,7 +485,14 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
             getattr(answer, "__wrapped__", answer) if hasattr(answer, "lower") else answer
         )  # of a jit
         return functools.update_wrapper(lambda *given: _result(own(*given)), answer)
-    return _as_text(answer, right) if isinstance(right, str) else answer
+    return _as_text(answer, right, exercise.spelt) if isinstance(right, str) else answer
+
+
+def _in_unit_of(name: Any, exercise: Exercise) -> Exercise:
+    """Give an exercise without a unit the one that ends a part's name, as in "cache ms"."""
+    unit = str(name).rpartition(" ")[2]
+    known = not exercise.unit and any(unit in units for units in _UNITS)
+    return replace(exercise, unit=unit) if known else exercise
 
 
 def _name_of(name: Any, names: Mapping[str, Any]) -> Any:
@@ -471,8 +524,9 @@ def listed(value: Any, right: Any) -> Any:
     )
 
 
-def _as_text(answer: Any, right: str) -> Any:
-    """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
+def _as_text(answer: Any, right: str, spelt: Mapping[str, str]) -> Any:
+    """Read what stands for a text: another spelling of it, a collective's function, a mesh as a dict, a
+    layout as JAX writes it."""
     laid_out = {"columns": "d m/tp", "rows": "d/tp m"}.get(right, right)
     answer = as_spec(answer) if "/" in laid_out else answer
     if hasattr(answer, "partitions") and "/" in laid_out:
@@ -492,6 +546,7 @@ def _as_text(answer: Any, right: str) -> Any:
         (row for form, row in _TRUTHS.items() if re.fullmatch(form, str(answer).lower())), ()
     )
     answer = right if right in meant else meant[0] if meant else answer
+    answer = spelt.get(_plain(str(answer)), answer)
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
@@ -652,7 +707,7 @@ def _near(seen: Any, right: Any) -> str:
     if kind(seen) != "a number" or kind(right) != "a number" or not right:
         return ""
     error = abs(float(seen) / float(right) - 1)
-    return f" (off by {100 * error:.1g}%)" if error < 0.1 else ""
+    return f" (off by {float(f'{100 * error:.1g}'):g}%)" if error < 0.1 else ""
 
 
 def is_blank(answer: Any) -> bool:

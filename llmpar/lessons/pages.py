@@ -11,6 +11,7 @@
 - whole: That is the size of …      for the wrong answer that the code calls whole
 - `862720`: You forgot …            for this wrong answer: a formula, a text, or parts, `A=none; B=2`
 - or `754881`: It is …              for this right answer, which is another one than `answer`
+- spelt: pp=yes|pipeline; no pp=no  other spellings of texts, also of wrong ones
 """
 
 import functools
