@@ -1,7 +1,6 @@
-"""Exercises of lesson 10 that are computed: the nearest of three numbers, the least traffic that fits."""
+"""Exercises of lesson 10 that are computed: the least traffic that fits."""
 
 import dataclasses
-import math
 
 from llmpar.lessons import Exercise
 from llmpar.plan.mesh_shape import divisors, parse_mesh
@@ -11,18 +10,6 @@ from llmpar.predict import memory, traffic
 
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 _ROWS, _SEQ, _DEVICES, _MOST_BYTES = 16, 32, 16, 240_000
-
-
-def off() -> Exercise:
-    """Ask which of three numbers is nearest to a difference by rounding; any number stands for its nearest."""
-    choices = 1e-3, 1e-6, 1e-9
-
-    def observe(answer):
-        if not answer > 0:
-            return answer
-        return min(choices, key=lambda choice: abs(math.log(answer / choice)))
-
-    return Exercise("core", 1e-6, observe=observe, unit="a fraction of 1")
 
 
 def price(text: str) -> tuple[int, int]:

@@ -186,14 +186,16 @@ class Exercise:
     def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
         """Return the exercise with its sentences, and with the answers that their keys spell in backticks
         (right ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
-        if "spelt" in says:
-            others = spellings(says["spelt"])
-            says = {key: sentence for key, sentence in says.items() if key != "spelt"}
-            return replace(self, spelt=others).with_sentences(name, says)
+        reads = replace(self, spelt=spellings(says.get("spelt", "")))
+        says = {key: sentence for key, sentence in says.items() if key != "spelt"}
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
-        planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}
-        planted = {key: as_meant(answer, self.solution, self) for key, answer in planted.items()}
+        planted = {
+            key: as_meant(
+                read_answer(key.split("`")[1], self.solution, self.given), self.solution, reads
+            )
+            for key in spelt
+        }
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
         unknown = says.keys() - wanted - planted.keys() - {"nudge", "in other calls"}
@@ -205,7 +207,7 @@ class Exercise:
         also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
         wrong = {key: answers[key] for key in says if key in answers}
-        return replace(self, wrong=wrong, also=also, says=says)
+        return replace(reads, wrong=wrong, also=also, says=says)
 
     def judge(self, answer: Any, read: int = 0) -> str:
         """Return the verdict on an answer as one sentence; a learner who has ``read`` some hints gets the
@@ -269,9 +271,8 @@ class Exercise:
         in_all = lambda run: sum(row[-1] for row in run[1])
         if good and "in other calls" in self.says and in_all(seen) == in_all(right):
             return f"{CORRECT}. {self.says['in other calls']}"
-        near = _near(seen, right).strip(" ()")
-        prefix = f"It is {near}. " if near else ""
-        prefix = "The value is right, but not what is sent. " if good else prefix
+        near = _near(seen, right, "It is off by {}. ")
+        prefix = "The value is right, but not what is sent. " if good else near
         return prefix + self.hinted(seen, read)
 
     def part_by_part(
@@ -296,7 +297,9 @@ class Exercise:
             if sentence := self.in_another_unit(seen[name], right[name]):
                 sentences, helped = [*sentences, f"{name}: {sentence}"], helped | {name}
         if left := [
-            f"{name}{_near(seen[name], right[name])}" for name in off if name not in helped
+            f"{name}{_near(seen[name], right[name], ' (off by {})')}"
+            for name in off
+            if name not in helped
         ]:
             sentences += [f"Look again at {', '.join(left)}. {self.hinted(seen, read)}"]
         return " ".join(sentences)
@@ -323,19 +326,17 @@ class Exercise:
         # whose unit was named: `as_number`
         if isinstance(seen, Fraction) or not kind(seen) == kind(right) == "a number":
             return ""
-        near = max(self.tolerance, 0.01)
-        sizes = {name: size for name, size in self.sizes().items() if size != 1}
-        return next((name for name in sizes if same(float(seen) * sizes[name], right, near)), "")
+        sizes, near = self.sizes(), max(self.tolerance, 0.01)
+        return next(
+            (n for n in sizes if sizes[n] != 1 and same(float(seen) * sizes[n], right, near)), ""
+        )
 
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
         if isinstance(seen, Fraction) and self.unit == "bytes":
             for power, name in enumerate(("KiB", "MiB", "GiB"), 1):
                 if same(float(seen) * 1.024**power, right, 1e-3):
-                    short = name.replace("i", "")
-                    return (
-                        f"That is right in {name}: write so. A {short} has {1000**power:,} bytes."
-                    )
+                    return f"That is right in {name}: write the i. Without it, 1,000 are counted for 1,024."
         if not (name := self.unit_of(seen, right)):
             return ""
         shown = f"{right:,.0f}" if right > 100 else f"{right:.3g}"
@@ -354,10 +355,16 @@ class Exercise:
 def spellings(text: str) -> dict[str, str]:
     """Read a page's line of spellings, `pp=yes|pipeline; no pp=no`, as answers by their other spellings."""
     rows = (row.rpartition("=") for row in text.split("; "))
-    return {_plain(one): answer for answer, _, others in rows for one in others.split("|")}
+    return {_plain(one): answer for answer, _, others in rows for one in others.split("|") if one}
 
 
-FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
+def nearest(number: Any, choices: tuple[float, ...]) -> Any:
+    """Return the choice that is nearest, by ratio, to a number above 0. Without choices it stays."""
+    ratio = lambda choice: abs(math.log(number / choice))
+    return min(choices, key=ratio) if choices and number > 0 else number
+
+
+FACTS = ("level", "question", "given", "answer", "nearest", "tolerance", "unit")
 """The entries of an exercise's page that are no sentences."""
 
 
@@ -373,7 +380,10 @@ def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
     solution = read_answer(facts["answer"], None, given)
-    exercise = Exercise(level, solution, tolerance=tolerance, unit=unit, given=given)
+    choices = read_answer(facts["nearest"]) if "nearest" in facts else ()
+    exercise = Exercise(
+        level, solution, {}, lambda answer: nearest(answer, choices), tolerance, unit, given=given
+    )
     return exercise.with_sentences(
         name, {key: sentence for key, sentence in says.items() if key not in facts}
     )
@@ -466,9 +476,9 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     if kind(answer) == kind(right) == "a dict":
         names = {_plain(str(name)): name for name in right}
         meant = {_name_of(name, names): part for name, part in answer.items()}
-        of_part = {name: _in_unit_of(name, exercise) for name in meant}
         return {
-            name: as_meant(part, right.get(name), of_part[name]) for name, part in meant.items()
+            name: as_meant(part, right.get(name), _in_unit_of(name, exercise))
+            for name, part in meant.items()
         }
     if (
         isinstance(answer, list | tuple)
@@ -702,12 +712,12 @@ def mismatch(seen: Any, right: Any) -> str:
     return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
 
 
-def _near(seen: Any, right: Any) -> str:
-    """Say by how much a number is off that is nearly right."""
+def _near(seen: Any, right: Any, words: str) -> str:
+    """Say in these words by how much a number is off that is nearly right."""
     if kind(seen) != "a number" or kind(right) != "a number" or not right:
         return ""
     error = abs(float(seen) / float(right) - 1)
-    return f" (off by {float(f'{100 * error:.1g}'):g}%)" if error < 0.1 else ""
+    return words.format(f"{float(f'{100 * error:.1g}'):g}%") if error < 0.1 else ""
 
 
 def is_blank(answer: Any) -> bool:
