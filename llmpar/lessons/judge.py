@@ -186,7 +186,7 @@ class Exercise:
     def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
         """Return the exercise with its sentences, and with the answers that their keys spell in backticks
         (right ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
-        reads = replace(self, spelt=spellings(says.get("spelt", "")))
+        reads = replace(self, spelt=_spellings(says.get("spelt", "")))
         says = {key: sentence for key, sentence in says.items() if key != "spelt"}
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
@@ -352,13 +352,13 @@ class Exercise:
         return next(counted, self.nudge(read))
 
 
-def spellings(text: str) -> dict[str, str]:
+def _spellings(text: str) -> dict[str, str]:
     """Read a page's line of spellings, `pp=yes|pipeline; no pp=no`, as answers by their other spellings."""
     rows = (row.rpartition("=") for row in text.split("; "))
     return {_plain(one): answer for answer, _, others in rows for one in others.split("|") if one}
 
 
-def nearest(number: Any, choices: tuple[float, ...]) -> Any:
+def _nearest(number: Any, choices: tuple[float, ...]) -> Any:
     """Return the choice that is nearest, by ratio, to a number above 0. Without choices it stays."""
     ratio = lambda choice: abs(math.log(number / choice))
     return min(choices, key=ratio) if choices and number > 0 else number
@@ -382,7 +382,7 @@ def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     solution = read_answer(facts["answer"], None, given)
     choices = read_answer(facts["nearest"]) if "nearest" in facts else ()
     exercise = Exercise(
-        level, solution, {}, lambda answer: nearest(answer, choices), tolerance, unit, given=given
+        level, solution, {}, lambda answer: _nearest(answer, choices), tolerance, unit, given=given
     )
     return exercise.with_sentences(
         name, {key: sentence for key, sentence in says.items() if key not in facts}
