@@ -476,10 +476,7 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     if kind(answer) == kind(right) == "a dict":
         names = {_plain(str(name)): name for name in right}
         meant = {_name_of(name, names): part for name, part in answer.items()}
-        return {
-            name: as_meant(part, right.get(name), _in_unit_of(name, exercise))
-            for name, part in meant.items()
-        }
+        return {name: as_meant(part, right.get(name), exercise) for name, part in meant.items()}
     if (
         isinstance(answer, list | tuple)
         and isinstance(right, list | tuple)
@@ -496,13 +493,6 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         )  # of a jit
         return functools.update_wrapper(lambda *given: _result(own(*given)), answer)
     return _as_text(answer, right, exercise.spelt) if isinstance(right, str) else answer
-
-
-def _in_unit_of(name: Any, exercise: Exercise) -> Exercise:
-    """Give an exercise without a unit the one that ends a part's name, as in "cache ms"."""
-    unit = str(name).rpartition(" ")[2]
-    known = not exercise.unit and any(unit in units for units in _UNITS)
-    return replace(exercise, unit=unit) if known else exercise
 
 
 def _name_of(name: Any, names: Mapping[str, Any]) -> Any:
