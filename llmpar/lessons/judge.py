@@ -124,7 +124,7 @@ _CALL = r"^(?:(?:an?|the) )?(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 _IN_NUMBERS = {
     r"^after (?=\d+ )|^(?:(?:about|around|roughly|exactly|just|at least|the|=) ?)+|[. ]+$": "",
     r"(?<=[A-Za-z]) ?(?:/|per|an?|each|in each) ?(?:step|token|request|device|worker|host)$": "",
-    r"^(\d+) (?=\d+/\d+$)": r"\1+",
+    r"^(\d+)(?: and)? (?=\d+/\d+\b)": r"\1+",
     r"(?<=\d) *[x×] *(?=\d)": "*",
     r"\^": "**",
 }
@@ -279,7 +279,11 @@ class Exercise:
         self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int
     ) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
-        parts = {name for name in right if kind(right[name]) != "a number" or right[name]}
+        parts = {
+            name
+            for name in right
+            if kind(right[name]) != "a number" or right[name] or not self.same(seen[name], 0)
+        }
         units = {self.unit_of(seen[name], right[name]) for name in parts}
         if len(units) == 1 and all(units):
             return (
@@ -599,7 +603,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
     counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
-    text = in_figures(_respelled(text, _IN_NUMBERS))
+    text = _respelled(in_figures(_respelled(text, _IN_NUMBERS)), _IN_NUMBERS)
     bare = _COUNTED.sub("", text.lower()) if counts else text.lower()
     text = bare if re.fullmatch(r"[\d.,]+k?", bare) else text
     parts = [as_number(part, right, exercise) for part in re.split(NEXT_UNIT, text) if part != text]
@@ -625,7 +629,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
         given = float(Fraction(number) if "/" in number else number) * size
         stated = Fraction(given) if unit else given
         return right if size != 1 and same(given, right, 0.01) else stated
-    formula = r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
+    formula = r"(?!.*\b(?:and|or|if|in|is|not|for)\b)(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
     text = re.sub(rf"(?<=[\d)]) *{re.escape(exercise.unit or '$')}$", "", text)
     if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
         devices = [exercise.given[name] for name in ("devices", "ranks") if name in exercise.given]
