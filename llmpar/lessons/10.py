@@ -36,6 +36,8 @@ def cheapest() -> Exercise:
         mesh = parse_mesh(text)
         if mesh.size != _DEVICES:
             return f"a mesh of {mesh.size} devices"
+        if mesh.pp * mesh.ep * mesh.sp > 1:
+            return "an axis that is not asked for: use dp, fsdp and tp only"
         kept, sent = price(text)
         return (
             f"{'fits' if kept <= _MOST_BYTES else 'does not fit'}, {kept:,} B held, {sent:,} B sent"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 from llmpar.lessons import Exercise
 from llmpar.plan.mesh_shape import parse_mesh
@@ -20,7 +21,14 @@ def seconds(mesh: str = "") -> float:
     question = planner.Question(
         preset("llama3-70b"), chip, 64, 64, 8192, fixed, share=chip.memory_share
     )
-    return planner.decide(question, keep=1).plans[0].time.step_s
+    try:
+        return planner.decide(question, keep=1).plans[0].time.step_s
+    except ValueError as refusal:
+        if sizes := re.search(r"holds ([\d.]+) GiB > ([\d.]+)", str(refusal)):
+            raise ValueError(
+                f"{mesh} does not fit: a GPU would hold {sizes[1]} GiB, and may use {sizes[2]}."
+            ) from refusal
+        raise
 
 
 def bet() -> Exercise:

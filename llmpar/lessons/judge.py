@@ -33,7 +33,7 @@ BYTES = {
 }
 _UNITS = (
     BYTES,
-    {"a fraction of 1": 1, "per cent": 0.01},
+    {"a fraction of 1": 1, "times": 1, "per cent": 0.01},
     {"weeks": 604800, "days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "ms": 1e-3},
 )
 """Units that people count the same thing in, and their sizes."""
@@ -64,7 +64,23 @@ SPELLINGS = {
     "as many byte": "as many",
     "grad": "gradients",
     "doe not fit": "too large",
-    "double counting": "counted",
+    "counted": "counted twice",
+    "double counted": "counted twice",
+    "double counting": "counted twice",
+    "no sum": "missing sum",
+    "key": "same key",
+    "one key": "same key",
+    "same random key": "same key",
+    "same seed": "same key",
+    "replicated": "copies",
+    "unchanged": "the same",
+    "no change": "the same",
+    "no difference": "the same",
+    "same number of": "as many",
+    "fewer": "less",
+    "larger": "more",
+    "increase": "more",
+    "much more": "more",
     "block of column": "columns",
     "block of row": "rows",
     "vertical": "columns",
@@ -86,8 +102,12 @@ SPELLINGS = {
     "error": "refused",
     "copy": "copies",
     "double": "twice",
-    "twice as much": "twice",
     "2x": "twice",
+    "2 time": "twice",
+    "twice as much": "twice",
+    "twice as many": "twice",
+    "half as much": "half",
+    "half as many": "half",
     "refuse": "refused",
     "y": "yes",
     "n": "no",
@@ -96,13 +116,15 @@ SPELLINGS = {
 
 # What may stand before a number that counts things, or behind it.
 _COUNTED = re.compile(
-    r"^(rank|dim|stage|device|gpu|(after )?step|×) *(?=\d)|(?<=[\w.]) *(gpu|card|device|hop|collective"
-    r"|all-reduce|all-to-all|position|token|step|request|layer|(micro-?)?batche?|flop|times( as long)?|x|×"
-    r"|psi|ψ|in all|in total)s?$"
+    r"^((from |with )?(rank|dim|stage|device|gpu|step)?( ?number| ?no\.)?|×) *(?=\d)"
+    r"|(?<=[\w.]) *(gpu|card|device|hop|collective|all-reduce|all-to-all|position|token|step|request|layer"
+    r"|(micro-?)?batche?|flop|times( as long)?|x|×|psi|ψ|in all|in total)s?$"
 )
 _CALL = r"^(?:(?:an?|the) )?(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 _IN_NUMBERS = {
-    r"^(?:(?:about|after|around|roughly|exactly|just|at least|the) )+|[. ]+$": "",
+    r"^after (?=\d+ )|^(?:(?:about|around|roughly|exactly|just|at least|the|=) ?)+|[. ]+$": "",
+    r"(?<=[A-Za-z]) ?(?:/|per|an?|each|in each) ?(?:step|token|request|device|worker|host)$": "",
+    r"^(\d+)(?: and)? (?=\d+/\d+\b)": r"\1+",
     r"(?<=\d) *[x×] *(?=\d)": "*",
     r"\^": "**",
 }
@@ -145,6 +167,7 @@ class Exercise:
         devices: of an answer that several devices run, what `spread.carried_out` is given, for each function.
         says: the sentences by key.
         given: the numbers of the lesson that formulas in the page speak of.
+        spelt: other spellings of answers that are texts, each with the answer that it means.
     """
 
     level: Literal["core", "stretch", "expert"]
@@ -158,13 +181,21 @@ class Exercise:
     devices: Callable[[Any], list[tuple]] = lambda answer: []
     says: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
+    spelt: Mapping[str, str] = field(default_factory=dict)
 
     def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
         """Return the exercise with its sentences, and with the answers that their keys spell in backticks
         (right ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
+        reads = replace(self, spelt=_spellings(says.get("spelt", "")))
+        says = {key: sentence for key, sentence in says.items() if key != "spelt"}
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
-        planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}
+        planted = {
+            key: as_meant(
+                read_answer(key.split("`")[1], self.solution, self.given), self.solution, reads
+            )
+            for key in spelt
+        }
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
         unknown = says.keys() - wanted - planted.keys() - {"nudge", "in other calls"}
@@ -176,7 +207,7 @@ class Exercise:
         also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
         wrong = {key: answers[key] for key in says if key in answers}
-        return replace(self, wrong=wrong, also=also, says=says)
+        return replace(reads, wrong=wrong, also=also, says=says)
 
     def judge(self, answer: Any, read: int = 0) -> str:
         """Return the verdict on an answer as one sentence; a learner who has ``read`` some hints gets the
@@ -240,14 +271,19 @@ class Exercise:
         in_all = lambda run: sum(row[-1] for row in run[1])
         if good and "in other calls" in self.says and in_all(seen) == in_all(right):
             return f"{CORRECT}. {self.says['in other calls']}"
-        prefix = "The value is right, but not what is sent. " if good else ""
+        near = _near(seen, right, "It is off by {}. ")
+        prefix = "The value is right, but not what is sent. " if good else near
         return prefix + self.hinted(seen, read)
 
     def part_by_part(
         self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int
     ) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
-        parts = {name for name in right if kind(right[name]) != "a number" or right[name]}
+        parts = {
+            name
+            for name in right
+            if kind(right[name]) != "a number" or right[name] or not self.same(seen[name], 0)
+        }
         units = {self.unit_of(seen[name], right[name]) for name in parts}
         if len(units) == 1 and all(units):
             return (
@@ -265,7 +301,9 @@ class Exercise:
             if sentence := self.in_another_unit(seen[name], right[name]):
                 sentences, helped = [*sentences, f"{name}: {sentence}"], helped | {name}
         if left := [
-            f"{name}{_near(seen[name], right[name])}" for name in off if name not in helped
+            f"{name}{_near(seen[name], right[name], ' (off by {})')}"
+            for name in off
+            if name not in helped
         ]:
             sentences += [f"Look again at {', '.join(left)}. {self.hinted(seen, read)}"]
         return " ".join(sentences)
@@ -294,11 +332,15 @@ class Exercise:
             return ""
         sizes, near = self.sizes(), max(self.tolerance, 0.01)
         return next(
-            (n for n in sizes if n != self.unit and same(float(seen) * sizes[n], right, near)), ""
+            (n for n in sizes if sizes[n] != 1 and same(float(seen) * sizes[n], right, near)), ""
         )
 
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
+        if isinstance(seen, Fraction) and self.unit == "bytes":
+            for power, name in enumerate(("KiB", "MiB", "GiB"), 1):
+                if same(float(seen) * 1.024**power, right, 1e-3):
+                    return f"That is right in {name}: write the i. Without it, 1,000 are counted for 1,024."
         if not (name := self.unit_of(seen, right)):
             return ""
         shown = f"{right:,.0f}" if right > 100 else f"{right:.3g}"
@@ -314,7 +356,19 @@ class Exercise:
         return next(counted, self.nudge(read))
 
 
-FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
+def _spellings(text: str) -> dict[str, str]:
+    """Read a page's line of spellings, `pp=yes|pipeline; no pp=no`, as answers by their other spellings."""
+    rows = (row.rpartition("=") for row in text.split("; "))
+    return {_plain(one): answer for answer, _, others in rows for one in others.split("|") if one}
+
+
+def _nearest(number: Any, choices: tuple[float, ...]) -> Any:
+    """Return the choice that is nearest, by ratio, to a number above 0. Without choices it stays."""
+    ratio = lambda choice: abs(math.log(number / choice))
+    return min(choices, key=ratio) if choices and number > 0 else number
+
+
+FACTS = ("level", "question", "given", "answer", "nearest", "tolerance", "unit")
 """The entries of an exercise's page that are no sentences."""
 
 
@@ -330,7 +384,10 @@ def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
     solution = read_answer(facts["answer"], None, given)
-    exercise = Exercise(level, solution, tolerance=tolerance, unit=unit, given=given)
+    choices = read_answer(facts["nearest"]) if "nearest" in facts else ()
+    exercise = Exercise(
+        level, solution, {}, lambda answer: _nearest(answer, choices), tolerance, unit, given=given
+    )
     return exercise.with_sentences(
         name, {key: sentence for key, sentence in says.items() if key not in facts}
     )
@@ -439,7 +496,7 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
             getattr(answer, "__wrapped__", answer) if hasattr(answer, "lower") else answer
         )  # of a jit
         return functools.update_wrapper(lambda *given: _result(own(*given)), answer)
-    return _as_text(answer, right) if isinstance(right, str) else answer
+    return _as_text(answer, right, exercise.spelt) if isinstance(right, str) else answer
 
 
 def _name_of(name: Any, names: Mapping[str, Any]) -> Any:
@@ -471,8 +528,9 @@ def listed(value: Any, right: Any) -> Any:
     )
 
 
-def _as_text(answer: Any, right: str) -> Any:
-    """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
+def _as_text(answer: Any, right: str, spelt: Mapping[str, str]) -> Any:
+    """Read what stands for a text: another spelling of it, a collective's function, a mesh as a dict, a
+    layout as JAX writes it."""
     laid_out = {"columns": "d m/tp", "rows": "d/tp m"}.get(right, right)
     answer = as_spec(answer) if "/" in laid_out else answer
     if hasattr(answer, "partitions") and "/" in laid_out:
@@ -492,6 +550,7 @@ def _as_text(answer: Any, right: str) -> Any:
         (row for form, row in _TRUTHS.items() if re.fullmatch(form, str(answer).lower())), ()
     )
     answer = right if right in meant else meant[0] if meant else answer
+    answer = spelt.get(_plain(str(answer)), answer)
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
     if isinstance(answer, str):
@@ -544,7 +603,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
     counts = isinstance(exercise.solution, Mapping) or exercise.unit not in BYTES
-    text = in_figures(_respelled(text, _IN_NUMBERS))
+    text = _respelled(in_figures(_respelled(text, _IN_NUMBERS)), _IN_NUMBERS)
     bare = _COUNTED.sub("", text.lower()) if counts else text.lower()
     text = bare if re.fullmatch(r"[\d.,]+k?", bare) else text
     parts = [as_number(part, right, exercise) for part in re.split(NEXT_UNIT, text) if part != text]
@@ -570,7 +629,7 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
         given = float(Fraction(number) if "/" in number else number) * size
         stated = Fraction(given) if unit else given
         return right if size != 1 and same(given, right, 0.01) else stated
-    formula = r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
+    formula = r"(?!.*\b(?:and|or|if|in|is|not|for)\b)(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
     text = re.sub(rf"(?<=[\d)]) *{re.escape(exercise.unit or '$')}$", "", text)
     if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
         devices = [exercise.given[name] for name in ("devices", "ranks") if name in exercise.given]
@@ -647,12 +706,12 @@ def mismatch(seen: Any, right: Any) -> str:
     return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
 
 
-def _near(seen: Any, right: Any) -> str:
-    """Say by how much a number is off that is nearly right."""
+def _near(seen: Any, right: Any, words: str) -> str:
+    """Say in these words by how much a number is off that is nearly right."""
     if kind(seen) != "a number" or kind(right) != "a number" or not right:
         return ""
     error = abs(float(seen) / float(right) - 1)
-    return f" (off by {100 * error:.1g}%)" if error < 0.1 else ""
+    return words.format(f"{float(f'{100 * error:.1g}'):g}%") if error < 0.1 else ""
 
 
 def is_blank(answer: Any) -> bool:

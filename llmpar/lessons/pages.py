@@ -4,6 +4,7 @@
 - given: devices=8                 of one without code: what the lesson passes by keyword, for formulas
 - answer: 2 * (devices - 1)        of one without code: a formula, `8, 1`, a text, or parts, `A=none; B=2`
 - level: core                      of one without code; its question, tolerance and unit, too
+- nearest: 1e-3, 1e-6              of one without code: a number stands for the nearest of these
 - nudge: How often does …           a first hint; a second one is a smaller case, or a picture. The next one
                                    answers what no other line foresees
 - hint: A ring all-reduce is …      the last hint, which may be the formula: for those who ask
@@ -11,6 +12,7 @@
 - whole: That is the size of …      for the wrong answer that the code calls whole
 - `862720`: You forgot …            for this wrong answer: a formula, a text, or parts, `A=none; B=2`
 - or `754881`: It is …              for this right answer, which is another one than `answer`
+- spelt: pp=yes|pipeline; no pp=no  other spellings of texts, also of wrong ones
 """
 
 import functools

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 10 · Hybrids: what does each mesh axis add?
 #
-# Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team 2024](https://arxiv.org/abs/2407.21783)).
+# In its last stage Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team 2024](https://arxiv.org/abs/2407.21783)).
 # Each axis cuts something, and each sends something. Here we add four axes one by one, with `dp` in place of `sp`. Which messages does each add?
 
 # %% tags=["plumbing"]
@@ -171,7 +171,8 @@ if opened("10.pipeline"):
 # place of 2, of half of the layers, are three times the bytes. Gradients are scattered four times in place of once: twice the bytes.
 # The first stage uses the embedding four times and no head: twice the bytes, too.
 #
-# The part of *several axes* is the sum of the gradients of embedding and head, over `pp` and `dp` together. The training of Llama 3
+# Grey, *several axes*: every stage has a copy of embedding and head, so their gradients are summed over `pp` and `dp` in one
+# all-reduce. The training of Llama 3
 # 405B used `pp` and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
 #
 # ## Which axis on which links?
@@ -233,7 +234,8 @@ met("10.off", max(off), "at most")
 #    more.
 # 2. All four divide the work. `dp` saves no state. The others do, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle
 #    time.
-# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches, and divides a device's layers by its stages.
+# 3. With a pipeline ZeRO-3 gathers a layer three times for each microbatch (forward, once more forward, backward), in place of twice
+#    a step; but a device has fewer layers.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
 
@@ -293,8 +295,8 @@ for dtype in ("float32", "bfloat16"):
         print(f"    {term.loss:.0e}  {term.name}, ×{term.length:.0f}, cut by {cut}")
 
 # %% [markdown]
-# In float32 the sum of the losses itself is the largest term, in the seventh digit. In bfloat16 it is the hidden values of
-# each token, in the fourth or fifth digit: there is nothing to find. `llmpar inspect --tolerance` says it for your own plan.
+# In float32 the sum of the losses itself is the largest term, in the seventh digit. In bfloat16 the hidden values round most:
+# losses may differ in the fourth or fifth digit, and that is no bug. `llmpar inspect --tolerance` says it for your own plan.
 #
 # ### Exercise (stretch): five runs
 #

@@ -187,7 +187,7 @@ scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsi
 # ## Bet: forget the sum in each way
 #
 # Now the sum is missing everywhere. `shard_map` has a check of what a program declares about its result, `check_vma`. Much published
-# code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
+# code switches it off, so there are four programs. (You have seen one of them. Which?) **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
 
 # %%
 ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
@@ -327,7 +327,7 @@ attempt("12.scattered", scattered)
 # ### Exercise (expert): a program that is wrong by design
 #
 # It adds the residual `x` before the sum is finished. In `shard_map` with the check off, `x` would count `tp` times. Run the
-# cell, read the sentence, and repair the copy below.
+# cell, read the sentence (its `x` stands for the unfinished value, here `y`), and write the repaired function below.
 
 
 # %%
@@ -391,8 +391,8 @@ print(f"Manual sends the predicted {predicted:,} B")
 # ## What the types say of a whole step
 #
 # Under Explicit every value of the model has a type. It must equal the layout that the plan promises, or tracing stops. Two
-# marks: `U:tp`, unreduced over tp, is an unfinished sum. `R:(dp,fsdp)`, reduced over dp and fsdp, is a weight that is whole on
-# all devices of dp and fsdp, and whose *gradient* will be an unfinished sum over them.
+# marks: `U:tp`, unreduced over tp, is an unfinished sum. `R:(dp,fsdp)`, reduced over dp and fsdp: each device has the
+# whole weight. Each will compute only a part of its *gradient*, which must be summed over dp and fsdp.
 
 # %%
 rows = types(LLAMA, plans["manual"], ROWS, SEQ)
@@ -406,8 +406,8 @@ print(f"{len(rows)} values of a step: every type says what the plan's layout say
 #
 # * **Manual** where the bytes matter and you want no surprise: rings, pipelines, overlap. You pay in lines.
 # * **Auto** for a first version, and for code by others. Count what it sends before you trust its speed.
-# * **Explicit** where the code should stay whole, and a forgotten sum should be an error of types. Orders of messages (a
-#   pipeline's schedule) are beyond it: a type knows no time. Parts that need an order are written by `shard_map` inside it.
+# * **Explicit** where the code should stay whole, and a forgotten sum should be an error of types. A type cannot
+#   say which message comes first, as a pipeline's schedule does. Parts that need an order are written by `shard_map` inside it.
 #
 # ## On your cluster
 #

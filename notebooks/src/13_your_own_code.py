@@ -329,7 +329,7 @@ assert total(seen) == 2 * value.nbytes * (N - 1) // N
 #
 # ### Your own function
 #
-# Arguments can be arrays, or shapes with shardings as here. Put your own function in its place; with `cure=True` look searches a line like `by_rows`.
+# Arguments can be arrays, or shapes with shardings as here. Put your own function in its place; with `cure=True` `look` searches for a line such as the one in `by_rows`.
 # The page `docs/your-own-code.md` has the terminal, GPUs and TPUs that are not here, and what `look` cannot read.
 
 # %%
@@ -438,8 +438,8 @@ assert same
 say(same)
 
 # %% [markdown]
-# And does it still send the same? An assertion says what must not be sent; `fails_on` names a program of which that is false, so that you see
-# it fail. `pin` keeps every line in a small file: the first run writes it, and later runs compare.
+# And does it still send the same? An assertion says what must not be sent. Give `fails_on` a program that does send it: then you see
+# that the assertion can fail. `pin` keeps every line in a small file: the first run writes it, and later runs compare.
 
 # %% tags=["plumbing"]
 import tempfile

@@ -315,13 +315,13 @@ assert 4 * state.state_size == 4 * 2**20 and attention.cache_width == 1024
 assert 4 * state.state_size // (2 * attention.cache_width) == 2048
 
 # %% [markdown]
-# In Qwen3.5 the state of a layer takes 4 MiB, however long the text is. A full layer keeps 2 KiB of each token, so with more
-# than 2,048 tokens it keeps more than a state.
+# In Qwen3.5 the state of a layer takes 4 MiB, however long the text is. A full layer keeps 2 KiB of each token, so from
+# 2,049 tokens on the full layer keeps more bytes than the state.
 #
 # ## Predict: how often do tokens travel to experts?
 #
-# A small model of DeepSeek's family has three layers. The first is dense; the others have eight experts, and a shared one that each rank
-# computes for its own tokens. **How many all-to-alls has a training step on `ep=4`, and how many of them are for the shared experts?** (Lesson 09:
+# A small model of DeepSeek's family has three layers. The first is dense; the others have eight experts, and a shared one that every
+# token goes to. **How many all-to-alls has a training step on `ep=4`, and how many of them are for the shared experts?** (Lesson 09:
 # there and back, forward and backward.)
 
 # %%
@@ -481,7 +481,7 @@ for order in ("contiguous", "zigzag"):
 # ### tp cuts no latent
 #
 # Which share of a conversation's cache does a rank of `tp=8` keep? Eight KV heads are one for each rank. A latent has no heads, so each rank keeps all
-# of it. That is why engines cut DeepSeek's requests over devices, and not its heads.
+# of it. So engines give each device other requests of DeepSeek, and do not cut its heads.
 
 # %%
 for name in ("llama3-70b", "deepseek-v3"):

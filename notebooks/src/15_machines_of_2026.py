@@ -113,7 +113,7 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its chips. Each chip has a
+# The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its chips. Each H100 or GB200 has a
 # network port of 50 GB/s: 8 ports of a node of H100s, 72 of a rack. In a rack the ports bring in 3,600 GB/s, more than the 900 GB/s at
 # which a GPU receives: the fast links are the limit. In a node of H100s it is the network: 400 against 450 GB/s.
 
@@ -200,7 +200,7 @@ assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
 
 # %% [markdown]
 # The planner estimated one experiment: the same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16`
-# leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`. It is allowed, but it gains
+# leaves the node, and a step takes four times as long. In the rack it takes 9 % longer than `tp=8`. It is allowed, but gains
 # nothing. The inequality counts peak rates and whole overlap. At rates that are reached, a part of the messages stays visible. A rack
 # of 72 does not mean `tp=72`: **with more devices each has less to compute, and its messages no longer hide.**
 #
@@ -235,7 +235,7 @@ assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
 
 # %% [markdown]
 # So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack both are
-# equally fast, within the error (± 8 %). The number of tokens does not matter here: both sides grow with it.
+# equally fast, within the error (± 8 %). The number of tokens does not matter: with twice the tokens both sides double.
 #
 # ## Bet: does 405B still need a pipeline?
 #
@@ -270,13 +270,13 @@ assert 1.2 < without.time.step_s / eight < 1.35 and 1.5 < eight / rack < 1.65
 
 # %% [markdown]
 # A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks they hardly wait: with
-# `tp=4` a gather has the tokens of four GPUs. So a pipeline only costs its bubble and its recomputation. With the same GPUs a step takes a third less time.
+# `tp=4` a gather has the tokens of four GPUs. So a pipeline only costs its bubble and recomputation. With the same GPUs a step takes a third less time.
 #
 # ## Predict: what do eight bits change?
 #
 # In 8 bits a matmul is up to twice as fast, in 4 bits four times. Links are as fast as before. The threshold of a GB200 was 2,664 tokens, with matmuls and
-# gathered weights of 16 bits. **What is it now?** (`matmuls 8, gathers 16`: matmuls of 8 bits, gathered
-# weights of 16.)
+# gathered weights of 16 bits. **What is it now?** (`matmuls 8, gathers 16`: matmuls of 8 bits, gathers
+# of 16.)
 
 # %%
 bits = {
@@ -335,7 +335,8 @@ assert all(1.4 < a / b < 1.6 for a, b in zip(computes, computes[1:], strict=Fals
 #
 # ### All chips of the table
 #
-# *Inside*: C/β on fast links. *Beyond*: where a gather enters a domain through all ports of its chips, and the ports are slower than the links.
+# *Inside*: C/β on fast links. *Beyond*: C/β if the weights come from another domain. β is then all ports together, if that is less than
+# a chip's links.
 
 # %% tags=["plumbing", "nbval-check-output"]
 print("chip      chips on fast links   inside   beyond")
@@ -357,13 +358,13 @@ for num in (1, 2, 3):
     own = 2 * num * v5p.link_bytes_per_s
     most = formulas.tp_max_degree(WIDE.ffn_width, peak(v5p), own)
     print(
-        f"{num} axes: C/β {peak(v5p) / own:>5,.0f} tokens, 70B hides to tp={most:.0f}"
+        f"{num} axes: C/β {peak(v5p) / own:>5,.0f} tokens, 70B hides to tp={int(most)}"
     )
 assert round(peak(v5p) / (2 * v5p.link_bytes_per_s)) == 2295
 
 # %% [markdown]
-# But an all-to-all on a ring goes through all chips between: with as many bytes on each chip, its time grows with the length of the ring. Below a switch it does not. So experts
-# want short axes of a torus, and a switch can be large.
+# But an all-to-all on a ring goes through all chips between: with as many bytes on each chip, its time grows with the length of the ring. Below a switch it
+# grows little: a chip keeps 1/n for itself, so by at most a third from 4 chips on. So experts want short axes of a torus, and a switch can be large.
 
 # %%
 ring = [formulas.torus_seconds("all-to-all", 1e9, [n], 100e9) for n in (4, 8, 16)]

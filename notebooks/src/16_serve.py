@@ -200,7 +200,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
 # Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. A window does too:
-# a token sees only the last 4,096. (Llama 2 as if it had 8,192 positions.)
+# a token sees only the last 4,096. (Llama 2 itself was made for 4,096 positions.)
 #
 # ## Predict: can four devices hold a long context?
 #
@@ -408,7 +408,7 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 #
 # ### Prefill apart from decode
 #
-# While a GPU prefills a prompt, the answers on it get no token. So large services prefill on other GPUs (Zhong et al. 2024), and
+# While a GPU prefills a whole prompt in one pass, the answers on it get no token (in chunks, below, they get them more slowly). So large services prefill on other GPUs (Zhong et al. 2024), and
 # the cache of the prompt then travels. Llama 3 8B on H100s, prompts of 2,000 tokens, 32 requests in a decode pass:
 
 # %% tags=["plumbing"]
@@ -517,7 +517,7 @@ if opened("16.prefix"):
     show(draw.slots(rows, "Keys and values of two requests; =: equal in all layers"))
 
 # %% [markdown]
-# So instructions come first and dates, names and questions last. Services that bill by tokens bill kept ones less.
+# So instructions come first and dates, names and questions last. Services that charge for tokens charge less for those already in the cache.
 #
 # ### Speculative decoding
 #

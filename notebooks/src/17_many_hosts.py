@@ -190,8 +190,8 @@ for name, ranks in found.items():
 # %% [markdown]
 # ## What Linux counted on the wire
 #
-# All losses agree in the printed digits: both placements compute the same step. The bytes on the wire are not equal. The figures show
-# what Linux counted on the wire, and the seconds of a step, in a recorded run on a slower wire, of 20 Mbit/s.
+# All losses agree in the printed digits: both placements compute the same step. The bytes on the wire are not equal. These
+# pictures are from a run that we recorded on a slower wire, 20 Mbit/s: what Linux counted, and the seconds of a step.
 
 # %%
 for name in found:
@@ -408,7 +408,7 @@ attempt("17.law", shares)
 # %% [markdown]
 # ### A process that does not come
 #
-# The second program that is wrong by design: process 1 leaves before a collective. No error, no heartbeat missed: process 0
+# Here is another program with a mistake on purpose: process 1 returns before the collective. No error, no heartbeat missed: process 0
 # waits. `llmpar train` ends such a run after `--stuck-after` seconds, with every process's stack; the team does so after 4.
 
 

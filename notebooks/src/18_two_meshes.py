@@ -194,7 +194,7 @@ show(draw.curves(learned, range(20, 241, 20), **axes, title=title))
 #
 # - `gather`: an all-gather brings all matrices to all devices.
 # - `owner`: an all-to-all brings each device the whole matrices of some layers; a second one brings the results back.
-# - `layer` (ZeRO 1): the reduce-scatter of the gradients, which is there anyway, deals whole layers in place of rows.
+# - `layer` (ZeRO 1): the gradients' reduce-scatter deals whole layers in place of rows.
 #
 # Eight layers, each with one float32 matrix of 1 MiB, `fsdp=8`. An all-gather sends 7/8 of the result, an all-to-all 7/8 of what a device has.
 # **How many MiB does a device send in addition?**
@@ -246,7 +246,7 @@ if opened("18.muon"):
 
 # %% [markdown]
 # The second picture is `owner` on four devices: rows of all layers become whole matrices of one layer. On n devices `gather` sends n/2 times as much as `owner`, and each device
-# computes all matrices. With the other two a device computes its own ones. The sum of the gradients sends 7 MiB, by rows or by layers.
+# computes all matrices. With `owner` and `layer` each device computes only the matrices of its own layers. The sum of the gradients sends 7 MiB, by rows or by layers.
 #
 # ## Predict: does Muon send much, compared with FSDP?
 #
@@ -385,7 +385,7 @@ assert not any(map(near.is_far, near.matrix))
 # ### Islands and loss
 #
 # `docs/training.md`, *Local steps*, has a small run of 300 steps of AdamW with four workers: at H = 10 and at H = 50 the loss is clearly above that of data parallelism. DiLoCo
-# is published for runs of ten thousands of steps; measure yours with `llmpar.training.local_steps.LocalSteps`.
+# was published with runs of tens of thousands of steps; measure yours with `llmpar.training.local_steps.LocalSteps`.
 #
 # ### On your cluster
 #

@@ -8,7 +8,7 @@
 #     objectives:
 #     - Recognise five silent failures by what they change, and by what they do not
 #       change.
-#     - Choose the cheapest clue that can tell two suspects apart.
+#     - Use a clue to tell two suspects apart.
 #     - Prove a cure by running it.
 # ---
 
@@ -105,8 +105,8 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | positions | each rank counts its positions from 0 |
 # | copies | each rank has its own copy of an array |
 #
-# The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue has a cost, such as one run:
-# that is what you would have paid for it. Guess again after each clue. At the end the cure is run. (The stored copy shows all
+# The rules: read the program, then name a suspect. Your first guess is noted. Then read on: each clue has a price, for example
+# one run: on a real cluster you would need that run to get the clue. Guess again after each clue. At the end the cure is run. (The stored copy shows all
 # clues. A running copy prints them after your guess, so guess before you read on.)
 #
 # ## 1. The gradient norm that grows with tp
@@ -273,7 +273,7 @@ met("19.memory", "copies", "it was")
 
 # %% [markdown]
 # `init` makes moments like the weight, and the weight is whole on each device. JAX does what was written; no line asked for a cut. The cure is
-# one argument: `jax.jit(optimizer.init, out_shardings=…)`. (marin-community/marin, issue 7987, 2026: 5.8 GiB of moments on each GPU that
+# one argument: `jax.jit(optimizer.init, out_shardings=…)`. (Made smaller from marin-community/marin, issue 7987, 2026: 5.8 GiB of moments on each GPU that
 # no device needs whole.)
 #
 # ## Keep: a falling loss proves little
@@ -325,12 +325,12 @@ if opened("19.rotation"):
     say(finding(wrong))
 
 # %% [markdown]
-# (thunlp/Seq1F1B, issue 6, 2025; NVIDIA/Megatron-LM, pull request 5243, 2026, where with packed documents a rank took the positions 0, 3, 0, 3 in
+# (thunlp/Seq1F1B, issue 6, 2025: there the parts come one after another; NVIDIA/Megatron-LM, pull request 5243, 2026, where with packed documents a rank took the positions 0, 3, 0, 3 in
 # place of 0, 3, 4, 7.)
 #
 # ## 5. The same answers, another loss
 #
-# A model is tuned on answers of different lengths. In one large batch and in several small parts, the same answers teach it different things.
+# A model is tuned on answers of different lengths. The same answers give another gradient if the batch is split into parts.
 # `counted` is 1 for each token that counts:
 
 

@@ -84,7 +84,7 @@ grown = ["dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2"]
 show(draw.growing(grown, "A square is a device, a line is an axis"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** raise a hand. (C: half of the layers, gathered four times.)
+# **Ask:** raise a hand. (C: half of the layers, gathered 12 times in place of 2.)
 #
 # **Misunderstanding:** that axes do not change what other axes send. `tp` halves what `fsdp` sends, a pipeline multiplies it.
 #

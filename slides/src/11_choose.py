@@ -121,7 +121,7 @@ for (name, *asked), (rule, fixed) in CASES.items():
     verdict = f"+{ratio[-1] - 1:.0%}" if ratio[-1] > limit else "no difference known"
     took = f"{by_rule['step_s']:.1f} s", f"`{best['mesh']}`", f"{best['step_s']:.1f} s", verdict
     lines.append(f"| {name} | {rule} | {' | '.join(took)} |")
-assert ratio[0] < limit < 1.1 < ratio[1] < ratio[2] < 1.5
+assert ratio[0] < limit and [f"{r - 1:.0%}" for r in ratio[1:]] == ["15%", "29%"]  # the notes have these
 assert abs(fastest("llama3-70b", "a100-80", 64, 64, fsdp=64)["step_s"] / (8192 / 331) - 1) < planner.ERROR
 head = "| Llama 3 | the rule | a step | the planner | a step | the rule takes |"
 Markdown("\n".join([head, "|---|---|--:|---|--:|---|", *lines]))
@@ -134,7 +134,7 @@ Markdown("\n".join([head, "|---|---|--:|---|--:|---|", *lines]))
 # gathering the weights no longer hides: `llmpar plan --batch-size 16`.
 #
 # **Misunderstanding:** that a rule is wrong because the planner found something faster. A rule fits in the head; the planner shows
-# what it costs: here nothing that is known, 15 and 31 %.
+# what it costs: here nothing that is known, 15 and 29 %.
 #
 # **Source:** `llmpar.planner.planner`, plans of one step each; the recipe is that of the playbook of Hugging Face (2025): first fit
 # a step, then the global batch, then throughput. Seconds compare plans and promise nothing. Measured: 331 tokens a second

@@ -173,7 +173,7 @@ steps(*map(pool, range(3)))
 # srun --overlap -N1 -n1 -w "$head" $inside python train_with_ray.py
 # ```
 #
-# <footer>Ray documentation, deploying on SLURM; Kurtzer et al. 2017 (Singularity) · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Ray documentation, deploying on SLURM; Kurtzer et al. 2017 (Singularity) · lesson <code>notebooks/17_many_hosts</code></footer>
 
 # %%
 from running import nested
