@@ -421,7 +421,7 @@ def test_what_an_expert_drops_is_the_hatched_end_of_its_bar():
 
 
 @pytest.mark.parametrize(
-    "name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4)]
+    "name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4), ("1f1b", 4, 24)]
 )
 def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     table = pipeline(name, p, m)
@@ -435,6 +435,12 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     start_end = {tip: [float(x.split()[0]) for x in tip.partition(": ")[2].split(" to ")] for tip in drawn}
     per = [drawn[tip] / (end - start) for tip, (start, end) in start_end.items()]
     assert max(per) - min(per) < 1e-6, "what a fold cuts in two keeps its length"
+    beside = {"it": table, "split": pipeline("zb-h1", p, m)}
+    for scene in (draw.timeline(table, half=0.5), draw.timelines(beside, until=9)):
+        halves = [x for x in flatten(scene.items) if isinstance(x, Line) and x.fill == "W"]
+        wide = [line.box[2] - line.box[0] for line in halves] or [0]
+        same = max(wide) - min(wide) < 1e-6 or name == "interleaved"  # a fold cuts a W of it, too
+        assert same, "W is half of a whole backward, also of one that is cut"
 
 
 def test_overlap_hides_what_it_can():
