@@ -289,7 +289,7 @@ explorer if opened("00.fits") else None
 
 # %% [markdown]
 # The bar shows what one device holds. The sum is an estimate. The small box with thick lines, at the end, shows how far it may be off. To be
-# safe, the explorer keeps 8 % of the memory free: its line stands at 54.6 GiB, and not at 59.3. *Weights in use* are gathered or
+# safe, the explorer keeps another 8 % of these 59.3 GiB free: its line stands at 54.6. *Weights in use* are gathered or
 # converted for the layers that run (lesson 04). *Activations* are what the forward pass keeps for the backward pass (lesson 01). Axes
 # of size 1 cut nothing. In a running notebook you can change the axes with + and −: a square is a factor of 2. Give all 16 devices to
 # `dp`. Each then holds all weights, gradients and optimizer numbers, and the model does not fit.

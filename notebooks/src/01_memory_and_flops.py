@@ -74,7 +74,7 @@ held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
 # The weights of all four models fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three quarters of
-# the card's 79 GiB. The lessons draw this line. (Explorers keep 8 % more free: 54.6 GiB.) (1 GB is 1e9 bytes, 1 GiB is 2**30; the card
+# the card's 79 GiB. The lessons draw this line. (Explorers keep another 8 % of it free: 54.6 GiB.) (1 GB is 1e9 bytes, 1 GiB is 2**30; the card
 # is sold as "80 GB".)
 #
 # ## Predict: what else does training hold?

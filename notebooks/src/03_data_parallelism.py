@@ -291,7 +291,7 @@ bytes_sent = ...  # your number, for the gradients alone
 attempt("03.sent", bytes_sent, params=LLAMA.num_params, devices=N)
 
 # %% [markdown]
-# Below are four plans of one training. They pack the gradients into messages in four ways:
+# Below are four plans of one training. They send the gradients in four ways:
 
 # %%
 plans = {
@@ -386,7 +386,8 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # ## What the four plans send
 #
 # All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message (the loss,
-# the number of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
+# the number of targets, the norm). Three of them differ in the *number* of messages, and each message costs a start (lesson 02).
+# `microbatches` sends as `end` does, once for two backward passes.
 #
 # ## With how many tokens does the sum cost no time?
 #
@@ -483,10 +484,10 @@ print(f"2 x (N - 1) / N = {2 * (N - 1) / N:g} for N = {N}, below 2 for any N")
 # %% [markdown]
 # ### When the last bucket arrives
 #
-# The live figure's arithmetic. In all lessons a *threshold* takes published rates, and a *time* takes what large messages reach. In this
-# package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing overlaps. Across nodes each device
+# The live figure's arithmetic. In the tables a *threshold* takes published rates. The bet and the live figure above, and all *times*,
+# take what large messages reach. In this package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing overlaps. Across nodes each device
 # exchanges an eighth of the gradients over its own port, so together a node's 8 ports count. Gradients summed in float32, as here, double
-# the bytes and every threshold; a program that reaches only half of C halves them.
+# the bytes and so every threshold. A program that reaches only half of C has half the threshold (not half the bytes).
 
 
 # %%
@@ -637,7 +638,7 @@ for u in (1, 2, 4):
 
 # %% [markdown]
 # More replicas mean more tokens per step, and that is not free either: beyond the *critical batch size* more tokens make a
-# step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is not computed here.
+# step's gradient hardly better (McCandlish et al. 2018). That limit depends on how the model learns; we do not compute it.
 #
 # ### Exercise (stretch): choose the bucket
 #

@@ -106,8 +106,8 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # ## Predict: how much does a device send?
 #
 # Take one attention layer and one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two
-# query heads share one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one
-# device send in the forward pass?**
+# query heads share one head of keys and values (a KV head). Queries stay; K and V are sent. (So are a few bytes of their positions, which we do
+# not count.) **How many bytes of keys and values does one device send in the forward pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
