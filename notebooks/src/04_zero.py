@@ -113,7 +113,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 show(draw.zero_strips(stages=[0]))
 
 # %% [markdown]
-# Adam's moments are used only once in a step: in the update. And Adam updates each number without looking at the others, so a device can
+# Adam's moments are used once in a step: in the update. And Adam updates each number without looking at others, so a device can
 # update a *part* of the weights.
 #
 # *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 0 cuts nothing. Stage 1 (ZeRO-1) cuts the optimizer's state: each of N devices
