@@ -360,9 +360,9 @@ attempt("00b.fsdp_bytes", mib_sent)
 # ## On your cluster
 #
 # ```
-# torchrun --nproc-per-node 1 train.py       if train.py uses llmpar: it reads torchrun's variables, a process per host (lesson 17)
+# torchrun --nproc-per-node 1 train.py       one process per host (lesson 17)
 # llmpar doctor                              which devices this process sees
 # ```
 #
-# JAX alone does not read torchrun's variables: give `jax.distributed.initialize` the coordinator's address, the number of processes and
-# the process's own number.
+# In `train.py` call `llmpar.launch.joined.initialize()`: it reads torchrun's variables, as `llmpar train` does. JAX alone does not: give
+# `jax.distributed.initialize` the coordinator's address, the number of processes and the process's own number.
