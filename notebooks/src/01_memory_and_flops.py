@@ -145,13 +145,13 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # policies. `none` keeps all that the backward pass reads. `selective` keeps the results of matmuls and of attention. `block` keeps
 # only the input of each layer.
 #
-# Split the state of Llama 3 8B evenly over eight H100s; each GPU processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
-# MiB here. In each of 32 layers `none` keeps more than thirty such arrays, `selective` about a dozen, `block` one. **Which policies
-# need more than 59.3 GiB?**
+# Split the state of Llama 3 8B evenly over eight H100s; each processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
+# MiB. In each of 32 layers `none` keeps more than thirty such arrays, `selective` about a dozen, `block` one. **Which fit into
+# 59.3 GiB, and which are too large?**
 
 # %%
-over = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
-attempt("01.policies", over)
+policies = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
+attempt("01.policies", policies)
 
 # %% tags=["plumbing"]
 LLAMA, TOKENS = preset("llama3-8b"), 8192

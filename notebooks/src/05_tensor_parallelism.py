@@ -416,7 +416,7 @@ show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 # each node. `N` devices along tp share each layer. **From N = 8 to N = 16, how many times as long does a step take?**
 
 # %%
-times_as_long = ...
+times_as_long = ...  # a number, such as 3
 attempt("05.beyond_node", times_as_long)
 
 # %% tags=["plumbing"]

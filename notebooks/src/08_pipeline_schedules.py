@@ -111,7 +111,7 @@ scene.show(draw.timeline(plain, half=0.5))
 # Take sixteen stages, 64 microbatches and 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
 
 # %%
-microbatches_held = ...
+microbatches_held = ...  # a number
 attempt("08.held", microbatches_held)
 
 # %%
