@@ -7,15 +7,14 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from llmpar import lessons
 from llmpar.cli.options import File, Folder, OptionalText, Output, give, inform
 from llmpar.files import check_ordinary, read_json_lines
 from llmpar.lessons import quiz, record
-from llmpar.lessons.judge import CORRECT, as_number
+from llmpar.lessons.judge import CORRECT, Exercise, as_number
 
 _FOLDERS = (".", "lessons", "notebooks")
 """Where learners work; the first with a file of answers is taken."""
@@ -158,10 +157,7 @@ class Quiz:
             if rating is not None:
                 ratings[name] = int(rating)
         answers = {
-            lesson: _asked(
-                f"{lesson}. {question}",
-                lambda text, exercise=exercise: as_number(text, exercise.solution, exercise),
-            )
+            lesson: _asked(f"{lesson}. {question}", exercise)
             for lesson, (question, exercise) in quiz.QUESTIONS.items()
         }
         given = {lesson: answer for lesson, answer in answers.items() if answer is not None}
@@ -180,16 +176,18 @@ class Quiz:
         give(effect, self.json, lines)
 
 
-def _asked(question: str, read: Callable[[str], Any] = float) -> float | None:
-    """Ask for a number; an empty line is None. At a terminal, what is no number is asked for again."""
+def _asked(question: str, exercise: Exercise | None = None) -> float | None:
+    """Ask for a number, which may be written as answers of an exercise are; an empty line is None. At a
+    terminal, what is no number is asked for again."""
     inform(question)
     while line := sys.stdin.readline():
         # a decimal comma: 0,2 is 0.2, and 309,000 stays
         if not (line := re.sub(r"(?<=\d),(?=(?:\d\d?|\d{4,})\b)", ".", line.strip())):
             return None
         with contextlib.suppress(ValueError):
-            if math.isfinite(number := float(read(line))):
-                return number
+            number = as_number(line, exercise.solution, exercise) if exercise else line
+            if math.isfinite(float(number)):
+                return float(number)
         if not sys.stdin.isatty():
             inform("That is no number, so it is left out.")
             return None
