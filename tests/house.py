@@ -31,19 +31,19 @@ BUDGETS = {
     "training": 2_554,
     "predict": 2_590,
     "planner": 1_777,
-    "draw": 2_789,
+    "draw": 2_794,
     "inspect": 3_898,
     "explore": 1_578,
     "serve": 910,
     "launch": 1_191,
-    "lessons": 1_527,
-    "cli": 2_289,
+    "lessons": 1_528,
+    "cli": 2_293,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_126,
-    "statements": 26_750,
+    "statements": 26_760,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -338,6 +338,8 @@ def test_a_rank_fills_as_much_of_the_causal_square_as_it_computes():
                 corners = itertools.pairwise(line.points)
                 areas[line.fill] += sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in corners) / 240**2
         assert [areas[tint] for tint in OTHERS[:4]] == pytest.approx([share / 16 for share in shares])
+    closed = draw.causal({"in order": ORDERS["in order"]}, step=0, counts=False).text
+    assert "rank 3: parts 6 7\n" in closed + "\n" and "squares" not in closed, "a bet's answer is in no words"
 
 
 def test_the_same_part_has_the_same_colour_in_every_chart():
@@ -421,7 +423,8 @@ def test_what_an_expert_drops_is_the_hatched_end_of_its_bar():
 
 
 @pytest.mark.parametrize(
-    "name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4)]
+    "name, p, m",
+    [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4), ("1f1b", 4, 24)],
 )
 def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     table = pipeline(name, p, m)
@@ -435,6 +438,12 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     start_end = {tip: [float(x.split()[0]) for x in tip.partition(": ")[2].split(" to ")] for tip in drawn}
     per = [drawn[tip] / (end - start) for tip, (start, end) in start_end.items()]
     assert max(per) - min(per) < 1e-6, "what a fold cuts in two keeps its length"
+    beside = {"it": table, "split": pipeline("zb-h1", p, m)}
+    for scene in (draw.timeline(table, half=0.5), draw.timelines(beside, until=9)):
+        halves = [x for x in flatten(scene.items) if isinstance(x, Line) and x.fill == "W"]
+        wide = [line.box[2] - line.box[0] for line in halves] or [0]
+        same = max(wide) - min(wide) < 1e-6 or name == "interleaved"  # a fold cuts a W of it, too
+        assert same, "W is half of a whole backward, also of one that is cut"
 
 
 def test_overlap_hides_what_it_can():

@@ -206,8 +206,11 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\nnan" + 18 * "\n"))
     ask(file=str(file)).run()
     said = capsys.readouterr().err
-    assert "1 of 20 right" in said and "number of parts" not in said, "before, the answers are not told"
-    numbers = [f"{answer}\n" for answer in right_answers().values()]
+    assert "2 of 20 right" in said and "number of parts" not in said, "before, the answers are not told"
+    last = json.loads(file.read_text())["items"][-1]["verdict"]
+    assert last == f"left out. {quiz.QUESTIONS['19'][1].says['because']}"
+    typed = {"02": "14 MB", "04": "5 messages", "07": "3/15", "11": "49,5", "14": "309,000"}
+    numbers = [f"{answer}\n" for answer in (right_answers() | typed).values()]
     monkeypatch.setattr("sys.stdin", io.StringIO("5\n4\n4\n" + "".join(numbers)))
     ask(file=str(file), after=True, json=True).run()
     out, said = capsys.readouterr()

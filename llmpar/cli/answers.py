@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from llmpar import lessons
 from llmpar.cli.options import File, Folder, OptionalText, Output, give, inform
 from llmpar.files import check_ordinary, read_json_lines
 from llmpar.lessons import quiz, record
-from llmpar.lessons.judge import CORRECT
+from llmpar.lessons.judge import CORRECT, Exercise, as_number
 
 _FOLDERS = (".", "lessons", "notebooks")
 """Where learners work; the first with a file of answers is taken."""
@@ -147,7 +148,7 @@ class Quiz:
 
     def ask(self) -> dict:
         """Ask for ratings and answers, and judge them."""
-        inform("Numbers only; an empty line leaves a question out.\n")
+        inform("Numbers only, as 120, 0.75 or 2/9; an empty line leaves a question out.\n")
         ratings = {}
         for name, words in quiz.RATINGS.items():
             rating = _asked(f"From 1 (not at all) to 5 (I could teach it): I can {words}.")
@@ -156,8 +157,8 @@ class Quiz:
             if rating is not None:
                 ratings[name] = int(rating)
         answers = {
-            lesson: _asked(f"{lesson}. {question}")
-            for lesson, (question, _) in quiz.QUESTIONS.items()
+            lesson: _asked(f"{lesson}. {question}", exercise)
+            for lesson, (question, exercise) in quiz.QUESTIONS.items()
         }
         given = {lesson: answer for lesson, answer in answers.items() if answer is not None}
         return quiz.score("after" if self.after else "before", given, ratings)
@@ -175,17 +176,20 @@ class Quiz:
         give(effect, self.json, lines)
 
 
-def _asked(question: str) -> float | None:
-    """Ask for a number; an empty line is None."""
+def _asked(question: str, exercise: Exercise | None = None) -> float | None:
+    """Ask for a number, which may be written as answers of an exercise are; an empty line is None. At a
+    terminal, what is no number is asked for again."""
     inform(question)
-    if not (line := sys.stdin.readline()):
-        raise ValueError(
-            "the input ended before the last question, so nothing is noted; start again"
-        )
-    if not (line := line.strip().replace(",", "")):
-        return None
-    with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(line.removesuffix("%"))):
-            return number / 100 if line.endswith("%") else number
-    inform("That is no number, so it is left out.")
-    return None
+    while line := sys.stdin.readline():
+        # a decimal comma: 0,2 is 0.2, and 309,000 stays
+        if not (line := re.sub(r"(?<=\d),(?=(?:\d\d?|\d{4,})\b)", ".", line.strip())):
+            return None
+        with contextlib.suppress(ValueError):
+            number = as_number(line, exercise.solution, exercise) if exercise else line
+            if math.isfinite(float(number)):
+                return float(number)
+        if not sys.stdin.isatty():
+            inform("That is no number, so it is left out.")
+            return None
+        inform("That is no number. Write it alone, or leave the line empty.")
+    raise ValueError("the input ended before the last question, so nothing is noted; start again")

@@ -25,7 +25,7 @@ def causal(
     equally long and as many. A row is a part of the queries, a column one of the keys; a tile has its rank's
     colour and its step's number. Below stands the work of each rank, in squares: all queries of a rank with
     all keys of one. With a ``step`` tiles up to it are filled, its own bold. Without ``counts`` there are
-    neither numbers nor times nor bars of work, without ``bars`` only no bars.
+    neither numbers nor times nor bars of work, also not in the words; without ``bars`` only no bars.
     """
     panels, lines = list[Group](), []
     for name, dealt in orders.items():
@@ -74,8 +74,9 @@ def causal(
                 small_text(48 * sums + 8, y + 8, words, "start", "ink"),
             ]
             parts = " ".join(map(str, dealt[rank]))
-            lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
-        lines.append(f"{name}: takes {sum(took):g} squares")
+            known = f"; {words}; by step {row[: len(took)]}" * counts
+            lines.append(f"{name}, rank {rank}: parts {parts}{known}")
+        lines += [f"{name}: takes {sum(took):g} squares"] * counts
         panels.append(Group((*items, *below * (bars and counts)), 400 * len(panels)))
     title = title or "Causal attention: who computes what" + (
         "" if step is None else f", up to step {step}"

@@ -55,7 +55,10 @@ class _Band:
                 continue
             name, op, y = str(Op(kind, u, chunk)), f"{stage}:{place}", float(ROW * stage)
             x, fill = self.x(max(start, self.low)), "paper" if unrun else kind
-            w, first = self.x(min(end, self.high)) - x, half if fill == "B" else 1
+            w, first = self.x(min(end, self.high)) - x, 1.0
+            if fill == "B" and half < 1:
+                middle = start + half * (end - start)
+                first = (self.x(min(max(middle, self.low), self.high)) - x) / w
             did = "has not run" if unrun else f"{start:g} to {end:g} time units"
             look = ("ink", 2.5) if op in marked else ("edge", 0.75)
             tip = f"stage {stage}, {name}: {did}"
@@ -198,7 +201,7 @@ def _names(row) -> str:
 
 _WIDE = 770
 """Pixels of the time that is drawn on a page; on a slide, where letters are larger, it is less."""
-WAITS, CORNER = ("edge", "a stage waits", "/"), ("edge", "has not begun, or is through", ".")
+WAITS, CORNER = ("edge", "a stage waits", "/"), ("edge", "has not begun, or has finished", ".")
 
 
 def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: float = 0) -> Scene:
@@ -238,17 +241,17 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
         if until:
             items.append(Text(right, middle, "… and then?", SMALL))
         else:
-            peaks, through = table.peak_live(), f"through at {end:g}"
+            peaks, finished = table.peak_live(), f"finished at {end:g}"
             each = (
                 ", ".join(f"{n:g}" for n in peaks) if len(peaks) < 5 else f"at most {max(peaks):g}"
             )
             items += [
                 Line(((x_of(end), y - 3), (x_of(end), bottom + 2)), "ink", 3),
-                Text(right, middle - 0.7 * pixels(SMALL), through, SMALL, bold=True),
+                Text(right, middle - 0.7 * pixels(SMALL), finished, SMALL, bold=True),
                 Text(right, middle + 0.7 * pixels(SMALL), f"holds {each}", SMALL),
             ]
             lines.append(
-                f"{label}: {through}, {table.bubble_fraction:.1%} of it idle; microbatches held by"
+                f"{label}: {finished}, {table.bubble_fraction:.1%} of it idle; microbatches held by"
                 f" stage: {each}"
             )
         y = bottom + 12
@@ -337,7 +340,8 @@ def _cells(
         x, w = x_of(start), x_of(end) - x_of(start)
         if w <= 0:
             continue
-        part = share if op.kind == "B" else 1.0
+        halves = op.kind == "B" and share < 1
+        part = (x_of(start + share * (end - start)) - x) / w if halves else 1.0
         tip = f"stage {stage}, {op}: {start:g} to {end:g} time units"
         items += _operation(Rect(x, y, w, tall, op.kind, "edge", 0.5, tip=tip), part)
         items += [Rect(x, y + tall - 2.5, w, 2.5, "black")] * (op.chunk > 0)

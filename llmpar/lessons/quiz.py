@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmpar.lessons.judge import CORRECT, NOT_ATTEMPTED, Exercise, stated
+from llmpar.lessons.judge import CORRECT, Exercise, stated
 from llmpar.lessons.pages import sentences
 from llmpar.lessons.record import now
 
@@ -39,7 +39,8 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
     items: list[dict[str, Any]] = []
     for lesson, (question, exercise) in QUESTIONS.items():
         given = answers.get(lesson)
-        verdict = NOT_ATTEMPTED if given is None else exercise.judge(given)
+        left_out = f"left out. {exercise.says['because']}"
+        verdict = left_out if given is None else exercise.judge(given)
         items.append(
             {
                 "lesson": lesson,

@@ -289,7 +289,7 @@ explorer if opened("00.fits") else None
 
 # %% [markdown]
 # The bar shows what one device holds. The sum is an estimate. The small box with thick lines, at the end, shows how far it may be off. To be
-# safe, the explorer keeps 8 % of the memory free: its line stands at 54.6 GiB, and not at 59.3. *Weights in use* are gathered or
+# safe, the explorer keeps another 8 % of these 59.3 GiB free: its line stands at 54.6. *Weights in use* are gathered or
 # converted for the layers that run (lesson 04). *Activations* are what the forward pass keeps for the backward pass (lesson 01). Axes
 # of size 1 cut nothing. In a running notebook you can change the axes with + and −: a square is a factor of 2. Give all 16 devices to
 # `dp`. Each then holds all weights, gradients and optimizer numbers, and the model does not fit.
@@ -402,7 +402,7 @@ attempt("00.swap", {"collective": collective, "bytes_sent": bytes_sent})
 show(draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp"))
 
 # %% [markdown]
-# Count the trouble: write a function that returns the number of groups of `axis` whose devices are not all on one host.
+# Write a function that counts the groups of `axis` that cross from one host to another.
 # `sizes` lists the axes from the outermost to the innermost, as in `{"dp": 2, "tp": 4}`.
 
 
@@ -446,7 +446,7 @@ for (axes, kind), row in chosen.items():
 # ```
 # llmpar doctor                                      which devices, which versions, what is missing
 # llmpar doctor --json                               the same for a script
-# llmpar inspect --mesh "dp=2 fsdp=-1 tp=4"          -1 is what is left; refused in one sentence if it cannot be
+# llmpar inspect --mesh "dp=2 fsdp=-1 tp=4"          -1: all devices that are left. If that is no whole number, one sentence says why
 # llmpar inspect --mesh-dim 1,-1,4                   the same sizes as EasyLM writes them: dp, fsdp, mp
 # llmpar lab                                         these notebooks
 # ```

@@ -15,10 +15,10 @@
 # ---
 
 # %% [markdown]
-# # 00b · You know PyTorch. Who calls `all_reduce` here?
+# # 00b · You know PyTorch. Who combines the gradients here?
 #
-# In PyTorch you start a process for each GPU and wrap the model in DDP, which averages the gradients over the processes. Below nothing
-# is wrapped, and no line calls a collective. But all devices end with the same gradient. Who combines the gradients?
+# In PyTorch you start a process for each GPU and wrap the model in DDP, which averages the gradients over the processes. In the code below
+# nothing is wrapped, and no line calls a collective. But all devices end with the same gradient. Who combines the gradients?
 
 # %% tags=["plumbing"]
 import os
@@ -86,7 +86,7 @@ show(compose("One node with four GPUs", [items], words))
 #   for the result, which is the same on all devices here.
 # - `jax.jit` compiles it all, as `torch.compile` does.
 #
-# A **collective** is a communication in which all devices take part; `all_reduce` is one. Count the collectives in the compiled
+# A **collective** is a communication in which all devices take part; `broadcast` is one. Count the collectives in the compiled
 # program.
 
 # %%
@@ -175,7 +175,7 @@ assert "out_specs which require replication" in refused
 #
 # ## FSDP2 needs one more line: gather the weight before its use
 #
-# `fully_shard` stores a part of each weight on each GPU. Its hooks gather a layer's weights, use them and forget them:
+# `fully_shard` stores a part of each weight on each GPU. Its hooks gather a layer's weights before the layer runs, and free them after it:
 
 # %%
 show(draw.gather_use_forget())
@@ -360,6 +360,9 @@ attempt("00b.fsdp_bytes", mib_sent)
 # ## On your cluster
 #
 # ```
-# torchrun --nproc-per-node 1 train.py       JAX understands torchrun too: here one process per host (lesson 17)
+# torchrun --nproc-per-node 1 train.py       one process per host (lesson 17)
 # llmpar doctor                              which devices this process sees
 # ```
+#
+# In `train.py` call `llmpar.launch.joined.initialize()`: it reads torchrun's variables, as `llmpar train` does. JAX alone does not: give
+# `jax.distributed.initialize` the coordinator's address, the number of processes and the process's own number.

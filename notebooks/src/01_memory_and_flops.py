@@ -73,8 +73,8 @@ def bars(parts, title, bet=""):
 held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
-# The weights of all four models fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three quarters of
-# the card's 79 GiB. The lessons draw this line. (Explorers keep 8 % more free: 54.6 GiB.) (1 GB is 1e9 bytes, 1 GiB is 2**30; the card
+# All four models' weights fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three quarters of
+# the card's 79 GiB. The lessons draw this line. (Explorers keep 8 % of it free: 54.6 GiB.) (1 GB is 1e9 bytes, 1 GiB is 2**30; the card
 # is sold as "80 GB".)
 #
 # ## Predict: what else does training hold?
@@ -145,13 +145,13 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # policies. `none` keeps all that the backward pass reads. `selective` keeps the results of matmuls and of attention. `block` keeps
 # only the input of each layer.
 #
-# Split the state of Llama 3 8B evenly over eight H100s; each GPU processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
-# MiB here. In each of 32 layers `none` keeps more than thirty such arrays, `selective` about a dozen, `block` one. **Which policies
-# need more than 59.3 GiB?**
+# Split the state of Llama 3 8B evenly over eight H100s; each processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
+# MiB. In each of 32 layers `none` keeps more than thirty such arrays, `selective` about a dozen, `block` one. **Which fit into
+# 59.3 GiB, and which are too large?**
 
 # %%
-over = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
-attempt("01.policies", over)
+policies = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
+attempt("01.policies", policies)
 
 # %% tags=["plumbing"]
 LLAMA, TOKENS = preset("llama3-8b"), 8192
@@ -224,8 +224,8 @@ assert not any(sent.values()), "one device sends nothing"
 assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
-# All three compute the same numbers, some of them twice. Most lessons that train a model check the four things in the line above. Here
-# there is one device, so nothing is sent.
+# All three give the same numbers; `selective` and `block` compute some of them twice. Most lessons that train check the four things in the
+# line above. Here there is one device, so nothing is sent.
 #
 # ## Each weight costs 6 FLOPs a token
 #
@@ -353,7 +353,7 @@ for name in ("llama2-7b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405
 #
 # ## One GPU would train for 58 years
 #
-# Whoever quotes **MFU** (model FLOPs utilisation) divides useful FLOPs per second by the peak. FLOPs that are computed again do
+# **MFU** (model FLOPs utilisation) is the number of useful FLOPs per second, divided by the peak. FLOPs that are computed again do
 # not count. At an MFU of 40 %, for 15e12 tokens:
 
 # %% tags=["nbval-check-output"]

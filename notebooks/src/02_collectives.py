@@ -249,7 +249,7 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 #
 # ## Is a small message faster?
 #
-# To start a message costs α seconds (its latency), and then the bytes take their time (at β bytes a second):
+# To start a message costs α seconds (its latency). Then sending its bytes takes time, too, at β bytes a second:
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
@@ -387,7 +387,7 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 #
 # 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training
 # runs. Our times of whole training steps are off by 8 % in the mean. So do not rank what differs by less. Starts are also why a
-# chatbot whose model is spread over GPUs, and which writes one token at a time, is slower than its bytes.
+# chatbot whose model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
 #
 # ## A profile prints the result, not what was sent
 #

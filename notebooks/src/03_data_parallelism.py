@@ -148,7 +148,7 @@ def scaled(tree, factor):
 
 # %% [markdown]
 # On several devices each device has the gradient of its *own* sum, and its *own* count. `lax.psum(…, "dp")` adds over the
-# devices, `lax.pmean` takes the mean. Here are three ways to make one gradient; the third one also clips it to a norm of 1:
+# devices, `lax.pmean` takes the mean. Here are three ways to make one gradient; the third also clips it to a norm of 1:
 
 
 # %%
@@ -166,7 +166,7 @@ def clip_then_sum(grads, count):
 
 
 # %% [markdown]
-# On one device all three are right. **Which are right on several devices?**
+# On one device all three are right. **Which are right on several?**
 
 # %%
 right = {"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}
@@ -193,7 +193,7 @@ for way, got, right in zip(WAYS, given, wanted, strict=True):
         print(f"{way.__name__:<15} off by {error:.0%} of the largest gradient")
 
 # %% [markdown]
-# All three are wrong, but people write them, because they are right on one device. Hugging Face Transformers had the second one
+# All three are wrong, but people write them, because they are right on one device. Hugging Face Transformers had the second
 # until October 2024, with microbatches in place of devices. Divide **the total sum by the total count**, and take the norm only
 # after the sum.
 #
@@ -291,7 +291,7 @@ bytes_sent = ...  # your number, for the gradients alone
 attempt("03.sent", bytes_sent, params=LLAMA.num_params, devices=N)
 
 # %% [markdown]
-# Below are four plans of one training. They pack the gradients into messages in four ways:
+# Below are four plans of one training. They send the gradients in four ways:
 
 # %%
 plans = {
@@ -306,7 +306,7 @@ plans = {
 }
 
 # %% [markdown]
-# The batch is uneven: a fifth of the targets does not count, and on the last device no target counts. (Its own mean would be
+# The batch is uneven: a fifth of the targets does not count, and on the last device none. (Its own mean would be
 # 0/0.)
 
 # %% tags=["plumbing"]
@@ -386,11 +386,12 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # ## What the four plans send
 #
 # All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message (the loss,
-# the number of targets, the norm). The plans differ in the *number* of messages, and each message costs a start (lesson 02).
+# the number of targets, the norm). Three of them differ in the *number* of messages, and each message costs a start (lesson 02).
+# `microbatches` sends as `end`, once for two backward passes.
 #
 # ## With how many tokens does the sum cost no time?
 #
-# The gradient of the last layer is ready first. It can be sent while the layers before it compute. Take Llama 3 8B on 8 H100s,
+# The gradient of the last layer is ready first. It can be sent while earlier layers compute. Take Llama 3 8B on 8 H100s,
 # with gradients in bfloat16. **With how many tokens per device does computing take as long as sending?** (An H100 computes
 # 989.4e12 FLOPs per second; 370 GB/s leave it.) Within 15 % counts as right.
 
@@ -436,7 +437,7 @@ for where, (device, rate, published) in thresholds.items():
 # %% [markdown]
 # (Published: Austin et al. 2025.) Across nodes 400 GB/s is the rate of a whole node, whose eight GPUs first add up inside. In the
 # figure the threshold is 2,340 tokens, since it uses the rate that large messages reach, 370 of NVLink's 450 GB/s, and the ring's 7/8.
-# With more tokens a step waits only for the last piece, because nothing is left to compute meanwhile.
+# With more tokens a step waits only for the last piece: nothing is left to compute.
 #
 # ## Measured: the second node costs most
 #
@@ -483,10 +484,10 @@ print(f"2 x (N - 1) / N = {2 * (N - 1) / N:g} for N = {N}, below 2 for any N")
 # %% [markdown]
 # ### When the last bucket arrives
 #
-# The live figure's arithmetic. In all lessons a *threshold* takes published rates, and a *time* takes what large messages reach. In this
-# package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing overlaps. Across nodes each device
+# The live figure's arithmetic. In the tables a *threshold* takes published rates. The bet and the live figure above, and all *times*,
+# take what large messages reach. In this package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing overlaps. Across nodes each device
 # exchanges an eighth of the gradients over its own port, so together a node's 8 ports count. Gradients summed in float32, as here, double
-# the bytes and every threshold; a program that reaches only half of C halves them.
+# the bytes and so every threshold. A program that reaches only half of C has half the threshold (not half the bytes).
 
 
 # %%
@@ -637,7 +638,7 @@ for u in (1, 2, 4):
 
 # %% [markdown]
 # More replicas mean more tokens per step, and that is not free either: beyond the *critical batch size* more tokens make a
-# step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is not computed here.
+# step's gradient hardly better (McCandlish et al. 2018). That limit depends on how the model learns; we do not compute it.
 #
 # ### Exercise (stretch): choose the bucket
 #

@@ -113,12 +113,12 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 show(draw.zero_strips(stages=[0]))
 
 # %% [markdown]
-# Adam's moments are used only once in a step: in the update. And Adam updates each number without looking at the others, so a device can
+# Adam's moments are used once in a step: in the update. And Adam updates each number without looking at others, so a device can
 # update a *part* of the weights.
 #
 # *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 0 cuts nothing. Stage 1 (ZeRO-1) cuts the optimizer's state: each of N devices
-# holds 1/N of it. Stage 2 cuts the gradients too, stage 3 the weights too. It is called *FSDP*, fully sharded data
-# parallelism. The mesh axis is called `fsdp`.
+# holds 1/N of it. Stage 2 cuts the gradients too. Stage 3 cuts the weights too; it is also called *FSDP*, fully sharded
+# data parallelism. The mesh axis is called `fsdp`.
 #
 # ## Predict: what does each device hold?
 #
@@ -615,10 +615,10 @@ attempt("04.keep_or_gather", policies)
 # %% [markdown]
 # ### LoRA: train 0.2 % of the numbers. What gets cheaper?
 #
-# A trained model can be *tuned*: trained a little more, on examples of its task. LoRA (Hu et al. 2021) *freezes* each matrix `W`: no
-# step changes it. Beside `W` it puts two thin matrices, the *adapters* `A` and `B`. In place of `x W` the layer computes
-# `x W + (x A) B`, and only `A` and `B` are trained. `A` is `d z` and `B` is `z m`. The size of `z` is the *rank*: 16, say, where `d`
-# is 4096.
+# A trained model can be *tuned*: trained a little more, on examples of its task. LoRA (Hu et al. 2021) *freezes* each matrix: no
+# step changes it. Beside some of them (here the four of attention) it puts two thin matrices, the *adapters* `A` and `B`. In place of
+# `x W` the layer computes `x W + (x A) B · α/z`, and only `A` and `B` are trained. `A` is `d z` and `B` is `z m`. The size of `z` is the
+# *rank*: 16, say, where `d` is 4096. (`α` is a constant, here 16.)
 
 # %%
 names = ("x", "W, frozen", "x W")
@@ -705,16 +705,15 @@ assert sum(bars[1][1].values()) < h100.usable_bytes < sum(bars[0][1].values())
 assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 
 # %% [markdown]
-# Activations come on top, and LoRA saves none of them. `llmpar train --lora-rank 16` does all this. In the end `W + A B` is one matrix
-# again: `llmpar export` adds them up.
+# Activations come on top, and LoRA saves none of them. `llmpar train --lora-rank 16` does all this. In the end `W + A B · α/z` is one
+# matrix again: `llmpar export` adds them up.
 
 # %% [markdown]
 # ### A weight's layouts in one step
 #
 # This table is at the top of `llmpar/plan/plan.py`: the layouts of one weight of a feed-forward, `d m`, during a step, from *stored* to
-# its finished gradient, *reduced*. Where a cell differs from its left neighbour something is sent, except that stages 0 to 2 leave the
-# backward pass (after *used*) with open sums and send nothing for it; where *reduced* differs from *stored*, the updated weight is
-# gathered once more.
+# its finished gradient, *reduced*. If a cell differs from the cell at its left, something is sent. One exception: after *used* stages 0
+# to 2 send nothing; their sums stay open. If *reduced* differs from *stored*, the updated weight is gathered once more.
 
 # %% tags=["plumbing", "nbval-check-output"]
 table = re.search(r"zero  stored.*?(?=\n\n)", plan_file.__doc__, re.S)[0]

@@ -416,7 +416,7 @@ show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 # each node. `N` devices along tp share each layer. **From N = 8 to N = 16, how many times as long does a step take?**
 
 # %%
-times_as_long = ...
+times_as_long = ...  # a number, such as 3
 attempt("05.beyond_node", times_as_long)
 
 # %% tags=["plumbing"]
@@ -478,7 +478,7 @@ assert round(whole, 1) == 11.9
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two of them backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, but no activation is kept N times.
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, but each device keeps only its part of every activation.
 # 4. Work is divided by N, messages are not: N < m / (C/β).
 
 # %% [markdown]
@@ -757,8 +757,8 @@ show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 # %% [markdown]
 # llmpar does this for a whole Llama with `tp_comm_overlap=True`. The model's code stays as it is: `par.move_matmul` and
 # `par.matmul_move` name the matmuls that go with an arrow. One ring serves all matmuls of a value: Q, K and V share one, and so do
-# the two column matrices of the feed-forward. Where a sum leaves, the ring turns around: the sum of one block travels while this
-# device's part of the next one is multiplied. Each is the other's backward pass. The layers' gathers and scatters become permutes
+# the two column matrices of the feed-forward. After a row matrix the ring carries sums and not inputs: one block's sum is sent
+# while the next block is multiplied. Each is the other's backward pass. The layers' gathers and scatters become permutes
 # (those of embedding and head stay), and no arrow sends a byte more.
 
 # %%

@@ -106,8 +106,8 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # ## Predict: how much does a device send?
 #
 # Take one attention layer and one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two
-# query heads share one head of keys and values (a KV head). Only K and V are sent. **How many bytes of keys and values does one
-# device send in the forward pass?**
+# query heads share one head of keys and values (a KV head). Queries stay; K and V are sent. **How many bytes of keys and values does one device
+# send in the forward pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
@@ -280,7 +280,7 @@ assert compiled_pairs == {f"{source},{target}" for source, target in RING}
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
 print("the ring by hand equals full attention, in any order of positions;")
-print(f"the compiled program makes {hops} hops of {hop:,} B")
+print(f"the compiled program makes {hops} hops, each with {hop:,} B of keys and values")
 
 # %%
 met("06.ring_bytes", kv_bytes)
@@ -827,9 +827,9 @@ if SP > 1:
 # ```
 #
 # On TPUs, and GPUs since Ampere, all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring
-# needs that to merge. cuDNN's public function rounds it to 16 bits, so it is for devices that see whole sequences: there `auto` takes it
-# in bfloat16 where each row is one document (`--documents whole`). Our kernel for GPUs has a date: JAX says since 0.11 that it will remove
-# the dialect (Pallas for Triton). The blocks of this lesson, `--attention-kernel portable`, are slower there, and need neither.
+# needs that to merge. cuDNN's public function rounds that log to 16 bits, so a ring cannot use it. Without `sp`, `auto` takes cuDNN for
+# bfloat16 if each row is one document (`--documents whole`). Our kernel for GPUs will stop working in a later JAX: it says since 0.11 that
+# it will remove the dialect (Pallas for Triton). The blocks of this lesson, `--attention-kernel portable`, are slower there, and need neither.
 #
 # `sp` needs fast links when pieces are short; with long ones slow links are enough, as the threshold says. It multiplies with every other
 # axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.

@@ -378,7 +378,7 @@ runs["input"] = train_on(LLAMA, plan, TEXT, SGD, STEPS)
 sent = verdicts(runs, solo, weights_within=1e-4, details=True)
 
 # %% [markdown]
-# A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: u + p − 2 each way, where the
+# All stages run the same permute. So there is one in each tick in which at least one stage sends: u + p − 2 each way, where the
 # pipeline by hand has u + p − 1. The all-reduces finish the gradients of what every stage holds, and make one loss and one norm of the
 # parts.
 
@@ -435,7 +435,7 @@ print(f"memory grows by {each:,.0f} B per microbatch:", end=" ")
 print(f"its input, {stream:,} B, and some bookkeeping")
 
 # %% [markdown]
-# Microbatches thin the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
+# More microbatches make the bubble smaller, and need more memory. The schedules of lesson 08 do something about it.
 #
 # ## What every stage has
 #

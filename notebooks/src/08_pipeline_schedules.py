@@ -111,7 +111,7 @@ scene.show(draw.timeline(plain, half=0.5))
 # Take sixteen stages, 64 microbatches and 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
 
 # %%
-microbatches_held = ...
+microbatches_held = ...  # a number
 attempt("08.held", microbatches_held)
 
 # %%
@@ -549,7 +549,7 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# It has no schedule at all (lesson 07). Pipelines written for it alone (GSPMD pipelines) are scans turned round by autodiff, so all
+# It has no schedule at all (lesson 07). Pipelines written for it alone (GSPMD pipelines) are loops (scans) that autodiff runs backwards, so all
 # backwards come after all forwards: GPipe, or breadth-first over looped chunks. Early backwards need the backward pass *in* the loop, as an
 # operation that the table can place. That is why the executor differentiates one cell, and not the loop.
 #

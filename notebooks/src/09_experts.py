@@ -236,7 +236,7 @@ figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
 figure
 
 # %% [markdown]
-# With any number of slots some choices are dropped, or some slots stay empty; near 1 both. Below are the same tokens, with fewer and more slots. On the
+# With any number of slots some choices are dropped, or some slots stay empty; near 1 there is much of both. Below are the same tokens, with fewer and more slots. On the
 # axis, 1 is the even share: as many slots as an expert needs if all experts are equally popular.
 
 # %% tags=["plumbing"]
@@ -424,7 +424,7 @@ print(
 # %% [markdown]
 # ## What it costs on real links
 #
-# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of `e` of the tokens. So two
+# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert gets only the share a/e of the tokens. So two
 # messages that overlap with the work of a batch now need a batch e/a times as large: the sums of data parallelism (over the gradients of
 # all experts), and the reading of weights from memory. For the second, a dense model needs the 295 tokens of lesson 16 (the *balance
 # batch* of an H100, by its data sheet), and experts e/a times as many (the **experts' balance batch**):

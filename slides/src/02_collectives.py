@@ -210,5 +210,5 @@ curves(
 # **On the board:** a ring of 8 would start 14 times. NCCL takes a tree for small messages: log₂ 8 = 3 levels. Our model counts one start for the call and one for each level, up and down: 8 of 4.4 µs.
 # At 7.4 MB the bytes, 2 · 7/8 · 7.4 MB at 370 GB/s, take as long: 35.2 µs.
 #
-# **Source:** alpha-beta model, as in Thakur et al. 2005, "Optimization of collective communication operations in MPICH". The start is
-# fitted on published H100 runs.
+# **Source:** alpha-beta model, as in Thakur et al. 2005, "Optimization of collective communication operations in MPICH" (there β is
+# seconds per byte). The start is fitted on published H100 runs.

@@ -347,7 +347,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GP
 # %% [markdown] tags=["slide"] minutes=1
 # ## Tuning with LoRA: gradients go, gathers stay
 #
-# `x W` becomes `x W + (x A) B`; `W` is frozen. It has no gradient and no moments, but layers still multiply by it: gathered
+# `x W` becomes `x W + (x A) B · α/z`; `W` is frozen. It has no gradient and no moments, but layers still multiply by it: gathered
 # forward, and backward for the gradient of `x`. Llama 3 8B, rank 16 (an H100's 59.3 GiB can hold only one of the two):
 #
 # <footer>Hu et al. 2021 (LoRA) · lesson <code>notebooks/04_zero</code> · <code>llmpar train --lora-rank 16</code></footer>

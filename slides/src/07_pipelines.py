@@ -178,7 +178,7 @@ curves(
 # **Ask:** the bubble alone would explain a quarter more. What else is paid once per step? The sum of the gradients over the data
 # parallel replicas, and the optimizer.
 #
-# **Misunderstanding:** that a run starts at its final speed. the training of BLOOM itself began with a
+# **Misunderstanding:** that a run starts at its final speed. The training of BLOOM itself began with a
 # batch of 192 rows and raised it to 2,048. These four points are a trial before it.
 #
 # **Source:** BigScience's chronicles of 2021 and 2022; `tests/measured.json` names file and commit. GPT of 78 layers, tp 4, pp 12, dp 8.

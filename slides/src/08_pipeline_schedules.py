@@ -16,7 +16,7 @@ begun = {name: timetable(make(name.lower(), 4, 8)) for name in FIVE}
 show(draw.timelines(begun, until=9, letters=False))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** two hands for each: first, and holds least. (ZB-V finishes first, 1F1B holds least. "What each order buys" shows all of it.)
+# **Ask:** two hands for each: first, and holds least. (ZB-V finishes first, 1F1B holds least. "What each order saves and costs" shows all of it.)
 #
 # **Misunderstanding:** that 1F1B is faster than GPipe. It holds less, in the same time.
 #
@@ -132,7 +132,7 @@ show(draw.timelines(small, letters=False))
 # the first three orders it is one piece with B.
 #
 # **Ask:** ZB-V wins the race and holds no more than 1F1B's first stage. Why does not everybody use it? Its zero needs F = B = W; real
-# layers have other ratios, and attention's W is small. And each stage runs two chunks, with more than twice the messages.
+# layers have other ratios, and attention's W is small. And each stage runs two chunks, with twice the messages.
 #
 # **Misunderstanding:** that DualPipe is a candidate for the smallest bubble. It sends microbatches from both ends through two copies of
 # the model, so that one's forward computes while the other's backward exchanges the tokens of its experts.

@@ -14,7 +14,7 @@ where("experts")
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Experts"
 # ## Experts: the tokens travel
 #
-# A router sends every token to $a$ of $E$ experts: **two all-to-alls forward, two backward.**
+# A router sends every token to $a$ of $e$ experts: **two all-to-alls forward, two backward.**
 #
 # <footer>Shazeer et al. 2017; Lepikhin et al. 2020 (GShard) · lesson <code>notebooks/09_experts</code> · <code>llmpar inspect --model tiny-moe --mesh ep=8</code></footer>
 
@@ -65,7 +65,7 @@ steps(
 )
 
 # %% [markdown] tags=["notes"]
-# Each rank of `ep` holds some experts, whole: the parameters of $E$ feed-forwards, and for each token the work of $a$ of them. The
+# Each rank of `ep` holds some experts, whole: the parameters of $e$ feed-forwards, and for each token the work of $a$ of them. The
 # exchanges are those of each layer.
 #
 # What a random router chose, `a` = 2. Five presses: tokens; slots, some of them empty; at the experts; back; weighed and added up.
@@ -77,7 +77,7 @@ steps(
 # **Misunderstanding:** that expert parallelism sends nothing, since experts stay where they are. The tokens do not: 2·a·tokens·d
 # (N−1)/N elements per layer forward, the same again backward. Counts and bytes here are read from the traced step, and predicted.
 #
-# **Source:** Mixtral 8x7B (Jiang et al. 2024): 46.7 billion parameters, 12.9 of them active. Batches must be E/a times as large for
+# **Source:** Mixtral 8x7B (Jiang et al. 2024): 46.7 billion parameters, 12.9 of them active. Batches must be e/a times as large for
 # data parallelism to hide (Austin et al. 2025).
 
 # %%
@@ -109,7 +109,7 @@ show(draw.expert_loads(hot, room // RANKS))
 # **Misunderstanding:** that a balance loss is free. It pulls the router away from what the data wants; the bias of DeepSeek-V3 has no
 # gradient: it takes part in choosing, not in weighing.
 #
-# **Source:** balance loss E/a Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et al. 2024.
+# **Source:** balance loss e/a Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et al. 2024.
 
 # %%
 even = ExpertConfig(8, 2, aux_loss=1.0)

@@ -59,7 +59,7 @@ show(chains(["who starts it", "what it tells a process", "jax.distributed."], LA
 # **Misunderstanding:** that the choice changes the speed of a step. It decides how processes start, are watched and start again;
 # what travels between devices is the same. All but Kubernetes were tried with `llmpar` (`tests/engines.md`).
 #
-# **Source:** JAX's cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). Open MPI 5 and
+# **Source:** JAX's cluster detection (SLURM, Open MPI, mpi4py, TPU pods; Kubernetes if Python's `kubernetes` is installed). Open MPI 5 and
 # MPICH it finds by `initialize(cluster_detection_method="mpi4py")` alone; `llmpar` reads their variables instead.
 
 # %% [markdown] tags=["slide"] minutes=2
