@@ -22,7 +22,7 @@ _COUNT = rf"\b(?:{_BELOW}|an?(?= {_SCALE}))(?:(?: {_SCALE})+(?: (?:and )?{_BELOW
 _FRACTION = rf"\b(?:(\d+)[ -]|an? |(?=half))({'|'.join(_PARTS)}|halve)s?\b"
 NEXT_UNIT = r"(?<=[a-zA-Z])(?:,? and |, | |)(?=\d)"
 """What stands between a number with its unit and the next one, as in "20 days 15 hours"."""
-_OTHERS = {"none": "0", "nothing": "0", "twice": "2", "first": "0"}
+_OTHERS = {"none": "0", "nothing": "0", "once": "1", "twice": "2", "double": "2", "first": "0"}
 
 
 def in_figures(text: str) -> str:
@@ -31,7 +31,8 @@ def in_figures(text: str) -> str:
     text = re.sub(_FRACTION, _quotient, text, flags=re.I)
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", text)
     text = re.sub(r"^(\d+) (?:in|of|out of) (\d+)$", r"\1/\2", text)
-    return _OTHERS.get(text.lower(), text)
+    plain = re.sub(r"(?<=twice|ouble) (?:as (?:long|much|many)|the \w+)$", "", text.lower())
+    return _OTHERS.get(plain, text)
 
 
 def _quotient(match: re.Match) -> str:
