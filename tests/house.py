@@ -30,20 +30,20 @@ BUDGETS = {
     "pipeline": 321,
     "training": 2_558,
     "predict": 2_590,
-    "planner": 1_777,
+    "planner": 1_866,
     "draw": 2_789,
     "inspect": 3_892,
     "explore": 1_578,
     "serve": 903,
     "launch": 1_191,
     "lessons": 1_502,
-    "cli": 2_234,
+    "cli": 2_238,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_130,
-    "statements": 26_661,
+    "statements": 26_754,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -684,7 +684,8 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
     for row in LINES["line"]:
         try:
             name, known, unread = frameworks.facts_in(row["text"])
-            devices, batch_size, plan = frameworks.planned_by(known, row.get("devices", 16))
+            given = row.get("devices", None if "each" in known else 16)
+            devices, batch_size, plan = frameworks.planned_by(known, given)
         except ValueError as refusal:
             assert row.get("refuses", "none") in str(refusal), (row, refusal)
             continue
@@ -701,7 +702,7 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
 @pytest.mark.parametrize("row", LINES["launch"], ids=lambda row: row["engine"])
 def test_launch_lines_and_files_of_all_forms_are_read(row):
     found, known, unread = frameworks.facts_in(row["text"])
-    devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" else 64)
+    devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" or "each" in known else 64)
     read = {"engine": found, "devices": devices, "batch": batch, "left": unread}
     assert read == {name: row[name] for name in read} and plan.mesh == parse_mesh(row["mesh"])
     more = {"reshard_after_forward": True} | row.get("more", {})
