@@ -155,7 +155,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
             out[head] = [value] if is_set else []
             key = "" if is_set else head
         elif word == "serve" and "vllm" in words:
-            key = "vllm_serve"
+            key = "serve"
         elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
             out.setdefault(key, []).append(word)
     return {x: " ".join(words) if words else True for x, words in out.items()}
@@ -323,17 +323,15 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
     """Return the devices, the sequences of a step and the plan that facts are of. Raise ValueError where
     the sizes do not go together: the framework refuses them too."""
     one = lambda name: math.prod(max(1, known.get(x + name) or 1) for x in ("", "dcn_", "more_"))
-    is_text = "each" in known and (
-        "nodes" in known or devices is None
-    )  # else its nodes are not all
-    given = one("nodes") * known["each"] if is_text else devices
+    is_part = devices and "nodes" not in known  # then a text has the devices of a node alone
+    given = one("nodes") * known["each"] if "each" in known and not is_part else devices
     filled = [x for x in AXES if known.get(x, -1 if x == "fsdp" else 1) == -1 and "slices" in known]
     known = known | {x: (given or 0) // math.prod(map(one, AXES)) for x in filled if x != "fsdp"}
     ep, cut, dp = one("ep"), one("tp") * one("pp") * one("sp"), max(one("dp"), one("instances"))
     shard = max(
         known.get("shard", -1),
         known.get("mics", -1),
-        one("fsdp") * ep if known.get("fsdp", -1) > 0 else -1,
+        one("fsdp") * ep if known.get("fsdp", -1) > 0 or "slices" in known and not given else -1,
         (given or 0) // cut // one("nodes") // one("machines") if "hybrid" in known else -1,
     )
     data, rest = divmod(count := given or cut * dp * max(shard, ep), cut)
@@ -345,7 +343,8 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         or data % max(shard, 1)
         or 0 in map(known.get, filled)
         or len(filled) > 1
-        or ("dp" in known and "slices" not in known and copies != dp)
+        or copies != dp
+        and (known.get("dcn_dp", -1) > 0 or "dp" in known and "slices" not in known)
     ):
         raise ValueError(
             f"{count} devices cannot be cut so: {cut} for a rank of data, {max(shard, ep)} of these for a"

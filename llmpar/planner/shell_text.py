@@ -25,11 +25,10 @@ _IF_EMPTY = re.compile(
     r"""if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+[;\s]+then\s+"""
     r"(?:export\s+)?(?:\1|\2)=(\S+)\s+fi\b"
 )
-_DEPTH = dict.fromkeys("if while until for select case".split(), 1) | dict.fromkeys(
-    "fi done esac".split(), -1
-)
+_DEPTH = {"if": 1, "case": 1, "fi": -1, "esac": -1}
 _SKIPPED = {
-    *"then elif else do { } ! time export local declare readonly env eval exec command".split()
+    *"then elif else for while until do done { } ! time export local declare readonly".split(),
+    *"env eval exec command".split(),
 }
 _SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
 
@@ -73,8 +72,9 @@ class _Script:
         inner = (
             sum((words for _, words in _commands(text[1:-1])), list[str]()) if is_array else [text]
         )
-        before = old + " " * is_array if more else ""
-        value = before + " ".join(y for x in inner for y in self.fields(x))
+        value = (old + " " * is_array) * bool(more) + " ".join(
+            y for x in inner for y in self.fields(x)
+        )
         kept = f"{old} " if re.match(r"\s*-", old) and value.startswith(old) else ""
         self.values[name] = f"{kept}${name}" if is_conditional and value != old else value
 
@@ -86,8 +86,8 @@ class _Script:
             put = text if part[0] == "'" else re.sub(_VARIABLE, self.put, text)
             is_cut = part == text or re.fullmatch(r"\$\{\w+\[@\]\}", text)
             whole += put if is_cut else put.translate(str.maketrans(" \n\t", "\1\2\3"))
-        back = str.maketrans("\1\2\3", " \n\t")
-        return [""] if word in ("''", '""') else [x.translate(back) for x in whole.split()]
+        words = (x.translate(str.maketrans("\1\2\3", " \n\t")) for x in whole.split())
+        return [""] if word in ("''", '""') else [*words]
 
     def put(self, one: re.Match[str]) -> str:
         """Return what stands for a variable or an escaped character; a command's answer is unknown."""
