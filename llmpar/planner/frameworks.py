@@ -192,7 +192,7 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
             left[key] = [x for x in left.get(key, _tokens(given[key])) if read.get(x) not in first]
             known |= dict(zip([fact], first, strict=False))
     others = sum(x != given and score(name, x) > 1 for x in commands)
-    unread = _unread(row, given, on, left) + [f"{others} further commands"] * (others > 0)
+    unread = _unread(row, given, on, left) + [f"other commands: {others}"] * (others > 0)
     return name, _derived(row, known), unread
 
 
@@ -209,7 +209,8 @@ def _number(value: str) -> Any:
 
 
 def _tokens(value: Any) -> list[str]:
-    return re.findall(r"[^\s,\[\]'\"]+", str(value))
+    text = re.sub(r"^[\d_]+$", lambda number: number[0].replace("_", ""), str(value))
+    return re.findall(r"[^\s,\[\]'\"]+", text)
 
 
 def _read(
@@ -217,8 +218,7 @@ def _read(
 ) -> dict[str, Any]:
     """Return the tokens of a value that are understood, each with what it is, the one that counts first.
     What decides the plan and cannot be read is refused."""
-    tokens = [x.replace("_", "") if x[0].isdigit() else x for x in _tokens(value)]
-    kinds = TABLE["kinds"] | row.get("kinds", {})
+    tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
     read = {x: _number(x) for x in tokens[:1] if re.fullmatch(kinds.get(fact, kinds["count"]), x)}
     for spelled in words:
         back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
@@ -340,7 +340,7 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         rest
         or copies < 1
         or data % (ep * copies)
-        or data % max(shard, 1)
+        or data % max(shard, known.get("more_fsdp", 1), 1)
         or 0 in map(known.get, filled)
         or len(filled) > 1
         or copies != dp
