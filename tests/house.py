@@ -30,7 +30,7 @@ BUDGETS = {
     "pipeline": 321,
     "training": 2_558,
     "predict": 2_590,
-    "planner": 1_866,
+    "planner": 1_863,
     "draw": 2_789,
     "inspect": 3_892,
     "explore": 1_578,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_130,
-    "statements": 26_754,
+    "statements": 26_751,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -120,7 +120,7 @@ def entries(text: str) -> list[dict[str, Any]]:
         return [_flat(_yaml(bare))]
     if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
         return [_flat(tomllib.loads(text))]
-    return [_flat(_flags(words)) for words in shell_text.commands(text)]
+    return [_flat(_flags(words)) for words in shell_text.script_commands(text)]
 
 
 def _flat(value: dict[str, Any], head: str = "") -> dict[str, Any]:
@@ -191,9 +191,12 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
             first = list(read.values())[:1]  # another one is another plan
             left[key] = [x for x in left.get(key, _tokens(given[key])) if read.get(x) not in first]
             known |= dict(zip([fact], first, strict=False))
-    others = sum(x != given and score(name, x) > 1 for x in commands)
-    unread = _unread(row, given, on, left) + [f"other commands: {others}"] * (others > 0)
-    return name, _derived(row, known), unread
+    others = [x for x in commands if x != given and score(name, x)]
+    return (
+        name,
+        _derived(row, known),
+        _unread(row, given, on, left) + [f"other commands: {len(others)}"] * bool(others),
+    )
 
 
 def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
@@ -209,8 +212,10 @@ def _number(value: str) -> Any:
 
 
 def _tokens(value: Any) -> list[str]:
-    text = re.sub(r"^[\d_]+$", lambda number: number[0].replace("_", ""), str(value))
-    return re.findall(r"[^\s,\[\]'\"]+", text)
+    return re.findall(
+        r"[^\s,\[\]'\"]+",
+        re.sub(r"^\d[\d_]*$", lambda number: number[0].replace("_", ""), str(value)),
+    )
 
 
 def _read(

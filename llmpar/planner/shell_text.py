@@ -30,10 +30,11 @@ _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
     *"env eval exec command".split(),
 }
+_BLANKS = str.maketrans(" \n\t\1\2\3", "\1\2\3 \n\t")  # there and back
 _SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
 
 
-def commands(text: str) -> list[list[str]]:
+def script_commands(text: str) -> list[list[str]]:
     """Return the words of each command of a script, with its variables put in, and behind them the words of
     variables that no command uses. A variable that nothing sets has its default in ${X:-default} and stays
     $X elsewhere, and so does one that is set on a condition: none is decided. Raises ValueError for a
@@ -42,7 +43,7 @@ def commands(text: str) -> list[list[str]]:
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
-    return [*script.found, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
+    return [*script.run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
 
 
 class _Script:
@@ -50,7 +51,7 @@ class _Script:
 
     def __init__(self) -> None:
         self.values, self.used = dict[str, str](), set[str]()
-        self.found, self.depth = list[list[str]](), 0
+        self.run, self.depth = list[list[str]](), 0
 
     def read(self, text: str) -> None:
         """Follow the commands of a text."""
@@ -61,8 +62,8 @@ class _Script:
                 for word in words:
                     self.assign(word, self.depth > 0 or joint.strip() in ("&&", "||"))
             else:
-                self.found.append([x for word in words for x in self.fields(word)])
-                for script in filter(_SCRIPT.search, self.found[-1] if words[1:] else []):
+                self.run.append([x for word in words for x in self.fields(word)])
+                for script in filter(_SCRIPT.search, self.run[-1] if words[1:] else []):
                     self.read(re.sub(r"^--?[\w-]+=", "", script))
 
     def assign(self, word: str, is_conditional: bool) -> None:
@@ -85,9 +86,8 @@ class _Script:
             text = part[1:-1] if part[0] in "'\"" else part
             put = text if part[0] == "'" else re.sub(_VARIABLE, self.put, text)
             is_cut = part == text or re.fullmatch(r"\$\{\w+\[@\]\}", text)
-            whole += put if is_cut else put.translate(str.maketrans(" \n\t", "\1\2\3"))
-        words = (x.translate(str.maketrans("\1\2\3", " \n\t")) for x in whole.split())
-        return [""] if word in ("''", '""') else [*words]
+            whole += put if is_cut else put.translate(_BLANKS)
+        return [""] * (word in ("''", '""')) + [x.translate(_BLANKS) for x in whole.split()]
 
     def put(self, one: re.Match[str]) -> str:
         """Return what stands for a variable or an escaped character; a command's answer is unknown."""
