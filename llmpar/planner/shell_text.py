@@ -96,9 +96,11 @@ class _Script:
         name, other = one["name"] or one["plain"], " ".join(self.fields(one["other"] or ""))
         self.used.add(name)
         value = {"#": "0", "@": "", "*": ""}.get(name, self.values.get(name))
-        known = value and not re.fullmatch(r"\$\d", value)  # an argument of the script is none
-        given = other if one["sign"] else one[0] if value is None else ""
-        return other if one["sign"] == "+" and known else value if known else given
+        if not value or re.fullmatch(r"\$\d", value):  # an argument of the script is none
+            return (
+                one[0] if value is None and not one["sign"] else other * (one["sign"] in ("-", "="))
+            )
+        return other if one["sign"] == "+" else value
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
