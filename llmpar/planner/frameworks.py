@@ -207,7 +207,7 @@ def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
 
 def _number(value: str) -> Any:
     with contextlib.suppress(ValueError):
-        return json.loads(value.lower())
+        return json.loads(re.sub(r"^0+(?=\d)", "", value.lower()))
     return value
 
 
@@ -273,7 +273,7 @@ def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     if known.keys() >= {"virtual_layers", "num_layers"}:
         stages = known["num_layers"] // known.get("pp", 1) // known["virtual_layers"]
         known |= {"virtual_stages": max(1, stages)}
-    name = "-".join(known[x] for x in ("model", "flavor") if x in known)
+    name = "-".join(str(known[x]) for x in ("model", "flavor") if x in known)
     known |= {"model": _preset_name(name)} if name else {}
     for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):
         if tokens in known:
