@@ -30,20 +30,20 @@ BUDGETS = {
     "pipeline": 321,
     "training": 2_554,
     "predict": 2_590,
-    "planner": 1_777,
+    "planner": 1_863,
     "draw": 2_794,
     "inspect": 3_898,
     "explore": 1_578,
     "serve": 910,
     "launch": 1_191,
     "lessons": 1_529,
-    "cli": 2_293,
+    "cli": 2_297,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_126,
-    "statements": 26_761,
+    "statements": 26_851,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -684,7 +684,8 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
     for row in LINES["line"]:
         try:
             name, known, unread = frameworks.facts_in(row["text"])
-            devices, batch_size, plan = frameworks.planned_by(known, row.get("devices", 16))
+            given = row.get("devices", None if "each" in known else 16)
+            devices, batch_size, plan = frameworks.planned_by(known, given)
         except ValueError as refusal:
             assert row.get("refuses", "none") in str(refusal), (row, refusal)
             continue
@@ -701,7 +702,7 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
 @pytest.mark.parametrize("row", LINES["launch"], ids=lambda row: row["engine"])
 def test_launch_lines_and_files_of_all_forms_are_read(row):
     found, known, unread = frameworks.facts_in(row["text"])
-    devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" else 64)
+    devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" or "each" in known else 64)
     read = {"engine": found, "devices": devices, "batch": batch, "left": unread}
     assert read == {name: row[name] for name in read} and plan.mesh == parse_mesh(row["mesh"])
     more = {"reshard_after_forward": True} | row.get("more", {})
@@ -731,6 +732,20 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     full = f"--from-flags={line.replace('size 1', 'size 8')}"
     document = json.loads(call(capsys, full, "--model", "llama3-70b", "--devices", "8", "--json")[1])
     assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]
+    several = f"--from-flags=torchrun --nnodes 2 --nproc_per_node 4 x.py {line}"
+    assert "megatron says 8 devices, not 16; leave out" in call(capsys, several, "--devices", "16")[2]
+    served = call(capsys, "--from-flags=vllm serve Qwen/Unheard-Of -tp 8", "--model", "tiny", "--json")[1]
+    assert "model=Qwen/Unheard-Of: not priced" in served  # a name that no preset has
+
+
+def test_experts_that_tp_does_not_cut_are_named():
+    line = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --num-experts 8 --bf16"
+    q = question("mixtral-8x7b", 16, 16)
+    for cut in (1, 2):
+        name, known, unread = frameworks.facts_in(f"{line} --expert-tensor-parallel-size {cut}")
+        plan = frameworks.planned_by(known, 16)[2]
+        notes = frameworks.assumptions(name, known, unread, q, plan)
+        assert any("cuts experts into 1" in note for note in notes) is (cut == 1)
 
 
 def test_a_launch_line_is_compared_with_a_mesh_and_saved_as_a_page(capsys, tmp_path):

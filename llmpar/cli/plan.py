@@ -32,7 +32,7 @@ from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.plan import Plan
-from llmpar.plan.presets import ADAPTER_DIMS, DIMS, preset
+from llmpar.plan.presets import ADAPTER_DIMS, DIMS, PRESETS, preset
 from llmpar.planner import advice, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
@@ -204,9 +204,15 @@ class PlanCommand(Adapters, Output):
         does not fit, and the best change that cures it; and what of the text is not priced."""
         text = text if " " in text.strip() else read_text(text, "configuration")
         name, known, unread = frameworks.facts_in(text)
+        if changed(self, ["model"]) and known.get("model") not in (None, *PRESETS):
+            unread.append(f"model={known.pop('model')}")  # a name that says nothing to us
         if twice := changed(self, [x for x in ("model", "seq_len") if x in known]):
             raise ValueError(f"{name}'s own are priced; leave out {', '.join(twice)}")
         devices, batch_size, plan = frameworks.planned_by(known, self.devices)
+        if self.devices not in (None, devices):
+            raise ValueError(
+                f"{name} says {devices} devices, not {self.devices}; leave out --devices"
+            )
         sizes = {
             "devices": devices,
             "batch_size": batch_size,

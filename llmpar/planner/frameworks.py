@@ -2,10 +2,10 @@
 `frameworks.toml`, says what they call which fact of a plan; here it is read in both directions."""
 
 import contextlib
+import itertools
 import json
 import math
 import re
-import shlex
 import tomllib
 from typing import Any
 
@@ -14,7 +14,7 @@ from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import PRESETS
-from llmpar.planner import planner
+from llmpar.planner import planner, shell_text
 from llmpar.predict.hardware import package_table
 
 TABLE = package_table("planner/frameworks.toml")
@@ -110,16 +110,17 @@ def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, An
     }
 
 
-def entries(text: str) -> dict[str, Any]:
-    """Return the keys and values of JSON, of TOML, of YAML's plain lines, or of a launch line."""
-    bare = re.sub(r"(?m)(^|\s)(#|//\s).*$", "", text).strip().replace("\\\n", " ")
+def entries(text: str) -> list[dict[str, Any]]:
+    """Return the keys and values of JSON, of TOML, or of YAML's plain lines, or those of each command of a
+    shell script."""
+    bare = re.sub(r"(?m)(^|\s)(#|//\s).*$", "", text).strip()
     if bare.startswith("{"):
-        return _flat(json.loads(bare))
-    if re.search(r"(?<![\w-])--[A-Za-z]", bare):
-        return _flat(_line(bare))
-    with contextlib.suppress(ValueError):
-        return _flat(tomllib.loads(text))
-    return _flat((_yaml if re.search(r"(?m)^\s*[\w.-]+:(\s|$)", bare) else _line)(bare))
+        return [_flat(json.loads(bare))]
+    if re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
+        return [_flat(_yaml(bare))]
+    if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
+        return [_flat(tomllib.loads(text))]
+    return [_flat(_flags(words)) for words in shell_text.script_commands(text)]
 
 
 def _flat(value: dict[str, Any], head: str = "") -> dict[str, Any]:
@@ -139,26 +140,22 @@ def _yaml(text: str) -> dict[str, Any]:
     out, path = dict[str, Any](), dict[int, str]()
     text = re.sub(r"(?m)\n[ \t]*- +(?=[^\n:]+$)", " ", text)
     for indent, key, value in re.findall(TABLE["yaml_line"], text):
-        path = {x: name for x, name in path.items() if x < len(indent)} | {len(indent): key}
+        path = {x: name for x, name in path.items() if x < len(indent)} | {len(indent): _key(key)}
         word = TABLE["yaml"].get(value.lower(), value.strip("'\""))
         out |= {".".join(path.values()): word} if value else {}
     return out
 
 
-def _line(text: str) -> dict[str, Any]:
-    """Return the keys of a launch line with the words behind each; variables that the text sets are put
-    in."""
-    inner = lambda one: "".join(filter(None, one.groups()[1:])).strip()
-    is_line = lambda one: inner(one).startswith("-")
-    values = {x[1]: "" if is_line(x) else inner(x) for x in re.finditer(TABLE["shell"], text)}
-    text = re.sub(TABLE["variable"], lambda one: values.get(one[1], one[0]), text)
-    text = re.sub(TABLE["shell"], lambda one: inner(one) if is_line(one) else "", text)
+def _flags(words: list[str]) -> dict[str, Any]:
+    """Return the keys of a command with the words behind each."""
     out, key = dict[str, list[str]](), ""
-    for word in shlex.split(re.sub(TABLE["serving"], "--model ", text)):
+    for word in (x for x in words if not re.fullmatch(TABLE["environment"], x, re.DOTALL)):
         head, is_set, value = word.lstrip("+").partition("=")
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
-            key = head
-            out[key] = [value] if is_set else []
+            out[head] = [value] if is_set else []
+            key = "" if is_set else head
+        elif word == "serve" and "vllm" in words:
+            key = "serve"
         elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
             out.setdefault(key, []).append(word)
     return {x: " ".join(words) if words else True for x, words in out.items()}
@@ -168,7 +165,7 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
     """Return the framework that a text is of, its facts, and what is in it and is not priced. Raise
     ValueError for a value that decides mesh, batch, model or precision and cannot be read."""
     try:
-        given = entries(text)
+        commands = entries(text)
     except ValueError as error:
         raise ValueError(f"the launch line or file cannot be read: {error}; correct it") from None
     rows = {
@@ -176,9 +173,10 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
         for name, row in FRAMEWORKS.items()
         if framework in ("", name)
     }
-    score = {x: len({key for key, *_ in rows[x]} & given.keys() - {*TABLE["alone"]}) for x in rows}
-    name = max(rows, key=lambda x: score[x])
-    if not score[name]:
+    keys = {name: {key for key, *_ in row} - {*TABLE["alone"]} for name, row in rows.items()}
+    score = lambda name, given: len(keys[name] & given.keys())
+    name, given = max(itertools.product(rows, commands), key=lambda x: score(*x))
+    if not score(name, given):
         raise ValueError(
             f"no key of {', '.join(FRAMEWORKS)} is in it; give a launch line or a file"
         )
@@ -193,7 +191,12 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
             first = list(read.values())[:1]  # another one is another plan
             left[key] = [x for x in left.get(key, _tokens(given[key])) if read.get(x) not in first]
             known |= dict(zip([fact], first, strict=False))
-    return name, _derived(row, known), _unread(row, given, on, left)
+    others = [x for x in commands if x != given and score(name, x)]
+    return (
+        name,
+        _derived(row, known),
+        _unread(row, given, on, left) + [f"other commands: {len(others)}"] * bool(others),
+    )
 
 
 def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
@@ -204,12 +207,15 @@ def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
 
 def _number(value: str) -> Any:
     with contextlib.suppress(ValueError):
-        return json.loads(value.lower())
+        return json.loads(re.sub(r"^0+(?=\d)", "", value.lower()))
     return value
 
 
 def _tokens(value: Any) -> list[str]:
-    return re.findall(r"[^\s,\[\]'\"]+", str(value))
+    return re.findall(
+        r"[^\s,\[\]'\"]+",
+        re.sub(r"^\d[\d_]*$", lambda number: number[0].replace("_", ""), str(value)),
+    )
 
 
 def _read(
@@ -260,7 +266,14 @@ def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         )
     if not known.get("lora_rank"):
         known = {x: y for x, y in known.items() if not x.startswith("lora")}
-    name = "-".join(known[x] for x in ("model", "flavor") if x in known)
+    if known.get("num_experts") == 1:  # a dense model
+        known = {x: y for x, y in known.items() if x not in ("num_experts", "top_k")}
+    if row.get("defaults", {}).keys() & known.keys() and "model" not in known:
+        known = row["defaults"] | known
+    if known.keys() >= {"virtual_layers", "num_layers"}:
+        stages = known["num_layers"] // known.get("pp", 1) // known["virtual_layers"]
+        known |= {"virtual_stages": max(1, stages)}
+    name = "-".join(str(known[x]) for x in ("model", "flavor") if x in known)
     known |= {"model": _preset_name(name)} if name else {}
     for rows_in, tokens in (("micro", "micro_tokens"), ("batch_size", "step_tokens")):
         if tokens in known:
@@ -268,7 +281,7 @@ def _derived(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     if "derives" in row and known.keys() >= {"width", "num_heads"}:
         width, heads = known["width"], known["num_heads"]
         sizes = {"num_kv_heads": heads, "head_width": width // heads, "ffn_width": 4 * width}
-        sizes |= {"ffn_width": width * 8 // 3 // 64 * 64} if "swiglu" in known else {}
+        sizes |= {"ffn_width": width * 8 // 3 // 64 * 64} if row["derives"] in known else {}
         return sizes | known
     return known
 
@@ -298,10 +311,13 @@ def assumptions(
     fixes (`fixed_by`), ``plan`` is the one that was priced."""
     chosen = [f"{x}={y}" for x, y in planner.fields_of(plan).items() if x not in q.fixed]
     missing = [x for x, facts in TABLE["stated"].items() if not any(map(known.get, facts))]
+    tp = plan.mesh.tp if plan.mesh.ep > 1 else 1
+    cut = ["a plan in which tp cuts them too"] * (1 < tp != known.get("etp", tp))
     sizes = f"{q.model}, {q.seq_len:,} tokens, {q.batch_size} sequences, {q.num_devices} devices"
     lines = [
         (unread, "says {}: not priced"),
         (missing, f"names no {{}} (see --model, --seq-len, --devices): priced are {sizes}"),
+        (cut, f"cuts experts into {known.get('etp')} by tensor parallelism: priced is {{}}"),
         (chosen, "has no key for {}: chosen, and not of the text"),
         ([q.model] * ("serves" in known), TABLE["serves"] + f" --devices {q.num_devices}"),
     ]
@@ -311,15 +327,16 @@ def assumptions(
 def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Plan]:
     """Return the devices, the sequences of a step and the plan that facts are of. Raise ValueError where
     the sizes do not go together: the framework refuses them too."""
-    one = lambda name: max(1, known.get(name) or 1) * max(1, known.get(f"dcn_{name}", 1))
-    given = one("nodes") * known["each"] if "each" in known else devices
+    one = lambda name: math.prod(max(1, known.get(x + name) or 1) for x in ("", "dcn_", "more_"))
+    is_part = devices and "nodes" not in known  # then a text has the devices of a node alone
+    given = one("nodes") * known["each"] if "each" in known and not is_part else devices
     filled = [x for x in AXES if known.get(x, -1 if x == "fsdp" else 1) == -1 and "slices" in known]
     known = known | {x: (given or 0) // math.prod(map(one, AXES)) for x in filled if x != "fsdp"}
     ep, cut, dp = one("ep"), one("tp") * one("pp") * one("sp"), max(one("dp"), one("instances"))
     shard = max(
         known.get("shard", -1),
         known.get("mics", -1),
-        one("fsdp") * ep if known.get("fsdp", -1) > 0 else -1,
+        one("fsdp") * ep if known.get("fsdp", -1) > 0 or "slices" in known and not given else -1,
         (given or 0) // cut // one("nodes") // one("machines") if "hybrid" in known else -1,
     )
     data, rest = divmod(count := given or cut * dp * max(shard, ep), cut)
@@ -328,10 +345,11 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         rest
         or copies < 1
         or data % (ep * copies)
-        or data % max(shard, 1)
+        or data % max(shard, known.get("more_fsdp", 1), 1)
         or 0 in map(known.get, filled)
         or len(filled) > 1
-        or ("dp" in known and "slices" not in known and copies != dp)
+        or copies != dp
+        and (known.get("dcn_dp", -1) > 0 or "dp" in known and "slices" not in known)
     ):
         raise ValueError(
             f"{count} devices cannot be cut so: {cut} for a rank of data, {max(shard, ep)} of these for a"

@@ -1,0 +1,116 @@
+"""The commands of a shell script with the variables that it sets put in, as bash expands them (Bash Reference
+Manual, 3.5); nothing is run."""
+
+import re
+from collections.abc import Iterator
+
+_BRACES = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
+_ANSWER = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
+_QUOTED = r"""'[^']*'|"(?:\\[\s\S]|[^"\\])*\""""
+_PIECES = re.compile(
+    rf"""(?x) (?P<blank> \\\r?\n | [ \t\r]+ | (?<![^\s;()])\#[^\n]* | [\d&]?>[>&]?\s*[^\s;&|()<>]* )
+    | (?P<end> \n | ;;? | (?: && | \|\| )\s* | [|&()] )
+    | (?P<word> (?: {_QUOTED} | {_ANSWER} | {_BRACES} | \\. | <[A-Za-z][\w .-]*> | [^\s'"\\$`;&|<>()] | \$
+                  | (?<==)\((?: (?<=\s)\#[^\n]* | {_QUOTED} | {_ANSWER} | [^()'"] )*+\) )+ )
+    | (?P<rest> ['"`] )"""
+)
+_PARTS = re.compile(rf"{_QUOTED}|(?:\\.|{_BRACES}|{_ANSWER}|[^'\"])+")
+_HERE_DOCUMENT = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?([^\n]*)\n[\s\S]*?\n[ \t]*\1(?=\s|$)")
+_VARIABLE = re.compile(
+    rf"""(?x) \\(?P<escaped>[\s\S]) | (?P<answer>{_ANSWER}) | \$(?P<plain>\w+|[\#@*])
+    | \$\{{(?P<name>\w+)(?: \[[@*]\] | :?(?P<sign>[-=+]) (?P<other>(?: [^{{}}] | \{{[^{{}}]*\}} )*) )?\}}"""
+)
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=([\s\S]*)")
+_IF_EMPTY = re.compile(
+    r"""if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+[;\s]+then\s+"""
+    r"(?:export\s+)?(?:\1|\2)=(\S+)\s+fi\b"
+)
+_DEPTH = {"if": 1, "case": 1, "fi": -1, "esac": -1}
+_SKIPPED = {
+    *"then elif else for while until do done { } ! time export local declare readonly".split(),
+    *"env eval exec command".split(),
+}
+_BLANKS = str.maketrans(" \n\t\1\2\3", "\1\2\3 \n\t")  # there and back
+_SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
+
+
+def script_commands(text: str) -> list[list[str]]:
+    """Return the words of each command of a script, with its variables put in, and behind them the words of
+    variables that no command uses. A variable that nothing sets has its default in ${X:-default} and stays
+    $X elsewhere, and so does one that is set on a condition: none is decided. Raises ValueError for a
+    quotation without an end."""
+    script = _Script()
+    script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
+    rest = {x: y for x, y in script.values.items() if x not in script.used}
+    words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
+    return [*script.run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
+
+
+class _Script:
+    """A script as far as it was read: values of variables, those that were used, commands."""
+
+    def __init__(self) -> None:
+        self.values, self.used = dict[str, str](), set[str]()
+        self.run, self.depth = list[list[str]](), 0
+
+    def read(self, text: str) -> None:
+        """Follow the commands of a text."""
+        for joint, words in _commands(text):
+            while words and words[0] in {*_DEPTH, *_SKIPPED}:
+                self.depth += _DEPTH.get(words.pop(0), 0)
+            if all(map(_ASSIGNED.fullmatch, words)):
+                for word in words:
+                    self.assign(word, self.depth > 0 or joint.strip() in ("&&", "||"))
+            else:
+                self.run.append([x for word in words for x in self.fields(word)])
+                for script in filter(_SCRIPT.search, self.run[-1] if words[1:] else []):
+                    self.read(re.sub(r"^--?[\w-]+=", "", script))
+
+    def assign(self, word: str, is_conditional: bool) -> None:
+        """Set a variable; one that is set on a condition is left as $NAME, behind flags it has had."""
+        name, more, text = re.findall(_ASSIGNED, word)[0]
+        old, is_array = self.values.get(name, ""), text.startswith("(")
+        inner = (
+            sum((words for _, words in _commands(text[1:-1])), list[str]()) if is_array else [text]
+        )
+        value = (old + " " * is_array) * bool(more) + " ".join(
+            y for x in inner for y in self.fields(x)
+        )
+        kept = f"{old} " if re.match(r"\s*-", old) and value.startswith(old) else ""
+        self.values[name] = f"{kept}${name}" if is_conditional and value != old else value
+
+    def fields(self, word: str) -> list[str]:
+        """Return the words that one becomes, with variables put in: cut at blanks of what is not quoted."""
+        whole = ""
+        for part in _PARTS.findall(word):
+            text = part[1:-1] if part[0] in "'\"" else part
+            put = text if part[0] == "'" else re.sub(_VARIABLE, self.put, text)
+            is_cut = part == text or re.fullmatch(r"\$\{\w+\[@\]\}", text)
+            whole += put if is_cut else put.translate(_BLANKS)
+        return [""] * (word in ("''", '""')) + [x.translate(_BLANKS) for x in whole.split()]
+
+    def put(self, one: re.Match[str]) -> str:
+        """Return what stands for a variable or an escaped character; a command's answer is unknown."""
+        if one["escaped"] or one["answer"]:
+            return (one["escaped"] or re.sub(r"\s", "", one[0])).strip("\n")
+        name, other = one["name"] or one["plain"], " ".join(self.fields(one["other"] or ""))
+        self.used.add(name)
+        value = {"#": "0", "@": "", "*": ""}.get(name, self.values.get(name))
+        if not value or re.fullmatch(r"\$\d", value):  # an argument of the script is none
+            return (
+                one[0] if value is None and not one["sign"] else other * (one["sign"] in ("-", "="))
+            )
+        return other if one["sign"] == "+" else value
+
+
+def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield what joins a command to the one before it, and its words as written."""
+    joint, words = "", list[str]()
+    for one in re.finditer(_PIECES, re.sub(_HERE_DOCUMENT, r"\2\n", text) + "\n"):
+        if one.lastgroup == "rest":
+            raise ValueError("No closing quotation")
+        if one.lastgroup == "word":
+            words.append(one[0])
+        elif one.lastgroup == "end":
+            yield joint, words
+            joint, words = one[0], []
