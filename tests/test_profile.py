@@ -1,11 +1,13 @@
-"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, and those of GPUs
-and TPUs, in the form of xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc), and in JSON as XProf
-writes it (openxla/xprof, xprof/convert/xplane_to_trace_container.cc)."""
+"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, some that were
+recorded on TPUs and GPUs (fixtures/traces/README.md says where), and some that are made, in the form of
+xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc), and in JSON as XProf writes it (openxla/xprof,
+xprof/convert/xplane_to_trace_container.cc)."""
 
 import dataclasses
 import gzip
 import json
 import re
+from collections import defaultdict
 from types import SimpleNamespace
 
 import jax
@@ -17,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from shared import HERE
 
 from llmpar.inspect.look import look
-from llmpar.inspect.profile import measure_rows
+from llmpar.inspect.profile import measure_rows, read_profile
 from llmpar.predict import hardware
 
 TEXT = (HERE / "fixtures" / "profiled.txt").read_text()
+TRACES = HERE / "fixtures" / "traces"
 SENT = 4 * 256 * 4  # bytes of one of two devices in a ring
 
 
@@ -145,3 +148,111 @@ def test_a_run_is_measured_line_by_line_and_shown_as_a_page(tmp_path):
     fewer = dataclasses.replace(found, rows=found.rows[:1])
     assert (fewer - found)._repr_html_().count("<mark>") == 1
     assert "both send the same" in (found - found)._repr_html_()
+
+
+def recorded(folder, name):
+    """Write a recorded profile as JAX wrote it."""
+    text = (TRACES / f"{name}.xplane.txt").read_text()
+    (folder / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    return folder
+
+
+def program(name, devices, ops):
+    """Write a program of operations as a TPU's profile names them, with a parameter for what each takes."""
+    takes = [re.search(r"\((\S+) (%[\w.]+)\)", op).groups() for op in ops]
+    given = [f"{value} = {type_} parameter({i})" for i, (type_, value) in enumerate(takes)]
+    lines = [f"HloModule jit_{name}, num_partitions={devices}", "ENTRY %main () -> f32[] {", *given, *ops]
+    return "\n".join([*lines, "ROOT %zero = f32[] constant(0)", "}"])
+
+
+def test_what_two_tpus_recorded_stands_beside_the_lines_that_the_trace_names():
+    file, ops, took = TRACES / "tpu_two.trace.json", {}, defaultdict(list)
+    for event in json.loads(file.read_text())["traceEvents"]:
+        if event["name"].startswith("all-reduce"):
+            source, line = event["args"]["source"].split(":")
+            took[f"{source}:{line}"].append(event["dur"] * 1e-6)
+            where = f'metadata={{source_file="{source}" source_line={line}}}'
+            ops[event["name"]] = f"{event['args']['long_name']}, {where}"
+    found = look(program("step_fun", 2, ops.values()), "X=2", trace=file)
+    measured = {row["source"]: row["measured"] for row in found.rows}
+    assert measured.keys() == took.keys()
+    for line, it in measured.items():
+        assert it["executions"] == len(took[line]) / 2
+        assert it["seconds"] == pytest.approx(np.mean(took[line]))
+        assert 380e9 < it["bytes_per_s"] < 420e9
+    late, last = took["ops/jaten.py:583"]  # the first: one device came 40 µs before
+    assert measured["ops/jaten.py:583"]["waiting_s"] == pytest.approx((late - last) / 2)
+    assert measured["attention/layer.py:399"]["waiting_s"] < 1e-6
+    assert not [note for note in found.notes if "in no line" in note], "what jit_sample gathers is not of it"
+    other = look(program("sample", 2, ops.values()), "X=2", trace=file)
+    assert "no line: 3.98 µs of a device: all-gather.3 ×1 2.18 µs, all-gather.2 ×1 1.81 µs" in str(other)
+    with pytest.raises(ValueError, match="is of jit_sample, jit_step_fun, and this is other"):
+        look(program("other", 2, ops.values()), "X=2", trace=file)
+
+
+def test_a_recorded_all_reduce_of_a_host_waits_for_another_host_that_is_not_in_the_profile(tmp_path):
+    folder = recorded(tmp_path, "tpu_v6e")
+    (op,) = {*re.findall(r'"(%all-reduce = .*?)"', (TRACES / "tpu_v6e.xplane.txt").read_text())}
+    found = look(program("_psum", 8, [op]), "Y=2 X=4", trace=folder)
+    measured = found.rows[0]["measured"]
+    assert measured["executions"] == 3 and measured["waiting_s"] is None
+    assert measured["seconds"] == pytest.approx(121.6982e-3, rel=1e-5)  # picoseconds in the file
+    assert measured["bytes_per_s"] == pytest.approx(5 * 2**30 / 121.6982e-3, rel=1e-5)
+
+
+def test_a_gpus_operation_is_all_of_its_kernels_and_programs_of_one_name_are_apart(tmp_path):
+    (name, ops), *none = read_profile([recorded(tmp_path, "gpu_mi350") / "host.xplane.pb"]).items()
+    runs = {op: each["host.xplane.pb ", 0] for op, each in ops.items()}
+    assert name == "jit_loss_fn(17)" and not none
+    assert {len(each) for each in runs.values()} == {2}, "of attention's backward an execution is 5 kernels"
+    took = {op: sum(seconds for _, seconds in each) for op, each in runs.items()}
+    assert took["te_fused_attn_backward_ffi.12"] == 937_848
+    every = re.findall(r"duration_ps:(\d+)000", (TRACES / "gpu_mi350.xplane.txt").read_text())
+    assert sum(took.values()) == sum(map(int, every)) and len(every) == 60
+    folder = recorded(tmp_path, "gpu_mi300")
+    programs = read_profile([folder / "host.xplane.pb"])
+    assert {name: len(each["host.xplane.pb ", 0]) for name, ops in programs.items()
+            for op, each in ops.items() if op == "custom-call.1"} == {
+        "jit_matmul(19)": 12, "jit_matmul(32)": 3, "jit_matmul(73)": 3, "jit_matmul(98)": 3}  # fmt: skip
+    (note,) = [n for n in look(program("matmul", 2, []), "X=2", trace=folder).notes if "programs" in n]
+    assert note.startswith("5 programs named matmul are in the profile: times are of 5 of them")
+
+
+def test_kernels_of_a_graph_that_hides_their_operation_are_in_no_line(tmp_path):
+    """The program is as the compiler for an H100 wrote it, its trace is made: no public one has NCCL."""
+    text, devices = (TRACES / "h100.hlo").read_text(), [f"/device:GPU:{i}" for i in range(4)]
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
+    spans = [("MemcpyD2D", "all-gather-start", 0, 5), (gather, "all-gather-start", 5, 30)]
+    spans += [(gather, "command_buffer_3", 90, 20), (scatter, "reduce-scatter-start", 200, 10)]
+    found = look(text, "X=4", trace=profile(tmp_path, devices, "Stream #20(Compute)", [spans] * 4))
+    seconds = {row["source"]: row["measured"].get("seconds") for row in found.rows}
+    assert seconds == {"small.py:15": pytest.approx(35e-6), "small.py:16": None, "": pytest.approx(10e-6)}
+    assert [row["measured"].get("executions") for row in found.rows] == [1, None, 1]
+    assert "not in the profile: 1 of these lines" in found.notes
+    assert f"no line: 20 µs of a device: {gather} in command_buffer_3 ×1" in str(found)
+    assert "profile once without them: XLA_FLAGS=--xla_gpu_enable_command_buffer=" in str(found)
+
+
+FUSED = {"async-collective-done": (0, 1), "async-collective-start": (10, 1), "fusion.11": (11, 40),
+         "async-collective-done.": (51, 4), "all-gather.18": (60, 5), "fusion": (70, 7)}  # fmt: skip
+CALLED = {"all-gather.7.cloned.1.call-start": (0, 1), "all-gather.9.cloned.1.call-start": (1, 1),
+          "all-gather.7.cloned.1.call-done": (9, 2), "all-gather.9.cloned.1.call-done": (20, 5)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, mesh, spans, times", [
+    ("v5e", "X=4", FUSED, {"small.py:15": (5, 0), "small.py:16": (45, 4), "all-reduce": (7, 0)}),
+    ("tpu7x", "X=8", CALLED, {"small.py:15": (11, 2), "small.py:16": (24, 5)}),
+])  # fmt: skip
+def test_a_tpu_gathers_in_fusions_or_on_its_sparse_cores(tmp_path, name, mesh, spans, times):
+    """The programs are as the TPU compiler wrote them, the traces are made of their operations' names. The
+    first begins in a gather, whose end is not that of the next."""
+    events = [(f"%{op.rstrip('.')} = bf16[8]", "", *span) for op, span in spans.items()]
+    devices = [f"/device:TPU:{i}" for i in range(int(mesh[2:]))]
+    folder = profile(tmp_path, devices, "XLA Ops", [events] * len(devices))
+    found = look((TRACES / f"{name}.hlo").read_text(), mesh, trace=folder)
+    measured = {row["source"] or row["collective"]: row["measured"] for row in found.rows if row["measured"]}
+    assert measured.keys() == times.keys()
+    for line, it in measured.items():
+        assert (it["seconds"] * 1e6, it["waiting_s"] * 1e6) == pytest.approx(times[line])
+    assert "no line:" not in str(found)
+    assert not [note for note in found.notes if "Async" in note], "what is counted is not called uncounted"

@@ -22,7 +22,7 @@ _OPERAND = re.compile(r"(?:^|(?<=[ ,%/]))([A-Za-z_][\w.\-]*)(?:#(\d+))?(?=,|$)")
 CALLS = {
     "while": ("condition", "body"),
     "conditional": ("branch_computations", "false_computation", "true_computation"),
-    **dict.fromkeys(("call", "fusion", "async-start"), ("calls", "to_apply")),
+    **dict.fromkeys(("call", "fusion", "async-start", "call-start"), ("calls", "to_apply")),
 }
 COLLECTIVES = tuple("all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all".split())
 COLLECTIVES += "collective-permute", "collective-broadcast", "send"

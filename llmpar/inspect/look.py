@@ -37,7 +37,12 @@ _MOST = 8
 """How many results with another layout than their argument are named."""
 _LEAST = 0.8  # of the bytes are left by a cure, or fewer
 _MORE = 1.1  # of memory and FLOPs are needed with it at the most: with more, devices repeat each other's work
-_PROGRAMS = 24  # are compiled for it; twice as many if none of the likely ones helps
+_PROGRAMS = (
+    24  # are compiled for it, in the program's order; as many more if none of the likely ones helps
+)
+_NEAR = (
+    8  # more of each, of the names next to the line that sends most: a scan's body may come late
+)
 _LIBRARIES = r"/(site|dist)-packages/|/lib/python3|^<frozen|^" + re.escape(
     os.path.dirname(os.path.dirname(__file__))
 )
@@ -77,7 +82,7 @@ def look(
         trace: a folder that `jax.profiler.trace` wrote while the program ran: rows get the ``measured`` times
             of `profile.measure_rows`.
         cure: find the line that fixes a layout with which the program sends least (`find_cure`); for it up to
-            50 programs are traced and compiled.
+            66 programs are traced and compiled.
         kwargs: f's keyword arguments.
 
     Raises:
@@ -365,7 +370,8 @@ def find_cure(
     )
     if not is_known or sum_of(compiled({})) != sum_of(seen):
         raise ValueError(_NO_CURE)
-    for options in _layouts(dict(values), [*arrays.values()], mesh) if seen.rows else ():
+    most = max(seen.rows, key=lambda row: row["bytes_sent"], default={"source": ""})["source"]
+    for options in _layouts(dict(values), [*arrays.values()], mesh, most) if seen.rows else ():
         looks = [(one, now) for one in options if (now := helped(one, program))]
         # of lines that leave as much, up to a fiftieth, the first is the cause
         for one, _ in sorted(looks, key=lambda pair: 50 * sum_of(pair[1]) // sum_of(seen)):
@@ -383,10 +389,10 @@ def find_cure(
 
 
 def _layouts(
-    values: dict[_Place, Any], arrays: list[Any], mesh: Mesh
+    values: dict[_Place, Any], arrays: list[Any], mesh: Mesh, line: str
 ) -> list[list[tuple[_Place, PartitionSpec]]]:
     """List layouts to try, in the program's order: those of dims as long as one that the same axes cut in an
-    argument, and others."""
+    argument, and others; of each the first, and those next to a line."""
     known = [(x.shape, getattr(getattr(x, "sharding", None), "spec", ())) for x in arrays]
     cuts = {(n, axes_of(cut)) for pair in known for n, cut in zip(*pair, strict=False) if cut}
     groups = sorted({(), *((a,) for a in mesh.axis_names), *(axes for _, axes in cuts)})
@@ -402,8 +408,15 @@ def _layouts(
         for d, axes in itertools.product(range(x.ndim), groups)
         if size(x) >= large and x.shape[d] % math.prod(mesh.shape[a] for a in axes) == 0
     }
+    file, _, number = line.rpartition(":")
+
+    def away(option: tuple[_Place, PartitionSpec]) -> float:
+        home, _, at = innermost([option[0][:2]]).rpartition(":")
+        return abs(int(at) - int(number)) if home == file and number else math.inf
+
     likely = [one for one, cut in options.items() if cut in cuts]
-    return [likely[:_PROGRAMS], [one for one in options if one not in likely][:_PROGRAMS]]
+    both = likely, [one for one in options if one not in likely]
+    return [group[:_PROGRAMS] + sorted(group[_PROGRAMS:], key=away)[:_NEAR] for group in both]
 
 
 @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 Read is ``*.xplane.pb``, the whole profile; without it ``*.trace.json.gz``, which XLA makes of its first
 events (openxla/xla, xla/tsl/profiler/convert/xplane_to_trace_events.cc). An operation is known by the stat
-``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU. A TPU has a line ``XLA Ops``
-with an event for each operation (xla/tsl/profiler/utils/xplane_schema.cc). XProf writes the host before a
-device.
+``hlo_op``: of threads on CPUs, of kernels in the lines ``Stream …`` of a GPU, where an operation may run
+several. A TPU has a line ``XLA Ops`` with an event for each operation, and a line ``XLA Modules`` that says
+which program ran when (xla/tsl/profiler/utils/xplane_schema.cc). XProf writes the host before a device.
 """
 
+import bisect
 import gzip
 import json
 import math
@@ -23,10 +24,12 @@ from jax.profiler import ProfileData
 
 from llmpar.draw.scene import time_text
 from llmpar.inspect.census import Collective, collective
-from llmpar.inspect.hlo import Instruction, _groups, parsed
-from llmpar.inspect.roofline import alone
+from llmpar.inspect.hlo import Instruction, Module, _groups, parsed
+from llmpar.inspect.roofline import alone, collective_role
 
-_LIKE = r"all-|reduce-scatter|collective-|ragged-|send|recv|nccl|rccl"
+_GRAPH = "CudaGraph"
+_LIBRARY = rf"nccl|rccl|{_GRAPH}"
+_LIKE = rf"all-|reduce-scatter|(async-)?collective-|ragged-|send|recv|{_LIBRARY}"
 _FORMS = "*.xplane.pb", "*.trace.json.gz", "*trace.json.gz", "*trace.json"
 """Files of a profile, the most complete first; JAX writes ``perfetto_trace.json.gz`` when it is asked to."""
 _PART = (
@@ -39,6 +42,11 @@ _OTHERWISE = (
     "it may have been compiled otherwise, or for other devices, when it ran: look at it on those, or for them"
     " (llmpar inspect --target)"
 )
+_HIDDEN = (
+    "XLA's CUDA graphs (command buffers) hide which operation ran a kernel; profile once without them:"
+    " XLA_FLAGS=--xla_gpu_enable_command_buffer="
+)
+_SAME = "{} programs named {} are in the profile: times are of {} of them, with most of these collectives"
 _UNSHARED = "executions", "link_bytes_per_s"
 """What rows that one message carries do not share by their bytes."""
 Device = tuple[str, int]
@@ -64,23 +72,44 @@ def profile_files(folder: str | os.PathLike) -> list[Path]:
 
 def read_profile(paths: list[Path]) -> dict[str, dict[str, Spans]]:
     """Return when operations ran on each device, by program and operation, of the files of one profile.
+    A program is ``name(id)``, for one function may be compiled several times, or '' where it is not known.
     Raises ValueError where no operation of a device is in them."""
-    spans: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    kernels: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     # JAX's reader warns as it makes its types; where a warning is an error that ends the process
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         events = [(path.name, *event) for path in paths for event in _events(path)]
-    for file, host, program, op, ordinal, start, duration in events:
-        spans[program][op][f"{file} {host}", ordinal].append((start, duration))
-    if not spans:
+    for file, host, program, op, ordinal, *kernel in events:
+        kernels[program][op][f"{file} {host}", ordinal].append(kernel)
+    if not kernels:
         raise ValueError(
             f"the profile in '{paths[0].parent}' names no operation of a device; run the compiled function"
             " inside jax.profiler.trace, and wait for its result there"
         )
-    return spans
+    return {
+        program: {op: {d: _executions(each) for d, each in of.items()} for op, of in ops.items()}
+        for program, ops in kernels.items()
+    }
 
 
-def _events(path: Path) -> Iterator[tuple[str, str, str, int, float, float]]:
-    """List host, program, operation, device, start and duration of what ran on devices."""
+def _executions(kernels: list[tuple[float, float, str]]) -> list[tuple[float, float]]:
+    """Return start and duration of each execution of an operation, of the start, duration and name of its
+    kernels: an execution has the one that takes longest in all once, and those around it."""
+    total = defaultdict[str, float](float)
+    for _, duration, name in kernels:
+        total[name] += duration
+    main = max(total, key=lambda name: total[name])
+    runs, seconds = list[tuple[float, float]](), 0.0
+    for start, duration, name in sorted(kernels):
+        seconds += duration
+        if name == main:
+            runs.append((start, seconds))
+            seconds = 0.0
+    start, before = runs[-1]
+    return [*runs[:-1], (start, before + seconds)]
+
+
+def _events(path: Path) -> Iterator[tuple[str, str, str, int, float, float, str]]:
+    """List host, program, operation, device, start, duration and kernel of what ran on devices."""
     is_whole = path.name.endswith(".pb")
     profile = ProfileData.from_file(str(path)) if is_whole else _trace_events(path)
     planes = list(profile.planes)
@@ -90,14 +119,23 @@ def _events(path: Path) -> Iterator[tuple[str, str, str, int, float, float]]:
         host = plane.name.rpartition(" ")[0]
         streams = [line for line in lines if line.name.startswith("Stream")]
         ops = [line for line in lines if line.name == "XLA Ops" and not streams]
+        modules = [event for line in lines if line.name == "XLA Modules" for event in line.events]
+        runs = sorted((event.start_ns, event.name) for event in modules)
         for event in (event for line in streams or ops or lines for event in line.events):
-            stats = dict(event.stats)
+            stats, start, kernel = dict(event.stats), event.start_ns, ""
             name = re.sub(r"^%|[ (].*", "", event.name)
-            unnamed = name if ops or streams and re.match(_LIKE, name) else ""
-            if op := stats.get("hlo_op") or unnamed:
+            op = str(stats.get("hlo_op", name if ops else ""))
+            if streams:
+                kernel = event.name
+                is_other = re.match(_LIBRARY, name) and not re.match(_LIKE, op)
+                op = f"{name} in {op}".removesuffix(" in ") if is_other else op
+            if op:
                 ordinal = int(stats.get("device_ordinal", plane.name.rpartition(":")[2]))
-                program = str(stats.get("hlo_module", ""))
-                yield host, program, str(op), ordinal, event.start_ns, event.duration_ns
+                place = bisect.bisect(runs, start, key=lambda run: run[0])
+                program = runs[place - 1][1] if place else ""
+                if module := stats.get("hlo_module"):
+                    program = f"{module}({stats.get('program_id', '')})"
+                yield host, program, op, ordinal, start, event.duration_ns, kernel
 
 
 def _trace_events(path: Path) -> SimpleNamespace:
@@ -150,27 +188,21 @@ def measure_rows(
     where the profile is not of this program.
     """
     module, paths = parsed(text), profile_files(folder)
-    programs = read_profile(paths)
-    of_this = [name for name in programs if name.removeprefix("jit_") in (module.name, "")]
-    if not of_this:
-        names = ", ".join(sorted(programs))
-        raise ValueError(f"the profile in '{folder}' is of {names}, and this is {module.name}")
-    timed = {op: spans for name in of_this for op, spans in programs[name].items()}
-    every = [(comp, *pair) for comp, ops in module.computations.items() for pair in ops.items()]
-    places = {name: comp for comp, name, op in every if op.collective}
-    awaits = {op.operands[0][0]: name for _, name, op in every if op.opcode.endswith("-done")}
+    starts, awaits = _named(module)
+    timed, notes = _of_program(read_profile(paths), module.name, starts, str(folder))
     predicted = alone(module, mesh)
     sums = defaultdict[int, defaultdict[str, float]](lambda: defaultdict(float))
     lost, shared = dict[str, tuple[int, float]](), dict[str, None]()
     for name, spans in timed.items():
-        one = collective(module, places[name], name, mesh) if name in places else None
+        place = starts.get(name.rpartition(" in ")[2])
+        one = collective(module, *place, mesh) if place else None
         fits = _rows_of(one, rows, line_of(one.source)) if one else []
-        if not one or not fits:
+        if not place or not one or not fits:
             total = sum(seconds for each in spans.values() for _, seconds in each)
             if re.match(_LIKE, name) and name not in awaits.values():
                 lost[name] = max(map(len, spans.values())), total / len(spans) / 1e9
             continue
-        op = module.computations[places[name]][name]
+        op = module.computations[place[0]][place[1]]
         facts = _facts(spans, timed.get(awaits.get(name, ""), {}), _members(op, mesh, spans))
         facts |= {key: n * facts["executions"] for key, n in predicted(op).items()}
         facts["bytes"] = facts["executions"] * one.bytes_sent
@@ -182,9 +214,47 @@ def measure_rows(
             shared[", ".join(dict.fromkeys(row["source"] for row in fits))] = None
     for row in rows:
         row["measured"] = _means(sums[id(row)]) if id(row) in sums else {}
-    notes = [f"merged into one message, whose time is shared by bytes: {lines}" for lines in shared]
+    notes += [
+        f"merged into one message, whose time is shared by bytes: {lines}" for lines in shared
+    ]
     notes += [_PART.format(paths[0].name)] * (paths[0].suffix != ".pb")
     return notes + _unmatched(lost, sum(not row["measured"] for row in rows))
+
+
+def _named(module: Module) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """Return the collective, by computation and name, that each operation of a profile starts or runs, and
+    the operation that awaits it, if there is one."""
+    every = [(comp, *pair) for comp, ops in module.computations.items() for pair in ops.items()]
+    places = {id(op): (comp, name) for comp, name, op in every}
+    starts, keys, ends = dict[str, tuple[str, str]](), dict[str, tuple[str, str]](), {}
+    for comp, name, op in every:
+        role, key, inner = collective_role(module, name, op)
+        if role == "done":
+            ends[comp, key] = name
+        elif inner and inner.collective:
+            starts[name], keys[name] = places[id(inner)], (comp, key)
+    return starts, {name: ends[key] for name, key in keys.items() if key in ends}
+
+
+def _of_program(
+    programs: dict[str, dict[str, Spans]], name: str, starts: Mapping[str, Any], folder: str
+) -> tuple[dict[str, Spans], list[str]]:
+    """Return the operations of a program in a profile, and a note where several have its name: those count
+    that have most of its collectives."""
+    names = {one: one.partition("(")[0] for one in programs}
+    of_this = {one for one, text in names.items() if text.removeprefix("jit_") == name}
+    if not of_this and "" not in programs:
+        seen = ", ".join(sorted({*names.values()}))
+        raise ValueError(f"the profile in '{folder}' is of {seen}, and this is {name}")
+    hits = {one: len(starts.keys() & programs[one]) for one in of_this}
+    chosen = [one for one, n in hits.items() if n == max(hits.values())]
+    timed: Any = defaultdict(lambda: defaultdict(list))
+    for one in (*chosen, "") if "" in programs else chosen:
+        for op, spans in programs[one].items():
+            for device, runs in spans.items():
+                timed[op][device] += runs
+    same = [_SAME.format(len(of_this), name, len(chosen))] * (len(of_this) > 1)
+    return timed, same
 
 
 def _each(row: dict[str, Any]) -> float:
@@ -193,7 +263,9 @@ def _each(row: dict[str, Any]) -> float:
 
 
 def _unmatched(lost: dict[str, tuple[int, float]], rows: int) -> list[str]:
-    """Note what is in the profile and in no row, and how many rows are not in the profile."""
+    """Note what is in the profile and in no row, and how many rows are not in the profile. A graph of kernels
+    counts only where rows are missing, which may be in it."""
+    lost = {name: one for name, one in lost.items() if rows or not name.startswith(_GRAPH)}
     total = time_text(sum(seconds for _, seconds in lost.values()))
     most = sorted(lost.items(), key=lambda item: -item[1][1])
     words = [f"{name} ×{n} {time_text(seconds)}" for name, (n, seconds) in most]
@@ -201,6 +273,8 @@ def _unmatched(lost: dict[str, tuple[int, float]], rows: int) -> list[str]:
     notes = [f"not in the profile: {rows} of these lines"] * (rows > 0)
     text = f"in the profile, and in no line: {total} of a device: {', '.join(words)}"
     notes += [text] * bool(lost)
+    if any(re.match(_LIBRARY, name) for name in lost):
+        return [*notes, _HIDDEN]
     return notes + [_OTHERWISE] * bool(lost and rows)
 
 
@@ -230,16 +304,18 @@ def _members(op: Instruction, mesh: Any, spans: Spans) -> list[list[Device]]:
 def _facts(spans: Spans, ends: Spans, groups: list[list[Device]]) -> dict[str, float]:
     """Return the executions of a device, and of all of them, as a mean over devices, the seconds, those of
     waiting, and those until others arrive; nan where that is not known. ``ends`` is what awaits them."""
-    takes, per_s = dict[Device, list[float]](), 1e9 * len(spans)
+    takes, per_s, awaited = dict[Device, list[float]](), 1e9 * len(spans), 0.0
     for device, each in spans.items():
-        last = sorted(ends.get(device, []))
+        # a profile may begin between a start and its end
+        last = [span for span in sorted(ends.get(device, [])) if span >= min(each)]
+        awaited += sum(seconds for _, seconds in last) / per_s
         until = [at + seconds for at, seconds in last] or [sum(span) for span in sorted(each)]
         takes[device] = [b - a for (a, _), b in zip(sorted(each), until, strict=False)]
-    late = math.nan
-    if not ends and groups and {d for group in groups for d in group} <= {*takes}:
+    late, members = math.nan, {device for group in groups for device in group}
+    is_whole = members <= {*takes} and len({len(takes[device]) for device in members}) == 1
+    if is_whole and not ends:
         runs = [one for group in groups for one in zip(*map(takes.get, group), strict=False)]
         late = sum(sum(one) - len(one) * min(one) for one in runs) / per_s
-    awaited = sum(seconds for each in ends.values() for _, seconds in each) / per_s
     return {
         "executions": max(map(len, takes.values())),
         "seconds": sum(map(sum, takes.values())) / per_s,

@@ -51,6 +51,8 @@ _LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
 _LINKS = "links", "network"
 """Lanes of collectives: one for all of them, or one for those within hosts and one for those between
 hosts."""
+_CARRIERS = "fusion", "async-start", "call-start"
+"""Operations that may run a collective of the computation that they call."""
 FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
     " domain add-dependency".split()
@@ -478,18 +480,21 @@ def collective_role(
     (``whole``); a key that start and done share; and the collective.
 
     On GPUs these are operations of their own. A TPU starts and ends a collective in fusions, and
-    continues it in the fusions between, where matmuls run.
+    continues it in the fusions between, where matmuls run; or it calls a computation that its SparseCores
+    run (``call-start``).
     """
     if op.opcode.removesuffix("-start") in COLLECTIVES:
         return "start" if op.opcode.endswith("-start") else "whole", name, op
     if op.opcode.endswith("-done"):
         return "done", op.operands[0][0], None
-    body = op.called("calls")[0] if op.opcode == "fusion" else ""
+    body = op.called("calls", "to_apply")[0] if op.opcode in _CARRIERS else ""
     inner = next(
         (o for o in module.computations.get(body, {}).values() if o.opcode in COLLECTIVES), None
     )
     if inner is None:
         return "", name, None
+    if op.opcode != "fusion":
+        return "start", name, inner
     channel = "".join(re.findall(r"channel_id=\d+", inner.attrs))
     root = module.computations[body][module.roots[body]].attrs
     if "AsyncCollectiveStart" in root:

@@ -30,7 +30,10 @@ from llmpar.inspect.drawn import facts_html, moves_html, schedule_html, words_of
 from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
 from llmpar.inspect.moves import read_mesh
 
-_HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
+_HIDDEN = (
+    r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas|AsyncCollective'
+    r'|PrepareAsyncCall|AllocateBuffer))([^"\s]+)'
+)
 LAST = (
     "the compiler may have merged, split and widened collectives here, and a text from its cache may name old"
     " lines; look at the function instead"
