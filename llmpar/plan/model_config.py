@@ -339,7 +339,8 @@ class ModelConfig:
                 )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
-        if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
+        rotates = self.runs and self.mixer == "attention"
+        if (width := self.variant.rope_width or self.head_width) % 2 and rotates:
             what, use = "the rotated part of heads is", "a rotated part of an even width"
             if width == self.head_width:
                 what, use = "heads are", "an even head width"
