@@ -170,10 +170,16 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
     what = f"the {heads} {which} heads of a device"
     parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
     local = {x: seq_len // mesh.along(plan.regions[x].get("s", ())) for x in ("queries", "keys")}
+    before = max(block.positions_before for _, block in config.blocks)
     return [
         Cut("sequence", seq_len, ("sp", "tp") if plan.tp_sequence else (), common=common),
         Cut("sequence", seq_len, ("sp",), "loss_chunks"),
         Cut("sequence", seq_len, *ffn),
+        (
+            sp > 1 and seq_len // sp < before,
+            f"sp = {sp} leaves a rank {seq_len // sp} positions of {seq_len}, and a convolution reads"
+            f" {before} before each; use a sequence of {sp * before} or more",
+        ),
         (
             sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp),
             f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
@@ -239,17 +245,25 @@ def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
     latent = any(block.has_latent_attention for _, block in config.blocks)
+    hands_on = plan.hands_on_states
     what = "latent attention" if latent else "experts in layers of several kinds"
+    what = "a recurrent state" if config.has_states else what
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
         (
-            plan.mode == "explicit" and (latent or config.kinds and config.experts),
+            plan.mode == "explicit"
+            and (latent or config.has_states or config.kinds and config.experts),
             f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'",
         ),
         (
             latent and plan.mesh.sp > 1 and method != "gather",
             f"context_parallel='{method}' does not run with latent attention: ranks of sp"
             " exchange latents; use context_parallel='gather'",
+        ),
+        (
+            hands_on and plan.sequence_order != "contiguous",
+            f"sequence_order='{plan.sequence_order}' does not run with a recurrent state, which a rank of sp"
+            " hands on to the rank with the next positions; use sequence_order='contiguous'",
         ),
         (
             latent and plan.tp_comm_overlap,

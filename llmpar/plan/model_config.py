@@ -461,6 +461,17 @@ class ModelConfig:
         """The numbers that a sequence leaves in a layer instead of a cache."""
         return self.described.state_size if self.described else 0
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a recurrent state in place of keys and values."""
+        return any(block.mixer == "recurrent" for _, block in self.blocks)
+
+    @property
+    def positions_before(self) -> int:
+        """How many positions before each a layer's short convolutions read; 0 without them."""
+        rows = self.block_weights().items()
+        return max((row.shape[-1] - 1 for path, row in rows if path.endswith("_conv")), default=0)
+
     def exchanged_heads(self, tp: int) -> tuple[str, int]:
         """Return which heads of a rank of ``tp`` may be exchanged for positions, and how many every layer
         has: ``KV`` heads, or where a layer has fewer than there are ranks, ``query`` heads."""
