@@ -77,7 +77,7 @@ OF_FAMILIES_SHARE = 1 / 3
 WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
-WITH_EXPERTS += ["gpt_oss", "llama4_text"]
+WITH_EXPERTS += ["gpt_oss", "llama4_text", "qwen3_next"]
 NOT_DRAWN = {"documents": {"whole"}, "muon": {"gather", "owner", "layer"}}
 NOT_DRAWN |= {"gather_dtype": {"bfloat16", "float8"}, "reduce_dtype": {"bfloat16"}}
 

@@ -68,7 +68,6 @@ def mix(
     dt_bias: Float[Array, " n"],
     positions: Int[Array, "b _"],
     segments: Int[Array, "b _"],
-    chunk: int = CHUNK,
 ) -> Float[Array, "b s n w"]:
     """Return what each head reads from its state, with β = sigmoid(rate), and
     α = exp(-exp(a_log) · softplus(forget + dt_bias)). It is computed in float32.
@@ -85,7 +84,7 @@ def mix(
     )
     decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(forget + dt_bias[None, None])
     tokens = q * q.shape[-1] ** -0.5, k, v, decay, jax.nn.sigmoid(rate)
-    out = chunked(along, tokens, documents[:, taps - 1 :], chunk)
+    out = chunked(along, tokens, documents[:, taps - 1 :])
     next_document, next_position = jnp.diff(segments), jnp.diff(positions)
     in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
     return jnp.where(in_order.all(1)[:, None, None, None], out, jnp.nan).astype(dtype)
@@ -110,18 +109,17 @@ def convolved(
         is_own = documents[:, tap + 1 : tap + 1 + s] == documents[:, taps:]
         total += jnp.where(is_own[..., None], x[:, tap : tap + s] * weights[None, None, :, tap], 0)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    parts = jnp.split(jax.nn.silu(total), ends, -1)
-    return [part.reshape(x.shape) for part, x in zip(parts, inputs, strict=True)]
+    parts = zip(jnp.split(jax.nn.silu(total), ends, -1), inputs, strict=True)
+    return [part.reshape(like.shape) for part, like in parts]
 
 
 def chunked(
-    along: Along, tokens: tuple[Array, ...], documents: Int[Array, "b _"], chunk: int
+    along: Along, tokens: tuple[Array, ...], documents: Int[Array, "b _"]
 ) -> Float[Array, "b s n w"]:
     """Run the rule on queries, keys, values, log α and β of each position. ``documents`` has one position
     more, before the others."""
-    num, width = tokens[0].shape[1], tokens[2].shape[-1]
-    heads = tokens[0].shape[2]
-    c = min(chunk, num)
+    (b, num, heads, _), width = tokens[0].shape, tokens[2].shape[-1]
+    c = min(CHUNK, num)
     # What fills the last chunk writes nothing, and forgets nothing.
     fill = [(0, 0), (0, -num % c)]
     cut = lambda x: jnp.moveaxis(x.reshape(len(x), -1, c, *x.shape[2:]), 1, 0)
@@ -131,7 +129,7 @@ def chunked(
     of = cut(jnp.pad(documents[:, 1:], fill, mode="edge"))  # c b i
     of_last = jnp.concatenate([documents[None, :, 0], of[:-1, :, -1]])  # of the chunk before, c b
     loop = of_chunks(q, k, v, jnp.cumsum(decay, 2), beta, of, of_last)
-    state = jnp.zeros((*k.shape[1:2], *v.shape[3:5], k.shape[-1], width), jnp.float32)
+    state = jnp.zeros((b, *v.shape[3:5], k.shape[-1], width), jnp.float32)
     if along.axes:  # further columns, which become the matrix that a state is multiplied by
         more = jnp.broadcast_to(jnp.eye(k.shape[-1]), (*state.shape[:-1], k.shape[-1]))
         state = jnp.concatenate([state, more], -1)
@@ -141,7 +139,7 @@ def chunked(
     if along.axes:
         out = handed_on(along, state, out, width)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # c b k r i w -> b c i k r w
-    return out.reshape(len(of_last[0]), -1, heads * v.shape[4], width)[:, :num]
+    return out.reshape(b, -1, heads * v.shape[4], width)[:, :num]
 
 
 def of_chunks(q, k, v, decay, beta, of, of_last) -> dict[str, Array]:

@@ -104,8 +104,10 @@ def _shapes(plan, batch_size: int, seq_len: int) -> list[Row]:
 def widths_cut_by_tp(block: Any) -> dict[str, int]:
     """Return the sizes of a layer that tp must divide. A recurrent mixer of one head is not cut."""
     has_heads = block.mixer == "attention" or block.mixer == "recurrent" and block.num_heads > 1
+    keys = block.block_weights().get("mixer.q_conv")
     sizes = {
         "heads": block.num_heads * has_heads,
+        "heads of keys": keys.shape[0] if keys else 0,
         "feed-forward width": block.ffn_width,
         "vocabulary": block.vocab_size,
     }
@@ -171,6 +173,7 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
     parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
     local = {x: seq_len // mesh.along(plan.regions[x].get("s", ())) for x in ("queries", "keys")}
     before = max(block.positions_before for _, block in config.blocks)
+    most = max((n for n in divisors(seq_len) if seq_len // n >= before), default=1)
     return [
         Cut("sequence", seq_len, ("sp", "tp") if plan.tp_sequence else (), common=common),
         Cut("sequence", seq_len, ("sp",), "loss_chunks"),
@@ -178,7 +181,7 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
         (
             sp > 1 and seq_len // sp < before,
             f"sp = {sp} leaves a rank {seq_len // sp} positions of {seq_len}, and a convolution reads"
-            f" {before} before each; use a sequence of {sp * before} or more",
+            f" {before} before each; use sp = {most}",
         ),
         (
             sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp),

@@ -339,13 +339,13 @@ class ModelConfig:
                 )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
-        rotates = self.runs and self.mixer == "attention"
-        if (width := self.variant.rope_width or self.head_width) % 2 and rotates:
+        attends = self.runs and self.mixer == "attention"
+        if (width := self.variant.rope_width or self.head_width) % 2 and attends:
             what, use = "the rotated part of heads is", "a rotated part of an even width"
             if width == self.head_width:
                 what, use = "heads are", "an even head width"
             raise ValueError(f"{what} {width} wide, but rotary embedding rotates pairs; use {use}")
-        if self.num_heads % self.num_kv_heads and self.runs:
+        if self.num_heads % self.num_kv_heads and attends:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
                 f" use a number of KV heads that divides {self.num_heads}"
