@@ -1,5 +1,5 @@
-"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents and ranks keep apart what
-they should, and what does not run is refused. Plans are in plans_once.txt and test_family_plans.py."""
+"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart, and what
+does not run is refused. Plans are in plans_once.txt and test_family_plans.py."""
 
 import dataclasses
 import json
@@ -84,7 +84,7 @@ def test_sizes_that_cannot_be_cut_are_refused_with_those_that_can():
         Plan("tp=4").resolve(CONFIG, "cpu", BATCH, SEQ)
     raw = json.loads(CONFIG.described.file) | {"linear_num_value_heads": 3}
     config = described_model("m", raw)
-    assert not config.runs and "3 is no multiple of linear_num_key_heads 2" in config.why_planned
+    assert not config.runs and "is no multiple of linear_num_key_heads" in config.why_planned
     with pytest.raises(ValueError, match="layers whose caches differ"):
         serving_plan(Plan("tp=2"), CONFIG, 2, 16).cache(2, 16)
 

@@ -10,11 +10,14 @@ Keys and queries have length 1. Before that, each of their numbers, and of the v
 last few positions with learned weights (`convolved`). Of documents that share a row each begins with a state
 of zeros, and with nothing before its first token.
 
-On one device tokens are taken in chunks of `CHUNK` (`chunked`). Inside a chunk everything is a matmul (Yang et
-al. 2024, Parallelizing Linear Transformers with the Delta Rule, section 3.2); a loop over chunks hands the
-state on. All of it is linear in the state that enters. So where sp cuts the sequence, each rank runs its own
-chunks from a state of zeros, together with the matrix by which a state that enters would leave; then states
-are handed on from rank to rank, and their results added (`handed_on`).
+On one device tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
+matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, section 3.2); a loop over
+chunks hands the state on. Matrices of positions times positions are in memory for `CHUNKS` chunks, and are
+computed again for gradients.
+
+All of it is linear in the state that enters. So where sp cuts the sequence, each rank runs its own chunks
+from a state of zeros, together with the matrix by which a state that enters would leave; then states are
+handed on from rank to rank, and their results added (`handed_on`).
 
 Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r value heads for each of
 them, h key width, w value width, t taps of the convolution.
@@ -28,13 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from llmpar.parallel.collectives import hop, scope, vary_alike
-
-CHUNK = 64
-"""Positions of a chunk."""
-EPS = 1e-6
-"""Is added to the square of a key's length, and of a query's."""
-HALO, STATE = "halo b s -> the next rank", "state b -> the next rank"
-"""The arrows of what goes along sp: the last positions before the convolution, and the states."""
+from llmpar.plan.sequence_order import CHUNK, CHUNKS
 
 
 class Along(NamedTuple):
@@ -78,10 +75,9 @@ def mix(
     padded = jnp.concatenate([jnp.repeat(segments[:, :1] - 1, taps, 1), segments], 1)
     documents = lax.dynamic_slice_in_dim(padded, along.rank * num, num + taps, 1)
     q, k, v = convolved(along, (q, k, v), (q_conv, k_conv, v_conv), documents)
-    q, k = (y * lax.rsqrt((y * y).sum(-1, keepdims=True) + EPS) for y in (q, k))
-    forget, a_log, dt_bias, rate = (
-        y.astype(jnp.float32) for y in (forget, a_log, dt_bias, rate)
-    )
+    # with an epsilon, as in `transformers`
+    q, k = (y * lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    forget, a_log, dt_bias, rate = (y.astype(jnp.float32) for y in (forget, a_log, dt_bias, rate))
     decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(forget + dt_bias[None, None])
     tokens = q * q.shape[-1] ** -0.5, k, v, decay, jax.nn.sigmoid(rate)
     out = chunked(along, tokens, documents[:, taps - 1 :])
@@ -101,16 +97,27 @@ def convolved(
     x = jnp.concatenate([x.reshape(b, s, -1) for x in inputs], -1)
     before = jnp.zeros_like(x[:, : taps - 1])
     if along.axes:
-        before = along.hop(x[:, s - taps + 1 :], HALO)
-    x = jnp.concatenate([before, x], 1).astype(jnp.float32)
-    weights = jnp.concatenate([w.reshape(-1, taps) for w in convs]).astype(jnp.float32)
-    total = jnp.zeros((), jnp.float32)
-    for tap in range(taps):
-        is_own = documents[:, tap + 1 : tap + 1 + s] == documents[:, taps:]
-        total += jnp.where(is_own[..., None], x[:, tap : tap + s] * weights[None, None, :, tap], 0)
+        before = along.hop(x[:, s - taps + 1 :], "halo b s -> the next rank")
+    weights = jnp.concatenate([w.reshape(-1, taps) for w in convs])
+    y = jax.checkpoint(weighted)(jnp.concatenate([before, x], 1), weights, documents)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    parts = zip(jnp.split(jax.nn.silu(total), ends, -1), inputs, strict=True)
+    parts = zip(jnp.split(y, ends, -1), inputs, strict=True)
     return [part.reshape(like.shape) for part, like in parts]
+
+
+def weighted(
+    x: Float[Array, "b _ z"], weights: Float[Array, "z t"], documents: Int[Array, "b _"]
+) -> Float[Array, "b s z"]:
+    """Return the sums of `convolved`, behind SiLU. What it makes for each tap is computed again for
+    gradients."""
+    taps, total = weights.shape[-1], jnp.zeros((), jnp.float32)
+    num = documents.shape[1] - taps
+    x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
+    for tap in range(taps):
+        is_own = documents[:, tap + 1 : tap + 1 + num] == documents[:, taps:]
+        own = x[:, tap : tap + num] * weights[None, None, :, tap]
+        total += jnp.where(is_own[..., None], own, 0)
+    return jax.nn.silu(total)
 
 
 def chunked(
@@ -118,28 +125,34 @@ def chunked(
 ) -> Float[Array, "b s n w"]:
     """Run the rule on queries, keys, values, log α and β of each position. ``documents`` has one position
     more, before the others."""
-    (b, num, heads, _), width = tokens[0].shape, tokens[2].shape[-1]
+    (b, num, heads, height), width = tokens[0].shape, tokens[2].shape[-1]
     c = min(CHUNK, num)
-    # What fills the last chunk writes nothing, and forgets nothing.
-    fill = [(0, 0), (0, -num % c)]
-    cut = lambda x: jnp.moveaxis(x.reshape(len(x), -1, c, *x.shape[2:]), 1, 0)
-    filled = (cut(jnp.pad(x, fill + [(0, 0)] * (x.ndim - 2))) for x in tokens)
-    q, k, *of_values = filled
-    v, decay, beta = (x.reshape(*x.shape[:3], heads, -1, *x.shape[4:]) for x in of_values)
-    of = cut(jnp.pad(documents[:, 1:], fill, mode="edge"))  # c b i
-    of_last = jnp.concatenate([documents[None, :, 0], of[:-1, :, -1]])  # of the chunk before, c b
-    loop = of_chunks(q, k, v, jnp.cumsum(decay, 2), beta, of, of_last)
-    state = jnp.zeros((b, *v.shape[3:5], k.shape[-1], width), jnp.float32)
+    g = min(CHUNKS, -(-num // c))
+    # What fills the last group writes nothing, and forgets nothing.
+    fill = [(0, 0), (0, -num % (g * c))]
+    # b (_ g c) … -> _ g b c …
+    cut = lambda x: jnp.moveaxis(x.reshape(b, -1, g, c, *x.shape[2:]), 0, 2)
+    q, k, *of_values = (cut(jnp.pad(x, fill + [(0, 0)] * (x.ndim - 2))) for x in tokens)
+    v, decay, beta = (x.reshape(*x.shape[:4], heads, -1, *x.shape[5:]) for x in of_values)
+    of = cut(jnp.pad(documents, [(0, 0), (0, fill[1][1])], mode="edge")[:, 1:])
+    of_last = cut(jnp.pad(documents, [(0, 0), (0, fill[1][1])], mode="edge")[:, :-1])[..., 0]
+    state = jnp.zeros((b, *v.shape[4:6], height, width), jnp.float32)
     if along.axes:  # further columns, which become the matrix that a state is multiplied by
-        more = jnp.broadcast_to(jnp.eye(k.shape[-1]), (*state.shape[:-1], k.shape[-1]))
-        state = jnp.concatenate([state, more], -1)
-        loop |= {"new": jnp.pad(loop["new"], [(0, 0)] * 5 + [(0, k.shape[-1])])}
-    state, loop = vary_alike((state, loop))
-    state, out = lax.scan(next_chunk, state, loop)
+        eye = jnp.eye(height)
+        state = jnp.concatenate([state, jnp.broadcast_to(eye, (*state.shape[:-1], height))], -1)
+
+    def group(state, x):
+        loop = of_chunks(*x)
+        wider = [(0, 0)] * 5 + [(0, state.shape[-1] - width)]
+        return lax.scan(next_chunk, state, loop | {"new": jnp.pad(loop["new"], wider)})
+
+    state, groups = vary_alike((state, (q, k, v, jnp.cumsum(decay, 3), beta, of, of_last)))
+    state, out = lax.scan(jax.checkpoint(group), state, groups)
+    out = out.reshape(-1, *out.shape[2:])
     if along.axes:
         out = handed_on(along, state, out, width)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # c b k r i w -> b c i k r w
-    return out.reshape(b, -1, heads * v.shape[4], width)[:, :num]
+    return out.reshape(b, -1, heads * v.shape[5], width)[:, :num]
 
 
 def of_chunks(q, k, v, decay, beta, of, of_last) -> dict[str, Array]:
@@ -148,8 +161,7 @@ def of_chunks(q, k, v, decay, beta, of, of_last) -> dict[str, Array]:
     With G the sums of log α from the chunk's begin, a token corrects what it reads by those before it in its
     chunk: ``(1 + A) new = β v - β exp(G) k S``, A = β k k' exp(G - G') below the diagonal."""
     same = of[:, :, :, None] == of[:, :, None]  # c b i j
-    lower = jnp.tril(jnp.ones(same.shape[-2:], bool))
-    seen = (same & lower[None, None])[:, :, None, None]
+    seen = jnp.tril(same)[:, :, None, None]
     heads_first = lambda x: jnp.moveaxis(x, 2, 4)  # c b i k r -> c b k r i
     g, rates = heads_first(decay), heads_first(beta)
     between = jnp.exp(jnp.where(seen, g[..., None] - g[..., None, :], -jnp.inf))
@@ -157,15 +169,14 @@ def of_chunks(q, k, v, decay, beta, of, of_last) -> dict[str, Array]:
     corrects = inverse_of(rates[..., None] * jnp.tril(product(k), -1))
     # From the state that enters a token reads only in the document that the chunk before ended with.
     enters = jnp.where((of == of_last[:, :, None])[..., None, None], jnp.exp(decay), 0)
-    stays = jnp.exp(decay[:, :, -1:] - decay)
-    leaves = jnp.where((of == of[:, :, -1:])[..., None, None], stays, 0)
+    left = jnp.where((of == of[:, :, -1:])[..., None, None], decay[:, :, -1:] - decay, -jnp.inf)
     scaled = lambda x, by: by[..., None] * x[:, :, :, :, None]  # c b i k r h
     return {
         "new": jnp.einsum("cbkrij,cbjkrw->cbkriw", corrects, beta[..., None] * v),
         "reads": jnp.einsum("cbkrij,cbjkrh->cbkrih", corrects, scaled(k, beta * enters)),
         "inside": product(q),
         "q": scaled(q, enters),
-        "k": scaled(k, leaves),
+        "k": scaled(k, jnp.exp(left)),
         "kept": enters[:, :, -1],
     }
 
@@ -173,9 +184,9 @@ def of_chunks(q, k, v, decay, beta, of, of_last) -> dict[str, Array]:
 def next_chunk(state: Float[Array, "b k r h w"], x: dict[str, Array]) -> tuple[Array, Array]:
     """Return the state behind a chunk, and what its tokens read."""
     new = x["new"] - jnp.einsum("bkrih,bkrhw->bkriw", x["reads"], state)
-    out = jnp.einsum("bikrh,bkrhw->bkriw", x["q"], state)
-    out += jnp.einsum("bkrij,bkrjw->bkriw", x["inside"], new)
+    read = jnp.einsum("bikrh,bkrhw->bkriw", x["q"], state)
     written = jnp.einsum("bikrh,bkriw->bkrhw", x["k"], new)
+    out = read + jnp.einsum("bkrij,bkrjw->bkriw", x["inside"], new)
     return x["kept"][..., None, None] * state + written, out
 
 
@@ -184,14 +195,13 @@ def inverse_of(below: Float[Array, "*dims i i"]) -> Float[Array, "*dims i i"]:
     diagonal grow from 1 to all: of two neighbours X and Z with Y below them the inverse has -Z⁻¹ Y X⁻¹."""
     n = below.shape[-1]
     inverse, i = jnp.broadcast_to(jnp.eye(n, dtype=below.dtype), below.shape), jnp.arange(n)
-    multiply = lambda x, y: jnp.matmul(x, y, precision="highest")
-    size = 1
-    while size < n:
-        pair, odd = i // (2 * size), i // size % 2
+    for level in range((n - 1).bit_length()):
+        pair, odd = i >> level + 1, i >> level & 1
         is_between = (pair[:, None] == pair[None]) & (odd[:, None] > odd[None])
         joining = jnp.where(jnp.broadcast_to(is_between, below.shape), below, 0)
-        inverse = inverse - multiply(multiply(inverse, joining), inverse)
-        size *= 2
+        inverse -= jnp.einsum(
+            "...ij,...jk,...kl->...il", inverse, joining, inverse, precision="highest"
+        )
     return inverse
 
 
@@ -202,5 +212,5 @@ def handed_on(along: Along, state: Any, out: Array, width: int) -> Float[Array, 
     own, passes = state[..., :width], state[..., width:]
     entering = jnp.zeros_like(own)
     for _ in range(lax.axis_size(along.axes) - 1):
-        entering = along.hop(own + passes @ entering, STATE)
+        entering = along.hop(own + passes @ entering, "state b -> the next rank")
     return out[..., :width] + out[..., width:] @ entering[None]

@@ -162,10 +162,9 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        names, biases = ["q", "k", "v"], [self.q_bias, self.k_bias, self.v_bias]
-        if self.gate is not None:
-            names, biases = [*names, "gate"], [*biases, None]
-        weights, arrow = used_weights(self, par, *names), "stream b s d -> attention b s d"
+        weights = used_weights(self, par, "q", "k", "v", *["gate"] * (self.gate is not None))
+        biases = self.q_bias, self.k_bias, self.v_bias, *[None] * (self.gate is not None)
+        arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh, *gate = par.move_matmul(x, arrow, *weights, biases=biases)
         if self.q_norm and self.k_norm:
             over_all = variant.qk_norm == "all"
@@ -262,17 +261,24 @@ class GatedDelta(Attention):
     """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`)."""
 
     path = "mixer"
+    out_norm: nnx.Param
 
     @jax.named_scope("gated_delta")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         weights, arrow = used_weights(self, par, *"qkvzba"), "stream b s d -> attention b s d"
         *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
-        vectors = self.q_conv, self.k_conv, self.v_conv, self.A_log, self.dt_bias
         along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
-        layouts = ["attention b s n h"] * 3 + ["attention b s n"] * 2
-        layouts += ["attention n h u t"] * 3 + ["attention n"] * 2 + ["ids b s"] * 2
+        layouts = [
+            *["attention b s n h"] * 3,
+            *["attention b s n"] * 2,
+            *["attention n h u t"] * 3,
+            *["attention n"] * 2,
+            *["ids b s"] * 2,
+        ]
         mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
-        y = mix(*inputs, rate, forget, *map(par.weight, vectors), *ids[2:])
+        names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
+        vectors = (par.weight(getattr(self, name)) for name in names)
+        y = mix(*inputs, rate, forget, *vectors, *ids[2:])
         y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
@@ -418,10 +424,8 @@ class Block(nnx.Module):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
         set_weights(self, params, "", config.norm_eps, config.variant)
         mixer = LatentAttention if config.has_latent_attention else Attention
-        if config.mixer == "recurrent":
-            self.mixer = GatedDelta(config, params)
-        else:
-            self.attention = mixer(config, params)
+        mixer = GatedDelta if config.mixer == "recurrent" else mixer
+        setattr(self, mixer.path, mixer(config, params))
         if config.experts:
             self.experts = Experts(config, params)
         else:
@@ -432,7 +436,7 @@ class Block(nnx.Module):
         """Return the stream after the layer, and its router's outputs."""
         normed = lambda norm, x: norm(x, par) if norm else x
         y = normed(self.attention_norm, x)
-        mix = self.mixer if self.config.mixer == "recurrent" else self.attention
+        mix = getattr(self, "mixer" if self.config.mixer == "recurrent" else "attention")
         x = self.added(x, mix(y, ids, rope, par), self.attention_post_norm, par)
         if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
             if not self.attention_post_norm:

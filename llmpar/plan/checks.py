@@ -248,9 +248,8 @@ def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
     latent = any(block.has_latent_attention for _, block in config.blocks)
-    hands_on = plan.hands_on_states
-    what = "latent attention" if latent else "experts in layers of several kinds"
-    what = "a recurrent state" if config.has_states else what
+    names = {"a recurrent state": config.has_states, "latent attention": latent}
+    what = next((name for name in names if names[name]), "experts in layers of several kinds")
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
         (
@@ -264,7 +263,7 @@ def why_not_run(plan: Any) -> str:
             " exchange latents; use context_parallel='gather'",
         ),
         (
-            hands_on and plan.sequence_order != "contiguous",
+            plan.hands_on_states and plan.sequence_order != "contiguous",
             f"sequence_order='{plan.sequence_order}' does not run with a recurrent state, which a rank of sp"
             " hands on to the rank with the next positions; use sequence_order='contiguous'",
         ),

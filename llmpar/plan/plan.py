@@ -618,8 +618,7 @@ class Resolved(Plan):
     def rings(self) -> bool:
         """Whether values hop from rank to rank in a layer: keys, recurrent states, or what matmuls read
         (`tp_comm_overlap`)."""
-        keys = bool(self.regions["keys"].get("s"))
-        return self.tp_comm_overlap or keys or self.hands_on_states
+        return any((self.tp_comm_overlap, self.hands_on_states, self.regions["keys"].get("s")))
 
     @property
     def hands_on_states(self) -> bool:

@@ -7,9 +7,14 @@ from llmpar.files import Allowed
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """What Hugging Face calls those that are implemented."""
-STARTS = {"A_log": {"std": 1.5}, "dt_bias": {"fill": 1.0}, "out_norm": {"fill": 1.0}}
-"""How the vectors of a gated delta net start, as in `transformers`; rates of forgetting, whose logarithm is
-A_log, lie between 0.05 and 20 for most heads."""
+STARTS: dict[str, dict[str, float]] = {
+    "A_log": {"std": 1.5},
+    "dt_bias": {"fill": 1.0},
+    "out_norm": {"fill": 1.0},
+    **dict.fromkeys(("q_conv", "k_conv", "v_conv"), {"std": 0.5}),
+}
+"""How the vectors of a gated delta net start: as in `transformers`, but for its rates of forgetting, whose
+logarithm is A_log. They lie between 0.05 and 20 for most heads."""
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor"
 
 
@@ -49,8 +54,9 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     if mixer not in ("full_attention", "sliding_attention", family.get("runs_also")):
         raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
     is_recurrent = kind["described"]["mixer"] == "recurrent"
-    if is_recurrent:
-        _check_shared_keys(layer)
+    if is_recurrent and layer.get("linear_num_value_heads % linear_num_key_heads"):
+        what = "linear_num_value_heads is no multiple of linear_num_key_heads"
+        raise NotImplementedHere(f"{what}, so that heads do not share keys evenly")
     ruled = layer.get(family["rule"])
     alike = mixer == ruled or mixer == "full_attention" and not layer.get("sliding_window")
     if not alike and not family.get("reads_layer_types"):
@@ -86,14 +92,6 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     return result | {"variant": variant, "experts": experts}
 
 
-def _check_shared_keys(layer: Any) -> None:
-    """Refuse heads of a gated delta net that cannot share keys evenly."""
-    keys, values = (layer.get(f"linear_num_{x}_heads") for x in ("key", "value"))
-    if values % keys:
-        what = f"linear_num_value_heads {values} is no multiple of linear_num_key_heads {keys}"
-        raise NotImplementedHere(f"{what}, so heads do not share keys evenly")
-
-
 def started(rows: list[Any], kind: dict[str, Any], num_layers: int) -> list[Any]:
     """Return rows with how they start (`model_config.Weight`): matrices with the deviation that the file
     gives, what ends in the residual stream with a smaller one (Radford et al. 2019, section 2.3)."""
@@ -106,8 +104,6 @@ def started(rows: list[Any], kind: dict[str, Any], num_layers: int) -> list[Any]
     def start(path: str, row: dict[str, Any]) -> dict[str, Any]:
         if (name := path.rpartition(".")[2]) in STARTS:
             return STARTS[name]
-        if path.endswith("_conv"):
-            return {"std": row["shape"][-1] ** -0.5}
         if row["is_vector"]:
             return {"fill": 1.0 - offset if path.endswith("scale") else 0.0}
         last = path.endswith((".o", ".down"))

@@ -454,7 +454,7 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
             gathers = run.matrices
         # F keeps what a barrier joins with values (`Manual.local`)
         apart = plan.pipeline and plan.stage_saves == "residuals" and plan.platform == "cpu"
-        if apart and (routed or path.endswith("experts.bias")):
+        if apart and (routed or path.endswith(("experts.bias", "_conv"))):
             gathers = run.forward
         if routed:
             return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
@@ -767,10 +767,9 @@ def _states(values: Values, config: ModelConfig, run: Runs) -> None:
     message = FLOAT32 * rows * math.ceil(config.state_size / tp)
     values.ring(axes, of, message, (plan.mesh.sp - 1) * times)
     convs = [row for path, row in config.block_weights().items() if path.endswith("_conv")]
-    channels = sum(math.prod(row.shape[:-1]) for row in convs) // tp
-    message = values.itemsize * rows * channels * config.positions_before
+    numbers = config.positions_before * sum(math.prod(row.shape[:-1]) for row in convs) // tp
     of = Transfer("positions before a convolution", "halo b s -> the next rank")
-    values.ring(axes, of, message, times * bool(convs))
+    values.ring(axes, of, values.itemsize * rows * numbers, times * bool(convs))
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

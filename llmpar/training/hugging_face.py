@@ -111,20 +111,18 @@ class _Weight:
 
     def _read_groups(self, tensor: Any, region: list[tuple[int, int]]) -> np.ndarray:
         """Return a region of this weight's own rows and columns from a tensor that it shares."""
-        start, stop = region[self.axis]
+        at, (start, stop) = self.axis, region[self.axis]
         first, last = start // self.rows, (stop - 1) // self.rows
-        if first == last:  # in one group
-            shift = first * (self.group_rows - self.rows) + self.begin
-            ends = [*region]
-            ends[self.axis] = start + shift, stop + shift
-            return tensor[tuple(slice(*x) for x in ends)]
-        ends = [*region]
-        ends[self.axis] = first * self.group_rows, (last + 1) * self.group_rows
-        groups = np.moveaxis(tensor[tuple(slice(*x) for x in ends)], self.axis, 0)
+        shift = first * (self.group_rows - self.rows) + self.begin
+        of_groups = first * self.group_rows, (last + 1) * self.group_rows
+        rows = (start + shift, stop + shift) if first == last else of_groups
+        piece = tensor[tuple(slice(*ends) for ends in [*region[:at], rows, *region[at + 1 :]])]
+        if first == last:
+            return piece
+        groups = np.moveaxis(piece, at, 0)
         groups = groups.reshape(-1, self.group_rows, *groups.shape[1:])
         own = groups[:, self.begin : self.begin + self.rows].reshape(-1, *groups.shape[2:])
-        own = own[start - first * self.rows : stop - first * self.rows]
-        return np.moveaxis(own, 0, self.axis)
+        return np.moveaxis(own[start - first * self.rows :][: stop - start], 0, at)
 
     def place(
         self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype
@@ -246,19 +244,13 @@ def tensors_of(
     for names, paths in _groups(weights).items():
         own = (weights[path].write(get(path), dtype) for path in paths)
         for name, parts in zip(names, zip(*own, strict=True), strict=True):
-            first = weights[paths[0]]
-            if len(parts) == 1:
-                yield name, parts[0]
-                continue
-            apart = [_apart(weights[x], part) for x, part in zip(paths, parts, strict=True)]
-            joined = np.concatenate(apart, first.axis + 1)
+            first, at = weights[paths[0]], weights[paths[0]].axis
+            apart = [
+                part.reshape(*part.shape[:at], -1, weights[path].rows, *part.shape[at + 1 :])
+                for path, part in zip(paths, parts, strict=True)
+            ]
+            joined = np.concatenate(apart, at + 1) if len(apart) > 1 else apart[0]
             yield name, joined.reshape(first.their_shape)
-
-
-def _apart(weight: _Weight, part: np.ndarray) -> np.ndarray:
-    """Return a weight's part of a tensor with a dim of its groups of rows."""
-    before, after = part.shape[: weight.axis], part.shape[weight.axis + 1 :]
-    return part.reshape(*before, -1, weight.rows, *after)
 
 
 def from_state_dict(
@@ -283,19 +275,18 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Refuse missing, unexpected, misshapen and quantized tensors by name.
 
     Two redundant ones may be there: ``rotary_emb.inv_freq`` of old files (computed here), and a tied model's
-    output head (if it equals the embedding).
+    output head (if it equals the embedding). So may layers that predict further tokens, ``mtp``.
     """
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
     extra = {
         name
         for name in tensors.keys() - expected.keys()
-        if not name.endswith(".rotary_emb.inv_freq")
+        if not name.endswith(".rotary_emb.inv_freq") and not name.startswith("mtp.")
     }
     if config.described and '"num_nextn_predict_layers"' in config.described.file:
         later = f"model.layers.{config.num_layers}."
         extra = {name for name in extra if not name.startswith(later)}
-    extra = {name for name in extra if not name.startswith("mtp.")}  # predict further tokens
     if config.tied and {"lm_head.weight"} == extra and TENSOR_NAMES["embedding"] in tensors:
         head, table = tensors["lm_head.weight"], tensors[TENSOR_NAMES["embedding"]]
         if _describe(head) == _describe(table) and np.array_equal(head[:], table[:]):
