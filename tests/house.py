@@ -23,10 +23,10 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_724,
+    "plan": 2_725,
     "parallel": 993,
     "kernels": 520,
-    "model": 1_119,
+    "model": 1_118,
     "pipeline": 321,
     "training": 2_573,
     "predict": 2_603,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_292,
-    "statements": 26_861,
+    "statements of the compact package": 6_291,
+    "statements": 26_862,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -86,7 +86,7 @@ def test_sizes_that_cannot_be_cut_are_refused_with_those_that_can():
     config = described_model("m", raw)
     assert not config.runs and "is no multiple of linear_num_key_heads" in config.why_planned
     with pytest.raises(ValueError, match="layers whose caches differ"):
-        serving_plan(Plan("tp=2"), CONFIG, 2, 16).cache(2, 16)
+        serving_plan(Plan("tp=2"), CONFIG, 2, 16)
 
 
 def test_the_preset_runs_and_has_the_published_size():
