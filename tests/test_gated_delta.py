@@ -8,20 +8,17 @@ from unittest import mock
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, SEQ, batch, exact, family, logits_of, solo, weights
-from test_hf import fixture, same, state_dict
+from test_hf import fixture, from_tensors
 
 from llmpar.model import gated_delta
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import checks
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model, preset
 from llmpar.plan.serving import serving_plan
 from llmpar.training import hugging_face as hf
-from llmpar.training.step import Step
 
 CONFIG = family("qwen3_next")
 
@@ -94,13 +91,17 @@ def test_sizes_that_cannot_be_cut_are_refused_with_those_that_can():
         serving_plan(Plan("tp=2"), CONFIG, 2, 16)
 
 
-def test_tensors_survive_a_mesh():
-    """Heads of keys and of values are cut in their groups, and along their width by ZeRO."""
+def test_a_device_reads_its_part_of_tensors_that_weights_share():
+    """Heads of queries and of their gates, or of keys and of values, lie in groups of rows."""
     config, tensors, *_ = fixture("qwen3_next")
-    mesh = make_mesh("fsdp=2 tp=2")
-    step = Step(config, Plan("fsdp=2 tp=2").resolve(config), mesh, optax.sgd(1.0))
-    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_in_model_order.params)
-    assert same(state_dict(hf.from_state_dict(tensors, config, shardings), config), tensors)
+    params = flatten_dict(from_tensors(tensors, config), sep=".")
+    for path, weight in hf._weights(config).items():
+        own = params[path][(0,) * len(weight.stacked)]
+        for dim, size in enumerate(own.shape):
+            ends = [(0, n) for n in own.shape]
+            ends[dim] = size // 2, size
+            part = weight.read(tensors[weight.names[0]], np.dtype("float32"), *ends)
+            assert np.array_equal(part, own[tuple(slice(*x) for x in ends)]), path
 
 
 def test_the_preset_runs_and_has_the_published_size():
