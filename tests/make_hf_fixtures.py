@@ -28,13 +28,17 @@ def arguments(row):
 
 
 MODELS = {name: arguments(row) for name, row in TABLE["model"].items()}
-WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3", "llama4_text")
+WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3", "llama4_text", "qwen3_next")
+LENGTHS = {"qwen3_next": 72}
+"""Positions where 24 would not do: two chunks of a gated delta net."""
 
 
 def distribution(name, path):
     """Choose the mean and the standard deviation of a tensor's entries."""
     if "norm" in path:
         return (0.0 if name.startswith("gemma") else 1.0), 0.3
+    if path.endswith("A_log"):
+        return -3.0, 1.0  # so that a head forgets within some and within hundreds of positions
     return 0.0, {"sinks": 1.0, "e_score_correction_bias": 0.125}.get(path.rpartition(".")[2], 0.25)
 
 
@@ -88,10 +92,12 @@ def gradients(model, ids):
     return {path: gradient for path, gradient in saved(model)[1].items() if path not in buffers}
 
 
-def example(name, seed=0, batch_size=2, seq_len=24):
+def example(name, seed=0, batch_size=2):
     """What a fixture holds, by name."""
     import torch
     import transformers
+
+    seq_len = LENGTHS.get(name, 24)
 
     model = make(name, seed)
     ids = np.random.default_rng(seed + 1).integers(

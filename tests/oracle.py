@@ -169,7 +169,45 @@ def attention(x, w, c, batch):
         sinks = jnp.broadcast_to(w["attention.sinks"][:, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sinks], -1)
     p = jax.nn.softmax(scores, -1)[..., : k.shape[1]]
-    return jnp.einsum("bnst,btnh,nhd->bsd", p, v, w["attention.o"]) + w.get("attention.o_bias", 0)
+    y = jnp.einsum("bnst,btnh->bsnh", p, v)
+    if "attention.gate" in w:
+        y = y * sigmoid(jnp.einsum("bsd,dnh->bsnh", x, w["attention.gate"]))
+    return jnp.einsum("bsnh,nhd->bsd", y, w["attention.o"]) + w.get("attention.o_bias", 0)
+
+
+def gated_delta(x, w, c, batch):
+    """The gated delta rule, position by position; each document from a state of zeros."""
+    w = {path.removeprefix("mixer."): own for path, own in w.items()}
+    of, repeat = batch["segments"], w["v"].shape[1] // w["q"].shape[1]
+
+    def convolved(name):
+        y, conv = jnp.einsum("bsd,dnh->bsnh", x, w[name]), w[f"{name}_conv"][:, :, 0]
+        total = 0.0
+        for back in range(min(conv.shape[-1], x.shape[1])):
+            earlier = jnp.roll(y, back, 1) * conv[..., -1 - back]
+            own = (jnp.roll(of, back, 1) == of) & (np.arange(x.shape[1]) >= back)
+            total += jnp.where(own[..., None, None], earlier, 0)
+        return total * sigmoid(total)
+
+    q, k, v = map(convolved, "qkv")
+    q, k = (jnp.repeat(y / jnp.sqrt((y * y).sum(-1, keepdims=True) + 1e-6), repeat, 2) for y in (q, k))
+    rate, pace = sigmoid(x @ w["b"]), jnp.log1p(jnp.exp(x @ w["a"] + w["dt_bias"]))
+    kept = jnp.exp(-jnp.exp(w["A_log"]) * pace)
+    begins = jnp.concatenate([jnp.ones_like(of[:, :1]), of[:, 1:] - of[:, :-1]], 1) != 0
+
+    def token(state, at):
+        q, k, v, rate, kept, begins = at
+        state = jnp.where(begins[:, None, None, None], 0, state) * kept[..., None, None]
+        wrong = v - jnp.einsum("bnh,bnhw->bnw", k, state)
+        state += jnp.einsum("bnh,bnw->bnhw", k, rate[..., None] * wrong)
+        return state, jnp.einsum("bnh,bnhw->bnw", q, state) / math.sqrt(q.shape[-1])
+
+    state = jnp.zeros((*k.shape[:1], *k.shape[2:], v.shape[-1]), x.dtype)
+    inputs = [jnp.moveaxis(y, 1, 0) for y in (q, k, v, rate, kept, begins)]
+    y = jnp.moveaxis(jax.lax.scan(token, state, tuple(inputs))[1], 0, 1)
+    y = y / jnp.sqrt((y * y).mean(-1, keepdims=True) + c.norm_eps) * w["out_norm"]
+    gate = jnp.einsum("bsd,dnh->bsnh", x, w["z"])
+    return jnp.einsum("bsnh,nhd->bsd", y * gate * sigmoid(gate), w["o"])
 
 
 def chosen_of(score, bias, how):
@@ -215,7 +253,8 @@ def experts(x, w, c, pieces):
         each = jax.vmap(lambda own: feed_forward(x, own, c), out_axes=-1)(matrices(w, "experts"))
         y = (each * weight[:, :, None]).sum(-1)
     if how.num_shared:
-        y += feed_forward(x, matrices(w, "experts.shared"), c)
+        gate = sigmoid(x @ w["experts.shared_gate"]) if "experts.shared_gate" in w else 1.0
+        y += gate * feed_forward(x, matrices(w, "experts.shared"), c)
     told = {
         "load": chosen.sum((0, 1)),
         "dropped": (chosen & ~kept).sum(),
@@ -231,7 +270,8 @@ def block(c, batch, pieces, x, w):
     normed = lambda y, name: norm(y, w[name], c) if name in w else y
     at_once = not {"ffn_norm.scale", "ffn_post_norm.scale"} & w.keys()
     y = normed(x, "attention_norm.scale")
-    z = c.variant.residual_scale * normed(attention(y, w, c, batch), "attention_post_norm.scale")
+    mix = gated_delta if "mixer.q" in w else attention
+    z = c.variant.residual_scale * normed(mix(y, w, c, batch), "attention_post_norm.scale")
     y = y if at_once else normed(x + z, "ffn_norm.scale")
     if c.experts and "experts.router" in w:
         y, extra, told = experts(y, w, c, pieces)

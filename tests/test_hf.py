@@ -183,6 +183,7 @@ FAULTS = {
     "rope unscaled": ("llama", change(rope_scaling=None)),
     "window off by one": ("mistral", change(window=8)),
     "gate and up of experts swapped": ("mixtral", swap("w1", "w3")),
+    "taps of a convolution reversed": ("qwen3_next", edit("conv1d", lambda x: x[..., ::-1])),
 }
 """The smallest of 17 that were tried, one of each kind."""
 

@@ -77,7 +77,7 @@ OF_FAMILIES_SHARE = 1 / 3
 WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
-WITH_EXPERTS += ["gpt_oss", "llama4_text"]
+WITH_EXPERTS += ["gpt_oss", "llama4_text", "qwen3_next"]
 NOT_DRAWN = {"documents": {"whole"}, "muon": {"gather", "owner", "layer"}}
 NOT_DRAWN |= {"gather_dtype": {"bfloat16", "float8"}, "reduce_dtype": {"bfloat16"}}
 
@@ -560,10 +560,10 @@ def test_every_field_is_drawn_from_all_its_values():
             if typing.get_origin(hint) is typing.Literal:
                 choices = set(typing.get_args(hint)) - NOT_DRAWN.get(name, set())
                 assert set(table[name]) == choices, f"{name} is drawn from some of its values only"
-    drawn = [draw(seed)[0] for seed in range(180)]
+    drawn = [draw(seed)[0] for seed in range(240)]
     for name, choices in (FIELDS[Plan] | BATCH).items():
         missing = set(choices) - {asked.get(name) for asked in drawn}
-        assert not missing, f"no plan in 180 has {name} = {missing}"
+        assert not missing, f"no plan in 240 has {name} = {missing}"
 
 
 COMPLAINT = re.compile(r"\d+")

@@ -39,7 +39,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar.kernels import grouped
-from llmpar.model import attention, moe
+from llmpar.model import attention, gated_delta, moe
 from llmpar.model.lora import adapt, used_weights
 from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
@@ -150,20 +150,22 @@ class Attention(nnx.Module):
     v_bias: nnx.Param | None = None
     o_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
+    gate: nnx.Param | None = None
     eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
+    path = "attention"  # of its weights
 
     def __init__(self, config: ModelConfig, params: Params):
-        set_weights(self, params, "attention", self.eps or config.norm_eps, config.variant)
-        adapt(self, config.lora, params, "attention")
+        set_weights(self, params, self.path, self.eps or config.norm_eps, config.variant)
+        adapt(self, config.lora, params, self.path)
         self.config = config
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        weights = used_weights(self, par, "q", "k", "v")
-        biases = self.q_bias, self.k_bias, self.v_bias
+        weights = used_weights(self, par, "q", "k", "v", *["gate"] * (self.gate is not None))
+        biases = self.q_bias, self.k_bias, self.v_bias, *[None] * (self.gate is not None)
         arrow = "stream b s d -> attention b s d"
-        q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
+        q_bsnh, k_bskh, v_bskh, *gate = par.move_matmul(x, arrow, *weights, biases=biases)
         if self.q_norm and self.k_norm:
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
@@ -185,6 +187,8 @@ class Attention(nnx.Module):
             arrow = "attention b s k h -> keys b s k h"
             k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
             y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
+        if gate:
+            y_bskrh = y_bskrh * jax.nn.sigmoid(gate[0]).reshape(y_bskrh.shape)
         return self.to_stream(y_bskrh, par)
 
     def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
@@ -251,6 +255,34 @@ class LatentAttention(Attention):
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
         y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
         return y[..., 0, :]
+
+
+class GatedDelta(Attention):
+    """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`)."""
+
+    path = "mixer"
+    out_norm: nnx.Param
+
+    @jax.named_scope("gated_delta")
+    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+        weights, arrow = used_weights(self, par, *"qkvzba"), "stream b s d -> attention b s d"
+        *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
+        along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
+        layouts = [
+            *["attention b s n h"] * 3,
+            *["attention b s n"] * 2,
+            *["attention n h u t"] * 3,
+            *["attention n"] * 2,
+            *["ids b s"] * 2,
+        ]
+        mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
+        names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
+        vectors = (par.weight(getattr(self, name)) for name in names)
+        y = mix(*inputs, rate, forget, *vectors, *ids[2:])
+        y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
+        y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
+        y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
+        return self.to_stream(y, par)
 
 
 def attend(
@@ -329,6 +361,7 @@ class Experts(nnx.Module):
     # (`Step._balance_experts`)
     router_bias: nnx.Param | None = None
     bias: nnx.Param | None = None
+    shared_gate: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params):
         assert config.experts
@@ -372,6 +405,8 @@ class Experts(nnx.Module):
             # ``shared`` to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(self.shared_gate)))
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
         return par.move(y, "tokens b s d +m -> stream b s d"), aux
 
@@ -390,7 +425,8 @@ class Block(nnx.Module):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
         set_weights(self, params, "", config.norm_eps, config.variant)
         mixer = LatentAttention if config.has_latent_attention else Attention
-        self.attention = mixer(config, params)
+        mixer = GatedDelta if config.mixer == "recurrent" else mixer
+        setattr(self, mixer.path, mixer(config, params))
         if config.experts:
             self.experts = Experts(config, params)
         else:
@@ -401,7 +437,8 @@ class Block(nnx.Module):
         """Return the stream after the layer, and its router's outputs."""
         normed = lambda norm, x: norm(x, par) if norm else x
         y = normed(self.attention_norm, x)
-        x = self.added(x, self.attention(y, ids, rope, par), self.attention_post_norm, par)
+        mix = getattr(self, "mixer" if self.config.mixer == "recurrent" else "attention")
+        x = self.added(x, mix(y, ids, rope, par), self.attention_post_norm, par)
         if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
             if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)

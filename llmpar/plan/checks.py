@@ -104,8 +104,10 @@ def _shapes(plan, batch_size: int, seq_len: int) -> list[Row]:
 def widths_cut_by_tp(block: Any) -> dict[str, int]:
     """Return the sizes of a layer that tp must divide. A recurrent mixer of one head is not cut."""
     has_heads = block.mixer == "attention" or block.mixer == "recurrent" and block.num_heads > 1
+    keys = block.block_weights().get("mixer.q_conv")
     sizes = {
         "heads": block.num_heads * has_heads,
+        "heads of keys": keys.shape[0] if keys else 0,
         "feed-forward width": block.ffn_width,
         "vocabulary": block.vocab_size,
     }
@@ -170,10 +172,17 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
     what = f"the {heads} {which} heads of a device"
     parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
     local = {x: seq_len // mesh.along(plan.regions[x].get("s", ())) for x in ("queries", "keys")}
+    before = max(block.positions_before for _, block in config.blocks)
+    most = max((n for n in divisors(seq_len) if seq_len // n >= before), default=1)
     return [
         Cut("sequence", seq_len, ("sp", "tp") if plan.tp_sequence else (), common=common),
         Cut("sequence", seq_len, ("sp",), "loss_chunks"),
         Cut("sequence", seq_len, *ffn),
+        (
+            sp > 1 and seq_len // sp < before,
+            f"sp = {sp} leaves a rank {seq_len // sp} positions of {seq_len}, and a convolution reads"
+            f" {before} before each; use sp = {most}",
+        ),
         (
             sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp),
             f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
@@ -239,17 +248,24 @@ def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
     latent = any(block.has_latent_attention for _, block in config.blocks)
-    what = "latent attention" if latent else "experts in layers of several kinds"
+    names = {"a recurrent state": config.has_states, "latent attention": latent}
+    what = next((name for name in names if names[name]), "experts in layers of several kinds")
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
         (
-            plan.mode == "explicit" and (latent or config.kinds and config.experts),
+            plan.mode == "explicit"
+            and (latent or config.has_states or config.kinds and config.experts),
             f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'",
         ),
         (
             latent and plan.mesh.sp > 1 and method != "gather",
             f"context_parallel='{method}' does not run with latent attention: ranks of sp"
             " exchange latents; use context_parallel='gather'",
+        ),
+        (
+            plan.hands_on_states and plan.sequence_order != "contiguous",
+            f"sequence_order='{plan.sequence_order}' does not run with a recurrent state, which a rank of sp"
+            " hands on to the rank with the next positions; use sequence_order='contiguous'",
         ),
         (
             latent and plan.tp_comm_overlap,

@@ -28,7 +28,7 @@ RUNNING = tuple(name for name, own in FAMILIES.items() if own.get("runs"))
 IGNORED, CHANGING = (
     re.compile("|".join(map(fnmatch.translate, TABLES[name]))) for name in ("ignored", "changing")
 )
-_NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors".split()
+_NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors groups".split()
 _MIXER, _FFN = "layer_types | layers_block_type", "mlp_layer_types"
 """Where a file names the mixer and the feed-forward of each layer, if its family does not say."""
 MOST_LAYERS, MOST = 4096, 1 << 40
@@ -376,8 +376,8 @@ def _parts(reader: _Reader, text: str) -> list[str]:
 
 
 def _rows(reader: _Reader, parts: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the rows of parts, with the shapes that their dims have. A row of one dim, a scale or a bias
-    multiplies no matrix."""
+    """Return the rows of parts, with the shapes that their dims have. A row of one dim, a scale, a bias or a
+    short convolution multiplies no matrix."""
     rows = {}
     for part in parts:
         for path, dims in PARTS[part].items():
@@ -386,7 +386,7 @@ def _rows(reader: _Reader, parts: list[str]) -> list[tuple[str, dict[str, Any]]]
             shape = [
                 reader.number(pair.partition("=")[2] or pair, f"{pair} of {path}") for pair in pairs
             ]
-            vector = len(letters) == 1 or path.endswith(("scale", "bias"))
+            vector = len(letters) == 1 or path.endswith(("scale", "bias", "_conv"))
             if all(shape):
                 rows[path] = {
                     "dims": " ".join((region, *letters)),

@@ -339,12 +339,13 @@ class ModelConfig:
                 )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
-        if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
+        attends = self.runs and self.mixer == "attention"
+        if (width := self.variant.rope_width or self.head_width) % 2 and attends:
             what, use = "the rotated part of heads is", "a rotated part of an even width"
             if width == self.head_width:
                 what, use = "heads are", "an even head width"
             raise ValueError(f"{what} {width} wide, but rotary embedding rotates pairs; use {use}")
-        if self.num_heads % self.num_kv_heads and self.runs:
+        if self.num_heads % self.num_kv_heads and attends:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
                 f" use a number of KV heads that divides {self.num_heads}"
@@ -459,6 +460,17 @@ class ModelConfig:
     def state_size(self) -> int:
         """The numbers that a sequence leaves in a layer instead of a cache."""
         return self.described.state_size if self.described else 0
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a recurrent state in place of keys and values."""
+        return any(block.mixer == "recurrent" for _, block in self.blocks)
+
+    @property
+    def positions_before(self) -> int:
+        """How many positions before each a layer's short convolutions read; 0 without them."""
+        rows = self.block_weights().items()
+        return max((row.shape[-1] - 1 for path, row in rows if path.endswith("_conv")), default=0)
 
     def exchanged_heads(self, tp: int) -> tuple[str, int]:
         """Return which heads of a rank of ``tp`` may be exchanged for positions, and how many every layer

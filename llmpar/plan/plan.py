@@ -617,8 +617,14 @@ class Resolved(Plan):
 
     @property
     def rings(self) -> bool:
-        """Whether a layer has a ring of ranks: for keys, or for matmuls (`tp_comm_overlap`)."""
-        return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
+        """Whether values hop from rank to rank in a layer: keys, recurrent states, or what matmuls read
+        (`tp_comm_overlap`)."""
+        return any((self.tp_comm_overlap, self.hands_on_states, self.regions["keys"].get("s")))
+
+    @property
+    def hands_on_states(self) -> bool:
+        """Whether ranks of sp hand on the recurrent states of some layers."""
+        return self.mesh.sp > 1 and self.model is not None and self.model.has_states
 
     # ------------------------------------------------------------------------------------- how it is decided
 

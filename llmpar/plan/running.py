@@ -7,6 +7,14 @@ from llmpar.files import Allowed
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """What Hugging Face calls those that are implemented."""
+STARTS: dict[str, dict[str, float]] = {
+    "A_log": {"std": 1.5},
+    "dt_bias": {"fill": 1.0},
+    "out_norm": {"fill": 1.0},
+    **dict.fromkeys(("q_conv", "k_conv", "v_conv"), {"std": 0.5}),
+}
+"""How the vectors of a gated delta net start: as in `transformers`, but for its rates of forgetting, whose
+logarithm is A_log. They lie between 0.05 and 20 for most heads."""
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor"
 
 
@@ -45,6 +53,10 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
     if mixer not in ("full_attention", "sliding_attention", family.get("runs_also")):
         raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
+    is_recurrent = kind["described"]["mixer"] == "recurrent"
+    if is_recurrent and layer.get("linear_num_value_heads % linear_num_key_heads"):
+        what = "linear_num_value_heads is no multiple of linear_num_key_heads"
+        raise NotImplementedHere(f"{what}, so that heads do not share keys evenly")
     ruled = layer.get(family["rule"])
     alike = mixer == ruled or mixer == "full_attention" and not layer.get("sliding_window")
     if not alike and not family.get("reads_layer_types"):
@@ -65,7 +77,7 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
         what = f"partial_rotary_factor is {share}, and its family rotates whole heads"
         raise NotImplementedHere(what)
     width = int(head_width * share)
-    if "rope_width" not in variant and width != head_width:
+    if "rope_width" not in variant and width != head_width and not is_recurrent:
         variant["rope_width"] = width
     theta = _number(rope, "rope_theta", model["rope_theta"])
     scaling = _scaling(rope, layer.file, family, width // 2)
@@ -90,6 +102,8 @@ def started(rows: list[Any], kind: dict[str, Any], num_layers: int) -> list[Any]
         rows = [*rows, ("experts.bias", bias)]
 
     def start(path: str, row: dict[str, Any]) -> dict[str, Any]:
+        if (name := path.rpartition(".")[2]) in STARTS:
+            return STARTS[name]
         if row["is_vector"]:
             return {"fill": 1.0 - offset if path.endswith("scale") else 0.0}
         last = path.endswith((".o", ".down"))

@@ -91,6 +91,8 @@ FEW_TILES = 8
 are the same positions in order."""
 FEW_QUERIES, FEW_KEYS = 2, 4
 """Elsewhere they are written out up to so many tiles of queries and of keys."""
+CHUNK, CHUNKS = 64, 4
+"""Of layers with a state: positions of a chunk, and chunks that are prepared at once."""
 
 
 def tile_length(block: int | None, length: int) -> int:

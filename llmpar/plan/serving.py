@@ -82,4 +82,5 @@ def serving_plan(
     serving = Serving(**{name: getattr(resolved, name) for name in fields})
     checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
     serving.check(num_rows, plan.mesh.sp)  # no region cuts positions: any multiple of sp does
+    serving.cache(num_rows, length)  # refuses layers whose caches differ
     return serving

@@ -319,6 +319,8 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"context_parallel": "usp"}]
         if any(block.window for _, block in q.config.blocks):  # its keys make fewer hops
             sequences += [{"sequence_order": "contiguous"}]
+    if q.config.runs and q.config.has_states and mesh.sp > 1:
+        sequences = [one | {"sequence_order": "contiguous"} for one in sequences]
     if given.get("attention_kernel") in OF_JAX:  # no log of sums, which a ring needs
         rings = "ring", "usp"
         sequences = [x for x in sequences if x.get("context_parallel", "ring") not in rings] or [{}]

@@ -21,6 +21,8 @@ _ARROWS = {
     "attention b s k r h -> queries b s k r h": (1, 1, "queries, by heads"),
     "attention b s k h -> keys b s k h": (1, 1, "keys, values"),
     "keys b t -> the next rank": (1, 1, "keys, values go round"),
+    "halo b s -> the next rank": (1, 1, "last positions"),
+    "state b -> the next rank": (2, 1, "state goes on"),
     "queries b s k r h -> attention b s k r h": (2, 2, "result, by positions"),
     "attention b s d +n -> stream b s d": (3, 2, "sum over heads"),
     "stream b s e -> tokens b s e": (3, 3, "routers' choices"),

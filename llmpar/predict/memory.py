@@ -15,7 +15,7 @@ from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dim
 from llmpar.plan.places import LayerLoop, chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
-from llmpar.plan.sequence_order import FEW_KEYS, FEW_QUERIES, FEW_TILES, tile_length
+from llmpar.plan.sequence_order import CHUNK, CHUNKS, FEW_KEYS, FEW_QUERIES, FEW_TILES, tile_length
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
 
 PART_NAMES = {
@@ -548,6 +548,20 @@ def _slots(plan: Resolved, experts: Any, tokens: int) -> int:
     return ranks * experts.slots(tokens, 1, ranks) + to_nodes
 
 
+def _of_state(plan: Resolved, config: ModelConfig, tokens: int, length: int) -> tuple[int, ...]:
+    """Count a gated delta net's convolved numbers of all tokens, ``length`` positions of each row; and bytes
+    of float32 that it keeps besides and that it works with: copies of these numbers, and matrices of
+    positions times positions. The counts are of XLA for CPUs. Of GPUs and TPUs no program is recorded: they
+    are assumed to fuse five copies."""
+    convs = [row for path, row in config.block_weights().items() if path.endswith("_conv")]
+    numbers = tokens * sum(math.prod(row.shape[:-1]) for row in convs) // plan.mesh.tp
+    at_once = tokens * min(length, CHUNK * CHUNKS) // max(length, 1)
+    squares = at_once * config.num_heads * min(length, CHUNK) // plan.mesh.tp * bool(convs)
+    fused = 1 if plan.platform == "cpu" else 5
+    kept, work = 8 * numbers, 45 * numbers + 40 * squares
+    return numbers, FLOAT32 * kept // fused, FLOAT32 * work // fused
+
+
 def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
     """Count the bytes of a block of one kind (`_block`)."""
     tp, tpu = plan.mesh.tp, plan.platform == "tpu"
@@ -556,7 +570,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     mixed = tokens if config.mixer != "none" else 0
     queries = mixed * config.head_width * config.num_heads * item // tp
     keys = mixed * config.head_width * max(config.num_kv_heads // tp, 1) * item
-    gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
+    numbers, of_state, work_of_state = _of_state(plan, config, tokens, seq_len // plan.mesh.sp)
     ffn = hidden = tokens * config.ffn_width * item // tp
     shared = ffn * (config.experts.num_shared if config.experts else 0)
     # what a feed-forward reads, or is sent to experts
@@ -606,6 +620,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         + 3 * stream
         + 2 * queries
         + 2 * keys
+        + work_of_state
         + _exchanged(plan, 2 * keys // item, item)
         + (max(parts) if tpu or not (enters or falls) else sum(parts) + 2 * whole)
     )
@@ -626,14 +641,16 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         "feed-forward": ((5 if stacks else 2) + falls) * in_pieces * keeps + of_experts + copied,
         "norms in float32": (2 + behind) * stream * FLOAT32 // item * stacks,
         "stream": (2 + behind) * stream + attends * whole + enters * entering,
-        "queries and attention's result": (2 + leaves + normed) * queries,
-        "keys and values": 2 * (keys + gathered) + normed * keys,
+        "queries and attention's result": (2 + leaves + normed) * queries + of_state,
+        # of other ranks too, where they are gathered
+        "keys and values": 2 * keys * (plan.mesh.sp if plan.context_parallel == "gather" else 1)
+        + normed * keys,
         "attention's softmax": squares,
     }
     # Of matmuls and of attention.
     results = {
         "stream": 2 * stream,
-        "queries and attention's result": 2 * queries,
+        "queries and attention's result": 2 * queries + numbers * item,
         "keys and values": 2 * keys,
     }
     saves = {

@@ -309,7 +309,7 @@ def step_traffic(
             else:
                 _ids(values, own)
         if plan.mesh.sp > 1 and block.state_size:
-            _states(values, block.state_size, own)
+            _states(values, block, own)
     if plan.pipeline:
         _stages(values, config, plan.pipeline)
     if config.experts:
@@ -454,7 +454,7 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
             gathers = run.matrices
         # F keeps what a barrier joins with values (`Manual.local`)
         apart = plan.pipeline and plan.stage_saves == "residuals" and plan.platform == "cpu"
-        if apart and (routed or path.endswith("experts.bias")):
+        if apart and (routed or path.endswith(("experts.bias", "_conv"))):
             gathers = run.forward
         if routed:
             return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
@@ -757,15 +757,19 @@ def _ids(values: Values, run: Runs) -> None:
     values.carry(ids, (values.b, values.s), 2 * run.attended, itemsize=4)
 
 
-def _states(values: Values, state_size: int, run: Runs) -> None:
-    """Add the hops of a recurrent state, in float32: from each rank of sp to the next, and of its gradient
-    back (Sun et al. 2024, LASP)."""
-    plan, cut = values.plan, values.plan.mesh.tp
-    rows = values.local_size("data b", values.b)
+def _states(values: Values, config: ModelConfig, run: Runs) -> None:
+    """Add the hops of a recurrent state, in float32, from each rank of sp to the next, and of its gradient
+    back (Sun et al. 2024, LASP); and one of the last positions that a short convolution reads."""
+    plan, axes = values.plan, values.plan.mesh.live("sp", "ul")
+    rows, tp = values.local_size("data b", values.b), plan.mesh.tp
+    times = run.forward + run.again + run.backward
     of = Transfer("recurrent states", "state b -> the next rank")
-    message = FLOAT32 * rows * math.ceil(state_size / cut)
-    hops = (plan.mesh.sp - 1) * (run.forward + run.attention + run.backward)
-    values.traffic.add("collective-permute", plan.mesh.live("sp", "ul"), of, message, hops)
+    message = FLOAT32 * rows * math.ceil(config.state_size / tp)
+    values.ring(axes, of, message, (plan.mesh.sp - 1) * times)
+    convs = [row for path, row in config.block_weights().items() if path.endswith("_conv")]
+    numbers = config.positions_before * sum(math.prod(row.shape[:-1]) for row in convs) // tp
+    of = Transfer("positions before a convolution", "halo b s -> the next rank")
+    values.ring(axes, of, values.itemsize * rows * numbers, times * bool(convs))
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

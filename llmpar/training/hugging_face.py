@@ -59,7 +59,7 @@ class _Weight:
     table says so, as we do. Of weights that share a tensor each has a block of it, or every so many-th row.
     """
 
-    def __init__(self, name: str, weight: Weight, layers: Sequence[int], as_ours: bool):
+    def __init__(self, name: str, weight: Weight, layers: Sequence[int], order: str | None):
         region, *self.letters = weight.dims.split()
         self.name, self.shape = name, weight.shape
         self.sizes = dict(zip(self.letters, self.shape, strict=True))
@@ -68,33 +68,33 @@ class _Weight:
         self.numbers = list(itertools.product(*(range(self.sizes[x]) for x in self.stacked)))
         places = [(*(layers[n] for n in numbers[:1]), *numbers[1:]) for numbers in self.numbers]
         self.names = [name.format(*numbers) for numbers in places]
-        if as_ours or region == "vocab":
-            self.groups = [[x] for x in self.own]
+        if order is not None or region == "vocab":
+            self.groups = [[*dims] for dims in (order or " ".join(self.own)).split()]
         elif weight.is_vector:
             self.groups = [self.own]
         else:
             cut = len(self.own) - 1 if self.own[-1] == "d" else 1
             self.groups = [self.own[cut:], self.own[:cut]]
         self.own_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
-        self.share((self,), 0, False)
+        self.share((self,), 0, 1)
 
-    def share(self, parts: Sequence[_Weight], place: int, interleaved: bool) -> None:
-        """Be one of the ``parts`` of each tensor, side by side along the dim of heads or of hidden units, or
-        ``interleaved``."""
+    def share(self, parts: Sequence[_Weight], place: int, num_groups: int) -> None:
+        """Be one of the ``parts`` of each tensor, side by side along the dim of heads or of hidden units, in
+        each of ``num_groups`` groups of rows; 0: in groups of a row of each."""
         axes = [i for i, group in enumerate(self.groups) if {"n", "k", "m"} & {*group}]
         self.axis = axes[0] if axes else 0
         sizes = [part.own_shape[self.axis] for part in parts] if self.own_shape else [1]
-        self.step, self.begin = (
-            len(parts) if interleaved else 1,
-            place if interleaved else sum(sizes[:place]),
-        )
+        num_groups = num_groups or sizes[place]
+        self.rows, self.begin = sizes[place] // num_groups, sum(sizes[:place]) // num_groups
+        self.group_rows = sum(sizes) // num_groups  # of a group, in the tensor
         whole = list(self.own_shape)
         if len(parts) > 1:
             whole[self.axis] = sum(sizes)
         self.their_shape = tuple(whole)
 
     def read(self, tensor: Any, dtype: np.dtype, *bounds: tuple[int, int]) -> np.ndarray:
-        """Return the block within these ``bounds`` of one tensor's dims, which are in our order."""
+        """Return the block within these ``bounds`` of one tensor's dims, which are in our order. Of rows in
+        several groups all rows of these groups are read."""
         cut = {x: slice(*s) for x, s in zip(self.own, bounds, strict=True)}
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
@@ -102,13 +102,27 @@ class _Weight:
             region.append((cut[first].start * width, cut[first].stop * width))
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
-        start, stop = (self.step * end for end in region[self.axis])
-        begin, row = (0, self.begin) if self.step > 1 else (self.begin, 0)
-        region[self.axis] = start + begin, stop + begin
-        piece = tensor[tuple(slice(*ends) for ends in region)]
-        rows = [slice(None)] * self.axis + [slice(row, None, self.step)]
-        piece = piece[tuple(rows)].reshape(parts)[tuple(inner)]
+        if self.group_rows == self.rows:
+            piece = tensor[tuple(slice(*ends) for ends in region)]
+        else:
+            piece = self._read_groups(tensor, region)
+        piece = piece.reshape(parts)[tuple(inner)]
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
+
+    def _read_groups(self, tensor: Any, region: list[tuple[int, int]]) -> np.ndarray:
+        """Return a region of this weight's own rows and columns from a tensor that it shares."""
+        at, (start, stop) = self.axis, region[self.axis]
+        first, last = start // self.rows, (stop - 1) // self.rows
+        shift = first * (self.group_rows - self.rows) + self.begin
+        of_groups = first * self.group_rows, (last + 1) * self.group_rows
+        rows = (start + shift, stop + shift) if first == last else of_groups
+        piece = tensor[tuple(slice(*ends) for ends in [*region[:at], rows, *region[at + 1 :]])]
+        if first == last:
+            return piece
+        groups = np.moveaxis(piece, at, 0)
+        groups = groups.reshape(-1, self.group_rows, *groups.shape[1:])
+        own = groups[:, self.begin : self.begin + self.rows].reshape(-1, *groups.shape[2:])
+        return np.moveaxis(own[start - first * self.rows :][: stop - start], 0, at)
 
     def place(
         self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype
@@ -194,22 +208,25 @@ def _weights(config: ModelConfig) -> dict[str, _Weight]:
     for path, weight in base.weights().items():
         kind = kind_of(path)
         layers = [i for i, k in enumerate(base.layer_kinds) if k == max(kind, 0)]
-        name, as_ours = _name(path.replace(f"blocks.{kind}.", "blocks."), run["tensors"])
-        weights[path] = _Weight(name, weight, layers, as_ours)
+        name, order = _name(path.replace(f"blocks.{kind}.", "blocks."), run["tensors"])
+        weights[path] = _Weight(name, weight, layers, order)
+    groups = {name: file[key] for name, key in run["groups"].items() if file}
     for parts in _groups(weights).values():
         for place, path in enumerate(parts):
-            weights[path].share([weights[x] for x in parts], place, run.get("interleaved", False))
+            num = groups.get(weights[path].name, 0 if run.get("interleaved") else 1)
+            weights[path].share([weights[x] for x in parts], place, num)
     return weights
 
 
-def _name(path: str, theirs: dict[str, Any]) -> tuple[str, bool]:
-    """Return the name of a weight in a family's files, and whether it is laid out there as here."""
-    name = theirs.get(path, TENSOR_NAMES.get(path))
-    as_ours = isinstance(name, list)
-    name = name[0] if as_ours else name
+def _name(path: str, theirs: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the name of a weight in a family's files, and the order of its dims there: "" that of ours, None
+    theirs of matrices and vectors."""
+    name, order = theirs.get(path, TENSOR_NAMES.get(path)), None
+    if isinstance(name, list):
+        name, order = [*name, ""][:2]
     for ours, other in theirs.items():
         name = name if ours.startswith("blocks.") else name.replace(ours, other)
-    return name, as_ours
+    return name, order
 
 
 def _groups(weights: dict[str, _Weight]) -> dict[tuple[str, ...], list[str]]:
@@ -227,11 +244,13 @@ def tensors_of(
     for names, paths in _groups(weights).items():
         own = (weights[path].write(get(path), dtype) for path in paths)
         for name, parts in zip(names, zip(*own, strict=True), strict=True):
-            first = weights[paths[0]]
-            if first.step > 1:
-                yield name, np.stack(parts, first.axis + 1).reshape(first.their_shape)
-            else:
-                yield name, np.concatenate(parts, first.axis) if len(parts) > 1 else parts[0]
+            first, at = weights[paths[0]], weights[paths[0]].axis
+            apart = [
+                part.reshape(*part.shape[:at], -1, weights[path].rows, *part.shape[at + 1 :])
+                for path, part in zip(paths, parts, strict=True)
+            ]
+            joined = np.concatenate(apart, at + 1) if len(apart) > 1 else apart[0]
+            yield name, joined.reshape(first.their_shape)
 
 
 def from_state_dict(
@@ -256,14 +275,14 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Refuse missing, unexpected, misshapen and quantized tensors by name.
 
     Two redundant ones may be there: ``rotary_emb.inv_freq`` of old files (computed here), and a tied model's
-    output head (if it equals the embedding).
+    output head (if it equals the embedding). So may layers that predict further tokens, ``mtp``.
     """
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
     extra = {
         name
         for name in tensors.keys() - expected.keys()
-        if not name.endswith(".rotary_emb.inv_freq")
+        if not name.endswith(".rotary_emb.inv_freq") and not name.startswith("mtp.")
     }
     if config.described and '"num_nextn_predict_layers"' in config.described.file:
         later = f"model.layers.{config.num_layers}."

@@ -1,0 +1,111 @@
+"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart, and what
+does not run is refused. Plans are in plans_once.txt and test_family_plans.py."""
+
+import dataclasses
+import json
+import re
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from parity import BATCH, SEQ, batch, exact, family, logits_of, solo, weights
+from test_hf import fixture, from_tensors
+
+from llmpar.model import gated_delta
+from llmpar.plan import checks
+from llmpar.plan.plan import Plan
+from llmpar.plan.presets import described_model, preset
+from llmpar.plan.serving import serving_plan
+from llmpar.training import hugging_face as hf
+
+CONFIG = family("qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def several_chunks():
+    """Rows of 16 positions in chunks of 5: the last one is filled, and documents end inside of one."""
+    logits_of.cache_clear()
+    with mock.patch.object(gated_delta, "CHUNK", 5):
+        yield logits_of(CONFIG)
+    logits_of.cache_clear()
+
+
+def test_gradients_through_chunks_are_those_of_the_recurrence():
+    named = dataclasses.replace(CONFIG, name="in chunks")  # another key of the caches
+    with mock.patch.object(gated_delta, "CHUNK", 5):
+        grads = flatten_dict(solo(named)[1], sep=".")
+    for path, want in exact(CONFIG).items():
+        assert np.abs(grads[path] - want).max() <= 1e-4 * np.abs(want).max(), path
+
+
+def test_a_document_is_what_it_is_alone(several_chunks):
+    data = batch()
+    packed = np.asarray(several_chunks(weights(CONFIG), data))
+    first = data["segments"] == data["segments"][:, :1]
+    other = data | {"tokens": np.where(first, (data["tokens"] + 1) % 256, data["tokens"])}
+    change = np.abs(np.asarray(several_chunks(weights(CONFIG), other)) - packed).max(-1)
+    # what was forgotten by a token is read from sums over the chunk
+    assert change[first].max() > 0.01 and change[~first].max() < 1e-5
+
+
+def test_documents_that_are_not_one_after_the_other_give_nan(several_chunks):
+    data = batch()
+    back = data["segments"].copy()
+    back[3, -1] = back[3, 0]
+    broken = np.isnan(several_chunks(weights(CONFIG), data | {"segments": back}))
+    assert broken[3].all() and not np.delete(broken, 3, 0).any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_the_inverse_is_one(size):
+    """Also where tokens repeat: then sums of powers of the matrix, which give its inverse too, cancel."""
+    below = np.tril(np.ones((2, size, size), np.float32), -1)
+    below[1] *= np.random.default_rng(0).normal(0, 0.3, (size, size))
+    product = (np.eye(size) + below) @ np.asarray(jax.jit(gated_delta.inverse_of)(below), np.float64)
+    assert np.abs(product - np.eye(size)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "mesh, fields, why",
+    [
+        ("sp=2", {}, "sequence_order='zigzag' does not run with a recurrent state.*use sequence_order='cont"),
+        ("fsdp=2", {"mode": "explicit"}, "mode='explicit' does not run with a recurrent state.*'manual'"),
+    ],
+)
+def test_plans_that_do_not_run_say_what_does(mesh, fields, why):
+    plan = Plan(mesh, **fields).resolve(CONFIG, "cpu", BATCH, SEQ)
+    assert re.search(why, checks.why_not_run(plan))
+
+
+def test_sizes_that_cannot_be_cut_are_refused_with_those_that_can():
+    with pytest.raises(ValueError, match="sp = 8 leaves a rank 2 positions of 16.* reads 3.*use sp = 4"):
+        Plan("sp=8", sequence_order="contiguous").resolve(CONFIG, "cpu", BATCH, SEQ)
+    with pytest.raises(ValueError, match="heads of keys 2 is not a multiple of tp = 4"):
+        Plan("tp=4").resolve(CONFIG, "cpu", BATCH, SEQ)
+    raw = json.loads(CONFIG.described.file) | {"linear_num_value_heads": 3}
+    config = described_model("m", raw)
+    assert not config.runs and "is no multiple of linear_num_key_heads" in config.why_planned
+    with pytest.raises(ValueError, match="layers whose caches differ"):
+        serving_plan(Plan("tp=2"), CONFIG, 2, 16)
+
+
+def test_a_device_reads_its_part_of_tensors_that_weights_share():
+    """Heads of queries and of their gates, or of keys and of values, lie in groups of rows."""
+    config, tensors, *_ = fixture("qwen3_next")
+    params = flatten_dict(from_tensors(tensors, config), sep=".")
+    for path, weight in hf._weights(config).items():
+        own = params[path][(0,) * len(weight.stacked)]
+        for dim, size in enumerate(own.shape):
+            ends = [(0, n) for n in own.shape]
+            ends[dim] = size // 2, size
+            part = weight.read(tensors[weight.names[0]], np.dtype("float32"), *ends)
+            assert np.array_equal(part, own[tuple(slice(*x) for x in ends)]), path
+
+
+def test_the_preset_runs_and_has_the_published_size():
+    config = preset("qwen3-next-80b-a3b").must_run()
+    assert (config.num_params, config.period) == (79_674_391_296, (0, 0, 0, 1))
+    plan = Plan("fsdp=8 tp=8").resolve(config, None, 16, 8192)  # ranks of tp have copies of two KV heads
+    assert not checks.why_not_run(plan) and plan.mesh.kv == 4
