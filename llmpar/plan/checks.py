@@ -239,17 +239,22 @@ def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
     latent = any(block.has_latent_attention for _, block in config.blocks)
-    what = "latent attention" if latent else "experts in layers of several kinds"
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
         (
-            plan.mode == "explicit" and (latent or config.kinds and config.experts),
-            f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'",
+            plan.mode == "explicit" and latent and plan.mesh.tp * plan.mesh.sp > 1,
+            "mode='explicit' does not run with latent attention and tp or sp: JAX has no type for gradients"
+            " of what heads share; use mode='manual'",
         ),
         (
-            latent and plan.mesh.sp > 1 and method != "gather",
-            f"context_parallel='{method}' does not run with latent attention: ranks of sp"
-            " exchange latents; use context_parallel='gather'",
+            plan.mode == "explicit" and not latent and config.kinds and config.experts,
+            "mode='explicit' does not run with experts in layers of several kinds: JAX has no type for it;"
+            " use mode='manual'",
+        ),
+        (
+            latent and plan.mesh.sp > 1 and method in ("ulysses", "usp"),
+            f"context_parallel='{method}' does not run with latent attention: ranks of sp exchange heads for"
+            " positions, and a latent has none; use context_parallel='ring' or 'gather'",
         ),
         (
             latent and plan.tp_comm_overlap,
