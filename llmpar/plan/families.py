@@ -216,7 +216,7 @@ def read_family(
     usual = str(int("experts" in family["ffns"]))
     family = {"sparse": usual} | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
-    entries = unsaid | raw  # null is none, and no entry that a file may leave out
+    entries = unsaid | _own_keys(raw)  # null is none, and no entry that a file may leave out
     file = {key: value for key, value in entries.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
@@ -248,6 +248,17 @@ def read_family(
         return main
     lead, period = repeated(tuple(order))
     return main | {"kinds": kinds, "lead": lead, "period": period}
+
+
+def _own_keys(file: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's entries by the names that count for its model type, without those that do not."""
+    result = dict(file)
+    for key, names in TABLES["keys"].items():
+        for own, types in names.items():
+            if key in file and file["model_type"] in types.split():
+                del result[key]
+                result |= {own: file[key]} if own != "none" else {}
+    return result
 
 
 def _check_layers(reader: _Reader, family: dict[str, Any], num_layers: int) -> None:
