@@ -237,8 +237,10 @@ def read_family(
     largest = max(counts, key=load)  # with experts, if any has some
     kinds = [kind | model for kind in kinds]
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
-    notes += _further(reader, model, ends, [kinds[kind] for kind in order])
+    further = 0 if reader.get(TABLES["mtp_of_kinds"]) else _optional(reader, TABLES["mtp"]) or 0
+    notes += _further(reader, model, ends, [kinds[kind] for kind in order], further)
     described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
+    described["further"] = further
     if family["runs"]:
         running.check_file(raw, family, _unread(reader, runs=True))
         described["ends"] = running.started(ends, kinds[largest], num_layers)
@@ -307,12 +309,11 @@ def _count(rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 def _further(
-    reader: _Reader, model: dict[str, Any], ends: list[Any], layers: list[dict[str, Any]]
+    reader: _Reader, model: dict[str, Any], ends: list[Any], layers: list[dict[str, Any]], count: int
 ) -> list[str]:
     """Say how large the model is with the layers that predict further tokens (MTP). Such a layer is like the
     last one, and joins a state and a token by a matrix (DeepSeek-V3 2024, section 2.2)."""
-    count = _optional(reader, TABLES["mtp"])
-    if not count or reader.get(TABLES["mtp_of_kinds"]):
+    if not count:
         return []
     width = model["width"]
     table = model["vocab_size"] * width
