@@ -23,14 +23,14 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_731,
+    "plan": 2_734,
     "parallel": 993,
     "kernels": 520,
     "model": 1_022,
     "pipeline": 321,
     "training": 2_557,
     "predict": 2_599,
-    "planner": 1_777,
+    "planner": 1_776,
     "draw": 2_789,
     "inspect": 3_892,
     "explore": 1_578,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_199,
-    "statements": 26_749,
+    "statements of the compact package": 6_202,
+    "statements": 26_752,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

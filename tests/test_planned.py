@@ -223,6 +223,8 @@ def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     assert two["memory"]["params"] - one["memory"]["params"] == pytest.approx(4 * added / 8, rel=1e-3)
     assert two["memory"]["activations"] > one["memory"]["activations"]
     said = [[note for note in x.notes if "(MTP)" in note] for x in (config, more, without)]
+    others = [[note for note in x.notes if "(MTP)" not in note] for x in (config, more)]
+    assert others[0] == others[1]  # of parameters what it holds without them
     assert "are not counted" in said[0][0] and "training here leaves them out" in said[1][0] and not said[2]
 
 

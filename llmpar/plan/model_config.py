@@ -515,7 +515,7 @@ class ModelConfig:
             described,
             num_counted=count,
             ends=(*described.ends, ("further.join", join), ("further.norms.scale", norms)),
-            notes=tuple(x.replace("(MTP) are not counted", counted) for x in described.notes),
+            notes=tuple(x.replace("(MTP) are not counted", counted) for x in self.own_notes),
         )
         layers = self.num_layers + count
         return dataclasses.replace(self, num_layers=layers, described=described)
@@ -537,8 +537,13 @@ class ModelConfig:
     def notes(self) -> list[str]:
         """What a reader of a model's numbers should know, in sentences."""
         alone = f"'{self.name}' is planned, and does not run here: {self.why_planned}"
-        notes = self.described.notes if self.described else ()
-        return [alone] * (not self.runs) + list(notes) + self._active_note()
+        return [alone] * (not self.runs) + self.own_notes
+
+    @property
+    def own_notes(self) -> list[str]:
+        """The notes without whether the model runs; on its parameters without further layers."""
+        notes = list(self.described.notes) if self.described else []
+        return notes if self.num_further else notes + self._active_note()
 
     def _active_note(self) -> list[str]:
         """Return the active parameters as most makers give them, without an embedding of its own."""
