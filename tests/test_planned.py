@@ -202,7 +202,9 @@ def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     """One of them adds a layer like the last, a join of twice the width, three norms, and a second use of the
     embedding and of the head. The model itself does not change."""
     raw = next(families.text_part(case["config"]) for case in PUBLISHED if name in case["names"])
-    bare = {key: x for key, x in raw.items() if key not in ("num_nextn_predict_layers", "mtp_num_hidden_layers")}
+    bare = {
+        key: x for key, x in raw.items() if key not in ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    }
     config, without = described_model(name, raw), described_model(name, bare)
     assert without.with_further() is without and config.num_params == without.num_params
     more, last, d = config.with_further(), config.blocks[config.layer_kinds[-1]][1], config.width

@@ -555,7 +555,6 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
     hop in place of K and V: b t c elements. A hop may run while a rank attends to its keys. The backward pass
     needs q, k, v, ids, out and lse."""
 
-
     def attend_and_hop(carry, hops):
         block, partials = carry
         kv = ring.keys_of(block, v)

@@ -309,7 +309,11 @@ def _count(rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 def _further(
-    reader: _Reader, model: dict[str, Any], ends: list[Any], layers: list[dict[str, Any]], count: int
+    reader: _Reader,
+    model: dict[str, Any],
+    ends: list[Any],
+    layers: list[dict[str, Any]],
+    count: int,
 ) -> list[str]:
     """Say how large the model is with the layers that predict further tokens (MTP). Such a layer is like the
     last one, and joins a state and a token by a matrix (DeepSeek-V3 2024, section 2.2)."""
