@@ -66,7 +66,7 @@ ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
 adapters, orders that other tables of the same executor stand for."""
 AT_NIGHT = {ONCE[1], ONCE[3], ONCE[-1]}
 """A kernel, rounding and adapters once more, with stages, experts, and experts (tests/nightly.md)."""
-FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp"
+FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp", "deepseek_v3 fsdp"
 AT_NIGHT |= {line for line in ONCE if line.startswith(FEW)}
 """Families that differ little from another one on the same axes."""
 AT_NIGHT |= {line for line in ONCE if "breadth-first" in line or line.startswith("experts pp")}

@@ -220,3 +220,8 @@ def test_a_key_counts_as_transformers_reads_it():
     mistral = functools.partial(of, model_type="mistral")
     assert mistral().window == 4096 and mistral(sliding_window=None).window is None
     assert of(model_type="gemma2").variant.logit_cap == 30
+
+
+@pytest.mark.parametrize("name, key, parameters", TABLES["keys_of_relatives"], ids=str)
+def test_a_key_of_a_relative_counts_as_the_class_of_the_model_type_has_it(name, key, parameters):
+    assert count(read(CASES[name][0] | key)) == parameters

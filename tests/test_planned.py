@@ -2,24 +2,27 @@
 to one model."""
 
 import dataclasses
+import json
 import math
+import pathlib
 import pickle
 import random
 
 import pytest
 from shared import CASES
 
-from llmpar.plan import checks, places
+from llmpar.plan import checks, families, places
 from llmpar.plan.model_config import ExpertConfig, ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, described_model
 from llmpar.planner import planner
 from llmpar.predict import memory, serving, traffic
 from llmpar.predict.hardware import chip
-from llmpar.predict.time import step_time
+from llmpar.predict.time import HEAD_AND_LOSS, step_time
 from llmpar.predict.workload import Run, of_plan
 
 H100 = chip("h100")
+PUBLISHED = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())["published"]
 PLANNED = [name for name, config in PRESETS.items() if not config.runs]
 MESHES = "dp=2 fsdp=4", "fsdp=2 sp=2 tp=2", "pp=2 fsdp=2 tp=2", "pp=4 sp=2"
 """Of eight devices."""
@@ -189,6 +192,42 @@ def test_what_heads_share_is_all_that_a_sequence_sends(name, way):
     local = tokens * 576 * 2
     assert message.num_bytes == local * (4 if way == "gather" else 1)
     assert times == (2 if way == "ring" else 1) * 61 * (3 if way == "ring" else 1)
+
+
+FURTHER = ["deepseek-ai--DeepSeek-V3", "Qwen--Qwen3.5-35B-A3B", "XiaomiMiMo--MiMo-7B-Base"]
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
+    """One of them adds a layer like the last, a join of twice the width, three norms, and a second use of the
+    embedding and of the head. The model itself does not change."""
+    raw = next(families.text_part(case["config"]) for case in PUBLISHED if name in case["names"])
+    bare = {
+        key: x for key, x in raw.items() if key not in ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    }
+    config, without = described_model(name, raw), described_model(name, bare)
+    assert without.with_further() is without and config.num_params == without.num_params
+    more, last, d = config.with_further(), config.blocks[config.layer_kinds[-1]][1], config.width
+    assert more.with_further() is more and more.layer_kinds[: config.num_layers] == config.layer_kinds
+    new = [more.blocks[kind][1].block_weights() for kind in more.layer_kinds[config.num_layers :]]
+    assert new == [last.block_weights()]
+    added = last.params_of_a_layer + 2 * d * d + 3 * d
+    assert more.num_params - config.num_params == added
+    rows = [row for row in last.block_weights().values() if not row.is_vector]
+    visited = last.experts.top_k / last.experts.num_experts if last.experts else 0
+    read = sum(math.prod(row.shape) * (visited if row.dims.startswith("experts ") else 1) for row in rows)
+    products = 6 * (read + 2 * d * d + config.vocab_size * d)
+    scores = 6 * last.num_heads * (last.head_width + last.value_width) * 512
+    runs = [Run(x, H100, Plan("fsdp=8").mesh, 512) for x in (config, more)]
+    assert runs[1].flops() - runs[0].flops() == pytest.approx((products + scores) * runs[0].tokens_per_step)
+    one, two = (quantities(x, "fsdp=8") for x in (config, more))
+    assert 2 < two["seconds"][HEAD_AND_LOSS] / one["seconds"][HEAD_AND_LOSS] < 2.5
+    assert two["memory"]["params"] - one["memory"]["params"] == pytest.approx(4 * added / 8, rel=1e-3)
+    assert two["memory"]["activations"] > one["memory"]["activations"]
+    said = [[note for note in x.notes if "(MTP)" in note] for x in (config, more, without)]
+    others = [[note for note in x.notes if "(MTP)" not in note] for x in (config, more)]
+    assert others[0] == others[1]  # of parameters what it holds without them
+    assert "are not counted" in said[0][0] and "training here leaves them out" in said[1][0] and not said[2]
 
 
 def test_a_recurrent_layer_hands_its_state_on_and_has_no_cache():

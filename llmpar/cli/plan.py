@@ -310,7 +310,7 @@ class PlanCommand(Adapters, Output):
     def question(self) -> planner.Question:
         """Return what is asked; refuse options that contradict each other."""
         model, (chip, devices) = self.model + self.adapter_dims, self.machine()
-        config = preset(model)
+        config = preset(model).with_further()
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
         batch_size = self.batch(devices)

@@ -171,7 +171,9 @@ def question_of(state: dict) -> Question:
     own = state["own"].get(state["model"])
     model = from_dict(own) if own else preset(state["model"])
     numbers = state["devices"], state["batch_size"], state["seq_len"]
-    return Question(model, own_machine(state)[1], *numbers, fixed, state["model"], share)
+    return Question(
+        model.with_further(), own_machine(state)[1], *numbers, fixed, state["model"], share
+    )
 
 
 def own_machine(state: dict) -> tuple[hardware.Chip, hardware.Chip]:

@@ -57,6 +57,9 @@ from llmpar.plan.sequence_order import (
 
 Out = Float[Array, "b s k r w"]
 V = Float[Array, "b t k w"]
+# Of latent attention: latents, which all heads share, and the matrix that expands them (`expand_latents`).
+Latents = Float[Array, "b t 1 _"]
+Up = Float[Array, "_ k _"]
 # out in q's dtype, lse in float32
 Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
@@ -91,7 +94,7 @@ class _Ids(TypedDict, total=False):
 
 def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids, and sinks, if
-    the model has any."""
+    the model has any. In a ring `Latents` and `Up` may take the places of k and v."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
@@ -403,23 +406,56 @@ def _no_keys_yet(q, v):
 
 @dataclass(frozen=True)
 class _Ring:
-    """What `ring_forward` and `ring_backward` need besides arrays."""
+    """What `ring_forward` and `ring_backward` need besides arrays. With ``expand`` their k are latents, and
+    their v is the `Up` of these; only latents hop, and a rank expands what it receives."""
 
     axis: str | None  # the mesh axis of the ring; None: one rank
     hop: str  # `Plan.hop`
     hops: int  # how often a block of keys is sent on (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
+    # From latents that hop, and their `Up`, to K and V; None: these hop themselves.
+    expand: Callable | None = None
     # Whether K and V are sent only after dK and dV are computed. It is for flash, whose backward
     # pass has two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other
     # computes dQ, K and V are sent.
     kv_hop_waits: bool = False
 
+    def keys_of(self, block: Any, up: Any) -> tuple[Array, Array]:
+        """Return K and V of a block that hops."""
+        return self.expand(block, up) if self.expand else tuple(block)
+
+    def block_grad(self, block: Any, up: Any, dkv: list[Array]) -> tuple[Any, Array | None]:
+        """Return the gradient of a block that hops from those of its K and V, and of ``up`` if it has one."""
+        if self.expand is None:
+            return tuple(dkv), None
+        kv, pull = jax.vjp(self.expand, block, up)
+        grads = pull(tuple(grad.astype(x.dtype) for grad, x in zip(dkv, kv, strict=True)))
+        return grads[0].astype(jnp.float32), grads[1].astype(jnp.float32)
+
+
+def expand_latents(
+    latents: Array, up: Up, *, width: int, padded: bool = False
+) -> tuple[Array, Array]:
+    """Return K and V of each head, whose axis is 2, from latents with one head, and their rotary key behind
+    (`llama.LatentAttention`). K has the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
+    latents, shared = jnp.split(latents, [len(up)], -1)
+    kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latents.squeeze(2), up), -2, 2)
+    plain = width - shared.shape[-1]
+    shared = jnp.broadcast_to(shared, (*kv.shape[:-1], shared.shape[-1]))
+    k, v = jnp.concatenate([kv[..., :plain], shared], -1), kv[..., plain:]
+    return k, padded_to(v, width) if padded else v
+
+
+def padded_to(x: Array, width: int) -> Array:
+    """Return ``x`` with zeros behind its last dim, to a width."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, max(0, width - x.shape[-1]))])
+
 
 def ring_attention(
     q: Q,
-    k: KV,
-    v: V,
+    k: KV | Latents,
+    v: V | Up,
     *,
     axis: str | None = None,
     tile: int | None = None,
@@ -434,6 +470,7 @@ def ring_attention(
     and the result is that of `full`, in memory linear in the sequence.
 
     Args:
+        k, v: or latents, and what expands them (`expand_latents`).
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order. It is not
@@ -457,12 +494,14 @@ def ring_attention(
     over_pairs = partial(_over_pairs, mask=mask, pairs=pairs, branch=branch)
     settings = dict(over_pairs=over_pairs, scale=scale, cap=mask.cap)
     attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
-    ring = _Ring(axis, hop, hops, attend, attend_grad)
+    expand = partial(expand_latents, width=q.shape[-1]) if v.ndim == 3 else None
+    ring = _Ring(axis, hop, hops, attend, attend_grad, expand)
     # cut:      b (i c) … h -> i b … c h
     # cut_ids:  _ 2 (i c) -> i _ 2 c, and for the keys of all ranks n _ 2 (j d) -> n j _ 2 d
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-    arrays = cut(q, c), cut(k, d), cut(v, d), cut_ids(q_ids, c), cut_ids(k_ids, d)
+    values = v if expand else cut(v, d)
+    arrays = cut(q, c), cut(k, d), values, cut_ids(q_ids, c), cut_ids(k_ids, d)
     out, lse = ring_forward(ring, *vary_alike(arrays))
     out, lse = jnp.moveaxis(out, (0, -2), (1, 2)), jnp.moveaxis(lse, (0, -1), (1, 2))
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
@@ -470,8 +509,8 @@ def ring_attention(
 
 def flash_attention(
     q: Q,
-    k: KV,
-    v: V,
+    k: KV | Latents,
+    v: V | Up,
     *,
     platform: str,
     axis: str | None = None,
@@ -485,14 +524,19 @@ def flash_attention(
     q_ids, k_ids = ids_of(mask, axis, k.shape[1], **ids)
     hops, scale = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1] ** -0.5
     # the kernels need values as wide as keys: pad narrower ones
-    narrow, width = v.shape[-1], k.shape[-1]
-    v = jnp.pad(v, [(0, 0)] * 3 + [(0, width - narrow)]) if narrow < width else v
+    width, expand = q.shape[-1], None
+    narrow = v.shape[-1]
+    if v.ndim == 3:
+        expand = partial(expand_latents, width=width, padded=True)
+        narrow -= width + len(v) - k.shape[-1]
+    else:
+        v = padded_to(v, width)
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=scale, platform=platform, launch=launches[platform])
     forward, backward = (
         partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
     )
-    ring = _Ring(axis, hop, hops, forward, backward, kv_hop_waits=True)
+    ring = _Ring(axis, hop, hops, forward, backward, expand, kv_hop_waits=True)
     out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
     return (out[..., :narrow] if narrow < width else out), lse
 
@@ -508,27 +552,29 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
         merge attention to the keys into out, lse
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
-    dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many
-    zeros to each further rank). A hop
-    may run while a rank attends to its keys. The backward pass needs q, k, v, ids, out and lse."""
+    dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many zeros to each
+    further rank). Latents hop in place of K and V: b t c elements. A hop may run while a rank attends to its
+    keys. The backward pass needs q, k, v, ids, out and lse."""
 
     def attend_and_hop(carry, hops):
-        kv, partials = carry
+        block, partials = carry
+        kv = ring.keys_of(block, v)
         partials = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), partials)
-        return (_hop(ring, kv), partials), None
+        return (_hop(ring, block), partials), None
 
-    carry: Any = (k, v), None
-    if ring.hops:  # K and V in one array hop as one message
-        start = jnp.stack((k, v)), _no_keys_yet(q, v)
-        carry, _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
-    kv, partials = carry
+    block, partials = (k if ring.expand else (k, v)), None
+    if ring.hops:
+        start = _message(block), _no_keys_yet(q, ring.keys_of(block, v)[1])
+        (block, partials), _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
+    kv = ring.keys_of(block, v)
     out, lse = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, ring.hops)), partials)
     return out.astype(q.dtype), lse
 
 
 def _ring_forward_saving(ring, q, k, v, q_ids, k_ids):
     """Run `ring_forward`, and name what `ring_backward` reads for remat policies."""
-    q, k, v = (checkpoint_name(x, IN) for x in (q, k, v))
+    q, k = checkpoint_name(q, IN), checkpoint_name(k, IN)
+    v = v if ring.expand else checkpoint_name(v, IN)
     out, lse = ring_forward(ring, q, k, v, q_ids, k_ids)
     out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
     return (out, lse), (q, k, v, q_ids, k_ids, out, lse)
@@ -548,39 +594,47 @@ def ring_backward(ring, saved, grads):
     returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
     n - hops ranks on. So the sum makes ``hops`` hops, too, each of 2 b t k h float32 elements."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
-    dq, dkv = None, None
+    dq, sums = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # For a query that saw no key any finite lse will do: `attend_tile_grad` masks its weights to 0.
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
-        """Add what these keys, after ``hops`` hops, contribute to dq, and to dkv: the dK and dV of these
-        keys, summed over the ranks that they visited. dkv is received one hop behind the keys; it is None at
-        the first rank, which starts it."""
-        kv, dq, dkv = carry
-        dkv = None if dkv is None else _hop(ring, dkv)
-        dq, *dkv_part = ring.attend_grad(
-            q, *kv, q_ids, at(k_ids, _owner(ring, hops)), per_query, dq
-        )
+        """Add what these keys, after ``hops`` hops, contribute to dq, and to the gradient of their block,
+        summed over the ranks that they visited. That sum is received one hop behind the keys; sums are None
+        at the first rank, which starts it. The gradient of what expands latents stays on its rank."""
+        block, dq, sums = carry
+        if sums is not None:
+            sums = _hop(ring, sums[0]), sums[1]
+        kv = ring.keys_of(block, v)
+        dq, *dkv = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), per_query, dq)
         if ring.kv_hop_waits:
-            kv, dkv_part = lax.optimization_barrier((kv, dkv_part))
+            block, dkv = lax.optimization_barrier((block, dkv))
+        grad, up_grad = ring.block_grad(block, v, dkv)
+        parts = _message(grad), up_grad
         if not last:
-            kv = _hop(ring, kv)
-        return (kv, dq, jnp.stack(dkv_part) if dkv is None else dkv + jnp.stack(dkv_part)), None
+            block = _hop(ring, block)
+        return (block, dq, jax.tree.map(jnp.add, sums, parts) if sums else parts), None
 
+    block = k if ring.expand else (k, v)
     if ring.hops:
         # `after` delays this hop until delta is computed, so until the forward ring has ended. Else it may
         # run at the same time as a hop of that ring, and simulated devices confuse two permutes of one shape,
         # one of them in a loop: wrong numbers or a deadlock in half of the runs (JAX 0.10.2).
-        kv = _hop(ring, after(delta, jnp.stack((k, v))))
-        carry, _ = add_and_hop((kv, _zeros(q), None), 1, last=ring.hops == 1)
+        first = _hop(ring, after(delta, _message(block)))
+        carry, _ = add_and_hop((first, _zeros(q), None), 1, last=ring.hops == 1)
         if ring.hops > 1:
             carry, _ = lax.scan(add_and_hop, carry, jnp.arange(2, ring.hops))
             carry, _ = add_and_hop(carry, ring.hops, last=True)
-        _, dq, dkv = carry
-    dq, dk, dv = ring.attend_grad(q, k, v, q_ids, at(k_ids, _owner(ring, 0)), per_query, dq)
+        _, dq, sums = carry
+    kv = ring.keys_of(block, v)
+    dq, *dkv = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, 0)), per_query, dq)
+    grad, up_grad = ring.block_grad(block, v, dkv)
     if ring.hops:
-        dk, dv = _hop(ring, dkv, len(k_ids) - ring.hops) + jnp.stack((dk, dv))
+        grad = _hop(ring, sums[0], len(k_ids) - ring.hops) + _message(grad)
+    if up_grad is not None and sums:
+        up_grad += sums[1]
+    dk, dv = (grad, up_grad) if ring.expand else grad
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
@@ -590,6 +644,11 @@ ring_forward.defvjp(_ring_forward_saving, ring_backward)
 def _owner(ring, hops):
     """Return the rank whose keys this rank has after ``hops`` hops."""
     return (lax.axis_index(ring.axis) - hops) % lax.axis_size(ring.axis) if ring.axis else 0
+
+
+def _message(block):
+    """Return a block in one array: K and V hop as one message."""
+    return jnp.stack(block) if isinstance(block, tuple) else block
 
 
 def _hop(ring, arrays, by=1):

@@ -247,13 +247,17 @@ class LatentAttention(Attention):
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
         has one letter a dim."""
-        width, num_latent = self.config.value_width, self.kv_norm.size
+        width, num_latent, mask = self.config.value_width, self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
+        if par.axes("keys s"):  # a ring, which expands what each rank receives
+            (up,) = used_weights(self, par, "kv_up")
+            args = q[..., None, :], latent[:, :, None], up, ids, mask, par
+            return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         shared_btr = latent[..., None, num_latent:]
         shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], shared_btr.shape[-1]))
         k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
-        y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, self.config.mask, par)
+        y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, mask, par)
         return y[..., 0, :]
 
 
@@ -287,16 +291,18 @@ class GatedDelta(Attention):
 
 def attend(
     q: Float[Array, "b s k r h"],
-    k: Float[Array, "b t _ h"],
-    v: Float[Array, "b t _ w"],
+    k: Float[Array, "b t _ h"] | attention.Latents,
+    v: Float[Array, "b t _ w"] | attention.Up,
     ids: tuple[Array, ...],
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
+    layouts: tuple[str, str] = ("keys b s k h",) * 2,
 ) -> Float[Array, "b s k r w"]:
     """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
     region ``keys`` already, in which a device may have fewer KV heads, ``_``, than ``q`` before its move.
-    ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss).
+    ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss). ``layouts`` are those of
+    ``k`` and ``v``: of latent attention in a ring these are latents, and what expands them.
 
     `Plan.context_parallel` decides how the regions queries and keys are cut, and so what arrows to these
     regions move (the caller has moved the keys):
@@ -309,12 +315,12 @@ def attend(
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     # layouts write s, not t, for the positions of keys
-    q_layout, k_layout, args = "queries b s k r h", "keys b s k h", (q, k, v, *ids)
-    layouts = [q_layout, k_layout, k_layout, "queries b s", "queries b s", "ids b s", "ids b s"]
+    q_layout, args = "queries b s k r h", (q, k, v, *ids)
+    given = [q_layout, *layouts, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
-        layouts.append("queries k r")
+        given.append("queries k r")
         args += (par.move(sinks, "attention k r -> queries k r"),)
-    y = par.local(attention.choose_attention(par, mask), layouts, q_layout)(*args)
+    y = par.local(attention.choose_attention(par, mask), given, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 

@@ -248,19 +248,27 @@ def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
     latent = any(block.has_latent_attention for _, block in config.blocks)
-    names = {"a recurrent state": config.has_states, "latent attention": latent}
-    what = next((name for name in names if names[name]), "experts in layers of several kinds")
+    explicit = plan.mode == "explicit"
     rows = [
         (not config.runs, f"'{config.name}' is planned alone: {config.why_planned}"),
         (
-            plan.mode == "explicit"
-            and (latent or config.has_states or config.kinds and config.experts),
-            f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'",
+            explicit and config.has_states,
+            "mode='explicit' does not run with a recurrent state: JAX has no type for it; use mode='manual'",
         ),
         (
-            latent and plan.mesh.sp > 1 and method != "gather",
-            f"context_parallel='{method}' does not run with latent attention: ranks of sp"
-            " exchange latents; use context_parallel='gather'",
+            explicit and latent and plan.mesh.tp * plan.mesh.sp > 1,
+            "mode='explicit' does not run with latent attention and tp or sp: JAX has no type for gradients"
+            " of what heads share; use mode='manual'",
+        ),
+        (
+            explicit and not latent and config.kinds and config.experts,
+            "mode='explicit' does not run with experts in layers of several kinds: JAX has no type for it;"
+            " use mode='manual'",
+        ),
+        (
+            latent and plan.mesh.sp > 1 and method in ("ulysses", "usp"),
+            f"context_parallel='{method}' does not run with latent attention: ranks of sp exchange heads for"
+            " positions, and a latent has none; use context_parallel='ring' or 'gather'",
         ),
         (
             plan.hands_on_states and plan.sequence_order != "contiguous",

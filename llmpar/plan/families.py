@@ -216,7 +216,7 @@ def read_family(
     usual = str(int("experts" in family["ffns"]))
     family = {"sparse": usual} | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
-    entries = unsaid | raw  # null is none, and no entry that a file may leave out
+    entries = unsaid | _own_keys(raw)  # null is none, and no entry that a file may leave out
     file = {key: value for key, value in entries.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
@@ -237,8 +237,10 @@ def read_family(
     largest = max(counts, key=load)  # with experts, if any has some
     kinds = [kind | model for kind in kinds]
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
-    notes += _further(reader, model, ends, [kinds[kind] for kind in order])
+    further = 0 if reader.get(TABLES["mtp_of_kinds"]) else _optional(reader, TABLES["mtp"]) or 0
+    notes += _further(reader, model, ends, [kinds[kind] for kind in order], further)
     described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
+    described["further"] = further
     if family["runs"]:
         running.check_file(raw, family, _unread(reader, runs=True))
         described["ends"] = running.started(ends, kinds[largest], num_layers)
@@ -248,6 +250,17 @@ def read_family(
         return main
     lead, period = repeated(tuple(order))
     return main | {"kinds": kinds, "lead": lead, "period": period}
+
+
+def _own_keys(file: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's entries by the names that count for its model type, without those that do not."""
+    result = dict(file)
+    for key, names in TABLES["keys"].items():
+        for own, types in names.items():
+            if key in file and file["model_type"] in types.split():
+                del result[key]
+                result |= {own: file[key]} if own != "none" else {}
+    return result
 
 
 def _check_layers(reader: _Reader, family: dict[str, Any], num_layers: int) -> None:
@@ -296,12 +309,15 @@ def _count(rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 def _further(
-    reader: _Reader, model: dict[str, Any], ends: list[Any], layers: list[dict[str, Any]]
+    reader: _Reader,
+    model: dict[str, Any],
+    ends: list[Any],
+    layers: list[dict[str, Any]],
+    count: int,
 ) -> list[str]:
     """Say how large the model is with the layers that predict further tokens (MTP). Such a layer is like the
     last one, and joins a state and a token by a matrix (DeepSeek-V3 2024, section 2.2)."""
-    count = _optional(reader, TABLES["mtp"])
-    if not count or reader.get(TABLES["mtp_of_kinds"]):
+    if not count:
         return []
     width = model["width"]
     table = model["vocab_size"] * width

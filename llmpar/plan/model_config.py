@@ -265,6 +265,8 @@ class Described(CheckedFields):
         cache_width: the numbers that a token leaves in the cache of a layer, where heads share them (latent
             attention); None: keys and values of each KV head.
         state_size: the numbers that a sequence leaves in a layer instead of a cache.
+        further: the layers that predict further tokens (MTP), by the file.
+        num_counted: those of them that are counted, as the last layers (`ModelConfig.with_further`).
         notes: what a reader of the plan should know, in sentences.
     """
 
@@ -277,6 +279,8 @@ class Described(CheckedFields):
     value_width: Length = None
     cache_width: Length = None
     state_size: Annotated[int, Allowed(int, 0)] = 0
+    further: Count = 0
+    num_counted: Count = 0
     notes: tuple[str, ...] = ()
 
 
@@ -420,7 +424,7 @@ class ModelConfig:
     @property
     def loops(self) -> list[LayerLoop]:
         """The layers as loops over their period."""
-        return loops(self.layer_kinds, len(self.lead), len(self.period))
+        return loops(self.layer_kinds, len(self.lead), len(self.period), self.num_further)
 
     @property
     def mixer(self) -> str:
@@ -489,7 +493,8 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[int, ...]:
         """Of each layer the index of its kind."""
         repeated = itertools.chain(self.lead, itertools.cycle(self.period))
-        return tuple(itertools.islice(repeated, self.num_layers))
+        order = tuple(itertools.islice(repeated, self.num_layers - self.num_further))
+        return order + order[-1:] * self.num_further
 
     @property
     def routed_kinds(self) -> list[int]:
@@ -501,6 +506,39 @@ class ModelConfig:
         """Whether the model's text computes it; else it is planned alone."""
         return self.described is None or self.described.runs
 
+    @property
+    def num_further(self) -> int:
+        """How many of the last layers predict further tokens. Each looks the next tokens up, and computes
+        their logits, by the model's embedding and head."""
+        return self.described.num_counted if self.described else 0
+
+    def with_further(self) -> "ModelConfig":
+        """Return the model with the layers that predict further tokens (MTP), if its file has some, as its
+        last ones. Each is like the last layer, and joins a state and a token by a matrix, with norms of both
+        and of its result (DeepSeek-V3 2024, section 2.2). It is for planning: nothing runs them."""
+        described, d = self.described, self.width
+        if not described or not described.further or described.num_counted:
+            return self
+        count = described.further
+        join = Weight("stream z d t", (count, d, 2 * d), self.init_scale)
+        norms = Weight("stream z t d", (count, 3, d), is_vector=True)
+        counted = "(MTP) are counted in memory, FLOPs and time, and training here leaves them out"
+        described = dataclasses.replace(
+            described,
+            num_counted=count,
+            ends=(*described.ends, ("further.join", join), ("further.norms.scale", norms)),
+            notes=tuple(x.replace("(MTP) are not counted", counted) for x in self.own_notes),
+        )
+        layers = self.num_layers + count
+        return dataclasses.replace(self, num_layers=layers, described=described)
+
+    @property
+    def end_products(self) -> int:
+        """The weights outside of layers that multiply a token: of the head, once more for each layer that
+        predicts further tokens, and of its join."""
+        d, further = self.width, self.num_further
+        return (1 + further) * self.vocab_size * d + further * 2 * d**2
+
     def with_experts(self, **fields: Any) -> "ModelConfig":
         """Return the model with these fields of its experts, in every kind of layers."""
         experts = self.experts and dataclasses.replace(self.experts, **fields)
@@ -511,8 +549,13 @@ class ModelConfig:
     def notes(self) -> list[str]:
         """What a reader of a model's numbers should know, in sentences."""
         alone = f"'{self.name}' is planned, and does not run here: {self.why_planned}"
-        notes = self.described.notes if self.described else ()
-        return [alone] * (not self.runs) + list(notes) + self._active_note()
+        return [alone] * (not self.runs) + self.own_notes
+
+    @property
+    def own_notes(self) -> list[str]:
+        """The notes without whether the model runs; on its parameters without further layers."""
+        notes = list(self.described.notes) if self.described else []
+        return notes if self.num_further else notes + self._active_note()
 
     def _active_note(self) -> list[str]:
         """Return the active parameters as most makers give them, without an embedding of its own."""

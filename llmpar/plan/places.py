@@ -47,10 +47,10 @@ def repeated(order: Kinds) -> tuple[Kinds, Kinds]:
     return min(choices, key=lambda choice: (sum(map(len, choice)), len(choice[0])))
 
 
-def loops(order: Kinds, lead: int, period: int) -> list[LayerLoop]:
-    """Return layers as loops over their period behind so many others. These, and what remains of a period,
-    are loops over equal layers."""
-    times = (len(order) - lead) // period
+def loops(order: Kinds, lead: int, period: int, last: int = 0) -> list[LayerLoop]:
+    """Return layers as loops over their period, behind so many others and before the ``last`` ones. These,
+    and what remains of a period, are loops over equal layers."""
+    times = (len(order) - lead - last) // period
     end = lead + times * period
     alike = lambda kinds: [LayerLoop((k,), len([*group])) for k, group in itertools.groupby(kinds)]
     middle = [LayerLoop(order[lead : lead + period], times)] if times else []

@@ -149,6 +149,7 @@ def _of_own_fields(name: str, raw: dict[str, Any]) -> ModelConfig:
     own = from_dict(fields | more | {"described": None})
     written = own.rope_scaling is None or own.rope_scaling.kind == "llama3"
     plain = written and own.variant == LLAMA and not own.kinds
+    plain = plain and not fields["described"]["further"]
     return own if plain and own.weights() == described.weights() else described
 
 

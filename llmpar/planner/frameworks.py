@@ -30,7 +30,8 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
     shard, pp = sizes["fsdp"] * sizes["ep"], sizes["pp"]
     local = q.batch_size // (sizes["dp"] * shard)
     zero, repeats = plan.zero if shard * sizes["sp"] > 1 else 0, plan.virtual_stages or 1
-    lora, even = q.config.lora, pp > 1 and q.config.num_layers % (pp * repeats) == 0 and m % pp == 0
+    layers, lora = q.config.num_layers - q.config.num_further, q.config.lora
+    even = pp > 1 and layers % (pp * repeats) == 0 and m % pp == 0
     return (
         planner.fields_of(plan)
         | sizes
@@ -51,7 +52,7 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
             "microbatches": m,
             "even_pp": pp if even else None,  # for frameworks that refuse another
             "repeats": repeats if even else None,
-            "stage_layers": q.config.num_layers // (pp * repeats) if even else None,
+            "stage_layers": layers // (pp * repeats) if even else None,
             "pipe_microbatches": m if even else None,
             "accumulated": 1 if pp > 1 else m,
             "device_batch": q.batch_size / q.num_devices / (1 if pp > 1 else m),

@@ -307,10 +307,8 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
     if mesh.fsdp * mesh.ep * mesh.sp > 1:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
     sequences: list[Fields] = [{}]
-    if mesh.sp > 1 and latent:
-        sequences = [{"context_parallel": "gather"}]
-    elif mesh.sp > 1:
-        apart = math.gcd(q.config.exchanged_heads(mesh.tp)[1], mesh.sp)
+    if mesh.sp > 1:
+        apart = 1 if latent else math.gcd(q.config.exchanged_heads(mesh.tp)[1], mesh.sp)
         sequences += [{"context_parallel": "gather"}]
         # balanced in every order, and in this one most tiles are whole or empty
         if apart == mesh.sp:

@@ -285,12 +285,15 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     grad = 0 if config.lora else weights["head used"] * item // FLOAT32
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
+    # the logits of further tokens (MTP) wait, too
+    more = 0 if late or tpu or config.lora else config.num_further * (rounded or logits)
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     # XLA for GPUs reduces short rows of logits by a kernel, and the loss's value reads them after the blocks
     whole_rows = plan.platform == "gpu" and plan.mesh.tp == plan.loss_chunks == 1
     if whole_rows and config.vocab_size <= SHORT_ROW and not config.lora:
         after_loss = logits + rounded
-    loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
+    after_loss += more
+    loss = more + logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     # a loop over pieces adds up the head's gradient in float32, and holds two pieces of logits
     if plan.loss_chunks > 1 and plan.platform == "gpu":
         loss = 2 * logits + head + weights["head used"] * (not config.lora)
@@ -383,7 +386,9 @@ def _stacks(plan: Resolved) -> bool:
 
 def _loops(plan: Resolved) -> tuple[LayerLoop, ...]:
     """Return the runs of layers of the model, or of a chunk."""
-    return chunk_loops(plan.config.layer_kinds, plan.pipeline.cells if plan.pipeline else 1)
+    if plan.pipeline is None:
+        return tuple(plan.config.loops)
+    return chunk_loops(plan.config.layer_kinds, plan.pipeline.cells)
 
 
 def _looped(plan: Resolved) -> list[LayerLoop]:
@@ -667,7 +672,8 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     token and weight that is active for it (the embedding is looked up, not multiplied), 4 where it is frozen,
     and 12·L·n·h·s per token of attention (Chowdhery et al. 2022, appendix B), halved by causality."""
     tokens = batch_size * seq_len
-    multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
+    edge = config.vocab_size * config.width
+    multiplied = config.active_params - edge * (not config.tied) + edge * config.num_further
     multiplied -= sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     constant = multiplied - config.trained_params if config.lora else 0
     attention = 0.0

@@ -370,12 +370,16 @@ class Clock:
         tp = 1 if self.exact else run.mesh.tp
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
         back += matmul * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
+        heads, joins = 1 + c.num_further, [Matmul(run.stream_tokens, 2 * c.width, c.width)]
+        joined = c.num_further * self.matmuls(joins), c.num_further * self.gradients(joins)
+        ahead = {HEAD_AND_LOSS: heads * (matmul + loss) + joined[0]}
+        behind = {HEAD_AND_LOSS: heads * back + joined[1]}
         return {
             "embedding": (
-                Pass({"embedding": moved + reduced}, 6),
-                Pass({"embedding": 2 * moved * (not c.lora)}, 6),
+                Pass({"embedding": heads * (moved + reduced)}, 6),
+                Pass({"embedding": heads * 2 * moved * (not c.lora)}, 6),
             ),
-            "head": (Pass({HEAD_AND_LOSS: matmul + loss}, 12), Pass({HEAD_AND_LOSS: back}, 16)),
+            "head": (Pass(ahead, 12 * heads), Pass(behind, 16 * heads)),
         }
 
     # ------------------------------------------------------------------------------------ weights on links

@@ -235,14 +235,14 @@ def runs(plan: Resolved, seq_len: int, stage: int = 0) -> list[Runs]:
 
 def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) -> Runs:
     """Count how often a stage runs layers of one kind, and what is outside of layers."""
-    m, order = plan.microbatches, plan.pipeline
+    m, order, ends = plan.microbatches, plan.pipeline, 1 + plan.config.num_further
     recomputed, attention = plan.remat != "none", plan.remat == "block"
     keeps = not plan.reshard_after_forward
     if order is None:
         n = num_layers * m
         return Runs(
-            embed=m,
-            loss=m,
+            embed=m * ends,
+            loss=m * ends,
             forward=n,
             again=n * recomputed,
             attention=n * attention,
@@ -257,8 +257,8 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
     layers = [sum(count for loop, count in own if loop.filled[i]) for i in range(order.cells)]
     n = m * sum(layers[i] for i in places.positions(order)[stage])
     cells = order.visits * plan.microbatches
-    ends = [m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1)]
-    every = Runs(embed=ends[0], loss=ends[1], backward=n)
+    embed, loss = (m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1))
+    every = Runs(embed=embed * ends, loss=loss * ends, backward=n)
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * sum(count for loop, count in own if all(loop.filled))
@@ -269,7 +269,7 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
         return replace(every, forward=n, matrices=twice, vectors=twice, attended=attended)
     last = m * layers[-1] * sum(route[-1][0] == stage for route in order.routes)
     forward = 2 * n - last
-    every = replace(every, forward=forward, attended=2 * cells - every.loss)
+    every = replace(every, forward=forward, attended=2 * cells - loss)
     if order.split_backward:  # layer by layer, nothing checkpointed
         return replace(every, matrices=forward, vectors=forward)
     again = n * recomputed

@@ -216,7 +216,7 @@ class Run:
         token, 4 where it is frozen, and attention, of which the causal mask takes nothing away (Chowdhery et
         al. 2022, appendix B)."""
         c, each = self.config, 4.0 if self.config.lora else 6.0
-        per_token = each * c.vocab_size * c.width + (6.0 * c.trained_params if c.lora else 0.0)
+        per_token = each * c.end_products + (6.0 * c.trained_params if c.lora else 0.0)
         for (count, block), s in zip(c.blocks, self.sizes, strict=True):
             experts = block.experts
             visits = experts.top_k / experts.num_experts if experts else 0
