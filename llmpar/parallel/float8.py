@@ -1,0 +1,89 @@
+"""Matmuls in 8 bits (`Plan.matmul_dtype`): both operands are rounded to float8, their products are summed in
+float32.
+
+    y  = e4m3(x) e4m3(w)        forward
+    dx = e5m2(dy) e4m3(w)ᵀ      backward: gradients take the format with more range and one bit less
+    dw = e4m3(x)ᵀ e5m2(dy)
+
+(Micikevicius et al. 2022, sections 3 and 4.) An operand has one scale, from its largest magnitude at this
+moment (*current scaling*). Where a mesh cuts the operand each device takes that of its own part, so nothing
+is sent. Scales are powers of 2, so they move exponents and round nothing: parts with scales of their own are
+rounded as the whole is, but for numbers some 2^15 times smaller than the largest (e4m3).
+
+A dot of float8 arrays is what XLA makes one call of cuBLASLt, or one kernel of Triton, of on GPUs that multiply
+8 bits (since Ada and Hopper), with the scales in it. Arrays that are converted back before the dot would not
+do: XLA leaves both conversions out. Simulated devices convert them inside the dot, which is exact.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from llmpar.parallel.collectives import vary_alike
+
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+"""The formats of values and weights, and of incoming gradients."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8:
+    """A weight, as it is used, that multiplies in float8 (`collective_matmul.matmul` calls it)."""
+
+    w: Array
+
+    def matmul(self, x: Float[Array, "b s *inner"]) -> Array:
+        """Return ``x`` times the weight, in the dtype of ``x``."""
+        # a custom gradient must have the type of its argument, so both vary over the same axes
+        return multiply(*vary_alike((x, self.w)))
+
+
+class Scaled(NamedTuple):
+    """A value in float8, over its scale."""
+
+    values: Array
+    scale: Float[Array, ""]
+
+
+def rounded(x: Array, dtype: Any) -> Scaled:
+    """Round ``x`` to a float8 ``dtype`` with one scale: the least power of 2 by which its largest magnitude is
+    in range."""
+    largest = jnp.abs(x).max().astype(jnp.float32)
+    _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
+    scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126)).astype(x.dtype)
+    return Scaled((x / scale).astype(dtype), scale)
+
+
+def _product(x: Scaled, y: Scaled, of_x: Iterable[int], of_y: Iterable[int]) -> Array:
+    """Multiply, and sum over these dims. The highest precision: Hopper's faster sums have 14 bits (DeepSeek-V3
+    2024, section 3.3.2)."""
+    dims = (tuple(of_x), tuple(of_y)), ((), ())
+    total = lax.dot_general(
+        x.values, y.values, dims, precision="highest", preferred_element_type=x.scale.dtype
+    )
+    return total * (x.scale * y.scale)
+
+
+@jax.custom_vjp
+def multiply(x: Float[Array, "b s *inner"], w: Float[Array, "*weight"]) -> Array:
+    """Return ``x`` times ``w``, which has the dims of ``x`` behind s first. The backward pass rounds both
+    anew, so what is kept for it is what a matmul in their own dtype keeps."""
+    num_inner = x.ndim - 2
+    operands = rounded(x, FORWARD), rounded(w, FORWARD)
+    return _product(*operands, range(2, x.ndim), range(num_inner))
+
+
+def _gradients(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = (rounded(operand, FORWARD) for operand in saved)
+    outer = range(x.values.ndim - 2, w.values.ndim)
+    grad = rounded(dy, BACKWARD)
+    dx = _product(grad, w, range(2, dy.ndim), outer)
+    return dx, _product(x, grad, (0, 1), (0, 1))
+
+
+multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), _gradients)
