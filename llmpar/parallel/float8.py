@@ -10,9 +10,9 @@ moment (*current scaling*). Where a mesh cuts the operand each device takes that
 is sent. Scales are powers of 2, so they move exponents and round nothing: parts with scales of their own are
 rounded as the whole is, but for numbers some 2^15 times smaller than the largest (e4m3).
 
-A dot of float8 arrays is what XLA makes one call of cuBLASLt, or one kernel of Triton, of on GPUs that multiply
-8 bits (since Ada and Hopper), with the scales in it. Arrays that are converted back before the dot would not
-do: XLA leaves both conversions out. Simulated devices convert them inside the dot, which is exact.
+Of a dot of float8 arrays and its scales XLA makes one call of cuBLASLt, or one kernel of Triton, for GPUs
+that multiply 8 bits (Ada, Hopper and later). Operands that are converted back before the dot would not do:
+XLA leaves both conversions out. Simulated devices convert them in the dot, which is exact.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from llmpar.parallel.collectives import vary_alike
 
-FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 """The formats of values and weights, and of incoming gradients."""
 
 
@@ -40,7 +40,7 @@ class Float8:
     def matmul(self, x: Float[Array, "b s *inner"]) -> Array:
         """Return ``x`` times the weight, in the dtype of ``x``."""
         # a custom gradient must have the type of its argument, so both vary over the same axes
-        return multiply(*vary_alike((x, self.w)))
+        return matmul_in_float8(*vary_alike((x, self.w)))
 
 
 class Scaled(NamedTuple):
@@ -50,9 +50,9 @@ class Scaled(NamedTuple):
     scale: Float[Array, ""]
 
 
-def rounded(x: Array, dtype: Any) -> Scaled:
-    """Round ``x`` to a float8 ``dtype`` with one scale: the least power of 2 by which its largest magnitude is
-    in range."""
+def narrowed(x: Array, dtype: Any) -> Scaled:
+    """Round ``x`` to a float8 ``dtype`` with one scale: a power of 2 that brings its largest magnitude into
+    the range of the dtype."""
     largest = jnp.abs(x).max().astype(jnp.float32)
     _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126)).astype(x.dtype)
@@ -60,8 +60,8 @@ def rounded(x: Array, dtype: Any) -> Scaled:
 
 
 def _product(x: Scaled, y: Scaled, of_x: Iterable[int], of_y: Iterable[int]) -> Array:
-    """Multiply, and sum over these dims. The highest precision: Hopper's faster sums have 14 bits (DeepSeek-V3
-    2024, section 3.3.2)."""
+    """Multiply, and sum over these dims. (Below the highest precision Hopper adds up in 14 bits: DeepSeek-V3
+    2024, section 3.3.2.)"""
     dims = (tuple(of_x), tuple(of_y)), ((), ())
     total = lax.dot_general(
         x.values, y.values, dims, precision="highest", preferred_element_type=x.scale.dtype
@@ -70,20 +70,20 @@ def _product(x: Scaled, y: Scaled, of_x: Iterable[int], of_y: Iterable[int]) -> 
 
 
 @jax.custom_vjp
-def multiply(x: Float[Array, "b s *inner"], w: Float[Array, "*weight"]) -> Array:
+def matmul_in_float8(x: Float[Array, "b s *inner"], w: Float[Array, "*weight"]) -> Array:
     """Return ``x`` times ``w``, which has the dims of ``x`` behind s first. The backward pass rounds both
     anew, so what is kept for it is what a matmul in their own dtype keeps."""
     num_inner = x.ndim - 2
-    operands = rounded(x, FORWARD), rounded(w, FORWARD)
+    operands = narrowed(x, E4M3), narrowed(w, E4M3)
     return _product(*operands, range(2, x.ndim), range(num_inner))
 
 
 def _gradients(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, w = (rounded(operand, FORWARD) for operand in saved)
+    x, w = (narrowed(operand, E4M3) for operand in saved)
     outer = range(x.values.ndim - 2, w.values.ndim)
-    grad = rounded(dy, BACKWARD)
+    grad = narrowed(dy, E5M2)
     dx = _product(grad, w, range(2, dy.ndim), outer)
     return dx, _product(x, grad, (0, 1), (0, 1))
 
 
-multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), _gradients)
+matmul_in_float8.defvjp(lambda x, w: (matmul_in_float8(x, w), (x, w)), _gradients)

@@ -18,8 +18,8 @@ AMPERE = 8.0
 """NVIDIA's compute capability since which XLA has Triton. (JAX's own attention needs it, too: older GPUs lack
 the products of 16 bits that it asks for.)"""
 LEAST = {"flash": (AMPERE, "Ampere"), "cudnn": (AMPERE, "Ampere"), "float8": (8.9, "Ada")}
-"""What needs a capability, and which. Tensor cores multiply e4m3 and e5m2 since Ada and Hopper (NVIDIA, CUDA C++
-programming guide, compute capabilities 8.9 and 9.0)."""
+"""What needs a compute capability of NVIDIA's, and which. Tensor cores multiply e4m3 and e5m2 since 8.9
+(CUDA C++ programming guide, tables of compute capabilities)."""
 BLACKWELL = 10.0
 HOPPER = 9.0  # since which cuDNN's attention has heads of up to 256, not 128
 UNSUITED = {

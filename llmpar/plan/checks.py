@@ -458,13 +458,10 @@ def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
         ),
         (
             plan.config.experts,
-            f"{asks} the experts of '{plan.config.name}', whose grouped matmuls have no kernel in 8 bits here;"
+            f"{asks} the experts of '{plan.config.name}': their grouped matmuls have no kernel in 8 bits;"
             " use matmul_dtype='same'",
         ),
-        (
-            plan.config.lora,
-            f"{asks} adapters, whose gradients alone are wanted: use matmul_dtype='same'",
-        ),
+        (plan.config.lora, f"{asks} adapters, which were not tried; use matmul_dtype='same'"),
     ]
     return rows if plan.matmul_dtype != "same" else []
 
