@@ -35,7 +35,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 class Float8:
     """A weight, as it is used, that multiplies in float8 (`collective_matmul.matmul` calls it)."""
 
-    w: Array
+    w: Any
 
     def matmul(self, x: Float[Array, "b s *inner"]) -> Array:
         """Return ``x`` times the weight, in the dtype of ``x``."""
