@@ -23,16 +23,16 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_699,
-    "parallel": 993,
+    "plan": 2_710,
+    "parallel": 1_037,
     "kernels": 520,
-    "model": 973,
+    "model": 974,
     "pipeline": 321,
     "training": 2_557,
-    "predict": 2_590,
+    "predict": 2_599,
     "planner": 1_777,
     "draw": 2_789,
-    "inspect": 3_892,
+    "inspect": 3_897,
     "explore": 1_578,
     "serve": 903,
     "launch": 1_191,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_129,
-    "statements": 26_660,
+    "statements of the compact package": 6_185,
+    "statements": 26_730,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
