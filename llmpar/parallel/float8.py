@@ -28,6 +28,8 @@ from llmpar.parallel.collectives import vary_alike
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 """The formats of values and weights, and of incoming gradients."""
+_EXPONENT, _NEXT = 0x7F80_0000, 0x0080_0000
+"""The bits of a float32's exponent, and one more in them: twice as much."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +55,9 @@ class Scaled(NamedTuple):
 def narrowed(x: Array, dtype: Any) -> Scaled:
     """Round ``x`` to a float8 ``dtype`` with one scale: a power of 2 that brings its largest magnitude into
     the range of the dtype."""
-    largest = jnp.abs(x).max().astype(jnp.float32)
-    _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
-    scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126)).astype(x.dtype)
+    least = jnp.abs(x).max().astype(jnp.float32) / float(jnp.finfo(dtype).max)
+    exponent = lax.bitcast_convert_type(least, jnp.int32) & _EXPONENT
+    scale = lax.bitcast_convert_type(exponent + _NEXT, jnp.float32).astype(x.dtype)
     return Scaled((x / scale).astype(dtype), scale)
 
 
