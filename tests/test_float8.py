@@ -33,8 +33,7 @@ from llmpar.predict.tolerance import tolerance
 from llmpar.predict.traffic import MATMULS, step_traffic
 from llmpar.training.step import Step
 
-FEW, MORE = CASES["float8_plans"][:2], CASES["float8_plans"][2:]
-PLANS = [*FEW, *(pytest.param(line, marks=pytest.mark.long) for line in MORE)]
+PLANS = [pytest.param(x, marks=[pytest.mark.long] * (i > 1)) for i, x in enumerate(CASES["float8_plans"])]
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 EIGHT = Plan(dtype="bfloat16", matmul_dtype="float8")
 
@@ -99,8 +98,8 @@ def test_only_chips_that_multiply_8_bits_take_it_and_its_time_is_theirs():
     run = Question(LLAMA, H100, 1, 8, 8192).run
     times = [step_time(run(plan)).terms[MATMULS] for plan in (Plan(dtype="bfloat16"), EIGHT)]
     assert 1 < times[0] / times[1] < H100.rates.eight_bit, "bytes are read as before"
-    walk = lambda text: roofline.roofline(text, Devices("dp=2 fsdp=8"), H100).terms["products"]
-    text = PRODUCTS.replace("BETWEEN", DOT)
+    text, devices = PRODUCTS.replace("BETWEEN", DOT), Devices("dp=2 fsdp=8")
+    walk = lambda text: roofline.roofline(text, devices, H100).terms["products"]
     faster = walk(text) / walk(text.replace("bf16", "f8e4m3fn"))
     assert faster == pytest.approx(H100.rates.eight_bit, rel=1e-3)
 

@@ -168,7 +168,8 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
 def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]:
     """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
     roundings that come with the cut, which one of them has."""
-    added = [x for x in values if x.by and x.unit in (plan.dtype, "float8")]
+    units = plan.dtype, plan.gather_dtype, plan.matmul_dtype
+    added = [x for x in values if x.by and x.unit in units]
     bend, by = scale * sum(x.spread**2 for x in added) / 4, ",".join(x.by for x in added)
     length = sum(x.length for x in added)
     return [_Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
