@@ -79,14 +79,15 @@ NOT_HERE = {
     "documents": {"whole"},
     "gather_dtype": {"bfloat16", "float8"},
     "reduce_dtype": {"bfloat16"},
+    "matmul_dtype": {"float8"},
     "muon": {"gather", "owner", "layer"},
     "tp_dispatch": {True},
     "expert_copies": {1},
     "ep_node": {2},
 }
-"""What `auto` stands for on CPUs, or only other devices have; dtypes of what travels, which round: they have
-plans of their own in test_wire.py; Muon's layouts, whose plans test_muon.py has; and who sends tokens to
-experts, which is in test_moe.py."""
+"""What `auto` stands for on CPUs, or only other devices have; dtypes of what travels or is multiplied,
+which round: they have plans of their own in test_wire.py and test_float8.py; Muon's layouts, whose plans
+test_muon.py has; and who sends tokens to experts, which is in test_moe.py."""
 
 
 def parse(line: str) -> dict:

@@ -183,7 +183,7 @@ SWEPT |= dict(tp_sequence=(True,), tp_comm_overlap=(True,), reshard_after_forwar
 SWEPT |= dict(tp_dispatch=(True,), expert_copies=(1,), ep_node=(2,))
 SWEPT |= dict(microbatches=(2, 4), loss_chunks=(2,), ffn_chunks=(2,), virtual_stages=(2,), unroll=(0,))
 SWEPT |= dict(schedule=("gpipe", "interleaved", "zb-h1"), attention_block=(4,))
-UNSEEN = {"mode", "attention_kernel", "attention_block", "dispatch", "hop", "sequence_order"}
+UNSEEN = {"mode", "attention_kernel", "attention_block", "dispatch", "hop", "sequence_order", "matmul_dtype"}
 """What changes the program, but nothing of it that a formula counts."""
 
 

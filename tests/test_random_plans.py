@@ -80,6 +80,7 @@ WITH_EXPERTS = [
 WITH_EXPERTS += ["gpt_oss", "llama4_text", "qwen3_next"]
 NOT_DRAWN = {"documents": {"whole"}, "muon": {"gather", "owner", "layer"}}
 NOT_DRAWN |= {"gather_dtype": {"bfloat16", "float8"}, "reduce_dtype": {"bfloat16"}}
+NOT_DRAWN |= {"matmul_dtype": {"same", "float8"}}
 
 
 def values(cls) -> dict[str, list]:

@@ -406,12 +406,11 @@ class _Schedule:
             if flops := call_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
-        # TF32 runs at half the rate of bf16
-        wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0
-        return self.flops(comp, op), self.shares["products"] * wide, "products"
+        faster = self.faster(comp, op) if self.gpu else 1.0
+        return self.flops(comp, op), self.shares["products"] * faster, "products"
 
-    def wide(self, comp: str, op: Instruction) -> bool:
-        """Return whether an operation's matmuls take float32."""
+    def faster(self, comp: str, op: Instruction) -> float:
+        """Return how much faster than in 16 bits a GPU runs an operation's matmuls: TF32 at half the rate."""
         if op.opcode == "fusion":
             body = op.called("calls", "to_apply")[0]
             dots = [
@@ -419,11 +418,14 @@ class _Schedule:
                 for o in self.module.computations[body].values()
                 if o.opcode in ("dot", "convolution")
             ]
-            return any(self.wide(body, o) for o in dots)
+            return min((self.faster(body, o) for o in dots), default=1.0)
         if op.opcode not in ("dot", "custom-call", "convolution") or not op.operands:
-            return False
+            return 1.0
         operand = shapes(self.module.computations[comp][op.operands[0][0]].type)
-        return bool(operand) and operand[0][0] == "f32"
+        dtype = operand[0][0] if operand else ""
+        if dtype.startswith("f8"):
+            return self.chip.rates.eight_bit
+        return 0.5 if dtype == "f32" else 1.0
 
     def traffic(self, comp: str, op: Instruction) -> float:
         """Return the bytes that an operation reads and writes. A fusion reads only the slices that it takes

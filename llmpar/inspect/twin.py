@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from llmpar.inspect.jaxpr import line_within
 from llmpar.parallel import _jax
-from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tree
+from llmpar.predict.tolerance import EIGHT_BITS, FACTOR, ROUNDING, UNIT, tree
 
 _INLINED = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 _INLINED |= {"custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
@@ -463,4 +463,6 @@ def _roundings(step: Equation, ranks: int) -> float:
     inner = sum(len(x.eqns) for x in jax.tree.leaves(step.params) if hasattr(x, "eqns"))
     loops = inner * step.params.get("length", 8)
     length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
-    return UNIT["bfloat16" if "16" in str(after[0].dtype) else "float32"] ** 2 * length
+    dtype = str(after[0].dtype)
+    unit = EIGHT_BITS.get(dtype) or UNIT["bfloat16" if "16" in dtype else "float32"]
+    return unit**2 * length

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from llmpar.parallel.float8 import Float8
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import PROJECTED
 from llmpar.plan.model_config import LoraConfig
@@ -51,12 +52,12 @@ def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path
         part.lora_scale = lora.scale
 
 
-def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted]:
-    """Yield weights of a part as they are used, each with its adapters if it has any."""
+def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted | Float8]:
+    """Yield weights of a part as they are used, each with its adapters if it has any, or in float8."""
     adapters = getattr(part, "lora", {})
     for name in names:
         w: Any = par.weight(getattr(part, name))
         if f"{name}_a" in adapters:
             a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
             w = Adapted(w, a, b, part.lora_scale)
-        yield w
+        yield Float8(w) if par.plan.matmul_dtype == "float8" else w

@@ -18,7 +18,7 @@ from llmpar.parallel.collectives import MOVED, after, barrier, hop, scope
 
 def matmul(x: Array, weight: Any, **sharding: Any) -> Array:
     """Return a value ``b s …`` times a weight: the sum over all dims of ``x`` behind s, which are the
-    weight's first. A weight that is no array multiplies itself (`llmpar.model.lora.Adapted`)."""
+    weight's first. A weight that is no array multiplies itself (`lora.Adapted`, `float8.Float8`)."""
     if isinstance(weight, jax.Array):
         return jnp.tensordot(x, weight, x.ndim - 2, **sharding)
     return weight.matmul(x, **sharding)

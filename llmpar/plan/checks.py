@@ -71,6 +71,7 @@ def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
         _pipelines,
         _adapters,
         _wires,
+        _eight_bits,
         _muon,
     )
     for table in tables:
@@ -467,6 +468,26 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
             )
         )
     return rows
+
+
+def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
+    """Matmuls in float8 where a scale would be sent, or a matmul is no part of it."""
+    asks = f"matmul_dtype='{plan.matmul_dtype}' does not go with"
+    rows: list[Row] = [
+        (
+            plan.mode != "manual",
+            f"{asks} mode='{plan.mode}': XLA would take an operand's largest magnitude over all devices, an"
+            " all-reduce for each operand of each matmul; use mode='manual', in which each device takes that"
+            " of its own part",
+        ),
+        (
+            plan.config.experts,
+            f"{asks} the experts of '{plan.config.name}': their grouped matmuls have no kernel in 8 bits;"
+            " use matmul_dtype='same'",
+        ),
+        (plan.config.lora, f"{asks} adapters, which were not tried; use matmul_dtype='same'"),
+    ]
+    return rows if plan.matmul_dtype != "same" else []
 
 
 def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:

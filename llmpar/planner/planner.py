@@ -114,11 +114,12 @@ class Question:
 
     @property
     def platform(self) -> str:
-        """JAX's name of the platform, and the maker of a GPU that is not NVIDIA's."""
+        """JAX's name of the platform, with the maker of a GPU that is not NVIDIA's, or the compute capability
+        of one that lacks something."""
         if self.chip.family == "cpu":
             return "cpu"
-        maker = hardware.MAKERS.get(self.chip.family, "")
-        return "tpu" if self.chip.link == "torus" else f"gpu {maker}".strip()
+        card = (hardware.MAKERS | hardware.CAPABILITY).get(self.chip.family, "")
+        return "tpu" if self.chip.link == "torus" else f"gpu {card}".strip()
 
     @property
     def time_error(self) -> float:

@@ -210,6 +210,10 @@ MAKERS: dict[str, str] = {
     n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row
 }
 """Who makes a GPU that NVIDIA does not: our kernels are for none of them."""
+CAPABILITY: dict[str, float] = {
+    n: row.pop("capability") for n, row in _TABLE["chip"].items() if "capability" in row
+}
+"""NVIDIA's compute capability, of GPUs that lack something of `plan.backend.LEAST`."""
 NEXT_CHIP: dict[str, str] = {
     n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row
 }

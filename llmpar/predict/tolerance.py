@@ -16,8 +16,8 @@ from llmpar.plan.plan import Resolved
 Unit = Literal["float32", "tf32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: half of the distance from 1 to the next number. TF32 has 11 bits, with the hidden one."""
-# The same of e4m3, in which weights may travel.
-EIGHT_BITS = 2.0**-4
+EIGHT_BITS = {"float8": 2.0**-4, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+"""The same of e4m3, in which weights may travel and matmuls multiply, and of e5m2, of incoming gradients."""
 ROUNDING = 0.42 * math.sqrt(2)
 """Of the unit roundoff: the difference of two independent roundings, in root mean square."""
 FACTOR = 8.0
@@ -26,8 +26,9 @@ BLOCK = 32
 """XLA's tree of reductions adds up windows of this size (`TreeReductionRewriter`, on CPUs and GPUs)."""
 ELEMENTWISE = 10
 """Roundings of a layer's values between its products: two norms, rotation, softmax, the nonlinearity."""
-_PRODUCTS = 6
-"""Products on a value's way through a layer: projections, scores, what they weigh, output, up, down."""
+_PRODUCTS, _MATMULS = 6, 4
+"""Products on a value's way through a layer: projections, scores, what they weigh, output, up, down; those
+with a weight."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class _Term:
 
     name: str  # which sum
     by: str  # the axes, or fields of the plan, that cut it; "": compilers may order it anew for other shapes
-    unit: Unit | Literal["float8"]  # what is rounded to
+    unit: Unit | Literal["float8", "float8_e5m2"]  # what is rounded to
     length: float  # roundings that add up at random, on the longest way through the model
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -45,7 +46,7 @@ class _Term:
     @property
     def spread(self) -> float:
         """What the roundings of `length` add up to."""
-        return ROUNDING * UNIT.get(self.unit, EIGHT_BITS) * math.sqrt(self.length)
+        return ROUNDING * (UNIT | EIGHT_BITS)[self.unit] * math.sqrt(self.length)
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,19 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
                 (depth * _PRODUCTS + 1) / 2,
             )
         )
+    # the same, of both operands
+    if plan.matmul_dtype != "same":
+        terms.append(
+            _Term("operands of matmuls", "matmul_dtype", plan.matmul_dtype, depth * _MATMULS)
+        )
     return terms
 
 
 def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]:
     """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
     roundings that come with the cut, which one of them has."""
-    added = [x for x in values if x.by and x.unit in (plan.dtype, plan.gather_dtype)]
+    units = plan.dtype, plan.gather_dtype, plan.matmul_dtype
+    added = [x for x in values if x.by and x.unit in units]
     bend, by = scale * sum(x.spread**2 for x in added) / 4, ",".join(x.by for x in added)
     length = sum(x.length for x in added)
     return [_Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
@@ -183,6 +190,9 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
     if plan.dtype != "float32":
         once = copies if plan.gather_per == "block" else 1
         terms.append((_Term("gradients", by, plan.dtype, once), 1.0))
+    if plan.matmul_dtype != "same":
+        length = (_depth(config) * _MATMULS + 1) / 2
+        terms.append((_Term("incoming gradients", "matmul_dtype", "float8_e5m2", length), 1.0))
     if plan.reduce_dtype != "same":
         terms.append((_Term("gradients as they travel", "reduce_dtype", plan.reduce_dtype, 1), 1.0))
     return [

@@ -383,6 +383,8 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
     """Return the run that a plan of ours is: what its fields decide, not those that decide nothing."""
     plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
+    # TPUs read float32 as 16 bits
+    bits = 32 if plan.dtype == "float32" and chip.link == "switch" else 16
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"
     fields: dict[str, Any] = {name: getattr(plan, name) for name in alike.split()}
     return Run(
@@ -397,9 +399,7 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         tp_overlap=plan.tp_comm_overlap,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
-        bits=32
-        if plan.dtype == "float32" and chip.link == "switch"
-        else 16,  # TPUs read either as 16
+        bits=8 if plan.matmul_dtype == "float8" else bits,
         plan=plan,
         **fields,
     )

@@ -104,7 +104,7 @@ def made_of(
     """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
     out, and of the plan all that changes no loss."""
     corpus, config = stream.corpus, stream.config
-    rounds = "dtype", "gather_dtype", "reduce_dtype", "attention_kernel", "documents"
+    rounds = "dtype gather_dtype reduce_dtype matmul_dtype attention_kernel documents".split()
     run: dict[str, Any] = {name: getattr(plan, name) for name in rounds}
     if model.experts and model.experts.capacity_factor:  # tokens that fill an expert before others
         run["expert_piece"] = config.seq_len // (

@@ -1,0 +1,91 @@
+"""Matmuls in 8 bits (`Plan.matmul_dtype`): both operands are rounded to float8, their products are summed in
+float32.
+
+    y  = e4m3(x) e4m3(w)        forward
+    dx = e5m2(dy) e4m3(w)ᵀ      backward: gradients take the format with more range and one bit less
+    dw = e4m3(x)ᵀ e5m2(dy)
+
+(Micikevicius et al. 2022, sections 3 and 4.) An operand has one scale, from its largest magnitude at this
+moment (*current scaling*). Where a mesh cuts the operand each device takes that of its own part, so nothing
+is sent. Scales are powers of 2, so they move exponents and round nothing: parts with scales of their own are
+rounded as the whole is, but for numbers some 2^14 times smaller than the largest (e4m3).
+
+Of a dot of float8 arrays and its scales XLA makes one call of cuBLASLt, or one kernel of Triton, for GPUs
+that multiply 8 bits (Ada, Hopper and later). Operands that are converted back before the dot would not do:
+XLA leaves both conversions out. Simulated devices convert them in the dot, which is exact.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from llmpar.parallel.collectives import vary_alike
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+"""The formats of values and weights, and of incoming gradients."""
+_EXPONENT, _NEXT = 0x7F80_0000, 0x0080_0000
+"""The bits of a float32's exponent, and one more in them: twice as much."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8:
+    """A weight, as it is used, that multiplies in float8 (`collective_matmul.matmul` calls it)."""
+
+    w: Any
+
+    def matmul(self, x: Float[Array, "b s *inner"]) -> Array:
+        """Return ``x`` times the weight, in the dtype of ``x``."""
+        # a custom gradient must have the type of its argument, so both vary over the same axes
+        return matmul_in_float8(*vary_alike((x, self.w)))
+
+
+class Scaled(NamedTuple):
+    """A value in float8, over its scale."""
+
+    values: Array
+    scale: Float[Array, ""]
+
+
+def narrowed(x: Array, dtype: Any) -> Scaled:
+    """Round ``x`` to a float8 ``dtype`` with one scale: a power of 2 that brings its largest magnitude into
+    the range of the dtype."""
+    least = jnp.abs(x).max().astype(jnp.float32) / float(jnp.finfo(dtype).max)
+    exponent = lax.bitcast_convert_type(least, jnp.int32) & _EXPONENT
+    scale = lax.bitcast_convert_type(exponent + _NEXT, jnp.float32).astype(x.dtype)
+    return Scaled((x / scale).astype(dtype), scale)
+
+
+def _product(x: Scaled, y: Scaled, of_x: Iterable[int], of_y: Iterable[int]) -> Array:
+    """Multiply, and sum over these dims. (Below the highest precision Hopper adds up in 14 bits: DeepSeek-V3
+    2024, section 3.3.2.)"""
+    dims = (tuple(of_x), tuple(of_y)), ((), ())
+    total = lax.dot_general(
+        x.values, y.values, dims, precision="highest", preferred_element_type=x.scale.dtype
+    )
+    return total * (x.scale * y.scale)
+
+
+@jax.custom_vjp
+def matmul_in_float8(x: Float[Array, "b s *inner"], w: Float[Array, "*weight"]) -> Array:
+    """Return ``x`` times ``w``, which has the dims of ``x`` behind s first. The backward pass rounds both
+    anew, so what is kept for it is what a matmul in their own dtype keeps."""
+    num_inner = x.ndim - 2
+    operands = narrowed(x, E4M3), narrowed(w, E4M3)
+    return _product(*operands, range(2, x.ndim), range(num_inner))
+
+
+def _gradients(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = (narrowed(operand, E4M3) for operand in saved)
+    outer = range(x.values.ndim - 2, w.values.ndim)
+    grad = narrowed(dy, E5M2)
+    dx = _product(grad, w, range(2, dy.ndim), outer)
+    return dx, _product(x, grad, (0, 1), (0, 1))
+
+
+matmul_in_float8.defvjp(lambda x, w: (matmul_in_float8(x, w), (x, w)), _gradients)

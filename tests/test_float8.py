@@ -1,0 +1,123 @@
+"""Matmuls in float8: NumPy rounds the same, meshes agree, and GPUs' programs multiply 8 bits."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import parity
+import plans
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from parity import BATCH, LLAMA, SEQ, batch, put, state_of
+from shared import CASES, program_text
+from test_compile import DOT, H100, PRODUCTS, Devices, aside, gpu_compiler
+from test_wire import error
+
+from llmpar.inspect import roofline
+from llmpar.inspect.census import census_hlo, read_program
+from llmpar.inspect.check import check
+from llmpar.model.weights import model_graph
+from llmpar.parallel.float8 import matmul_in_float8
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.modes import Solo
+from llmpar.plan.plan import Plan
+from llmpar.planner.planner import Question
+from llmpar.predict.hardware import chip
+from llmpar.predict.time import step_time
+from llmpar.predict.tolerance import tolerance
+from llmpar.predict.traffic import MATMULS, step_traffic
+from llmpar.training.step import Step
+
+PLANS = [pytest.param(x, marks=[pytest.mark.long] * (i > 1)) for i, x in enumerate(CASES["float8_plans"])]
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+EIGHT = Plan(dtype="bfloat16", matmul_dtype="float8")
+
+
+def rounded(x, dtype):
+    """The same in float64: one scale, a power of two."""
+    scale = 2.0 ** np.frexp(np.abs(x).max() / float(ml_dtypes.finfo(dtype).max))[1]
+    return (x / scale).astype(dtype).astype(np.float64) * scale
+
+
+def test_operands_are_rounded_once_and_products_summed_in_float32():
+    """Beside float64: exact but for that rounding, which is bounded element by element."""
+    rng = np.random.default_rng(0)
+    draw = lambda size, *shape: (size * rng.normal(size=shape) * rng.lognormal(size=shape)).astype("f4")
+    x, w, dy = given = draw(30, 4, 16, 64), draw(0.1, 64, 2, 24), draw(1e-9, 4, 16, 2, 24)
+    dims = {"bsd,dnh->bsnh": (0, 1), "bsnh,dnh->bsd": (2, 1), "bsd,bsnh->dnh": (0, 2)}
+    products = lambda *given: [np.einsum(text, given[i], given[j]) for text, (i, j) in dims.items()]
+    run = jax.jit(lambda x, w, dy: (matmul_in_float8(x, w), *jax.vjp(matmul_in_float8, x, w)[1](dy)))
+    narrow = rounded(x, E4M3), rounded(w, E4M3), rounded(dy, E5M2)
+    rows = zip(run(*given), products(*narrow), products(*given), products(*map(abs, given)), strict=True)
+    for (got, oracle, exact, size), last in zip(rows, (2**-4, 2**-3, 2**-3), strict=True):
+        assert np.abs(got - oracle).max() <= 1e-6 * np.abs(oracle).max()
+        assert (np.abs(got - exact) <= ((1 + 2**-4) * (1 + last) - 1) * size + 1e-4 * size.max()).all()
+    assert not any(np.abs(got).any() for got in run(x, 0 * w, 0 * dy)), "zeros have a scale, too"
+    assert all(np.isnan(got).any() for got in run(x, w * np.inf, dy)[:2])
+
+
+@functools.cache
+def alone():
+    """Loss and gradients in float8 on one device, divided by the number of targets at the end as in a step:
+    gradients that are divided before are rounded otherwise."""
+    par, total = Solo(Plan(matmul_dtype="float8").resolve()), (batch()["targets"] >= 0).sum()
+    loss = lambda params, data: nnx.merge(model_graph(LLAMA), params).loss(data, par)[0]
+    made = jax.jit(jax.value_and_grad(loss))(parity.weights(LLAMA), batch())
+    return jax.tree.map(lambda x: np.asarray(x) / np.float32(total), made)
+
+
+@pytest.mark.parametrize("line", PLANS)
+def test_a_mesh_computes_what_one_device_does_and_sends_what_is_predicted(line):
+    """Scales of parts move exponents alone. (But a value between two numbers may go to the other one.)"""
+    config, plan = plans.build(line)
+    plan, mesh = plan.resolve(config, "cpu", BATCH, SEQ), make_mesh(str(plan.mesh))
+    step = Step(config, plan, mesh, optax.trace(0.0), clip=None)
+    compiled, text = read_program(step.lower(BATCH, SEQ))
+    if plan.mesh.pp == 1:
+        sent = parity.predicted_by_arrow(step_traffic(plan, BATCH, SEQ))
+        assert parity.by_arrow(census_hlo(text, step.mesh)) == sent
+    state, metrics = compiled(state_of(step), put(batch(), step.batch_sharding))
+    grads = parity.natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
+    assert abs(metrics["loss"] / alone()[0] - 1) < 1e-6 and error(grads, alone()[1]) < 0.03
+    (loss, exact), spread = parity.solo(config), tolerance(plan, BATCH, SEQ, logits=0.5, loss=math.log(256))
+    assert abs(metrics["loss"] / loss - 1) < spread.bound("loss")
+    assert spread.expected("gradient") / 4 < error(grads, exact) < 4 * spread.expected("gradient")
+
+
+def test_only_chips_that_multiply_8_bits_take_it_and_its_time_is_theirs():
+    old = Question(LLAMA, chip("a100-80"), 8, 8, 128).platform
+    for devices, said in {old: "8.9 .Ada. or newer, and here is 8.0", "tpu": "TPUs of this mesh"}.items():
+        with pytest.raises(ValueError, match=f"{said}.*; use matmul_dtype='same'$"):
+            EIGHT.resolve(LLAMA, devices)
+    assert EIGHT.resolve(LLAMA, "gpu 8.9") and H100.rates.eight_bit > 1.5
+    run = Question(LLAMA, H100, 1, 8, 8192).run
+    times = [step_time(run(plan)).terms[MATMULS] for plan in (Plan(dtype="bfloat16"), EIGHT)]
+    assert 1 < times[0] / times[1] < H100.rates.eight_bit, "bytes are read as before"
+    text, devices = PRODUCTS.replace("BETWEEN", DOT), Devices("dp=2 fsdp=8")
+    walk = lambda text: roofline.roofline(text, devices, H100).terms["products"]
+    faster = walk(text) / walk(text.replace("bf16", "f8e4m3fn"))
+    assert faster == pytest.approx(H100.rates.eight_bit, rel=1e-3)
+
+
+def test_check_knows_how_far_float8_rounds(standard_promotion):
+    """A scale for each rank of dp, no power of two, beside one scale."""
+
+    def f(x, w):
+        scale = jnp.abs(x).max() / 448
+        return (x / scale).astype(E4M3).astype("f4") * scale @ w
+
+    program = jax.shard_map(f, mesh=make_mesh("dp=2"), in_specs=(P("dp"), P()), out_specs=P("dp"))
+    checked = check(program, f, *(jax.ShapeDtypeStruct(shape, "f4") for shape in ((8, 64), (64, 16))))
+    assert checked and 1e-3 < checked.results[0]["bound"] < 1, str(checked)
+
+
+@pytest.mark.compilers
+@gpu_compiler
+def test_all_matmuls_but_those_of_the_loss_are_in_float8_on_an_h100():
+    """Forward and backward, in Triton's kernels, and in a program without these as calls of cuBLASLt."""
+    assert aside(program_text("float8")).splitlines()[-2:] == ["26 0 True", "26 26 True"]
