@@ -26,7 +26,7 @@ BUDGETS = {
     "plan": 2_771,
     "parallel": 1_039,
     "kernels": 520,
-    "model": 1_168,
+    "model": 1_170,
     "pipeline": 321,
     "training": 2_570,
     "predict": 2_622,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_419,
-    "statements": 27_283,
+    "statements of the compact package": 6_421,
+    "statements": 27_285,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -50,6 +50,14 @@ def test_a_document_is_what_it_is_alone(several_chunks):
     assert change[first].max() > 0.01 and change[~first].max() < 1e-5
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_row_shorter_than_the_convolution_is_how_a_longer_one_begins(several_chunks, length):
+    data = batch()
+    begin = {name: value[:, :length] for name, value in data.items()}
+    whole, short = (np.asarray(several_chunks(weights(CONFIG), x)) for x in (data, begin))
+    assert np.abs(short - whole[:, :length]).max() < 1e-5
+
+
 def test_documents_that_are_not_one_after_the_other_give_nan(several_chunks):
     data = batch()
     back = data["segments"].copy()

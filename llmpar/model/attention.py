@@ -562,10 +562,11 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
         partials = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), partials)
         return (_hop(ring, block), partials), None
 
-    block, partials = (k if ring.expand else (k, v)), None
+    carry: Any = (k if ring.expand else (k, v)), None
     if ring.hops:
-        start = _message(block), _no_keys_yet(q, ring.keys_of(block, v)[1])
-        (block, partials), _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
+        start = _message(carry[0]), _no_keys_yet(q, ring.keys_of(carry[0], v)[1])
+        carry, _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
+    block, partials = carry
     kv = ring.keys_of(block, v)
     out, lse = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, ring.hops)), partials)
     return out.astype(q.dtype), lse
@@ -594,7 +595,8 @@ def ring_backward(ring, saved, grads):
     returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
     n - hops ranks on. So the sum makes ``hops`` hops, too, each of 2 b t k h float32 elements."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
-    dq, sums = None, None
+    dq: Any = None
+    sums: Any = None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # For a query that saw no key any finite lse will do: `attend_tile_grad` masks its weights to 0.
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
@@ -675,7 +677,7 @@ def by_kernel(
     k: KV,
     v: V,
     *,
-    kernel: str,  # cudnn or xla
+    kernel: Any,  # cudnn or xla
     in_order: bool = False,
     whole: bool = False,
     mask: Mask = CAUSAL,

@@ -1,16 +1,16 @@
 """The gated delta rule: a mixer whose past is a state of fixed size, instead of keys and values.
 
-Each head has a state S, a matrix of h rows and w columns. It is a memory: a key is asked by ``k S``, and
-answers with a value. A token with key k, value v, query q, decay α and rate β forgets a part of all, then
-corrects what its key answers (Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq. 10):
+Each value head has a state S, a matrix of h rows and w columns. It is a memory: ``k S`` is the value that it
+has for a key k. A token with key k, value v, query q, decay α and rate β forgets a part of all, then corrects
+the value of its key (Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq. 10; kᵀ is k transposed):
 
-    S = α S + k' β (v - k α S)        out = q S
+    S = α S + kᵀ β (v - k α S)        out = q S
 
-Keys and queries have length 1. Before that, each of their numbers, and of the values', is the sum of its own
-last few positions with learned weights (`convolved`). Of documents that share a row each begins with a state
-of zeros, and with nothing before its first token.
+Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the values', is SiLU of a
+weighted sum of its own last few positions (`convolved`). Of documents that share a row each begins with a
+state of zeros, and with nothing before its first token.
 
-On one device tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
+Tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
 matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, section 3.2); a loop over
 chunks hands the state on. Matrices of positions times positions are in memory for `CHUNKS` chunks, and are
 computed again for gradients.
@@ -20,7 +20,7 @@ from a state of zeros, together with the matrix by which a state that enters wou
 handed on from rank to rank, and their results added (`handed_on`).
 
 Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r value heads for each of
-them, h key width, w value width, t taps of the convolution.
+them, n value heads, h key width, w value width, t taps of the convolution, z numbers of a position.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from llmpar.plan.sequence_order import CHUNK, CHUNKS
 
 
 class Along(NamedTuple):
-    """The ranks that cut the sequence: their mesh axes, none on one device, and `Plan.hop`."""
+    """The ranks that cut the sequence: their mesh axes, none if nothing cuts it, and `Plan.hop`."""
 
     axes: tuple[str, ...]
     method: str
@@ -56,7 +56,7 @@ def mix(
     q: Float[Array, "b s k h"],
     k: Float[Array, "b s k h"],
     v: Float[Array, "b s n w"],
-    rate: Float[Array, "b s n"],
+    rate_logit: Float[Array, "b s n"],
     forget: Float[Array, "b s n"],
     q_conv: Float[Array, "k h 1 t"],
     k_conv: Float[Array, "k h 1 t"],
@@ -66,20 +66,25 @@ def mix(
     positions: Int[Array, "b _"],
     segments: Int[Array, "b _"],
 ) -> Float[Array, "b s n w"]:
-    """Return what each head reads from its state, with β = sigmoid(rate), and
-    α = exp(-exp(a_log) · softplus(forget + dt_bias)). It is computed in float32.
+    """Return what each head reads from its state, with β = sigmoid(rate_logit), and
+    α = exp(-exp(a_log) · softplus(forget + dt_bias)). Its arrays are float32; its matmuls have JAX's default
+    precision, but for the inverse in `of_chunks`.
 
-    Positions and segments are those of whole rows. A row whose documents are not one after the other, each in
-    the order of its positions, gives NaN."""
+    Positions and segments are those of whole rows. A row whose segments fall, or whose positions do not rise
+    within a segment, gives NaN."""
     taps, num, dtype = q_conv.shape[-1], q.shape[1], v.dtype
     padded = jnp.concatenate([jnp.repeat(segments[:, :1] - 1, taps, 1), segments], 1)
     documents = lax.dynamic_slice_in_dim(padded, along.rank * num, num + taps, 1)
     q, k, v = convolved(along, (q, k, v), (q_conv, k_conv, v_conv), documents)
     # with an epsilon, as in `transformers`
     q, k = (y * lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    forget, a_log, dt_bias, rate = (y.astype(jnp.float32) for y in (forget, a_log, dt_bias, rate))
-    decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(forget + dt_bias[None, None])
-    tokens = q * q.shape[-1] ** -0.5, k, v, decay, jax.nn.sigmoid(rate)
+    forget, a_log, dt_bias, rate_logit = (
+        y.astype(jnp.float32) for y in (forget, a_log, dt_bias, rate_logit)
+    )
+    log_decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(forget + dt_bias[None, None])
+    # exp(-104) is 0: below it nothing changes, but sums of a chunk's would lose digits
+    log_decay = jnp.maximum(log_decay, -104.0)
+    tokens = q * q.shape[-1] ** -0.5, k, v, log_decay, jax.nn.sigmoid(rate_logit)
     out = chunked(along, tokens, documents[:, taps - 1 :])
     next_document, next_position = jnp.diff(segments), jnp.diff(positions)
     in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
@@ -89,13 +94,14 @@ def mix(
 def convolved(
     along: Along, inputs: tuple[Array, ...], convs: tuple[Array, ...], documents: Int[Array, "b _"]
 ) -> list[Array]:
-    """Return SiLU of each number's weighted sum over its last positions in its document, in float32. The last
+    """Return SiLU of each number's weighted sum over its last t positions in its document, itself
+    included, in float32. The last
     positions of the rank before come in one message. ``documents`` has ``t`` positions more, before the
     others."""
     taps, (b, s) = convs[0].shape[-1], inputs[0].shape[:2]
     sizes = [x[0, 0].size for x in inputs]
     x = jnp.concatenate([x.reshape(b, s, -1) for x in inputs], -1)
-    before = jnp.zeros_like(x[:, : taps - 1])
+    before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
     if along.axes:
         before = along.hop(x[:, s - taps + 1 :], "halo b s -> the next rank")
     weights = jnp.concatenate([w.reshape(-1, taps) for w in convs])
@@ -126,14 +132,14 @@ def chunked(
     """Run the rule on queries, keys, values, log α and β of each position. ``documents`` has one position
     more, before the others."""
     (b, num, heads, height), width = tokens[0].shape, tokens[2].shape[-1]
-    c = min(CHUNK, num)
-    g = min(CHUNKS, -(-num // c))
-    # What fills the last group writes nothing, and forgets nothing.
-    fill = [(0, 0), (0, -num % (g * c))]
-    # b (_ g c) … -> _ g b c …
-    cut = lambda x: jnp.moveaxis(x.reshape(b, -1, g, c, *x.shape[2:]), 0, 2)
+    i = min(CHUNK, num)
+    c = min(CHUNKS, -(-num // i))
+    # What fills the last group of chunks writes nothing, and forgets nothing.
+    fill = [(0, 0), (0, -num % (c * i))]
+    # b (_ c i) … -> _ c b i …
+    cut = lambda x: jnp.moveaxis(x.reshape(b, -1, c, i, *x.shape[2:]), 0, 2)
     q, k, *of_values = (cut(jnp.pad(x, fill + [(0, 0)] * (x.ndim - 2))) for x in tokens)
-    v, decay, beta = (x.reshape(*x.shape[:4], heads, -1, *x.shape[5:]) for x in of_values)
+    v, log_decay, beta = (x.reshape(*x.shape[:4], heads, -1, *x.shape[5:]) for x in of_values)
     of = cut(jnp.pad(documents, [(0, 0), (0, fill[1][1])], mode="edge")[:, 1:])
     of_last = cut(jnp.pad(documents, [(0, 0), (0, fill[1][1])], mode="edge")[:, :-1])[..., 0]
     state = jnp.zeros((b, *v.shape[4:6], height, width), jnp.float32)
@@ -146,7 +152,7 @@ def chunked(
         wider = [(0, 0)] * 5 + [(0, state.shape[-1] - width)]
         return lax.scan(next_chunk, state, loop | {"new": jnp.pad(loop["new"], wider)})
 
-    state, groups = vary_alike((state, (q, k, v, jnp.cumsum(decay, 3), beta, of, of_last)))
+    state, groups = vary_alike((state, (q, k, v, jnp.cumsum(log_decay, 3), beta, of, of_last)))
     state, out = lax.scan(jax.checkpoint(group), state, groups)
     out = out.reshape(-1, *out.shape[2:])
     if along.axes:
@@ -155,21 +161,22 @@ def chunked(
     return out.reshape(b, -1, heads * v.shape[5], width)[:, :num]
 
 
-def of_chunks(q, k, v, decay, beta, of, of_last) -> dict[str, Array]:
+def of_chunks(q, k, v, sums, beta, of, of_last) -> dict[str, Array]:
     """Return for each chunk what does not depend on the state that enters it.
 
-    With G the sums of log α from the chunk's begin, a token corrects what it reads by those before it in its
-    chunk: ``(1 + A) new = β v - β exp(G) k S``, A = β k k' exp(G - G') below the diagonal."""
+    With S the state that enters, and G the ``sums`` of log α from the chunk's begin, what tokens add under
+    their keys is ``new``: ``(1 + A) new = β v - β exp(G) k S``, A_ij = β_i k_i k_jᵀ exp(G_i - G_j) below the
+    diagonal."""
     same = of[:, :, :, None] == of[:, :, None]  # c b i j
     seen = jnp.tril(same)[:, :, None, None]
     heads_first = lambda x: jnp.moveaxis(x, 2, 4)  # c b i k r -> c b k r i
-    g, rates = heads_first(decay), heads_first(beta)
+    g, rates = heads_first(sums), heads_first(beta)
     between = jnp.exp(jnp.where(seen, g[..., None] - g[..., None, :], -jnp.inf))
     product = lambda x: jnp.einsum("cbikh,cbjkh->cbkij", x, k)[:, :, :, None] * between
     corrects = inverse_of(rates[..., None] * jnp.tril(product(k), -1))
-    # From the state that enters a token reads only in the document that the chunk before ended with.
-    enters = jnp.where((of == of_last[:, :, None])[..., None, None], jnp.exp(decay), 0)
-    left = jnp.where((of == of[:, :, -1:])[..., None, None], decay[:, :, -1:] - decay, -jnp.inf)
+    # A token reads the entering state only if it is of the document that the chunk before ended with.
+    enters = jnp.where((of == of_last[:, :, None])[..., None, None], jnp.exp(sums), 0)
+    left = jnp.where((of == of[:, :, -1:])[..., None, None], sums[:, :, -1:] - sums, -jnp.inf)
     scaled = lambda x, by: by[..., None] * x[:, :, :, :, None]  # c b i k r h
     return {
         "new": jnp.einsum("cbkrij,cbjkrw->cbkriw", corrects, beta[..., None] * v),
@@ -191,8 +198,8 @@ def next_chunk(state: Float[Array, "b k r h w"], x: dict[str, Array]) -> tuple[A
 
 
 def inverse_of(below: Float[Array, "*dims i i"]) -> Float[Array, "*dims i i"]:
-    """Return the inverse of 1 + ``below``, a matrix with nothing on its diagonal and above. Blocks on the
-    diagonal grow from 1 to all: of two neighbours X and Z with Y below them the inverse has -Z⁻¹ Y X⁻¹."""
+    """Return the inverse of 1 + ``below``, which is strictly lower triangular. Blocks on the diagonal
+    grow from 1 to all: of two neighbours X and Z with Y below them the inverse has -Z⁻¹ Y X⁻¹."""
     n = below.shape[-1]
     inverse, i = jnp.broadcast_to(jnp.eye(n, dtype=below.dtype), below.shape), jnp.arange(n)
     for level in range((n - 1).bit_length()):
@@ -207,8 +214,8 @@ def inverse_of(below: Float[Array, "*dims i i"]) -> Float[Array, "*dims i i"]:
 
 def handed_on(along: Along, state: Any, out: Array, width: int) -> Float[Array, "c b k r i w"]:
     """Return what tokens read with the state that enters this rank: that of the rank before, behind all of
-    its own tokens. There are as many hops as ranks, less one, and in each all ranks send: a state is right
-    once it comes from the first rank."""
+    its own tokens. There are as many hops as ranks, less one; after i hops the states of the first i + 1
+    ranks are right."""
     own, passes = state[..., :width], state[..., width:]
     entering = jnp.zeros_like(own)
     for _ in range(lax.axis_size(along.axes) - 1):

@@ -250,8 +250,7 @@ class LatentAttention(Attention):
         width, num_latent, mask = self.config.value_width, self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
-            (up,) = used_weights(self, par, "kv_up")
-            args = q[..., None, :], latent[:, :, None], up, ids, mask, par
+            args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
             return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         shared_btr = latent[..., None, num_latent:]

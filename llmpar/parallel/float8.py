@@ -29,7 +29,7 @@ from llmpar.parallel.collectives import vary_alike
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 """The formats of values and weights, and of incoming gradients."""
 _EXPONENT, _NEXT = 0x7F80_0000, 0x0080_0000
-"""The bits of a float32's exponent, and one more in them: twice as much."""
+"""A mask of a float32's exponent, and 1 in that exponent, which doubles a power of 2."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ class Float8:
 
 
 class Scaled(NamedTuple):
-    """A value in float8, over its scale."""
+    """A value, as float8 numbers times a scale."""
 
     values: Array
     scale: Float[Array, ""]
@@ -54,7 +54,7 @@ class Scaled(NamedTuple):
 
 def narrowed(x: Array, dtype: Any) -> Scaled:
     """Round ``x`` to a float8 ``dtype`` with one scale: a power of 2 that brings its largest magnitude into
-    the range of the dtype."""
+    the upper half of the range of the dtype. One inf or NaN makes all of the result NaN."""
     least = jnp.abs(x).max().astype(jnp.float32) / float(jnp.finfo(dtype).max)
     exponent = lax.bitcast_convert_type(least, jnp.int32) & _EXPONENT
     scale = lax.bitcast_convert_type(exponent + _NEXT, jnp.float32).astype(x.dtype)

@@ -486,6 +486,10 @@ def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
             " use matmul_dtype='same'",
         ),
         (plan.config.lora, f"{asks} adapters, which were not tried; use matmul_dtype='same'"),
+        (
+            any(block.has_latent_attention for _, block in plan.config.blocks),
+            f"{asks} latent attention, which was not tried; use matmul_dtype='same'",
+        ),
     ]
     return rows if plan.matmul_dtype != "same" else []
 

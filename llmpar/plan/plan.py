@@ -64,7 +64,7 @@ unless that is once a step (`Resolved.gather_per`), autodiff transposes the all-
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
 except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one collective over both axes replaces the one over fsdp (as in
-Llama 3 2024, section 3.3.2). A dim other than ``d`` is cut by fsdp alone. An expert is cut by ep already:
+Llama 3 2024, section 3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already:
 ``e/ep d/fsdp,sp m``.
 
 `Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node` and by the model's
@@ -246,12 +246,12 @@ class Plan:
             ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a permute.
         unroll: how many iterations of the scan over layers are unrolled; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: all-gathers give a device
-            all matrices of its stage and experts, and it orthogonalises all. ``owner``: all-to-alls give it
-            the whole matrices of some layers, and all-to-alls return the results. ``layer``, for ZeRO 1 and
-            2: ZeRO cuts gradients and optimizer state of matrices along the layers, not inside a matrix, so
-            that only ranks of tp exchange parts of matrices. ``none``, for other optimizers: the plan moves
-            no matrices. Muon also works with it, but XLA's partitioner then chooses its collectives, and they
-            are not predicted.
+            all matrices of its stage (of experts: of its own), and it orthogonalises all. ``owner``:
+            all-to-alls give it the whole matrices of some layers, and all-to-alls return the results.
+            ``layer``, for ZeRO 1 and 2: ZeRO cuts gradients and optimizer state of matrices along the layers,
+            not inside a matrix, so that only ranks of tp exchange parts of matrices. ``none``, for other
+            optimizers: the plan moves no matrices. Muon also works with it, but XLA's partitioner then
+            chooses its collectives, and they are not predicted.
     """
 
     mesh: Any = MeshShape()  # strings are parsed
@@ -545,7 +545,7 @@ class Resolved(Plan):
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
         """Return the axes of more than one device by which ZeRO cuts the dim ``target``: those of `zero_axes`
-        for d, fsdp alone for another dim."""
+        for d (and l of ``muon="layer"``), fsdp alone for h and e."""
         names = self.zero_axes.split(",")
         axes = [part for a in names for part in (a, INNER_AXES.get(a)) if part]
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")

@@ -168,7 +168,7 @@ class Step:
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        # unless reduce="layer", the sums of gradients over replicas stay unfinished until `_reduce`
+        # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
         # (`WeightLayouts.unreduced`)
         params = jax.tree.map(self.par.unfinished, params, described(self.config))
         if self.plan.pipeline and isinstance(self.par, Manual):
@@ -287,7 +287,7 @@ class Step:
         return jax.tree.unflatten(tree, leaves)
 
     def _per_token(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Divide summed gradients and loss by the number of targets that count (from 0 on). Return gradients
+        """Divide summed gradients and loss by the number of targets that are not negative. Return gradients
         and metrics, which are those of all devices together."""
         (loss, tally), square = sums, None
         tokens = (batch["targets"] >= 0).sum()
@@ -303,7 +303,7 @@ class Step:
         grads = jax.tree.map(lambda g: g / tokens, grads)
         norm = optax.tree.norm(grads) if square is None else jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
-        # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
+        # choices per expert ``l e``, dropped choices ``l``, sums of tokens' router entropies ``l``
         if tally is not None:
             metrics |= {
                 "load": tally[:, :-2],
