@@ -320,3 +320,41 @@ other("constraints", True, constrained, None, numbers(8, 16), numbers(16, 32))
 other("bfloat16", True, feed, None, half(8, 16), half(16, 32), half(32, 16))
 given = numbers(8, 16), numbers(16, 32), numbers(32, 16)
 other("one is another function", False, feed, lambda x, up, down: x @ up @ down, *given)
+
+
+def smoothed(axis=None):
+    """Neighbours' rows come from the next ranks, as pairs of numbers; none at the ends."""
+
+    def body(x, w):
+        last, first = x[-1:], x[:1]
+        up = lax.ppermute(last, "sp", [(i, i + 1) for i in range(3)])
+        down = lax.ppermute(first, "sp", [(i + 1, i) for i in range(3)])
+        padded = jnp.concatenate([up, x, down])
+        h = (padded[:-2] + padded[1:-1] + padded[2:]) @ w
+        return jnp.tanh(lax.psum(h, "tp") if axis else h)
+
+    return mapped(body, dict(sp=4, tp=2), (P("sp", "tp"), P("tp")), P("sp"))
+
+
+def smooth(x, w):
+    padded = jnp.pad(x, ((1, 1), (0, 0)))
+    return jnp.tanh((padded[:-2] + padded[1:-1] + padded[2:]) @ w)
+
+
+def within(x, w):
+    """A shard_map over tp inside one over dp."""
+    inner = lambda x, w: jnp.tanh(lax.psum(x @ w, "tp"))
+
+    def body(x, w):
+        given = P(None, "tp"), P("tp")
+        y = jax.shard_map(inner, in_specs=given, out_specs=P(), axis_names={"tp"}, check_vma=False)(x, w)
+        return lax.pmean(y.mean(0), "dp")
+
+    return jax.shard_map(
+        body, mesh=mesh(dp=2, tp=4), in_specs=(P("dp"), P()), out_specs=P(), axis_names={"dp"}, check_vma=False
+    )(x, w)
+
+
+other("neighbours' rows", True, smoothed("tp"), smooth, numbers(16, 8), numbers(8, 4))
+other("neighbours' rows without a sum", False, smoothed(), smooth, numbers(16, 8), numbers(8, 4))
+other("one in another", True, jax.jit(within), None, numbers(8, 16), numbers(16, 8))

@@ -132,6 +132,7 @@ WANTED = {
     "clipping before the mean": "a missing mean over dp",
     "random numbers, the same on each rank": "the same random key on every rank of dp",
     "a bias of zeros in the sum": "counted once per dp",
+    "neighbours' rows without a sum": "a missing sum over tp: tanh takes a term of a sum over tp",
     "one is another function": "sharding is not what makes the difference",
 }
 
