@@ -323,12 +323,9 @@ other("one is another function", False, feed, lambda x, up, down: x @ up @ down,
 
 
 def smoothed(axis=None):
-    """Neighbours' rows come from the next ranks, as pairs of numbers; none at the ends."""
-
     def body(x, w):
-        last, first = x[-1:], x[:1]
-        up = lax.ppermute(last, "sp", [(i, i + 1) for i in range(3)])
-        down = lax.ppermute(first, "sp", [(i + 1, i) for i in range(3)])
+        up = lax.ppermute(x[-1:], "sp", [(i, i + 1) for i in range(3)])
+        down = lax.ppermute(x[:1], "sp", [(i + 1, i) for i in range(3)])
         padded = jnp.concatenate([up, x, down])
         h = (padded[:-2] + padded[1:-1] + padded[2:]) @ w
         return jnp.tanh(lax.psum(h, "tp") if axis else h)
@@ -343,16 +340,11 @@ def smooth(x, w):
 
 def within(x, w):
     """A shard_map over tp inside one over dp."""
-    inner = lambda x, w: jnp.tanh(lax.psum(x @ w, "tp"))
-
-    def body(x, w):
-        given = P(None, "tp"), P("tp")
-        y = jax.shard_map(inner, in_specs=given, out_specs=P(), axis_names={"tp"}, check_vma=False)(x, w)
-        return lax.pmean(y.mean(0), "dp")
-
-    return jax.shard_map(
-        body, mesh=mesh(dp=2, tp=4), in_specs=(P("dp"), P()), out_specs=P(), axis_names={"dp"}, check_vma=False
-    )(x, w)
+    some = functools.partial(jax.shard_map, out_specs=P(), check_vma=False)
+    product = lambda x, w: jnp.tanh(lax.psum(x @ w, "tp"))
+    inner = some(product, in_specs=(P(None, "tp"), P("tp")), axis_names={"tp"})
+    body = lambda x, w: lax.pmean(inner(x, w).mean(0), "dp")
+    return some(body, mesh=mesh(dp=2, tp=4), in_specs=(P("dp"), P()), axis_names={"dp"})(x, w)
 
 
 other("neighbours' rows", True, smoothed("tp"), smooth, numbers(16, 8), numbers(8, 4))

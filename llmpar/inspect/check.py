@@ -123,6 +123,15 @@ _SUMS = "psum.*|reduce_scatter.*|unreduced.*"
 _OTHERS = "(?!psum|ppermute|reduce_scatter|all_to_all|unreduced|enter|return).*"
 _WHOLES = "argmax|argmin|sort|top_k|gather|cumsum|cummax|cumlogsumexp|reduce_prod"
 _NO_PIECES = Pieces({})
+
+
+def _others(step: Equation, cuts: list[Pieces], axes: tuple) -> list[str]:
+    """List the axes along which a result is cut otherwise than out_specs say: with one that is not in
+    ``axes`` the reading may be an accident."""
+    wanted = lambda a, kind: step.params["named"].get(a, None if a in axes else kind)
+    return [a for a, kind in cuts[0].axes.items() if kind != wanted(a, kind)]
+
+
 _beside = lambda step, cuts: [a for a in cuts[0].over("sum") if a not in step.axes]
 MISTAKES = {
     "wrong axis": Mistake(
@@ -227,12 +236,7 @@ MISTAKES = {
         RETURN,
         ("cut",),
         None,
-        lambda step, cuts, axes, _: (
-            len(axes) == 1
-            and cuts[0].axes[axes[0]] != step.params["named"].get(axes[0])
-            # with another axis as out_specs do not say, the reading may be an accident
-            and all(d == step.params["named"].get(a, d) for a, d in cuts[0].axes.items() if a not in axes)
-        ),
+        lambda step, cuts, axes, _: len(axes) == 1 and _others(step, cuts, axes) == [*axes],
     ),
     "ring": Mistake(
         "ring one hop short",

@@ -303,6 +303,15 @@ def _unsharded(error: BaseException, says: str) -> _Known:
     return _missing(before, cut_as(cuts))
 
 
+def _rows(error: BaseException, table: str, indices: str) -> _Known:
+    """Return the sharding of rows that cut indices look up in a cut table: the cuts of the indices."""
+    if "take_along_axis" in _functions(error):  # its dims are those of the table
+        raise LookupError(indices)
+    whole = [()] * (len(layout_from_text(table).dims) - 1)
+    cuts = [d.axes for d in layout_from_text(indices).dims[:-1]]
+    return {"spec": _sharding(cut_as([*cuts, *whole]))}
+
+
 def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _Known:
     """Return the arrow of the last operand that drops the axis which cuts two dims of the result."""
     cuts = layout_from_text(result).axes
@@ -444,6 +453,7 @@ _RULES: dict[str, Callable[..., _Known]] = {
     "disagree": _disagree,
     "joined": _joined,
     "unsharded": _unsharded,
+    "rows": _rows,
     "twice": _twice,
     "reshape": _reshape,
     "varies": _varies,
