@@ -163,9 +163,9 @@ def causal(q, k, v):
     return jax.nn.softmax(scores, -1) @ v
 
 
-def ring_attention(fewer=0, from_next=0):
+def ring_attention(fewer=0, from_next=0, ranks=None):
     def body(q, k, v):
-        n, me, b = lax.axis_size("sp"), lax.axis_index("sp"), q.shape[0]
+        n, me, b = ranks or lax.axis_size("sp"), lax.axis_index("sp"), q.shape[0]
 
         def hop(carry, i):
             top, total, out, k, v = carry
@@ -188,6 +188,7 @@ def ring_attention(fewer=0, from_next=0):
 qkv = numbers(16, 8), numbers(16, 8) + 1, numbers(16, 8) - 1
 other("ring attention", True, ring_attention(), causal, *qkv)
 other("ring attention, one hop short", False, ring_attention(fewer=1), causal, *qkv)
+other("ring attention of 4, one hop short", False, ring_attention(fewer=1, ranks=4), causal, *qkv)
 other("ring attention, a neighbour's mask", False, ring_attention(from_next=1), causal, *qkv)
 
 

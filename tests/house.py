@@ -32,7 +32,7 @@ BUDGETS = {
     "predict": 2_590,
     "planner": 1_777,
     "draw": 2_789,
-    "inspect": 3_953,
+    "inspect": 3_949,
     "explore": 1_578,
     "serve": 903,
     "launch": 1_191,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_126,
-    "statements": 26_718,
+    "statements": 26_714,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -127,6 +127,7 @@ def test_a_mistake_is_found_at_its_line_with_its_kind(name):
 
 WANTED = {
     "ring attention, one hop short": "it is one hop short: 3 of 4 blocks of sp",
+    "ring attention of 4, one hop short": "it is one hop short: 3 of 4 blocks of sp",
     "ring attention, a neighbour's mask": "unknown, ",
     "ZeRO, sums for means": "counted once per dp: a sum over dp of each shard's mean",
     "clipping before the mean": "a missing mean over dp",

@@ -478,6 +478,7 @@ class _Case:
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Name what makes these results wrong."""
+        rows = list[dict[str, Any]]()
         if self.one is None:
             self.notes.append(f"{self.why}, so its lines are not compared")
         elif (
@@ -491,15 +492,15 @@ class _Case:
             rows = _Reading(self).findings(wrong)
             if not self.reference and all(row["kind"] == "unknown" for row in rows):
                 self.refuse_own_rows()
-            return rows
-        for axis, n in self.mesh.items():
+        is_known = any(row["kind"] != "unknown" for row in rows)
+        for axis, n in {}.items() if is_known else self.mesh.items():
             most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
             if 1 <= most == n - 2:
                 self.notes.append(
                     f"if it is a ring, it is one hop short: {n - 1} of {n} blocks of {axis} are"
                     " seen"
                 )
-        return []
+        return rows
 
     def refuse_own_rows(self) -> None:
         """Refuse a program that is another function on a mesh of ones: results have another shape there, or

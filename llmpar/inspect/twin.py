@@ -30,8 +30,6 @@ _INLINED |= {"custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
 TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"}
 """Primitives that change a value's type inside shard_map, and not the value."""
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
-_RESULTS = {"sharding", "out_sharding"}
-"""Parameters of primitives that say how a result is cut."""
 _OURS = r"^inspect/(check|twin)\.py.*"
 _same = lambda x: x
 _UNROLLED, _EQUATIONS = 16, 2000
@@ -129,8 +127,7 @@ class _Reader:
                 gives = self.unroll(eqn, inner, xs, steps, inside)
             else:
                 gives = self.number(eqn.outvars)
-                call = _caller(eqn, self.alone)
-                steps.append(Equation(name, line, xs, gives, call, params, eqn))
+                steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
                 if name == "shard_map" and not self.manual:
                     steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
@@ -177,9 +174,8 @@ def _is_short(length: int, inner: Any) -> bool:
     return length <= _UNROLLED and length * len(_jax.equations(inner)[0].eqns) <= _EQUATIONS
 
 
-def _caller(eqn: Any, alone: bool) -> Callable[..., Any]:
-    """Return a function that runs an equation under ``check_vma=False``, whatever it was traced under.
-    ``alone``: without the layouts of results."""
+def _caller(eqn: Any) -> Callable[..., Any]:
+    """Return a function that runs an equation under ``check_vma=False``, whatever it was traced under."""
     name, params = eqn.primitive.name, eqn.params
     if name in TYPES:
         return _same
@@ -188,9 +184,7 @@ def _caller(eqn: Any, alone: bool) -> Callable[..., Any]:
     if name in ("all_gather_invariant", "all_gather_reduced"):
         dim, tiled = params["all_gather_dimension"], params["tiled"]
         return lambda x: lax.all_gather(x, params["axis_name"], axis=dim, tiled=tiled)
-    none = dict.fromkeys(_RESULTS.intersection(params)) if alone else {}
-    given = lambda: eqn.primitive.get_bind_params(dict(params, **none))
-    call = lambda *xs: eqn.primitive.bind(*xs, **given())
+    call = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(params))
     # a shard_map in another one gives a tree of JAX's own
     return (lambda *xs: [*call(*xs)]) if eqn.primitive.multiple_results else call
 
