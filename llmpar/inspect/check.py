@@ -26,6 +26,7 @@ from llmpar.inspect.twin import (
     Equation,
     Pieces,
     Program,
+    close_hops,
     cut_of,
     cuts_of_shape,
     distance,
@@ -122,6 +123,15 @@ _SUMS = "psum.*|reduce_scatter.*|unreduced.*"
 _OTHERS = "(?!psum|ppermute|reduce_scatter|all_to_all|unreduced|enter|return).*"
 _WHOLES = "argmax|argmin|sort|top_k|gather|cumsum|cummax|cumlogsumexp|reduce_prod"
 _NO_PIECES = Pieces({})
+
+
+def _others(step: Equation, cuts: list[Pieces], axes: tuple) -> list[str]:
+    """List the axes along which a result is cut otherwise than out_specs say: with one that is not in
+    ``axes`` the reading may be an accident."""
+    wanted = lambda a, kind: step.params["named"].get(a, None if a in axes else kind)
+    return [a for a, kind in cuts[0].axes.items() if kind != wanted(a, kind)]
+
+
 _beside = lambda step, cuts: [a for a in cuts[0].over("sum") if a not in step.axes]
 MISTAKES = {
     "wrong axis": Mistake(
@@ -226,9 +236,7 @@ MISTAKES = {
         RETURN,
         ("cut",),
         None,
-        lambda step, cuts, axes, _: (
-            len(axes) == 1 and cuts[0].axes[axes[0]] != step.params["named"].get(axes[0])
-        ),
+        lambda step, cuts, axes, _: len(axes) == 1 and _others(step, cuts, axes) == [*axes],
     ),
     "ring": Mistake(
         "ring one hop short",
@@ -417,6 +425,8 @@ class _Case:
         if reference and self.draws:
             self.notes.append("random numbers are drawn: compared with itself on one device")
         elif reference:
+            if self.one:
+                close_hops(self.one)
             self.right = self.alone(self.reference)
             self.refuse_shapes("the reference")
         self.spreads = spreads(self.many, math.prod(self.mesh.values()))
@@ -468,6 +478,7 @@ class _Case:
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Name what makes these results wrong."""
+        rows = list[dict[str, Any]]()
         if self.one is None:
             self.notes.append(f"{self.why}, so its lines are not compared")
         elif (
@@ -481,15 +492,15 @@ class _Case:
             rows = _Reading(self).findings(wrong)
             if not self.reference and all(row["kind"] == "unknown" for row in rows):
                 self.refuse_own_rows()
-            return rows
-        for axis, n in self.mesh.items():
+        is_known = any(row["kind"] != "unknown" for row in rows)
+        for axis, n in {}.items() if is_known else self.mesh.items():
             most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
             if 1 <= most == n - 2:
                 self.notes.append(
                     f"if it is a ring, it is one hop short: {n - 1} of {n} blocks of {axis} are"
                     " seen"
                 )
-        return []
+        return rows
 
     def refuse_own_rows(self) -> None:
         """Refuse a program that is another function on a mesh of ones: results have another shape there, or
@@ -547,6 +558,9 @@ class _Reading:
             is_part = re.fullmatch(_PARTS, step.name) and self.keys & {*step.takes}
             if is_part or re.match("random_(?!bits|gamma)", step.name):
                 self.keys |= {*step.gives}
+        self.alike = defaultdict[tuple, list[Equation]](list)  # iterations of one equation
+        for _, step in case.many.all_steps():
+            self.alike[id(step.eqn), step.line].append(step)
         self.twins = case.alone(functools.partial(case.run_one, see=True))
         self.watch([])
 
@@ -592,11 +606,19 @@ class _Reading:
 
     def jumps(self) -> list[int]:
         """Return the results of collectives that are counted more often, or less, than what they take: by a
-        number that may have been counted before, as a shard's mean is."""
+        number that may have been counted before, as a shard's mean is. Also what is sorted by shards."""
         factor = lambda i: getattr(self.cut(i), "factor", None)
         sums = [(i, s.takes[0]) for i, s in self.makers.items() if s.axes and s.takes]
         pairs = [(i, factor(i), factor(x)) for i, x in sums]
-        return [i for i, after, before in pairs if before != after and 1 not in (before, after)]
+        jumps = [i for i, after, before in pairs if before != after and 1 not in (before, after)]
+        return jumps + [i for i, step in self.makers.items() if self.is_disordered(i, step)]
+
+    def is_disordered(self, i: int, step: Equation) -> bool:
+        """Return whether a step that needs a whole dim, as a sort does, gives shards in another order."""
+        if not re.fullmatch(_WHOLES, step.name):
+            return False
+        cut, before = self.cut(i), self.operand(step.takes[0])
+        return bool(cut and "shard" in cut.axes.values() and before.over("cut"))
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
@@ -606,7 +628,7 @@ class _Reading:
         for _ in range(_ROUNDS):
             first = self.first(last, False)
             each = [one for i in first for one in self.suggestions(i)]
-            best = self.healing(each, kept)
+            best = self.healing(self.together(each), kept) or self.healing(each, kept)
             if not best or best.row["kind"] in _SCALES:
                 deep = [i for i in self.first(last, True) if i not in first] + self.jumps()
                 more = [one for i in deep for one in self.suggestions(i)]
@@ -628,6 +650,15 @@ class _Reading:
                 break
         sure = [one.row for one in seen if not one.cures]
         return [row | {"tried": False} for row in sure[:1] or [self.unknown(last)]]
+
+    def together(self, each: list[Finding]) -> list[Finding]:
+        """Return the same mistake at several values as one finding, as of all gradients that lack a sum."""
+        groups = defaultdict[tuple, dict[int, Finding]](dict)
+        for one in each if len({one.value for one in each}) > 1 else []:
+            if one.cures:
+                groups[one.row["kind"], *one.row["axes"]].setdefault(one.value, one)
+        several = [[*group.values()] for group in groups.values() if len(group) > 1]
+        return [Finding(group[0].value, group[0].row, _cures(group)) for group in several]
 
     def healing(self, each: list[Finding], kept: list[Finding]) -> Finding | None:
         """Return the first one whose cure makes all results right, with the cures of those that are kept."""
@@ -675,7 +706,7 @@ class _Reading:
             n = sizes.get(axis, 0)
             if own and own.factor == n - 1 and hops(self.case.many, i, axis) == n - 2:
                 yield self.finding("ring", step, i, (axis,), n=n, seen=n - 1)
-        if step.name in ("random_bits", "iota", "slice"):
+        if step.name in ("random_bits", "iota", "slice", "dynamic_slice"):
             yield from self.of_source(i, step, sizes)
         forward = any(
             s.line == step.line and s.axes for s in self.makers.values() if not s.backward
@@ -686,6 +717,8 @@ class _Reading:
             for axes, chosen in _places(mistake, step, cuts, sizes):
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
                 tries = [{step: chosen}]
+                if len(alike := self.alike[id(step.eqn), step.line]) > 1 and step.eqn:
+                    tries.insert(0, dict.fromkeys(alike, chosen))  # of a loop all iterations
                 if mistake.mend is _whole and len(chosen) == 1:  # at first for all that take it
                     begin = self.origin(x, axes)
                     tries.insert(0, {s: (s.takes.index(begin),) for s in self.takers[begin]})
@@ -708,7 +741,7 @@ class _Reading:
     def operand(self, i: int) -> Pieces:
         """Return how an operand is cut. What is made of ranks alone is each rank's own, and no part."""
         cut = self.cut(i) or _NO_PIECES
-        is_own = i not in self.data and cut.over("sum", "mean", "max", "min")
+        is_own = i not in self.data and cut.over("sum", "mean", "max", "min", "share")
         return _NO_PIECES if is_own else cut
 
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
@@ -729,6 +762,9 @@ class _Reading:
             first = step.params["start_indices"]
             last = [a + n for a, n in zip(first, over, strict=True)]
             mend = lambda x: own_shard(lax.slice(x, first, last), shape, cuts)
+            each = {"same slice": same}
+        elif step.name == "dynamic_slice":
+            mend = lambda x, *begin: own_shard(lax.dynamic_slice(x, begin, over), shape, cuts)
             each = {"same slice": same}
         else:
             mend = draw_shard(step.params, over, sizes, cuts)

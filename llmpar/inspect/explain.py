@@ -109,7 +109,14 @@ def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
         "names": repr(axes),
         "arrow": arrow,
     }
-    return known | {"reshard": f"{arrow}: jax.sharding.reshard(x, {spec})", "spec": spec} | more
+    reshard = f"{arrow}: jax.sharding.reshard(x, {_sharding(after)})"
+    return known | {"reshard": reshard, "spec": spec} | more
+
+
+def _sharding(layout: Layout) -> str:
+    """Write a layout as `reshard` takes it: as a spec only where a mesh is in context."""
+    is_alone = jax.sharding.get_abstract_mesh().empty
+    return f"jax.NamedSharding(mesh, {_spec(layout)})" if is_alone else str(_spec(layout))
 
 
 def _spec(layout: Layout) -> PartitionSpec:
@@ -217,7 +224,7 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
     result = f"an out_sharding that names none of {', '.join(sorted({*one.axes, *other.axes}))}"
     with contextlib.suppress(Exception):  # JAX's arguments are read only where they are plain
         whole = _result_without(error, {*one.axes, *other.axes})
-        result = f"out_sharding={_spec(whole)}"
+        result = f"out_sharding={_sharding(whole)}"
     before, after = (
         (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
     )
@@ -294,6 +301,15 @@ def _unsharded(error: BaseException, says: str) -> _Known:
         dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", match[0])]
     cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
     return _missing(before, cut_as(cuts))
+
+
+def _rows(error: BaseException, table: str, indices: str) -> _Known:
+    """Return the sharding of rows that cut indices look up in a cut table: the cuts of the indices."""
+    if "take_along_axis" in _functions(error):  # its dims are those of the table
+        raise LookupError(indices)
+    whole = [()] * (len(layout_from_text(table).dims) - 1)
+    cuts = [d.axes for d in layout_from_text(indices).dims[:-1]]
+    return {"spec": _sharding(cut_as([*cuts, *whole]))}
 
 
 def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _Known:
@@ -421,7 +437,7 @@ _RULES: dict[str, Callable[..., _Known]] = {
     "constraint": lambda error, given, wanted: _between(given, wanted),
     "iteration": lambda error, name, wanted, other, given: _between(given, wanted),
     "argument": lambda error, mesh, wanted, given: _between(given, wanted),
-    "written": lambda error, text: {"spec": _spec(layout_from_text(text))},
+    "written": lambda error, text: {"spec": _sharding(layout_from_text(text))},
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*spec_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
     "enclosed": lambda error: _inside(error, "_auto_axes.<locals>.decorator"),
@@ -437,6 +453,7 @@ _RULES: dict[str, Callable[..., _Known]] = {
     "disagree": _disagree,
     "joined": _joined,
     "unsharded": _unsharded,
+    "rows": _rows,
     "twice": _twice,
     "reshape": _reshape,
     "varies": _varies,

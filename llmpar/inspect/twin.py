@@ -184,7 +184,9 @@ def _caller(eqn: Any) -> Callable[..., Any]:
     if name in ("all_gather_invariant", "all_gather_reduced"):
         dim, tiled = params["all_gather_dimension"], params["tiled"]
         return lambda x: lax.all_gather(x, params["axis_name"], axis=dim, tiled=tiled)
-    return lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(params))
+    call = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(params))
+    # a shard_map in another one gives a tree of JAX's own
+    return (lambda *xs: [*call(*xs)]) if eqn.primitive.multiple_results else call
 
 
 def read(closed: Any, alone: bool = False) -> Program:
@@ -290,6 +292,16 @@ def share_draws(many: Program, one: Program) -> bool:
     return any(step.name == "random_bits" for _, step in many.all_steps())
 
 
+def close_hops(one: Program) -> None:
+    """Give every ppermute on one device pairs of that device: where all ranks receive, the value stays, and
+    at the ends of an open chain it is zeros."""
+    for _, step in one.all_steps():
+        pairs = step.params.get("perm", ())
+        if max(map(max, pairs), default=0) > 0:  # written for a number of ranks
+            sends, receives = map(set, zip(*pairs, strict=True))
+            step.call = _same if sends == receives else jnp.zeros_like
+
+
 def cuts_of_shape(
     part: tuple[int, ...], whole: tuple[int, ...], sizes: dict[str, int], first: Iterable[str]
 ) -> list[tuple[str, ...]]:
@@ -393,6 +405,8 @@ def _joined(
         kinds: list[str | int] = [*dims]
         if at == len(names) - 1:
             kinds = ["copy", "share", *dims] if equal_along(local, at + 1) else [*dims, *parts]
+            if _is_by_rank(local, at + 1):
+                kinds = [kind for kind in kinds if kind not in ("max", "min")]
         for kind in kinds:
             if isinstance(kind, int):
                 value = np.concatenate([*np.moveaxis(local, at + 1, 0)], axis=len(names) + kind)
@@ -408,6 +422,14 @@ def _joined(
 def equal_along(local: np.ndarray, axis: int) -> bool:
     """Return whether all devices along an axis have the same value."""
     return distance(local, np.broadcast_to(local.take([0], axis), local.shape)) <= 1
+
+
+def _is_by_rank(local: np.ndarray, axis: int) -> bool:
+    """Return whether values differ along an axis by a number of each rank alone, as positions do: then one
+    rank has all of the smallest elements. One element tells nothing."""
+    apart = np.moveaxis(local - local.take([0], axis), axis, 1)
+    apart = apart.reshape(*apart.shape[:2], -1)
+    return apart.shape[2] > 1 and float(np.ptp(apart, axis=2).max()) <= 1
 
 
 def _reordered(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
