@@ -194,7 +194,7 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
     items, lines = list[Rect | Text](), list[str]()
     for i, row in enumerate(rows):
         y, (fill, stroke) = 40 * i, axis_colours(row.axes)
-        shares = [("hidden", "paper", row.hidden_s), ("waits", fill, row.waits_s)]
+        shares = [("overlapped", "paper", row.hidden_s), ("exposed", fill, row.waits_s)]
         says = (
             " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         )
@@ -215,7 +215,7 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
             items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
             x += per * seconds
         lines.append(tip)
-    note = "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
+    note = "As long as it takes on links. Filled: exposed, the step waits; hollow: overlapped."
     if not any(row.hidden_s + row.waits_s for row in rows):
         note = "What it takes on links is not predicted."
     number = size_text(sum(row.bytes for row in rows))

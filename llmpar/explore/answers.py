@@ -107,7 +107,7 @@ def offer(text: str, do: str, /, **patch: Any) -> dict:
 
 def more(state: dict) -> dict | None:
     """Return the same answer with more of the meshes around it; None where the state is refused."""
-    reply = answer(state, 0.08)  # a click does not wait much longer
+    reply = answer(state, 0.3)  # a click waits as long; a redraw takes that much, too
     return None if reply["refusal"] else reply
 
 

@@ -39,9 +39,9 @@ _PLACES = {
     "middle": {"grid": "Devices", "layer": "One layer"},
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
     "below": {
+        "code": "Take it along: as code, or for another framework",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
-        "code": "As code",
     },
 }
 AREAS = [
@@ -58,14 +58,14 @@ _KINDS = {
 }
 _BARS = {"a step": time_text, "memory": size_text, "sent": size_text}
 DOES = {
-    "pp": "stages",
-    "dp": "copies",
-    "fsdp": "cut state",
-    "ep": "cut experts",
-    "sp": "cut sequence",
-    "tp": "cut matrices",
+    "pp": "pipeline",
+    "dp": "data",
+    "fsdp": "FSDP, ZeRO",
+    "ep": "experts",
+    "sp": "context",
+    "tp": "tensor",
 }
-"""What an axis does, in two words."""
+"""The parallelism that an axis is."""
 HOLDS = "Who holds what of"
 
 
