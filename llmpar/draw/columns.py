@@ -31,6 +31,7 @@ LEFT, RIGHT, COLUMN_MARGIN = 330, 400, 2
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
 IDLE = "paper/"  # the role of a bubble
 MOST_PARTS, MOST_SENT = 9, 6
+MAP_CAPACITIES = 1.6  # how far beyond the memory of a device a map goes
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
@@ -104,7 +105,7 @@ def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Sc
     for part in parts:
         waits = "idle" if part.role == IDLE else "waiting for links"
         sums["computing" if part.role in COMPUTING else waits] += part.value
-    says = [" · ".join(f"{name} {time_text(s)}" for name, s in sums.items() if s)]
+    says = [" · ".join(f"{name} {time_text(s)}" for name, s in sums.items() if s) + "."]
     return _bar("One step", parts, time_text, (), band, says)
 
 
@@ -230,15 +231,19 @@ def mesh_map(
     refused: int = 0,
     num: int = 0,
     pinned: MeshPoint | None = None,
+    tie: float = 0.0,
 ) -> Scene:
     """Draw all meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
-    logarithmic; beyond ``capacity`` bytes it does not fit. ``current``, ``best`` and ``pinned`` are ringed.
+    logarithmic; beyond ``capacity`` bytes it does not fit, and far beyond it is counted alone. ``current``,
+    ``best`` and ``pinned`` are ringed; a band has the times that are above the best's by a share of ``tie``.
     Of ``num`` meshes ``refused`` cannot be built, and others may not be known yet."""
     points, named = list(points), {"you": current, "best": best, "pinned": pinned}
     rings = {name: point for name, point in named.items() if point}
     if current and best and current[:3] == best[:3]:
         rings = {"you, the best": current} | ({"pinned": pinned} if pinned else {})
-    shown = [*dict.fromkeys([*points, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
+    most = MAP_CAPACITIES * capacity or math.inf
+    near = [point for point in points if point.bytes <= most]
+    shown = [*dict.fromkeys([*near, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
     y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)
     left = max([text_width(time_text(v), SMALL) for v in times] + [33]) + 10
@@ -248,6 +253,10 @@ def mesh_map(
     at = lambda point: (x_of(point.bytes), y_of(point.seconds))
     area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
     items = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")])
+    if tie and best:
+        top, low = y_of(best.seconds * (1 + tie)), y_of(best.seconds)
+        what = f"as fast as the best within {tie:.0%}: a tie"
+        items.append(Rect(left, top, fits - left, low - top, "good-ground", tip=what))
     items += _map_axes(
         area, {x_of(v): size_text(v) for v in sizes}, {y_of(v): time_text(v) for v in times}
     )
@@ -275,7 +284,8 @@ def mesh_map(
     notes = [
         f"{done:,} of {num:,} so far." if done < num else "",
         f"{refused:,} of {count:,} are left out." if refused else "",
-        "Colour: the largest axis.",
+        f"{len(points) - len(near):,} hold over {size_text(most)}." if len(near) < len(points) else "",
+        "Colour: the largest axis." + " Band: a tie with the best." * bool(tie and best),
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
     return _column(title, "", items, [*ringed, *lines[::-1]], list(filter(None, notes)), RIGHT)

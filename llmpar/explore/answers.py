@@ -203,7 +203,21 @@ def steps(seen: View) -> list[dict]:
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
         offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
+    if seen.around.complete and seen.around.points and not best:
+        offers.append(_more_devices(seen))
     return offers
+
+
+def _more_devices(seen: View) -> dict:
+    """Offer as many times the devices and sequences as the mesh that holds least, of those of which none
+    fits, lacks memory."""
+    least = min(seen.around.points.values(), key=lambda one: one.total_bytes)
+    times = 2 ** math.ceil(math.log2(least.total_bytes / seen.question.capacity_bytes))
+    num, batch = times * seen.shape.size, times * seen.state["batch_size"]
+    of = f"None of {len(seen.around.meshes):,} meshes fits"
+    words = f"{of}; {least.plan.mesh} holds least, {size_text(least.total_bytes)}"
+    text = f"{words}. {num:,} devices and {batch:,} sequences may do"
+    return offer(text, "try them", devices=num, batch_size=batch)
 
 
 def remedies(state: dict) -> list[dict]:
