@@ -442,7 +442,7 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
     key.append(("edge", "computing waits for it", "/"))
     if column or any(names.values()):
         key = [(fill, f"{lane}: exposed, computing waits") for lane, fill in [*lanes.items()][1:]]
-        key += [("paper", "hollow: overlapped with computing")] * bool(key)
+        key += [("paper", "hollow: hidden behind computing")] * bool(key)
     drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join(lines), column=column)
 

@@ -195,7 +195,7 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
     items, lines = list[Rect | Text](), list[str]()
     for i, row in enumerate(rows):
         y, (fill, stroke) = 40 * i, axis_colours(row.axes)
-        shares = [("overlapped", "paper", row.hidden_s), ("exposed", fill, row.waits_s)]
+        shares = [("hidden", "paper", row.hidden_s), ("exposed", fill, row.waits_s)]
         says = (
             " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         )
@@ -216,7 +216,7 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
             items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
             x += per * seconds
         lines.append(tip)
-    note = "As long as it takes on links. Filled: exposed, the step waits; hollow: overlapped."
+    note = "As long as it takes on links. Filled: exposed, the step waits; hollow: hidden."
     if not any(row.hidden_s + row.waits_s for row in rows):
         note = "What it takes on links is not predicted."
     number = size_text(sum(row.bytes for row in rows))
@@ -284,7 +284,7 @@ def mesh_map(
     notes = [
         f"{done:,} of {num:,} so far." if done < num else "",
         f"{refused:,} of {count:,} are left out." if refused else "",
-        f"{len(points) - len(near):,} hold over {size_text(most)}." if len(near) < len(points) else "",
+        f"Beyond {size_text(most)}: {len(points) - len(near):,}." if len(near) < len(points) else "",
         "Colour: the largest axis." + " Band: a tie with the best." * bool(tie and best),
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"

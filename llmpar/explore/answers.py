@@ -42,6 +42,10 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     out = unanswered(state)
     if wrong := malformed(state, START, LIMITS):
         return out | wrong
+    with contextlib.suppress(ValueError):  # of a chip that is none
+        own = planner.machine(own_machine(state)[0])  # what an empty control stands for
+        usual = {name: f"{round(own[name], 1):g}" for name in hardware.MACHINE}
+        out["usual"] = usual | {"pinned": "none"}
     try:
         state, _ = settle(state)
         out["state"] = state
@@ -54,14 +58,12 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     drawn, verdict = panels.panels(seen), headline(seen)
     shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
     pictures = {name: shown(value) for name, value in drawn.items()}
-    own = planner.machine(own_machine(state)[0])  # what an empty control stands for
     pictures["grid"]["html"] = panels.tensor_choice(seen)
     with estimated(seen):
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
         "fields": fields(state, seen.one.plan),
-        "usual": {x: f"{round(own[x], 1):g}" for x in hardware.MACHINE} | {"pinned": "none"},
         "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),
