@@ -530,10 +530,11 @@ def test_a_map_puts_a_mesh_where_its_numbers_are():
     (beyond,) = (r for r in flatten(scene.items) if isinstance(r, Rect) and r.fill == "bad-ground")
     assert beyond.x == edge
     assert all((dots[way.mesh].x + 4 > edge) == (way.bytes > 59.3 * GIB) for way in near)
-    tied = columns.mesh_map([HERE, BEST, BEST._replace(seconds=1.08 * 4.29)], HERE, BEST, 59.3 * GIB, tie=0.08)
+    last = BEST._replace(seconds=1.08 * 4.29)
+    tied = columns.mesh_map([HERE, BEST, last], HERE, BEST, 59.3 * GIB, tie=0.08)
     (band,) = (r for r in flatten(tied.items) if isinstance(r, Rect) and r.fill == "good-ground")
     ys = {r.tip: r.y + 4 for r in segments(tied, 8)}
-    assert [band.y, band.y + band.h] == pytest.approx(sorted(ys.values())[1:]), "from 8 % above it to the best"
+    assert [band.y, band.y + band.h] == pytest.approx(sorted(ys.values())[1:]), "8 % above the best"
 
 
 @pytest.mark.parametrize("why, drawing", TABLES["drawings_refused"].items())

@@ -284,7 +284,9 @@ def mesh_map(
     notes = [
         f"{done:,} of {num:,} so far." if done < num else "",
         f"{refused:,} of {count:,} are left out." if refused else "",
-        f"Beyond {size_text(most)}: {len(points) - len(near):,}." if len(near) < len(points) else "",
+        f"Beyond {size_text(most)}: {len(points) - len(near):,}."
+        if len(near) < len(points)
+        else "",
         "Colour: the largest axis." + " Band: a tie with the best." * bool(tie and best),
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"

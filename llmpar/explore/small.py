@@ -378,7 +378,12 @@ class MemoryExplorer(Figure):
     }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
     controls = [
-        {"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]},
+        {
+            "name": "microbatches",
+            "kind": "choice",
+            "label": "microbatches",
+            "options": [1, 2, 4, 8],
+        },
         {"name": "model", "kind": "choice", "label": "model", "options": look.MODELS},
         {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
         {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},

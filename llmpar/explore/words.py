@@ -64,7 +64,9 @@ def signed_terms(row: dict[str, Any]) -> str:
     )
     named = [*zip(row["terms"], shown, strict=False), ("the rest", whole - sum(shown))]
     signed = lambda value: f"{value:+,.{digits}f}".replace("-", "−")
-    terms = (tagged("span", [f"{signed(s)} {escape(name)}"]) for name, s in named if round(s, digits))
+    terms = (
+        tagged("span", [f"{signed(s)} {escape(name)}"]) for name, s in named if round(s, digits)
+    )
     total = f"<b>You take {signed(whole)} {unit}</b>"
     return f"<p>{escape(row['says'])}.</p><p class='sum'>{total} = {' '.join(terms)}</p>"
 
