@@ -392,6 +392,10 @@ class MemoryExplorer(Figure):
         | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
 
+    def stored(self) -> list[dict]:
+        others = (n for n in self.controls[0]["options"] if n != self.state["microbatches"])
+        return [self.state | {"microbatches": n} for n in others]
+
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
         count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
