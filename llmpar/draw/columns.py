@@ -31,7 +31,7 @@ LEFT, RIGHT, COLUMN_MARGIN = 330, 400, 2
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
 IDLE = "paper/"  # the role of a bubble
 MOST_PARTS, MOST_SENT = 9, 6
-MAP_CAPACITIES = 1.6  # how far beyond the memory of a device a map goes
+MAP_CAPACITIES = 1.6  # how far beyond a device's memory, and what is ringed, a map goes
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
@@ -241,7 +241,8 @@ def mesh_map(
     rings = {name: point for name, point in named.items() if point}
     if current and best and current[:3] == best[:3]:
         rings = {"you, the best": current} | ({"pinned": pinned} if pinned else {})
-    most = MAP_CAPACITIES * capacity or math.inf
+    widest = max([capacity, *(point.bytes for point in rings.values())])
+    most = MAP_CAPACITIES * widest if capacity else math.inf
     near = [point for point in points if point.bytes <= most]
     shown = [*dict.fromkeys([*near, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
