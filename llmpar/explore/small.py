@@ -377,6 +377,7 @@ class MemoryExplorer(Figure):
         "microbatches": 4,
     }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
+    limits |= dict.fromkeys(("model", "chip"), Allowed(str))  # `preset` names those that are near
     controls = [
         {
             "name": "microbatches",
