@@ -523,10 +523,12 @@ def test_much_that_is_sent_is_told_and_the_smallest_added_up():
 def test_a_map_puts_a_mesh_where_its_numbers_are():
     scene = CASES["map"]()
     dots = {r.tip.partition(":")[0]: r for r in segments(scene, 8)}
-    assert len(dots) == len(WAYS) + 2 and len(buttons(scene)) == len(WAYS)
-    x, y = ({way.mesh: getattr(dots[way.mesh], axis) for way in WAYS} for axis in "xy")
+    near = [way for way in WAYS if way.bytes <= columns.MAP_CAPACITIES * HERE.bytes]
+    assert len(dots) == len(near) + 2 and len(buttons(scene)) == len(near) < len(WAYS)
+    assert f"Beyond 105 GiB: {len(WAYS) - len(near)}." in scene.text
+    x, y = ({way.mesh: getattr(dots[way.mesh], axis) for way in near} for axis in "xy")
     (edge,) = (line.points[0][0] for line in flatten(scene.items) if isinstance(line, Line) and line.dash)
-    for a, b in itertools.pairwise(WAYS):
+    for a, b in itertools.pairwise(near):
         ratio = (x[a.mesh] - x[b.mesh]) / math.log(a.bytes / b.bytes)
         assert ratio == pytest.approx((edge - 4 - x[b.mesh]) / math.log(59.3 * GIB / b.bytes))
         assert (y[a.mesh] < y[b.mesh]) == (a.seconds > b.seconds), "slower is higher"
@@ -536,7 +538,12 @@ def test_a_map_puts_a_mesh_where_its_numbers_are():
     assert centres == {(round(dots[w.mesh].x + 4, 6), round(dots[w.mesh].y + 4, 6)) for w in (HERE, BEST)}
     (beyond,) = (r for r in flatten(scene.items) if isinstance(r, Rect) and r.fill == "bad-ground")
     assert beyond.x == edge
-    assert all((dots[way.mesh].x + 4 > edge) == (way.bytes > 59.3 * GIB) for way in WAYS)
+    assert all((dots[way.mesh].x + 4 > edge) == (way.bytes > 59.3 * GIB) for way in near)
+    last = BEST._replace(seconds=1.08 * 4.29)
+    tied = columns.mesh_map([HERE, BEST, last], HERE, BEST, 59.3 * GIB, tie=0.08)
+    (band,) = (r for r in flatten(tied.items) if isinstance(r, Rect) and r.fill == "good-ground")
+    ys = {r.tip: r.y + 4 for r in segments(tied, 8)}
+    assert [band.y, band.y + band.h] == pytest.approx(sorted(ys.values())[1:]), "8 % above the best"
 
 
 @pytest.mark.parametrize("why, drawing", TABLES["drawings_refused"].items())

@@ -409,8 +409,8 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
         span = max([event["end_s"] for event in one["events"]] + [span_s, 1e-9])
         x_of = lambda t, span=span: left + wide * t / span
         waits = sum(event["exposed_s"] for event in one["events"] if event["lane"] != "compute")
-        head = f"{one['name']}, {count_noun(one['count'], 'turn')} of {time_text(span)}"
-        head = f"{head}, {time_text(waits)} of it waiting" if one["count"] else one["name"]
+        head = f"{one['name']}, {one['count']:,} × {time_text(span)}"
+        head = f"{head}, {time_text(waits)} of it exposed" if one["count"] else one["name"]
         items: list = [Text(0 if column else left, 0, head, bold=True)]
         items += scale(x_of, ticks(0, span), bottom + 8, time_text, bottom)
         # What waits lies on top.
@@ -441,8 +441,8 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
     key: list[tuple] = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
     key.append(("edge", "computing waits for it", "/"))
     if column or any(names.values()):
-        key = [(fill, f"{lane}: computing waits") for lane, fill in [*lanes.items()][1:]]
-        key += [("paper", "hollow: beside computing")] * bool(key)
+        key = [(fill, f"{lane}: exposed, computing waits") for lane, fill in [*lanes.items()][1:]]
+        key += [("paper", "hollow: hidden behind computing")] * bool(key)
     drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join(lines), column=column)
 

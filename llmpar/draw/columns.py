@@ -31,6 +31,7 @@ LEFT, RIGHT, COLUMN_MARGIN = 330, 400, 2
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
 IDLE = "paper/"  # the role of a bubble
 MOST_PARTS, MOST_SENT = 9, 6
+MAP_CAPACITIES = 1.6  # how far beyond a device's memory, and what is ringed, a map goes
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
@@ -104,7 +105,7 @@ def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Sc
     for part in parts:
         waits = "idle" if part.role == IDLE else "waiting for links"
         sums["computing" if part.role in COMPUTING else waits] += part.value
-    says = [" · ".join(f"{name} {time_text(s)}" for name, s in sums.items() if s)]
+    says = [" · ".join(f"{name} {time_text(s)}" for name, s in sums.items() if s) + "."]
     return _bar("One step", parts, time_text, (), band, says)
 
 
@@ -194,7 +195,7 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
     items, lines = list[Rect | Text](), list[str]()
     for i, row in enumerate(rows):
         y, (fill, stroke) = 40 * i, axis_colours(row.axes)
-        shares = [("hidden", "paper", row.hidden_s), ("waits", fill, row.waits_s)]
+        shares = [("hidden", "paper", row.hidden_s), ("exposed", fill, row.waits_s)]
         says = (
             " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         )
@@ -215,7 +216,7 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
             items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
             x += per * seconds
         lines.append(tip)
-    note = "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
+    note = "As long as it takes on links. Filled: exposed, the step waits; hollow: hidden."
     if not any(row.hidden_s + row.waits_s for row in rows):
         note = "What it takes on links is not predicted."
     number = size_text(sum(row.bytes for row in rows))
@@ -230,15 +231,20 @@ def mesh_map(
     refused: int = 0,
     num: int = 0,
     pinned: MeshPoint | None = None,
+    tie: float = 0.0,
 ) -> Scene:
     """Draw all meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
-    logarithmic; beyond ``capacity`` bytes it does not fit. ``current``, ``best`` and ``pinned`` are ringed.
+    logarithmic; beyond ``capacity`` bytes it does not fit, and far beyond it is counted alone. ``current``,
+    ``best`` and ``pinned`` are ringed; a band has the times that are above the best's by a share of ``tie``.
     Of ``num`` meshes ``refused`` cannot be built, and others may not be known yet."""
     points, named = list(points), {"you": current, "best": best, "pinned": pinned}
     rings = {name: point for name, point in named.items() if point}
     if current and best and current[:3] == best[:3]:
         rings = {"you, the best": current} | ({"pinned": pinned} if pinned else {})
-    shown = [*dict.fromkeys([*points, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
+    widest = max([capacity, *(point.bytes for point in rings.values())])
+    most = MAP_CAPACITIES * widest if capacity else math.inf
+    near = [point for point in points if point.bytes <= most]
+    shown = [*dict.fromkeys([*near, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
     y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)
     left = max([text_width(time_text(v), SMALL) for v in times] + [33]) + 10
@@ -248,6 +254,10 @@ def mesh_map(
     at = lambda point: (x_of(point.bytes), y_of(point.seconds))
     area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
     items = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")])
+    if tie and best:
+        top, low = y_of(best.seconds * (1 + tie)), y_of(best.seconds)
+        what = f"as fast as the best within {tie:.0%}: a tie"
+        items.append(Rect(left, top, fits - left, low - top, "good-ground", tip=what))
     items += _map_axes(
         area, {x_of(v): size_text(v) for v in sizes}, {y_of(v): time_text(v) for v in times}
     )
@@ -275,7 +285,11 @@ def mesh_map(
     notes = [
         f"{done:,} of {num:,} so far." if done < num else "",
         f"{refused:,} of {count:,} are left out." if refused else "",
+        f"Beyond {size_text(most)}: {len(points) - len(near):,}."
+        if len(near) < len(points)
+        else "",
         "Colour: the largest axis.",
+        "Band: a tie with the best." * bool(tie and best),
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
     return _column(title, "", items, [*ringed, *lines[::-1]], list(filter(None, notes)), RIGHT)

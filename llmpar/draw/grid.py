@@ -172,7 +172,7 @@ class Cells:
                 name = f"+{low}" if axis in sides else self.name(axis, cell)
                 texts = name, name.split()[-1], str(low)
                 fits = [
-                    text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)
+                    text for text in texts if text_width(text, SMALL) + 6 <= stride * (self.w + GAP)
                 ]
                 short = (*fits, texts[-1])[0]
                 items.append(

@@ -42,6 +42,10 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     out = unanswered(state)
     if wrong := malformed(state, START, LIMITS):
         return out | wrong
+    with contextlib.suppress(ValueError):  # of a chip that is none
+        own = planner.machine(own_machine(state)[0])  # what an empty control stands for
+        usual = {name: f"{round(own[name], 1):g}" for name in hardware.MACHINE}
+        out["usual"] = usual | {"pinned": "none"}
     try:
         state, _ = settle(state)
         out["state"] = state
@@ -54,14 +58,12 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     drawn, verdict = panels.panels(seen), headline(seen)
     shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
     pictures = {name: shown(value) for name, value in drawn.items()}
-    own = planner.machine(own_machine(state)[0])  # what an empty control stands for
     pictures["grid"]["html"] = panels.tensor_choice(seen)
     with estimated(seen):
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
         "fields": fields(state, seen.one.plan),
-        "usual": {x: f"{round(own[x], 1):g}" for x in hardware.MACHINE} | {"pinned": "none"},
         "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),
@@ -107,7 +109,7 @@ def offer(text: str, do: str, /, **patch: Any) -> dict:
 
 def more(state: dict) -> dict | None:
     """Return the same answer with more of the meshes around it; None where the state is refused."""
-    reply = answer(state, 0.08)  # a click does not wait much longer
+    reply = answer(state, 0.3)  # a click waits as long; a redraw takes that much, too
     return None if reply["refusal"] else reply
 
 
@@ -203,7 +205,21 @@ def steps(seen: View) -> list[dict]:
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
         offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
+    if seen.around.complete and seen.around.points and not best:
+        offers.append(_more_devices(seen))
     return offers
+
+
+def _more_devices(seen: View) -> dict:
+    """Offer as many times the devices and sequences as the mesh that holds least, of those of which none
+    fits, lacks memory."""
+    least = min(seen.around.points.values(), key=lambda one: one.total_bytes)
+    times = 2 ** math.ceil(math.log2(least.total_bytes / seen.question.capacity_bytes))
+    num, batch = times * seen.shape.size, times * seen.state["batch_size"]
+    of = f"None of {len(seen.around.meshes):,} meshes fits"
+    words = f"{of}; {least.plan.mesh} holds least, {size_text(least.total_bytes)}"
+    text = f"{words}. {num:,} devices and {batch:,} sequences may do"
+    return offer(text, "try them", devices=num, batch_size=batch)
 
 
 def remedies(state: dict) -> list[dict]:

@@ -26,7 +26,7 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import frameworks
-from llmpar.planner.planner import Candidate, commands, fields_of, memory_verdict, versus
+from llmpar.planner.planner import ERROR, Candidate, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
@@ -39,9 +39,9 @@ _PLACES = {
     "middle": {"grid": "Devices", "layer": "One layer"},
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
     "below": {
+        "code": "Take it along: as code, or for another framework",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
-        "code": "As code",
     },
 }
 AREAS = [
@@ -58,14 +58,14 @@ _KINDS = {
 }
 _BARS = {"a step": time_text, "memory": size_text, "sent": size_text}
 DOES = {
-    "pp": "stages",
-    "dp": "copies",
-    "fsdp": "cut state",
-    "ep": "cut experts",
-    "sp": "cut sequence",
-    "tp": "cut matrices",
+    "pp": "pipeline",
+    "dp": "data",
+    "fsdp": "FSDP, ZeRO",
+    "ep": "experts",
+    "sp": "context",
+    "tp": "tensor",
 }
-"""What an axis does, in two words."""
+"""The parallelism that an axis is."""
 HOLDS = "Who holds what of"
 
 
@@ -394,7 +394,7 @@ def _mesh_map(seen: View) -> Scene:
     rings = {name: _point(x) for name, x in others(seen).items() if isinstance(x, Candidate)}
     counts = len(around.refused), len(around.meshes), rings.get("pinned")
     points = map(_point, around.points.values())
-    return columns.mesh_map(points, _point(seen.one), rings.get("best"), capacity, *counts)
+    return columns.mesh_map(points, _point(seen.one), rings.get("best"), capacity, *counts, ERROR)
 
 
 def _point(one: Candidate) -> columns.MeshPoint:

@@ -16,6 +16,7 @@ from llmpar.draw.hosts import traffic
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
+from llmpar.explore import look
 from llmpar.explore.answers import Limits, offer, refused
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
@@ -363,6 +364,10 @@ class MemoryExplorer(Figure):
         " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
     )
     title, kind = "ZeRO explorer", "memory"
+    sentence = (
+        "In {microbatches} microbatches, train {model} on {batch_size} sequences of {seq_len} tokens,"
+        " as {mesh} of {chip}"
+    )
     start = {
         "model": "llama3-8b",
         "mesh": "fsdp=8",
@@ -372,9 +377,25 @@ class MemoryExplorer(Figure):
         "microbatches": 4,
     }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
+    limits |= dict.fromkeys(("model", "chip"), Allowed(str))  # `preset` names those that are near
     controls = [
-        {"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}
+        {
+            "name": "microbatches",
+            "kind": "choice",
+            "label": "microbatches",
+            "options": [1, 2, 4, 8],
+        },
+        {"name": "model", "kind": "choice", "label": "model", "options": look.MODELS},
+        {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
+        {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
+        {"name": "mesh", "kind": "text", "label": "mesh"},
+        {"name": "chip", "kind": "choice", "label": "chip"}
+        | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
+
+    def stored(self) -> list[dict]:
+        others = (n for n in self.controls[0]["options"] if n != self.state["microbatches"])
+        return [self.state | {"microbatches": n} for n in others]
 
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""

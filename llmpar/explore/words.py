@@ -55,11 +55,19 @@ def html_table(head: Iterable[str], rows: str) -> str:
 
 def signed_terms(row: dict[str, Any]) -> str:
     """Return why two plans differ (`planner.versus`): signed terms that add up to the difference."""
-    most = list(row["terms"].items())
-    shown = dict(most[:_MOST_TERMS]) | {"the rest": sum(value for _, value in most[_MOST_TERMS:])}
-    ms = lambda value: f"{1000 * value:+,.1f}".replace("-", "−")
-    terms = (tagged("span", [f"{ms(s)} {escape(name)}"]) for name, s in shown.items() if s)
-    total = f"<b>You take {ms(row['difference_s'])} ms</b>"
+    most = max(map(abs, row["terms"].values()))
+    per, unit = (1, "s") if most >= 2 else (1000, "ms")
+    digits = 0 if per * most >= 100 else 1
+    whole, *shown = (
+        round(per * s, digits)
+        for s in (row["difference_s"], *list(row["terms"].values())[:_MOST_TERMS])
+    )
+    named = [*zip(row["terms"], shown, strict=False), ("the rest", whole - sum(shown))]
+    signed = lambda value: f"{value:+,.{digits}f}".replace("-", "−")
+    terms = (
+        tagged("span", [f"{signed(s)} {escape(name)}"]) for name, s in named if round(s, digits)
+    )
+    total = f"<b>You take {signed(whole)} {unit}</b>"
     return f"<p>{escape(row['says'])}.</p><p class='sum'>{total} = {' '.join(terms)}</p>"
 
 

@@ -794,18 +794,22 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
 
 def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
     """Compare two plans: signed seconds by term, the largest first, that add up to the difference of their
-    steps. Steps that differ by less than `ERROR` are a tie, and memory, then the fewer axes, break it."""
+    steps. Steps that differ by less than `ERROR` are a tie. What breaks it: memory, where that differs by
+    as much, then the fewer axes, then the estimates as they are."""
     names = {*one.time.terms, *other.time.terms}
     more = {x: one.time.terms.get(x, 0.0) - other.time.terms.get(x, 0.0) for x in names}
     lost = one.time.step_s - other.time.step_s
     tie = abs(lost) <= ERROR * min(one.time.step_s, other.time.step_s)
+    small, full = sorted(x.total_bytes for x in (one, other))
+    alike = full - small <= ERROR * small
     axes = lambda x: sum(n > 1 for n in x.plan.mesh.sizes.values())
     fits = lambda x: memory_verdict(q, x).words != "does not fit"
     ranks = {
         "it fits, and the other does not": lambda x: not fits(x),
         "it is faster": lambda x: 0.0 if tie else x.time.step_s,
-        "it holds less": lambda x: x.total_bytes,
+        "it holds less": lambda x: 0 if alike else x.total_bytes,
         "it has fewer axes": axes,
+        "it may be a little faster": lambda x: x.time.step_s,
     }
     because = next((why for why, rank in ranks.items() if rank(one) != rank(other)), "")
     better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])

@@ -479,7 +479,10 @@ function mount(doc, source, el) {
 
   // -------- sharing
 
-  const chosen = (name) => shown(level(kinds[name], state[name] || (answer.usual?.[name] ?? state[name])));
+  const chosen = (name) => {
+    const value = level(kinds[name], state[name] || (answer.usual?.[name] ?? state[name]));
+    return typeof value === "number" ? value.toLocaleString("en-US") : shown(value);
+  };
   const asked = () => doc.sentence.replace(/\{(\w+)\}/g, (_, name) => chosen(name));
   const cite = () => [`llmpar ${doc.version}, ${doc.title}`, asked()].filter(Boolean).join(": ").replaceAll("\n", ". ");
   const still = () => picture(root, doc.theme, [...(asked() || doc.title).split("\n"),
