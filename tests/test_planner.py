@@ -723,6 +723,8 @@ def test_a_launch_line_is_priced_and_translated(capsys):
     one = planner.on_mesh(dataclasses.replace(q, fixed=fixed), parse_mesh("tp=8"))
     assert status == 0 and row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
     assert "--parallelism.tensor_parallel_degree 8" in document["export"]
+    keys, tables = call(capsys, f"--from-flags={line}", *more[:-1])[1:]
+    assert keys == document["export"] + "\n" and "of the first" in tables  # so `> FILE` has the keys alone
     unsaid = "megatron names no model (see --model, --seq-len, --devices): priced are llama3-8b, 8,192 tokens"
     assert any(note.startswith(unsaid) for note in document["notes"])
     served = call(capsys, "--from-flags=vllm serve Qwen/Qwen3-32B -tp 4 --quantization awq", "--json")[1]

@@ -1,7 +1,9 @@
 """``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
+import contextlib
 import operator
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -194,7 +196,12 @@ class PlanCommand(Adapters, Output):
             inform(f"{document['priced']:,} {plans} priced; {document['room_is']}")
         inform(*document["notes"])
         broken = broken_claims(self.claims or "", document["plans"][0])
-        give(document, self.json, tables_of(document))
+        tables = tables_of(document)
+        if self.export is not None and not self.json:  # stdout has the framework's keys alone
+            with contextlib.redirect_stdout(sys.stderr):
+                give(document, False, tables)
+            tables = iter([document["export"]])
+        give(document, self.json, tables)
         if broken:
             raise NotHeld(f"--assert does not hold: {'; '.join(broken)}")
         return document
@@ -532,7 +539,7 @@ def tables_of(document: dict) -> Iterator[Any]:
         sums = ((names.get(name, name), few(value)) for name, value in budget.items())
         rows = ((name, f"{value:,.0f}" if value >= 10 else f"{value:g}") for name, value in sums)
         yield _table((f"for {budget['tokens']:,.0f} tokens", ""), list(rows)[1:])
-    yield from filter(None, map((best | document).get, ("train", "compile", "launch", "export")))
+    yield from filter(None, map(best.get, ("train", "compile", "launch")))
 
 
 def tables_serve(document: dict) -> Iterator[Any]:

@@ -108,7 +108,7 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     joint, words = "", list[str]()
     for one in re.finditer(_PIECES, re.sub(_HERE_DOCUMENT, r"\2\n", text) + "\n"):
         if one.lastgroup == "rest":
-            raise ValueError("No closing quotation")
+            raise ValueError("a quotation mark is not closed")
         if one.lastgroup == "word":
             words.append(one[0])
         elif one.lastgroup == "end":
