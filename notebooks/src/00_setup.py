@@ -447,6 +447,6 @@ for (axes, kind), row in chosen.items():
 # llmpar doctor                                      which devices, which versions, what is missing
 # llmpar doctor --json                               the same for a script
 # llmpar inspect --mesh "dp=2 fsdp=-1 tp=4"          -1: all devices that are left. If that is no whole number, one sentence says why
-# llmpar inspect --mesh-dim 1,-1,4                   the same sizes as EasyLM writes them: dp, fsdp, mp
+# llmpar inspect --mesh-dim 2,-1,4                   the same sizes as EasyLM writes them: dp, fsdp, mp
 # llmpar lab                                         these notebooks
 # ```

@@ -389,8 +389,8 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# It sends the same bytes: an all-reduce *is* these two. But each device keeps less. Here is one layer of GPT-3 (attention's
-# scores are recomputed):
+# It sends the same bytes: an all-reduce *is* these two. But devices keep less. A layer of GPT-3 (scores are
+# recomputed):
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -477,8 +477,9 @@ assert round(whole, 1) == 11.9
 # ## Keep: columns, then rows, inside the fast links
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
-# 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two of them backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, but each device keeps only its part of every activation.
+# 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two backward.
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes. To keep only its part, a device gathers
+#    once more in the backward pass (a quarter more).
 # 4. Work is divided by N, messages are not: N < m / (C/β).
 
 # %% [markdown]

@@ -122,8 +122,8 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # ### Exercise (core): write 1F1B as text
 #
 # A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` and `W0` the halves of its backward. Where no `W`
-# is written, it runs right after its `B`. Write 1F1B for 3 stages and 4 microbatches. How many forwards does each stage run before its
-# first backward?
+# is written, it runs right after its `B`. Write 1F1B for 3 stages and 4 microbatches. How many forwards does each stage run before it
+# alternates?
 
 # %%
 one_f_one_b = ...  # """F0 F1 …

@@ -271,7 +271,8 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "16%"
 
 # %% [markdown]
 # (Matmuls that are cut by `tp=8` are narrow, and reach a lower rate.) `pp=8 tp=8` keeps only the inputs of its stages,
-# so it computes the forward pass twice: *recomputation*. And 64 rows make only 32 microbatches, so the stages wait.
+# so it computes the forward pass twice: *recomputation*. And stages wait (32 microbatches:
+# single rows would multiply slower).
 # `fsdp=16 tp=4` has room to keep more activations. The bars leave out what overlaps with computing.
 #
 # The dot is a measured run: torchtitan trained this model on 64 A100s of 80 GB, with FSDP over all of them, at 331 tokens a

@@ -252,7 +252,8 @@ assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 # %%
 error = fates["Explicit"][-1]
 if error:
-    say(explain(error))
+    with jax.set_mesh(typed):
+        say(explain(error))
     assert "(all-reduce over tp)" in explain(error)
 
 # %% [markdown]
@@ -314,7 +315,7 @@ assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 # ### Exercise (stretch): write the arrow
 #
 # The next layer needs its positions cut: `b/dp s/tp d`. Write `y = h @ down` in explicit JAX so that it ends there, with as little sent
-# as possible. `h` is `b/dp s m/tp`, `down` is `m/tp d`.
+# as possible. `h` is `b/dp s m/tp`, `down` is `m/tp d`. Name layouts by `P(…)` alone, without a mesh.
 
 
 # %%
@@ -339,7 +340,8 @@ def broken(x, up, down):
 
 *_, error = fate(broken, typed)
 if error:
-    say(explain(error))
+    with jax.set_mesh(typed):
+        say(explain(error))
 
 
 def repaired(x, up, down): ...
