@@ -105,7 +105,7 @@ def test_the_walk_counts_turns_and_tells_hidden_from_exposed():
     assert turn.count == 5 and turn.seconds == pytest.approx(product_s + gather_s)
     events = [vars(event) for event in turn.events]
     picture = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "turn")
-    assert "forward loop, 5 turns" in picture.text and "exposed" in picture.text
+    assert "forward loop, 5 × " in picture.text and "exposed" in picture.text
 
 
 def test_what_a_device_reached_takes_the_place_of_what_is_assumed(monkeypatch, tmp_path):

@@ -125,7 +125,8 @@ def file_of(asked: dict) -> dict:
     raw |= {"max_position_embeddings": 64, "sliding_window": asked["window"] or 4}
     if asked["experts"]:
         in_groups = "routed_scaling_factor" in asked["entries"]
-        raw["n_routed_experts" if in_groups else "num_local_experts"] = asked["num_experts"]
+        own = "num_experts" if asked["family"] == "qwen3_next" else "num_local_experts"
+        raw["n_routed_experts" if in_groups else own] = asked["num_experts"]
         raw |= {"num_experts_per_tok": asked["top_k"], "moe_intermediate_size": asked["ffn_width"]}
         raw |= {"n_group": asked["num_groups"], "topk_group": asked["top_groups"]} if in_groups else {}
     if "long_factor" in (rope := asked["entries"].get("rope_scaling", {})):
