@@ -23,13 +23,13 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, files of text, locks of
 a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
 BUDGETS = {
-    "plan": 2_771,
+    "plan": 2_776,
     "parallel": 1_039,
     "kernels": 520,
-    "model": 1_170,
+    "model": 1_171,
     "pipeline": 321,
     "training": 2_570,
-    "predict": 2_622,
+    "predict": 2_620,
     "planner": 1_866,
     "draw": 2_802,
     "inspect": 4_025,
@@ -37,13 +37,13 @@ BUDGETS = {
     "serve": 910,
     "launch": 1_191,
     "lessons": 1_529,
-    "cli": 2_304,
+    "cli": 2_303,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_421,
-    "statements": 27_382,
+    "statements of the compact package": 6_427,
+    "statements": 27_385,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

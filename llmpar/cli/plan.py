@@ -196,12 +196,12 @@ class PlanCommand(Adapters, Output):
             inform(f"{document['priced']:,} {plans} priced; {document['room_is']}")
         inform(*document["notes"])
         broken = broken_claims(self.claims or "", document["plans"][0])
-        tables = tables_of(document)
-        if self.export is not None and not self.json:  # stdout has the framework's keys alone
+        if self.export is None or self.json:
+            give(document, self.json, tables_of(document))
+        else:  # stdout has the framework's keys alone
             with contextlib.redirect_stdout(sys.stderr):
-                give(document, False, tables)
-            tables = iter([document["export"]])
-        give(document, self.json, tables)
+                give(document, False, tables_of(document))
+            give(document, False, [document["export"]])
         if broken:
             raise NotHeld(f"--assert does not hold: {'; '.join(broken)}")
         return document

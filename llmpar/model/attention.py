@@ -441,10 +441,16 @@ def expand_latents(
     (`llama.LatentAttention`). K has the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
     latents, shared = jnp.split(latents, [len(up)], -1)
     kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latents.squeeze(2), up), -2, 2)
-    plain = width - shared.shape[-1]
-    shared = jnp.broadcast_to(shared, (*kv.shape[:-1], shared.shape[-1]))
-    k, v = jnp.concatenate([kv[..., :plain], shared], -1), kv[..., plain:]
+    k, v = keys_and_values(kv, shared, width)
     return k, padded_to(v, width) if padded else v
+
+
+def keys_and_values(kv: Array, shared: Array, width: int) -> tuple[Array, Array]:
+    """Return keys, ``width`` wide, and values of all heads. ``kv`` has of each head its own part of a key,
+    then its value; the rest of a key is ``shared``, an array of one head."""
+    own = width - shared.shape[-1]
+    shared = jnp.broadcast_to(shared, (*kv.shape[:-1], shared.shape[-1]))
+    return jnp.concatenate([kv[..., :own], shared], -1), kv[..., own:]
 
 
 def padded_to(x: Array, width: int) -> Array:

@@ -23,6 +23,7 @@ Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of k
 them, n value heads, h key width, w value width, t taps of the convolution, z numbers of a position.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -106,8 +107,8 @@ def convolved(
         before = along.hop(x[:, s - taps + 1 :], "halo b s -> the next rank")
     weights = jnp.concatenate([w.reshape(-1, taps) for w in convs])
     y = jax.checkpoint(weighted)(jnp.concatenate([before, x], 1), weights, documents)
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    parts = zip(jnp.split(y, ends, -1), inputs, strict=True)
+    ends = list(itertools.accumulate(sizes))
+    parts = zip(jnp.split(y, ends[:-1], -1), inputs, strict=True)
     return [part.reshape(like.shape) for part, like in parts]
 
 
@@ -140,8 +141,8 @@ def chunked(
     cut = lambda x: jnp.moveaxis(x.reshape(b, -1, c, i, *x.shape[2:]), 0, 2)
     q, k, *of_values = (cut(jnp.pad(x, fill + [(0, 0)] * (x.ndim - 2))) for x in tokens)
     v, log_decay, beta = (x.reshape(*x.shape[:4], heads, -1, *x.shape[5:]) for x in of_values)
-    of = cut(jnp.pad(documents, [(0, 0), (0, fill[1][1])], mode="edge")[:, 1:])
-    of_last = cut(jnp.pad(documents, [(0, 0), (0, fill[1][1])], mode="edge")[:, :-1])[..., 0]
+    documents = jnp.pad(documents, fill, mode="edge")
+    of, of_last = cut(documents[:, 1:]), cut(documents[:, :-1])[..., 0]
     state = jnp.zeros((b, *v.shape[4:6], height, width), jnp.float32)
     if along.axes:  # further columns, which become the matrix that a state is multiplied by
         eye = jnp.eye(height)

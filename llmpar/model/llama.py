@@ -247,17 +247,14 @@ class LatentAttention(Attention):
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
         has one letter a dim."""
-        width, num_latent, mask = self.config.value_width, self.kv_norm.size, self.config.mask
+        num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
             return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
-        shared_btr = latent[..., None, num_latent:]
-        shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], shared_btr.shape[-1]))
-        k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
-        y = attend(q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, mask, par)
-        return y[..., 0, :]
+        kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
+        return attend(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
 
 
 class GatedDelta(Attention):

@@ -473,8 +473,17 @@ class ModelConfig:
     @property
     def positions_before(self) -> int:
         """How many positions before each a layer's short convolutions read; 0 without them."""
-        rows = self.block_weights().items()
-        return max((row.shape[-1] - 1 for path, row in rows if path.endswith("_conv")), default=0)
+        return max((row.shape[-1] - 1 for row in self.convolutions), default=0)
+
+    @property
+    def convolutions(self) -> list[Weight]:
+        """The weights of a layer's short convolutions over positions, the last dim of each."""
+        return [row for path, row in self.block_weights().items() if path.endswith("_conv")]
+
+    @property
+    def convolved(self) -> int:
+        """The numbers of a token that a layer's short convolutions take, and give."""
+        return sum(math.prod(row.shape[:-1]) for row in self.convolutions)
 
     def exchanged_heads(self, tp: int) -> tuple[str, int]:
         """Return which heads of a rank of ``tp`` may be exchanged for positions, and how many every layer

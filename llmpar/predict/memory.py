@@ -558,10 +558,11 @@ def _of_state(plan: Resolved, config: ModelConfig, tokens: int, length: int) -> 
     of float32 that it keeps besides and that it works with: copies of these numbers, and matrices of
     positions times positions. The counts are of XLA for CPUs. Of GPUs and TPUs no program is recorded: they
     are assumed to fuse five copies."""
-    convs = [row for path, row in config.block_weights().items() if path.endswith("_conv")]
-    numbers = tokens * sum(math.prod(row.shape[:-1]) for row in convs) // plan.mesh.tp
+    numbers = tokens * config.convolved // plan.mesh.tp
     at_once = tokens * min(length, CHUNK * CHUNKS) // max(length, 1)
-    squares = at_once * config.num_heads * min(length, CHUNK) // plan.mesh.tp * bool(convs)
+    squares = (
+        at_once * config.num_heads * min(length, CHUNK) // plan.mesh.tp * bool(config.convolved)
+    )
     fused = 1 if plan.platform == "cpu" else 5
     kept, work = 8 * numbers, 45 * numbers + 40 * squares
     return numbers, FLOAT32 * kept // fused, FLOAT32 * work // fused

@@ -766,10 +766,9 @@ def _states(values: Values, config: ModelConfig, run: Runs) -> None:
     of = Transfer("recurrent states", "state b -> the next rank")
     message = FLOAT32 * rows * math.ceil(config.state_size / tp)
     values.ring(axes, of, message, (plan.mesh.sp - 1) * times)
-    convs = [row for path, row in config.block_weights().items() if path.endswith("_conv")]
-    numbers = config.positions_before * sum(math.prod(row.shape[:-1]) for row in convs) // tp
+    numbers = config.positions_before * config.convolved // tp
     of = Transfer("positions before a convolution", "halo b s -> the next rank")
-    values.ring(axes, of, values.itemsize * rows * numbers, times * bool(convs))
+    values.ring(axes, of, values.itemsize * rows * numbers, times * bool(numbers))
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
