@@ -73,7 +73,7 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     ends = "an all-reduce gives each the sum of all gradients; all make the same update: one model"
     ends = ends if together else f"each updates alone, by its own: {count_noun(devices, 'model')}"
     text = f"each device has the same weights, {rows} rows of its own, and a gradient of its own;\n{ends}"
-    title = f"One step of {count_noun(devices, 'replica')}" + ", and nobody talks" * (not together)
+    title = f"One step of {count_noun(devices, 'replica')}" + ", without messages" * (not together)
     return compose(title, [items, key], text)
 
 

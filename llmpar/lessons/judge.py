@@ -122,8 +122,8 @@ _COUNTED = re.compile(
 )
 _CALL = r"^(?:(?:an?|the) )?(?:\w+\.)*([\w-]+)(?:\(.*\)| over \w+)?$"
 _IN_NUMBERS = {
-    r"^after (?=\d+ )|^(?:(?:about|around|roughly|exactly|just|only|at (?:least|most)|up to|the|=) ?)+"
-    r"|[. ]+$": "",
+    r"^after (?=\d+ )|[. ]+$"
+    r"|^(?:(?:about|around|roughly|exactly|just|only|at (?:least|most)|max(?:imum)?|up to|the|=) ?)+": "",
     r"(?<=[A-Za-z]) ?(?:/|per|an?|each|in each) ?(?:step|token|request|device|worker|host)$": "",
     r"^(\d+)(?: and)? (?=\d+/\d+\b)": r"\1+",
     r"(?<=\d) *[x×] *(?=\d)": "*",

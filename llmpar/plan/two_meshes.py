@@ -209,7 +209,7 @@ def _messages(
 
 
 def in_rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Deal pairs to the fewest rounds in which nobody sends twice or receives twice.
+    """Deal pairs to the fewest rounds in which no device sends or receives twice.
 
     A pair takes the first round in which both are free. Without one it takes a round a in which the sender is
     free; the pair that it displaces takes a round b in which the receiver is free, the next one a, and so on.
