@@ -79,7 +79,7 @@ class Inspect(Output):
         config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
         rows = types(config, plan.requested, *sizes) if self.types else []
         inform(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = report.inspect(config, plan, *sizes)
+        document = report.inspect(plan, *sizes)
         document |= {"types": rows} if self.types else {}
         document |= {"tolerance": report.spread(plan, *sizes)} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.step_picture(document))

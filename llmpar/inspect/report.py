@@ -20,9 +20,8 @@ from llmpar.inspect.hlo import parsed
 from llmpar.inspect.links import axis_links, links_table
 from llmpar.inspect.tables import rich_table
 from llmpar.inspect.types import types_table
-from llmpar.parallel.mesh import make_mesh, platform_of
-from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan, Resolved
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.plan import Resolved
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory
 from llmpar.predict.muon import muon_flops
@@ -32,17 +31,16 @@ from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import Step
 
 
-def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> dict:
-    """Compile one training step with AdamW (nothing runs) and read it.
+def inspect(plan: Resolved, batch_size: int, seq_len: int) -> dict:
+    """Compile one training step of the plan's model with AdamW (nothing runs) and read it.
 
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step.
     Collectives are read from the program as XLA's partitioner left it, where their dtypes are still true;
     memory and FLOPs from the final one. Predictions are for the Manual mode; under Auto they show what the
     partitioner did differently. Of pipeline stages it shows the one that sends most, and the mean of FLOPs.
     """
-    mesh = make_mesh(str(plan.mesh))
-    plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
-    step = Step(config, plan, mesh, priced_optimizer(plan))
+    config = plan.config
+    step = Step(config, plan, make_mesh(str(plan.mesh)), priced_optimizer(plan))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.layer_kinds)
     # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the

@@ -15,7 +15,7 @@ Which keys a query may see is computed from ids: the position and the segment (t
 of each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
 (`llmpar.plan.sequence_order`): the result is the same, and only the work and the hops that are saved change.
 
-The path of a query: `choose_attention` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
+The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
 loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
 `attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. In
 `flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `attend_block`. `by_kernel` calls
@@ -74,7 +74,7 @@ QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
 # Names of what attention's backward pass reads. Policies of `remat` save OUT and LSE by name; at ZeRO 3
-# without remat the policy saves whatever has a name, so IN, too.
+# without remat the policy saves whatever has a name, so IN, too: what a barrier returns has none.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
 # The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
@@ -92,9 +92,11 @@ class _Ids(TypedDict, total=False):
     k_segments_bt: Int[Array, "_ t"] | None
 
 
-def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
-    """Return the attention that the plan asks for: a function of q, k, v, four arrays of ids, and sinks, if
-    the model has any. In a ring `Latents` and `Up` may take the places of k and v."""
+def attend_by_plan(
+    par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
+) -> Out:
+    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`). In a ring `Latents`
+    and `Up` may take the places of k and v."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
@@ -102,9 +104,8 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
         order=plan.sequence_order,
     )
     if kernel in OF_JAX:
-        run: Callable = partial(
-            by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
-        )
+        whole = plan.documents == "whole"
+        run: Callable = partial(by_kernel, kernel=kernel, in_order=plan.in_order, whole=whole)
     elif kernel == "flash":
         run = partial(flash_attention, platform=str(par.platform), **ring)
     else:
@@ -115,18 +116,14 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
             branch=par.platform != "gpu",
             **ring,
         )
-
-    def attend_by_plan(q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None):
-        ids = _Ids(
-            q_positions_bs=q_positions,
-            q_segments_bs=q_segments,
-            k_positions_bt=k_positions,
-            k_segments_bt=k_segments,
-        )
-        out, lse = run(q, k, v, mask=mask, **ids)
-        return out if sinks is None else with_sinks(out, lse, sinks)
-
-    return attend_by_plan
+    ids = _Ids(
+        q_positions_bs=q_positions,
+        q_segments_bs=q_segments,
+        k_positions_bt=k_positions,
+        k_segments_bt=k_segments,
+    )
+    out, lse = run(q, k, v, mask=mask, **ids)
+    return out if sinks is None else with_sinks(out, lse, sinks)
 
 
 def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]) -> Out:
@@ -559,8 +556,8 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
     dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many zeros to each
-    further rank). Latents hop in place of K and V: b t c elements. A hop may run while a rank attends to its
-    keys. The backward pass needs q, k, v, ids, out and lse."""
+    further rank). Latents hop in place of K and V: b t numbers of their width. A hop may run while a rank
+    attends to its keys. The backward pass needs q, k, v, ids, out and lse."""
 
     def attend_and_hop(carry, hops):
         block, partials = carry

@@ -111,14 +111,14 @@ class Norm(nnx.Module):
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            x32 = x32 * jax.lax.rsqrt(self.mean_of_heads(x32, par, heads) + self.eps)
+            x32 = x32 * jax.lax.rsqrt(self.mean_square_of_heads(x32, par, heads) + self.eps)
         else:
             x32 = unit(x32, self.eps)
         offset = self.variant.norm_offset
         times = lambda x, scale: x * (scale + offset) if offset else x * scale
         return par.with_weight(times, x32.astype(x.dtype), self.scale)
 
-    def mean_of_heads(
+    def mean_square_of_heads(
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
     ) -> Float[Array, "b s 1 1"]:
         """Return the mean square over all heads and their width, summed over ranks with different heads."""
@@ -316,7 +316,8 @@ def attend(
     if sinks is not None:
         given.append("queries k r")
         args += (par.move(sinks, "attention k r -> queries k r"),)
-    y = par.local(attention.choose_attention(par, mask), given, q_layout)(*args)
+    attend_by_plan = functools.partial(attention.attend_by_plan, par, mask)
+    y = par.local(attend_by_plan, given, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from llmpar.parallel.collectives import MOVED, after, barrier, hop, scope
+from llmpar.parallel.collectives import MOVED, after, hop, scope
 
 
 def matmul(x: Array, weight: Any, **sharding: Any) -> Array:
@@ -49,7 +49,7 @@ class Ring:
         """Return the blocks of all ranks, in n - 1 hops, and ``use`` of each while the next one travels."""
         blocks, made = [x], []
         for i in range(1, lax.axis_size(self.axis)):
-            arrived, done = barrier((self.hop(blocks[-1]), use(i - 1, blocks[-1])))
+            arrived, done = lax.optimization_barrier((self.hop(blocks[-1]), use(i - 1, blocks[-1])))
             blocks.append(arrived)
             made.append(done)
         return blocks, [*made, use(len(made), blocks[-1])]
@@ -59,7 +59,7 @@ class Ring:
         the rank behind its own, and the next part is computed while it travels."""
         total = part(1)
         for i in range(2, (n := lax.axis_size(self.axis)) + 1):
-            total = operator.add(*barrier((self.hop(total), part(i % n))))
+            total = operator.add(*lax.optimization_barrier((self.hop(total), part(i % n))))
         return total
 
     def _places(self) -> Array:

@@ -1,5 +1,5 @@
-"""Code inside `jax.shard_map`, where a device sees its own blocks: one function for each move, and the types
-that tell where devices differ.
+"""Code inside `jax.shard_map`, where a device sees its own blocks: `send` runs a move of an arrow, `hop` and
+`ragged` run what is no such move; and the types that tell where devices differ.
 
 JAX's type of a value there says over which mesh axes it may *vary*. `vary` adds axes, free in the forward
 pass; its transpose is an all-reduce of the gradient (Shoeybi et al. 2019, section 3, call it f).
@@ -26,22 +26,21 @@ def scope(text: str) -> AbstractContextManager:
     return jax.named_scope(f"arrow[{text}]")
 
 
-def send(
-    x: Array, move: Move, position: dict[str, int], to: Literal["varying", "invarying"]
-) -> Array:
-    """Run a move: one lax call. ``position`` has the index of each dim in ``x``; ``to`` tells whether results
-    of a gather may differ or are equal on all devices."""
+def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]) -> Array:
+    """Run a move: one lax call. ``letters`` are the dims of ``x``; ``to`` tells whether results of a gather
+    may differ or are equal on all devices."""
+    cuts, gathers = letters.index(move.cuts), letters.index(move.gathers)
     if move.kind == "all-reduce":
         return lax.psum(x, move.axes)
     if move.kind == "reduce-scatter":
-        return lax.psum_scatter(x, move.axes, scatter_dimension=position[move.cuts], tiled=True)
+        return lax.psum_scatter(x, move.axes, scatter_dimension=cuts, tiled=True)
     if move.kind == "all-gather":
-        return lax.all_gather(x, move.axes, axis=position[move.gathers], tiled=True, to=to)
+        return lax.all_gather(x, move.axes, axis=gathers, tiled=True, to=to)
     if move.kind == "all-to-all":
-        return lax.all_to_all(x, move.axes, position[move.cuts], position[move.gathers], tiled=True)
-    dim = position[move.cuts]  # a slice: each device keeps its own block
-    size = x.shape[dim] // lax.axis_size(move.axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
+        return lax.all_to_all(x, move.axes, cuts, gathers, tiled=True)
+    # a slice: each device keeps its own block
+    size = x.shape[cuts] // lax.axis_size(move.axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, cuts)
 
 
 def hop(x: Array, axis: str | tuple[str, ...], method: str, by: int = 1) -> Array:
@@ -114,11 +113,3 @@ def vary_alike(tree: Any, like: Any = ()) -> Any:
     """Type all leaves as varying over what any leaf of ``tree`` or ``like`` does: loops need equal types."""
     axes = sorted(frozenset().union(*map(varying, jax.tree.leaves((tree, like)))))
     return jax.tree.map(lambda x: vary(x, axes), tree)
-
-
-def barrier(values: Any) -> Any:
-    """Return the values, none of which is used before all are computed. So XLA does not hoist a value that no
-    layer changes, with the collectives that an island makes of it, out of the loop over layers. (On simulated
-    devices JAX 0.10.2 crashes when collectives that were hoisted run beside a loop with others: a rendezvous
-    counts too many participants.)"""
-    return lax.optimization_barrier(values)

@@ -27,13 +27,16 @@ names a mesh axis:
                                        weights by period
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
-`Solo` lacks these, which `Step` calls. In `Manual` they take and return a device's own shards (but
-`over_devices` is called with global arrays), in the other modes global arrays:
+`Solo` lacks these, which the training step and pipelines call. In `Manual` they take and return a device's
+own shards (but `over_devices` is called with global arrays), in the other modes global arrays:
 
     par.carry_out(x, arrow)    x moved by an arrow over mesh axes
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
     par.unfinished(w, weight)  a stored weight, typed so that autodiff leaves its gradient an unfinished sum
     par.zeros(shape, layout)   zeros with a layout, to add to
+    par.gather(shard, dims)    a stored shard, cast and gathered (`Manual` alone, as the next two)
+    par.count_once(x)          x on one of its replicas, 0 on the others
+    par.sum_over_devices(tree) one all-reduce of small values
 
 `Manual` runs each of an arrow's `moves` as a collective or a slice, in a named scope with the arrow's text.
 By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
@@ -57,7 +60,7 @@ from jaxtyping import Array, Int
 
 from llmpar.parallel import wire
 from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
-from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, send, vary, varying
+from llmpar.parallel.collectives import MOVED, WEIGHT, ragged, scope, send, vary, varying
 from llmpar.parallel.mesh import spec
 from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
 from llmpar.plan.layout import Arrow, Layout, parse_arrow, parse_layout
@@ -188,9 +191,9 @@ class Solo:
         results along dim 1. So intermediate values of ``f``, such as logits, exist for one piece only.
 
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
-        part of every piece. The backward pass recomputes each piece, in `Manual` without its collectives.
-        With ``recompute`` a single piece is checkpointed, too; since there is no loop then, XLA may keep the
-        forward pass's values in place of recomputing them (`prevent_cse=False`).
+        part of every piece. The backward pass recomputes each piece, in `Manual` and `Explicit` without its
+        moves (`MOVED`). With ``recompute`` a single piece is checkpointed, too; since there is no loop then,
+        XLA may keep the forward pass's values in place of recomputing them (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -232,13 +235,14 @@ class Manual(Solo):
         `WeightLayouts.replica_axes`, along which devices use the same block of the weight on different
         values:
 
-        - With ``reduce="layer"``, in the backward pass. `_vary` types the shard as varying over these axes,
+        - With ``reduce="layer"``, in the backward pass. `vary` types the shard as varying over these axes,
           and the transpose of that is an all-reduce of the shard's gradient in float32.
-        - Else at the end of the step. `Step` has typed the parameter as varying already, `_vary` changes
+        - Else at the end of the step. `Step` has typed the parameter as varying already, `vary` changes
           nothing, and `Step` sums the gradient.
         """
         region = parse_layout(param.dims).region
-        x = self._vary(param[...], self.plan.varying(region), param.dims)
+        with scope(param.dims):
+            x = vary(param[...], self.plan.varying(region))
         used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
 
@@ -247,21 +251,20 @@ class Manual(Solo):
         return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """Carry out the physical arrow: run the collectives of `llmpar.plan.layout.Arrow.moves` in order,
-        then type the result as varying over all axes of the new region (`Resolved.varying`)."""
+        """Carry out the physical arrow, and give what has moved the checkpoint name `MOVED`."""
         physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical, arrow)
-        x = self._vary(x, physical.varying, arrow)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow. ``text`` names the arrow in the scope and in messages: its
-        logical arrow, or what moves, such as ``gradient ffn d m``; without one it is the physical arrow.
+        """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in order, then type the
+        result as varying over the axes of the region where the arrow ends (`Arrow.varying`). ``text`` names
+        the arrow in the scope and in messages: its logical arrow, or what moves, such as ``gradient ffn d
+        m``; without one it is the physical arrow.
         ``invariant``: type gathered results as not varying over the gathered axes, since they are equal on
         all devices along these."""
         # a layout without dims, Layout(()), fits any value
-        dims = arrow.before.dims or arrow.after.dims
-        position = {d.name: i for i, d in enumerate(dims)}
+        letters = arrow.before.letters or arrow.after.letters
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
                 raise ValueError(
@@ -271,18 +274,13 @@ class Manual(Solo):
         to: Literal["varying", "invarying"] = "invarying" if invariant else "varying"
         with scope(arrow.named(text)):
             for move in arrow.moves:
-                dim = position.get(move.gathers or move.cuts, 0)
                 if (arrow.wire or arrow.gradient_wire) and move.kind != "slice":
+                    dim = letters.index(move.gathers or move.cuts)
                     x = wire.send_narrow(x, move, dim, arrow, arrow.named(text, backward=True))
                 else:
-                    x = send(x, move, position, to)
-        return x
-
-    def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:
-        """Type ``x`` as varying over ``axes``. The transpose, in the backward pass, is an all-reduce of its
-        gradient over those axes that are new."""
-        with scope(text):
-            return vary(x, axes)
+                    x = send(x, move, letters, to)
+            # the transpose is an all-reduce of the gradient over those axes that are new
+            return vary(x, arrow.varying)
 
     def max(self, x: Array, arrow: str) -> Array:
         """All-reduce by maximum over the axes that the arrow would sum over (its ``+v``); a constant to
@@ -319,10 +317,12 @@ class Manual(Solo):
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f``. On simulated devices the arguments of ``f`` pass a `barrier`, which keeps XLA from
-        moving the collectives of ``f`` out of a loop. Accelerators get no barrier: it would make all of ``f``
-        wait until its weights are gathered."""
-        return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
+        """Return ``f``. On simulated devices its arguments pass a barrier, so that XLA does not hoist one
+        that no layer changes, with the collectives that ``f`` makes of it, out of the loop over layers. (JAX
+        0.10.2 crashes when collectives that were hoisted run beside a loop with others: a rendezvous counts
+        too many participants.) Accelerators get no barrier: it would make all of ``f`` wait until its weights
+        are gathered."""
+        return (lambda *args: f(*lax.optimization_barrier(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """Return the position of this device's block among the blocks of the layout's one dim."""

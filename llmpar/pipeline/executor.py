@@ -26,7 +26,7 @@ more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `places.layer_orders` says which
 layer is where. All other weights are whole on every stage, and their gradients are summed over pp at the
 end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
-before the first tick for all of them (`Plan.gather_per`). Where a schedule wants two copies of the model
+before the first tick for all of them (`Resolved.gather_per`). Where a schedule wants two copies of the model
 (DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
 """
 
@@ -65,10 +65,10 @@ def gradients(
     """
     assert (schedule := par.plan.pipeline)
     (loss, tally), sums = zeros
-    sums |= jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "counts": tally})
+    sums = sums | jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "tally": tally})
     run = _run_two_copies if schedule.parameter_copies == 2 else _run
     sums = run(config, par, params, batch, sums)
-    return (sums.pop("loss"), sums.pop("counts")), sums
+    return (sums.pop("loss"), sums.pop("tally")), sums
 
 
 def _run_two_copies(
@@ -170,6 +170,7 @@ class _Executor:
         cells = {
             "F": (self.forward, "saved"),
             "B": (self.backward, "residual"),
+            # W fills no slot: `at` and `put` of an empty tree do nothing, whatever the index
             "W": (self.weights, "nothing"),
         }
         for kind in self.programs:

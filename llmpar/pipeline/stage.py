@@ -53,10 +53,10 @@ class Stage:
     blocks: Tree  # of one chunk, with a leading dim of its layers
     shared: Tree  # embedding, last norm and head, which every stage has
     batch: Tree
-    first: Any  # whether this chunk has the model's first layer,
-    last: Any  # and its last layer;
-    filled: Any  # of its loops (`places.chunk_loops`), whether it has their layers;
-    layers: Any  # of its layers with experts their numbers among those of the model
+    first: Any  # whether this chunk has the model's first layer
+    last: Any  # whether it has the model's last layer
+    filled: Any  # for each of its loops (`places.chunk_loops`), whether it has layers in it
+    layers: Any  # for each place with experts, its layer's row in the tally; past the end where it is empty
 
     def model(self, **weights: Tree) -> StageModel:
         """Return the model with this stage's weights, or others in their place."""
@@ -115,7 +115,8 @@ def zeros_like(like: Tree, *lead: int) -> Tree:
 
 
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
-    """Run layers as `Solo.layers` does, one by one: every matmul is then an equation to cut at."""
+    """Run layers one after the other, without a loop and without `remat.saving`: so every matmul is an
+    equation to cut at."""
     outputs, run = list[Any](), chain(blocks)
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
         x, more = run(x, at(stack, i))
@@ -131,14 +132,14 @@ def cell(
 ) -> tuple[Stream, tuple[tuple[Stream, Tree], Tree]]:
     """Compute all that a stage does for one microbatch, both ways, ``(y, ((dx, sums), d_blocks))``, from its
     input x, the gradient dy of its output and the sums over microbatches so far (the loss, the routers'
-    counts, and the gradients of ``shared``). The last stage gets dy from the loss."""
+    tally, and the gradients of ``shared``). The last stage gets dy from the loss."""
     learned = trainable_params({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
     (y, router_loss), pull, tally = jax.vjp(run, learned, x, has_aux=True)
     # every stage adds its own routers' losses, and the tally of its own layers
     if router_loss is not None:
-        tally = sums["counts"].at[stage.layers].add(tally, mode="drop")
-        sums = sums | {"loss": sums["loss"] + router_loss, "counts": tally}
+        tally = sums["tally"].at[stage.layers].add(tally, mode="drop")
+        sums = sums | {"loss": sums["loss"] + router_loss, "tally": tally}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, router_loss)))
     if "embedding" in sums:

@@ -63,7 +63,7 @@ def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that refuses."""
     tables = (
         _shapes,
-        _kv_heads,
+        _heads_and_experts,
         _sequences,
         _kernels,
         _zero,
@@ -115,8 +115,8 @@ def widths_cut_by_tp(block: Any) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _kv_heads(plan, batch_size: int, seq_len: int) -> list[Row]:
-    """A tp that neither cuts the KV heads evenly nor gives each equally many copies."""
+def _heads_and_experts(plan, batch_size: int, seq_len: int) -> list[Row]:
+    """Heads that tp neither cuts evenly nor copies; experts that ep, nodes and copies cannot divide."""
     config, heads, tp = plan.config, plan.config.num_kv_heads, plan.mesh.tp
     explicit = plan.mode == "explicit"
     cuts = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
@@ -402,6 +402,8 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
 
 def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
     """Layers that Muon cannot deal evenly to the devices that share a matrix."""
+    if plan.muon == "none":
+        return []
     stored = (
         plan.zero == 3 and plan.zero_cuts() and plan.muon == "layer",
         "muon='layer' cuts the optimizer's state along layers, and ZeRO 3 stores weights cut along their"
@@ -418,7 +420,7 @@ def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
             " muon='gather'"
         )
         rows.append((axes and layers % parts, lacks))
-    return rows if plan.muon != "none" else []
+    return rows
 
 
 def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:

@@ -68,7 +68,8 @@ def family(model: dict[str, Any]) -> str:
 
 
 def write_config(model: dict[str, Any]) -> dict[str, Any]:
-    """What `read_config` and `transformers` read as this model. Refuses what they have no name for."""
+    """Return what `presets.from_hugging_face` and `transformers` read as this model. Refuse what they have no
+    name for."""
     model_type, experts, name = family(model), model["experts"], model["name"]
     if model["qkv_bias"] and model["qk_norm"]:
         raise ValueError(

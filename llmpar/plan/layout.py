@@ -13,7 +13,7 @@ An axis may carry a dtype, ``d/fsdp:bf16 -> d``: what moves over it travels in t
 
 A :class:`~llmpar.plan.plan.Resolved` plan knows which axes cut each dim in each region: it makes that
 *logical* arrow a physical one. A layout may end with the name of the mesh that it is on; an arrow from one
-mesh to another is carried out by `llmpar.plan.two_meshes`:
+mesh to another is planned by `llmpar.plan.two_meshes`, and carried out by `llmpar.serve.two_meshes`:
 
     d/fsdp m/tp @train -> d m/tp @serve
 """
@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from llmpar.plan.mesh_shape import AXES, ORDER, NotationError
 
 DIMS = {
-    "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads",
-    "k": "KV heads", "r": "query heads per KV head", "h": "head width", "m": "feed-forward width",
-    "e": "experts", "v": "vocabulary", "c": "slots for tokens on their way to experts", "l": "layers",
-    "u": "microbatches", "z": "inner width of an adapter",
+    "b": "batch", "s": "query positions", "t": "key positions; taps of a convolution", "d": "model width",
+    "n": "query heads; ranks of a node", "k": "KV heads", "r": "query heads per KV head", "h": "head width",
+    "m": "feed-forward width", "e": "experts", "v": "vocabulary",
+    "c": "slots for tokens on their way to experts; width of a latent; copies of experts", "l": "layers",
+    "u": "nodes of ep, or a dim of 1", "z": "inner width of an adapter, or the one head of a latent",
 }  # fmt: skip
-"""The tensor dims."""
+"""The tensor dims, and what each counts: some are used anew in one region."""
 # The dtypes on arrows, by the fields of a plan: as it is computed; bfloat16; 8 bits, 4 of them the exponent
 # and 3 the mantissa, with a float32 scale for each block.
 WIRES = {"same": "", "bfloat16": "bf16", "float8": "e4m3"}
@@ -185,16 +186,15 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
 
 
 KIND = {
-    ("+", ""): "all-reduce",
-    ("+", "cut"): "reduce-scatter",
     ("cut", ""): "all-gather",
     ("cut", "cut"): "all-to-all",
+    ("+", "cut"): "reduce-scatter",
+    ("+", ""): "all-reduce",
     ("", "cut"): "slice",
 }
 """What moves when a mesh axis is in one place of the layout before and in another of the layout after: in an
-unfinished sum (+), in a dim that it cuts, or in none."""
-ORDER_OF_MOVES = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
-"""The order of an arrow's moves: sums over several axes are reduced on the smallest piece."""
+unfinished sum (+), in a dim that it cuts, or in none. An arrow's moves run in this order: sums over several
+axes are reduced on the smallest piece."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Arrow:
     @property
     @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
     def moves(self) -> tuple[Move, ...]:
-        """The collectives that carry the arrow out, by `KIND`, in the order of `ORDER_OF_MOVES`."""
+        """The collectives that carry the arrow out, by `KIND` and in its order."""
         if self.before.mesh != self.after.mesh:
             raise ValueError(
                 f"arrow '{self}' goes to another mesh, which no collective of one mesh does; use"
@@ -284,7 +284,7 @@ class Arrow:
         outer = lambda move: (
             self.before.cut(move.gathers).index(move.axes[0]) if move.gathers else 0
         )
-        moves.sort(key=lambda move: (ORDER_OF_MOVES.index(move.kind), -outer(move)))
+        moves.sort(key=lambda move: ([*KIND.values()].index(move.kind), -outer(move)))
         self._check_nesting(moves)
         return tuple(moves)
 

@@ -62,7 +62,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """A mixture of experts in every layer. `ModelConfig.ffn_width` is the width of one expert.
+    """A mixture of experts, in every layer of a kind. `ModelConfig.ffn_width` is the width of one expert.
 
     Attributes:
         num_experts, top_k: experts of a layer, and how many of them a token visits (the field's E and k).

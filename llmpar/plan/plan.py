@@ -75,8 +75,9 @@ numbers of heads. A user still writes sp=4. Layouts name both axes, and the oute
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Tokens go to a node
-            over ep, and inside it over near. Only the row nodes has its e cut by ep alone; the other rows of
-            the first table have ``ep,near`` in place of ep.
+            over ep, and inside it over near. In the row tokens u, a count of nodes, is cut by ep; in the row
+            nodes e is cut by ep, and n, the ranks of a node, by near. The other rows of the first table have
+            ``ep,near`` in place of ep.
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
             have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight
@@ -192,9 +193,10 @@ class Plan:
         bucket_bytes: a bucket takes no more gradients once it has this size.
         microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
             are summed. A pipeline needs several, so that its stages work at the same time.
-        remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and matmuls, of
-            which only a router's is recomputed (Korthikanti et al. 2022, section 5, recompute attention too);
-            ``ffn``, also the feed-forward's matmuls, most of the bytes; or the whole ``block``.
+        remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and large matmuls
+            (a router's, those of a shared expert's gate and those inside a recurrent mixer are recomputed;
+            Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, also the feed-forward's
+            matmuls, most of the bytes; or the whole ``block``.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
             pass. In a pipeline False keeps them for the whole step: gradients are accumulated unsharded in
@@ -307,7 +309,8 @@ class Plan:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check the plan, and decide every ``auto``. A command, or a `Step`, calls it once, at its start.
+        """Check the plan, and decide every ``auto``. (A plan that is resolved for this model and these
+        devices already is only checked again, `Resolved.resolve`.)
 
         Given a model, it resets fields without effect (`Resolved.notes`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,

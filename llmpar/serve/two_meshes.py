@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmpar.parallel.collectives import barrier, scope
+from llmpar.parallel.collectives import scope
 from llmpar.parallel.mesh import sharding
 from llmpar.plan.two_meshes import Pair, Ranges, TwoMeshes, common, volume
 
@@ -180,7 +180,7 @@ class Permutes:
         """Carry the rounds out, in `jax.shard_map`. A device begins the next when its last one has ended."""
         arrived, last, number = list[jax.Array](), (), self.order.index
         for (_, to), block in zip(self.groups, sent, strict=True):
-            _, block = barrier((last, block))
+            _, block = lax.optimization_barrier((last, block))
             with scope(str(self.plan)):
                 last = lax.ppermute(
                     block, "device", [(number(i), number(j)) for i, j in to.items()]

@@ -41,7 +41,7 @@ def agreed(number: int) -> int:
 
 
 class Checkpoints:
-    """A folder of checkpoints of a :class:`llmpar.training.step.State`.
+    """A folder of checkpoints of a :class:`llmpar.training.state.State`.
 
     Args:
         folder: where they live; made when the first is saved.

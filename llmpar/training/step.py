@@ -351,8 +351,9 @@ class Step:
     # --------------------------------------------------------------------------------------------- the state
 
     def _describe_state(self) -> None:
-        """Set `layer_orders`, `abstract_state` (``in_stages``: layers in the order of the stages, with empty
-        places) and `abstract_in_model_order` (``in_model``)."""
+        """Set what is known of the state before it is there: the orders of its layers, and its shapes and
+        shardings in the order of the stages, with empty places (`abstract_state`), and in the model's
+        (`abstract_in_model_order`). Refuse an optimizer that empty places would mislead."""
         config, plan = self.config, self.plan
         orders = places.layer_orders(plan.pipeline, config.layer_kinds)
         self.layer_orders = [np.array(order) for order in orders]

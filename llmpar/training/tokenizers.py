@@ -151,7 +151,7 @@ def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Token
 
 
 def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
-    """Return the tokenizer of the run that ``made`` describes (`train.made_of`), if it does; refuse
+    """Return the tokenizer of the run that ``made`` describes (`loop.made_of`), if it does; refuse
     another."""
     kept = (made or {}).get("tokenizer")
     if kept is None:
