@@ -238,7 +238,6 @@ def read_family(
     kinds = [kind | model for kind in kinds]
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
     further = 0 if reader.get(TABLES["mtp_of_kinds"]) else _optional(reader, TABLES["mtp"]) or 0
-    notes += _further(reader, model, ends, [kinds[kind] for kind in order], further)
     described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
     described["further"] = further
     if family["runs"]:
@@ -301,34 +300,7 @@ def _kinds(
 
 
 def _params(kind: dict[str, Any]) -> int:
-    return _count(kind["described"]["rows"])
-
-
-def _count(rows: list[tuple[str, dict[str, Any]]]) -> int:
-    return sum(math.prod(row["shape"]) for _, row in rows)
-
-
-def _further(
-    reader: _Reader,
-    model: dict[str, Any],
-    ends: list[Any],
-    layers: list[dict[str, Any]],
-    count: int,
-) -> list[str]:
-    """Say how large the model is with the layers that predict further tokens (MTP). Such a layer is like the
-    last one, and joins a state and a token by a matrix (DeepSeek-V3 2024, section 2.2)."""
-    if not count:
-        return []
-    width = model["width"]
-    table = model["vocab_size"] * width
-    all_tables = table * (1 if model["tied"] else 2)
-    layer = _params(layers[-1]) + 2 * width**2 + 3 * width
-    size = sum(map(_params, layers)) + _count(ends) + all_tables + count * layer
-    note = f"with the MTP layers about {size / 1e9:,.4g} B parameters"
-    if reader.get("num_nextn_predict_layers"):
-        stored = size + count * 2 * table
-        note += f"; {stored / 1e9:,.4g} B where they have an embedding and a head of their own"
-    return [note]
+    return sum(math.prod(row["shape"]) for _, row in kind["described"]["rows"])
 
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:
