@@ -39,9 +39,6 @@ def as_people_run(standard_promotion):
         yield
 
 
-# ------------------------------------------------------------------------------------------- right programs
-
-
 @pytest.mark.parametrize("name", PARTS["right"])
 def test_a_right_program_is_silent_and_its_bound_small(name):
     f, args = made("right", name)
@@ -92,7 +89,7 @@ BY_NIGHT = "optax_muon", "linen_scanned", "stax_step"
 )
 def test_a_program_of_another_package_is_silent(name):
     """Those of foreign.py whose packages are installed with the tests."""
-    ((_, mesh, (f, *args)),) = foreign.built(name)
+    mesh, (f, *args) = foreign.built(name)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         checked = check(f, None, *args)
     assert checked, str(checked)
@@ -111,9 +108,6 @@ def test_the_model_under_a_plan_is_the_model_on_one_device(mesh):
     assert checked, str(checked)
 
 
-# ------------------------------------------------------------------------------------------- wrong programs
-
-
 @pytest.mark.parametrize("name", PARTS["wrong"])
 def test_a_mistake_is_found_at_its_line_with_its_kind(name):
     f, args = made("wrong", name)
@@ -127,10 +121,8 @@ def test_a_mistake_is_found_at_its_line_with_its_kind(name):
 
 WANTED = {
     "ring attention, one hop short": "it is one hop short: 3 of 4 blocks of sp",
-    "ring attention of 4, one hop short": "it is one hop short: 3 of 4 blocks of sp",
     "ring attention, a neighbour's mask": "unknown, ",
     "ZeRO, sums for means": "counted once per dp: a sum over dp of each shard's mean",
-    "clipping before the mean": "a missing mean over dp",
     "random numbers, the same on each rank": "the same random key on every rank of dp",
     "a bias of zeros in the sum": "counted once per dp",
     "neighbours' rows without a sum": "a missing sum over tp: tanh takes a term of a sum over tp",
@@ -166,9 +158,6 @@ def test_planted_mistakes_are_found_and_none_has_a_wrong_kind(seeds):
     counts = Counter(text.partition(":")[0] for text in verdicts)
     others = "\n".join(text for text in verdicts if text != "found")
     assert counts["wrong kind"] == 0 and counts["found"] >= 0.95 * len(seeds), others
-
-
-# ------------------------------------------------------------------------------------------ what comes back
 
 
 def test_a_check_is_true_or_raises_with_its_report():
