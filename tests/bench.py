@@ -1,12 +1,8 @@
 """Measure what a change may make slower: `make bench` prints a table, in five minutes on two quiet cores.
 
-    python tests/bench.py [GROUP ...] [--rounds 3] [--positions N] [--record]
-
-A row is one piece of work: by plain JAX (the tests' oracle in one jit), by torch as it is and compiled, by
-this package on one device, and as the row says; a cell is the median of rounds that take turns. "best"
-divides ours by the fastest of the others, "one" by ours on one device, "then" by the run that `--record`
-wrote to bench.json on this machine. Above one is worse, also of tokens/s. A busy machine makes all seconds
-longer, so ratios count.
+A row is one piece of work, by plain JAX (the tests' oracle), torch, this package on one device and as the row says:
+medians of rounds in turn. "best" divides ours by the fastest of the others, "one" by ours on one device,
+"then" by what `--record` wrote to bench.json on this machine; above one is worse.
 """
 
 import argparse

@@ -1,11 +1,7 @@
 """Compiles the plans of memory_plans.toml for a cluster, and shows what was predicted beside it.
 
-    python tests/compare_memory.py h100:8x8             compile what is not recorded yet, and compare
-    python tests/compare_memory.py h100:8x8 fsdp-keep   compile these plans again
-    python tests/compare_memory.py                      compare what is recorded, and write compiled.md
-
-What the compilers say is kept in fixtures/compiled_memory.json, with their versions. `test_memory.py` holds
-the predictions against it, and needs no compiler.
+python tests/compare_memory.py h100:8x8 [PLAN ...]  compile what is not recorded, or these plans; compare
+python tests/compare_memory.py                      compare what is recorded, and write compiled.md
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A harsher environment than the user's: 8 simulated devices, strict promotion of ranks and dtypes, shapes
-checked.
+"""A harsher environment than the user's: 8 devices, strict promotion, shapes checked, warnings errors.
 
-Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these
-variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
-LLMPAR_TEST_ROUNDING=bf16 (or tf32) rehearses that on CPUs: products are rounded as there (rounding.py).
+LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there, LLMPAR_TEST_ROUNDING=bf16 (or
+tf32) rehearses that on CPUs (rounding.py).
 """
 
 import collections
@@ -84,8 +82,7 @@ UNKNOWN_S = 60.0
 
 BARE = "plans random_plans tolerance same_answer moe explicit census".split()
 BARE += "pipeline sequence lora attention flash decode train weights hf".split()
-"""Of the programs of these files nobody asks from which lines they come. To carry the stack of each operation
-along takes a third of the time to compile."""
+"""Nobody asks the programs of these files for their lines, which take a third of the time to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,11 +137,7 @@ def group(item) -> str:
 
 
 def pytest_collection_modifyitems(items, config=None):
-    """On an accelerator run what is marked for it; the other tests count on 8 simulated devices.
-
-    What takes long comes first, so that both workers are busy to the end. ``--part 2/8`` keeps every eighth
-    test, always the same ones: eight such runs are all of them.
-    """
+    """On an accelerator run what is marked for it; the long come first; ``--part 2/8`` keeps an eighth."""
     if config and (part := config.getoption("--part")):
         number, parts = map(int, part.split("/"))
         mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]

@@ -1,12 +1,7 @@
 """What one accelerator says of this package: right or wrong, how fast, how much memory. `make device-test`.
 
-It takes up to 8 minutes on one GPU, writes `device.md` beside this file, and `llmpar/inspect/reached.json`,
-whose shares estimates then take for this chip in place of those that are assumed.
-
-    python tests/device.py [--small] [--out FOLDER]
-
-``--small`` computes little of everything, also on simulated devices, and writes into FOLDER alone: so the
-tests see that this file works. A part that fails is a row, and the others go on.
+It writes `device.md` beside this file, and the shares of peak that estimates take (`inspect/reached.json`).
+``--small --out FOLDER`` computes little of everything, also on simulated devices. A part that fails is a row.
 """
 
 from __future__ import annotations

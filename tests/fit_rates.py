@@ -1,9 +1,7 @@
 """Fits `predict.hardware.Rates` of each chip on measured runs; `python tests/fit_rates.py FILE` prints them.
 
-The fit sees a run's shapes and its seconds, and gives one row for each chip: no name of a model, a source or
-a group reaches it. Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot
-say.
-Sweeps count by the root of their length, so that no sweep drowns the rest.
+Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot say; it sees shapes
+and seconds, no name of a model or a source. Sweeps count by the root of their length.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
     "matmuls": 0.25, "half": 1.0, "grouped": 0.5, "attention": 0.15, "memory": 0.25, "links": 0.08,
     "network": 0.3, "kernel_s": 0.1, "host_s": 0.7, "start_s": 0.5, "shared": 0.7, "eight_bit": 0.15,
 }  # fmt: skip
-"""Of attention it is the deviation between the rows of chips that 0.35 gave. With that, attention, a small
-part of most runs, went to 0.9 of an H100's peak where it had to explain something else."""
+"""Of attention: the deviation between chips. With a wider one it went to 0.9 of an H100's peak."""
 MOST = dict.fromkeys(("matmuls", "memory"), 0.95) | dict.fromkeys(("grouped", "attention"), 0.9)
 MOST |= {"links": 1.0, "network": 1.0, "eight_bit": 1.9}
 MANY = 240

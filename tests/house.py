@@ -1,10 +1,4 @@
-"""Measure the house: what each folder of the package has, against its budget.
-
-    python tests/house.py [PATH]     print it for a checkout, by default for this one
-
-Statements are counted, not lines: a budget of lines taught to write denser lines. `make lint` ends with this,
-and test_house.py holds the package to `BUDGETS` and `LIMITS`.
-"""
+"""Measure statements, not lines, of each folder against its budget: python tests/house.py [PATH]."""
 
 import ast
 import functools
@@ -20,8 +14,7 @@ BESIDE = set(
     "training.text_files training.apart training.tokenizers plan.config_json plan.families plan.running "
     "plan.presets plan.serving plan.timetable plan.torch_orders parallel.devices".split()
 )
-"""Files of these folders that no strategy needs: formats and services of others, files of text, locks of
-a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
+"""Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
     "plan": 2_776,
     "parallel": 1_039,

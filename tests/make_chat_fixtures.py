@@ -1,9 +1,6 @@
-"""Make tests/fixtures/chat.json: what `apply_chat_template` of transformers makes of conversations.
+"""Make fixtures/chat.json: what `apply_chat_template` makes of conversations with our own templates.
 
-    python tests/make_chat_fixtures.py
-
-in an environment with transformers and jinja2. The templates, fixtures/chat/*.jinja, are our own, in the
-manner of public models.
+python tests/make_chat_fixtures.py, in an environment with transformers and jinja2.
 """
 
 import json
@@ -37,8 +34,7 @@ CONVERSATIONS = {
 
 
 def write_tokenizer(folder, name):
-    """A model's tokenizer files: bytes with a few merges (BPE as GPT-2's), or with ▁ for spaces as Llama
-    2's."""
+    """A model's tokenizer files: bytes with a few merges (as GPT-2's), or ▁ for spaces (as Llama 2's)."""
     import tokenizers as hf
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
-"""Writes measured.md: every published run predicted, measured and the error, the sweeps, and a
-cross-validation.
+"""Writes measured.md: every published run predicted and measured, the sweeps, and a cross-validation.
 
-    python tests/measured_table.py            rows and sweeps; keeps the cross-validation that is there
-    python tests/measured_table.py cross      fits again on halves of the sources first: minutes
+`python tests/measured_table.py` keeps the cross-validation that is there, `… cross` fits it again.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def by_arrow(census):
 
 
 def of_either(rows):
-    """Gradients of attention and of a feed-forward beside it may travel once, by the arrow of either
-    (`traffic._is_merged`): one row, of both."""
+    """Gradients of attention and a feed-forward beside it may travel once: one row, of both."""
     found = {}
     for (axes, kind, arrow), numbers in rows.items():
         key = axes, kind, arrow.replace("attention b s d +n ->", "ffn b s d +m ->")
@@ -236,8 +235,7 @@ def arranged(params, orders):
 
 
 def allowed(config, plan: Plan, products: Unit = "float32") -> dict[str, float]:
-    """How far loss, norm and each gradient may be from `Solo`'s, relative: as far as sums in another order
-    are expected to be, and in float32 never more than 1e-5, of whatever size the model is."""
+    """How far loss, norm and gradients may be from `Solo`'s, relative: as far as sums in another order."""
     fresh = {"logits": 0.5, "loss": math.log(config.vocab_size)}
     spread = tolerance(plan.resolve(config), BATCH, SEQ, products, **fresh)
     cap = 1e-5 if products == plan.dtype == "float32" else 1.0
@@ -245,16 +243,12 @@ def allowed(config, plan: Plan, products: Unit = "float32") -> dict[str, float]:
 
 
 def assert_same(config, plan: Plan, products: Unit = "float32", step_class=Step):
-    """Loss, global norm, and every gradient leaf by its largest element, as near to `Solo`'s as `allowed`.
-
-    ``products`` says what the devices round operands of float32 products to.
-    """
+    """Loss, norm and every gradient as `Solo`'s; ``products``: what devices round float32 operands to."""
     compare_leaves(config, plan, *spread(config, plan, step_class), products)
 
 
 def compare_leaves(config, plan: Plan, loss: float, norm: float, got, products: Unit = "float32"):
-    """The comparison itself. A gradient that `Solo` in float32 does not know that well, as that of a bias of
-    keys that do not rotate, which is 0, may be off by three times what `Solo`'s is from that in float64."""
+    """A gradient that `Solo` knows less well may be off by three times what `Solo`'s is in float64."""
     tolerances = allowed(config, plan, products)
     want_loss, want = solo(config)
     assert abs(loss - want_loss) < tolerances["loss"] * want_loss, f"loss {loss} for {want_loss}"
@@ -273,9 +267,7 @@ ONCE = "loss, tokens and norm"
 
 
 def check(config, plan: Plan, within: float = math.inf, loss: float = 1e-5) -> None:
-    """The state of an optimizer that remembers the last gradient is the gradient. ``within`` this factor is
-    what a device holds in all: whether it fits is said as the compiled program has it, but for what lies
-    between."""
+    """What a step holds (temporaries ``within`` a factor), sends and gives: all of it as predicted."""
     mesh, cpu = make_mesh(str(plan.mesh)), plan.resolve(config, "cpu", BATCH, SEQ)
     step = Step(config, plan.resolve(config, platform_of(mesh)), mesh, optax.trace(0.0), clip=None)
     compiled, text = read_program(step.lower(BATCH, SEQ))
@@ -316,10 +308,8 @@ ISLANDS |= {"tokens u c k -> nodes u c k", "nodes n c k -> slots n c k"}
 
 
 def compare_with_manual(step: Step, text: str) -> None:
-    """`Explicit` sends what `Manual` would: kind, count and bytes, arrow by arrow, with one difference: XLA
-    for CPUs finishes and cuts a sum by an all-reduce and a slice, which is twice a reduce-scatter. In islands
-    reduce-scatters are written, and stay. JAX's own sums (metrics, and the maximum of logits, which has no
-    unfinished type) are under no arrow."""
+    """`Explicit` sends what `Manual` would, arrow by arrow. But XLA for CPUs finishes and cuts a sum by an
+    all-reduce and a slice, twice a reduce-scatter, outside of islands; JAX's own sums are under no arrow."""
     found = by_arrow(census_hlo(text, step.mesh))
     want = collections.defaultdict(lambda: np.zeros(2, int))
     manual = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ))
@@ -340,8 +330,7 @@ def compare_with_manual(step: Step, text: str) -> None:
 
 
 def check_routers(config, plan: Plan, metrics: dict, after: dict) -> None:
-    """Layer by layer the experts got what one device's router gives them, nothing was dropped, and biases
-    follow: up by `bias_rate` with less than the mean load, down with more (not of frozen ones)."""
+    """Each layer's experts got what one device's router gives them; biases follow, if not frozen."""
     load, experts = metrics["load"], config.experts
     assert (load.sum(1) == experts.top_k * BATCH * SEQ).all() and not np.any(metrics["dropped"])
     if plan.dtype == "float32":  # else a router chooses otherwise now and then
@@ -358,8 +347,7 @@ def check_routers(config, plan: Plan, metrics: dict, after: dict) -> None:
 
 
 def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
-    """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]``
-    of rank i arrive at rank j from its row ``mine[j]`` on."""
+    """`lax.ragged_all_to_all` from gathers: rows from ``begin[j]`` on come to rank j from ``mine[j]`` on."""
     rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])[None]
     sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
     starts, sizes, ends = (y[:, rank, None] for y in (starts, sizes, ends))
@@ -381,8 +369,7 @@ def live(jaxpr):
 
 
 def all_plans(products=(1, 2, 4, 8)):
-    """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage and with and without sequence
-    parallelism, where these make a difference."""
+    """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage, with tp_sequence or not."""
     for dp, fsdp, tp in itertools.product((1, 2, 4, 8), repeat=3):
         if dp * fsdp * tp in products:
             for zero in (0, 1, 2, 3) if fsdp > 1 else (0,):

@@ -1,8 +1,6 @@
 """A 2-way covering array of plans: two choices of two fields that go together meet in one plan at least.
 
-    python tests/plans.py        write tests/plans.txt anew, after a field or a choice has come or gone
-
-`FIELDS` is the one table: a new field of a plan is a row there. tests/test_plans.py compiles each plan once.
+`python tests/plans.py` writes plans.txt anew, after a row of `FIELDS` has come or gone.
 """
 
 import ast
@@ -62,8 +60,7 @@ DEAR = dict(model="experts", pp=2, layers=4, sp=(2, 4), attention_block=4, unrol
 DEAR |= {"schedule": ("interleaved", "zb-v", "dualpipe")}
 """Each of these takes three tenths more to compile, measured on 61 plans; others change little."""
 ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
-"""What costs too much, or says too little, to meet everything: kernels interpreted, rounding, whole axes,
-adapters, orders that other tables of the same executor stand for."""
+"""What costs too much, or says too little, to meet everything: kernels interpreted, whole axes, adapters."""
 AT_NIGHT = {ONCE[1], ONCE[3], ONCE[-1]}
 """A kernel, rounding and adapters once more, with stages, experts, and experts (tests/nightly.md)."""
 FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp", "deepseek_v3 fsdp"
@@ -85,9 +82,7 @@ NOT_HERE = {
     "expert_copies": {1},
     "ep_node": {2},
 }
-"""What `auto` stands for on CPUs, or only other devices have; dtypes of what travels or is multiplied,
-which round: they have plans of their own in test_wire.py and test_float8.py; Muon's layouts, whose plans
-test_muon.py has; and who sends tokens to experts, which is in test_moe.py."""
+"""What `auto` stands for on CPUs, or has plans in test_wire.py, test_float8.py, test_muon.py, test_moe.py."""
 
 
 def parse(line: str) -> dict:
@@ -156,8 +151,7 @@ def drawn(rng, wanted=frozenset(), begin: dict | None = None) -> str:
 
 
 def cover(rng, num: int, tries: int) -> list[str]:
-    """Lines in which all pairs but `LEFT` meet that do in `RARE` of ``num`` random ones: each time the line
-    that has the most new pairs for what it costs to compile."""
+    """Lines in which the pairs meet that do in `RARE` of ``num`` random ones: the best for their cost."""
     pool = {line: pairs(parse(line)) for _ in range(num) if (line := drawn(rng))}
     met = collections.Counter(itertools.chain(*pool.values()))
     open_pairs, chosen = {pair for pair in met if met[pair] >= RARE * num}, []

@@ -1,8 +1,6 @@
-"""Hosts in a box, and a SLURM on them: network namespaces with own names and addresses. Needs root.
+"""Hosts in a box, and a SLURM on them: network namespaces with names, addresses and processes. Needs root.
 
-Every host has its own processes, too, whose first one ends with this program: then the kernel ends all
-others of that host. So nothing is left running, whatever happens, and a host that fails takes all that ran
-on it along.
+A host's first process ends with this program, and the kernel then ends all others: nothing is left running.
 """
 
 from __future__ import annotations

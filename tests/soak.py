@@ -3,9 +3,7 @@
     python tests/soak.py reproducer --runs 20              a loop of collectives with others beside it
     python tests/soak.py train --runs 300                  the README's line; also: pipeline, adafactor
 
-``--without`` leaves out the channels of `llmpar.parallel._jax`, to see what they cure. One process imports
-everything and forks a child for each run before JAX starts: a run costs what its program costs.
-`test_channels.py` runs the first for a short time.
+``--without`` leaves out the channels of `llmpar.parallel._jax`. A run is a fork, before JAX starts.
 """
 
 from __future__ import annotations

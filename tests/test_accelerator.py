@@ -1,5 +1,4 @@
-"""What must hold on whatever devices JAX finds, and rehearsals of their products on CPUs (conftest.py and
-rounding.py say how to run both)."""
+"""What must hold on whatever devices JAX finds, and rehearsals of it on CPUs (conftest.py, rounding.py)."""
 
 import os
 import re
@@ -46,8 +45,7 @@ def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision
 @pytest.mark.accelerator
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=THERE) for plan in PLANS[1:]], ids=name)
 def test_each_kind_of_parallelism_gives_what_one_device_gives(plan):
-    """At the precision that a comparison needs (conftest): with fewer bits a router may choose another
-    expert."""
+    """At full precision: with fewer bits a router may choose another expert."""
     assert_same(MOE if plan.mesh.ep > 1 else LLAMA, plan)
 
 

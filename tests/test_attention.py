@@ -1,8 +1,6 @@
-"""Attention: every way gives what the definition gives, moves what its docstring says, and skips what is
-masked.
+"""Attention gives what the definition gives (NumPy in float64), moves what it says, and skips what is masked.
 
-The oracle is NumPy in float64. Outputs to 1e-5 (float32 rounds at 6e-8, and a row sums up to 64 terms in
-another order), gradients to 1e-4 of the largest (a second product, and weights recomputed from lse).
+Outputs to 1e-5, gradients to 1e-4 of the largest: sums in another order, weights recomputed from lse.
 """
 
 import itertools
@@ -150,8 +148,7 @@ TRUSTED_WHOLE = {"in order", "with gaps"}
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("how", ["portable", "xla", "xla, whole", "flash"])
 def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, window):
-    """A row that is as promised gives what `full` gives; of the others some would not, and the kernel of
-    intervals, which trusts nothing, takes all."""
+    """A row as promised gives what `full` gives; the kernel of intervals, which trusts nothing, takes all."""
     kernel, _, whole = how.partition(", ")
     plan = Plan(attention_kernel=kernel, documents=whole or "packed").resolve(devices="cpu")
     at, of = (np.array([row[i] for row in ROWS.values()], np.int32) for i in (0, 1))
@@ -227,9 +224,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
     ],
 )
 def test_a_ring_matches_the_definition(attend, mask, kv_heads, ratio, options):
-    """In every order of positions, packed or not: one program, since both are data. Again and again to the
-    bit: a linear functional's backward ring needs nothing of the forward one, and simulated devices mixed up
-    their hops. Before `after` tied them, half of such runs were wrong."""
+    """In every order, packed or not; eight times the same bits, since hops of two rings could be mixed up."""
     run = program(attend, 4, mask=mask, **options)
     for layout, packed in itertools.product(LAYOUTS, (False, True)):
         data = inputs(kv_heads, ratio, packed)

@@ -1,6 +1,4 @@
-"""Bad inputs, in a table (bad_inputs.toml): each command ends at once, with one sentence that names what was
-wrong, and starts nothing. No traceback, no fault of the package, nothing that is taken in silence unless the
-table says so and why."""
+"""Bad inputs (bad_inputs.toml): each command ends at once, in one sentence, and starts nothing."""
 
 import os
 import shlex
@@ -23,8 +21,7 @@ TABLE = tomllib.loads((Path(__file__).parent / "bad_inputs.toml").read_text())
 
 
 def cases():
-    """Each command of a row with its share of the values, and (nightly) with all others: commands read them
-    alike."""
+    """Each command of a row with its share of the values, and (nightly) with all others."""
     for row in TABLE["case"]:
         values, commands = row.get("of", [""]), row["run"]
         for i, command in enumerate(commands):

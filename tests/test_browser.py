@@ -1,7 +1,6 @@
 """The explorers in headless Chromium: the bare module, the offline page, and one JupyterLab session.
 
-No page may write to its console or ask the network for anything. Skipped, with the reason, where Chromium or
-playwright is missing; the accessibility checks where `npm install` has not run.
+No page may write to its console or ask the network for anything.
 """
 
 import contextlib

@@ -1,5 +1,4 @@
-"""What moves: formula = jaxpr = partitioned HLO, in kind, axes, count and bytes; and how rings of permutes
-travel beside the products between their hops (collective matmul)."""
+"""What moves: formula = jaxpr = partitioned HLO; and rings of permutes travel beside products."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""Simulated devices neither hang nor crash nor mix values up: loops and branches have their own channels. And
-what llmpar takes from JAX without a public name: one file has it, each piece still is what it was."""
+"""Loops and branches of simulated devices have their own channels; one file has JAX's private names."""
 
 import ast
 import json

@@ -454,8 +454,7 @@ WITHOUT_LAB = program_text("without_lab")
 
 @pytest.fixture(scope="module")
 def without_lab(tmp_path_factory):
-    """A process of a rank without the extra lab trains, inspects and asks the doctor: its folder, the two
-    documents, and the doctor's lines."""
+    """A rank without the extra lab trains, inspects and asks the doctor: its folder, documents and lines."""
     folder = tmp_path_factory.mktemp("rank")
     (folder / "config.json").write_text(json.dumps(CARD))
     done = run(code=WITHOUT_LAB + program_text("rank"), at=folder)

@@ -1,6 +1,4 @@
-"""Clusters that are not here: targets, the walk along a schedule, and programs of their own compilers, which
-`make compilers` puts beside the environment: JAX looks for a GPU wherever its plugin is installed.
-"""
+"""Clusters that are not here: targets, the walk along a schedule, programs of their own compilers."""
 
 import json
 import os

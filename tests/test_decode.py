@@ -1,5 +1,4 @@
-"""Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache. Many
-requests share one: each is answered as if it were alone, and nothing of it stays."""
+"""A cut cache gives what the whole forward pass gives; each request is answered as if it were alone."""
 
 import dataclasses
 import functools
@@ -60,8 +59,7 @@ PLANS = [
 
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
 def test_a_cache_gives_the_probabilities_of_the_whole_forward_pass(config, plan):
-    """Prompts in pieces of 4, then token by token; experts drop none. float32: sums in another order, 1e-5 of
-    the largest."""
+    """Prompts in pieces of 4, then token by token, to 1e-5 of the largest; experts drop none."""
     experts = config.experts and dataclasses.replace(config.experts, capacity_factor=None)
     run = engine(config, plan, chunk=4)
     asked = [Request(tuple(row), MORE, echo=True, logprobs=BEST) for row in PROMPT.tolist()]

@@ -1,5 +1,4 @@
-"""The pages for people: their commands and Python examples run, their links lead somewhere; the README's
-story is run line by line: a model is made, tuned, handed on, served and asked."""
+"""The pages for people: commands and Python examples run, links lead somewhere, the README's story holds."""
 
 import json
 import os

@@ -114,8 +114,7 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
 
 
 def arrivals(*pairs, wait_s=60.0, declines=()):
-    """What processes are told that start as (number, of how many), each as if on a host of its own; those
-    that ``declines`` lists end before they have come."""
+    """What processes hear that start as (number, of how many); those of ``declines`` end before they come."""
     free = joined.free_port()
     said = dict.fromkeys(range(len(pairs)))
 
@@ -364,8 +363,7 @@ def test_a_jobsets_pods_have_the_command_and_find_one_another(site):
 
 
 def served(folder, engine, job, *, key="k'e y", broken=False):
-    """Run a server's job file where scontrol, srun, apptainer, ray and vllm are ours: its status, and what
-    each of them was told."""
+    """Run a server's job file where scontrol, srun, apptainer, ray and vllm are ours: what each heard."""
     text, port = job_file(engine, job), joined.free_port()
     ours = (Path(HERE).parent / "jobs_programs.txt").read_text().replace("{python}", sys.executable)
     programs = folder / "programs"

@@ -1,6 +1,4 @@
-"""Every exercise has a verdict table: blank, right, and what learners answer instead. Also: hints in steps,
-solutions after an attempt, what is noted, and `llmpar progress`.
-"""
+"""Exercises: their verdict tables, hints in steps, solutions after an attempt, notes, `llmpar progress`."""
 
 import dataclasses
 import json

@@ -1,5 +1,4 @@
-"""The fourth mode: layouts as JAX's types. Its numbers are those of one device, its types those of the
-plan, its traffic Manual's."""
+"""The fourth mode, layouts as JAX's types: they are the plan's, and the traffic is Manual's."""
 
 import functools
 

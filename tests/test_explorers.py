@@ -1,5 +1,4 @@
-"""The explorers without a browser: state, traits, static twins, the saved page; and what is pasted into one:
-layouts in three spellings with the moves between them, and HLO texts."""
+"""The explorers without a browser: state, traits, static twins, saved pages, and what is pasted into one."""
 
 import base64
 import html.parser

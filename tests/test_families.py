@@ -1,5 +1,4 @@
-"""Families that are planned: their parameters are those that transformers counts, and whatever a file holds
-is read or refused by its key. `families.json` keeps the configurations and the counts."""
+"""Families that are planned have the parameters that transformers counts (families.json), or are refused."""
 
 import functools
 import json
@@ -159,8 +158,7 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
 
 
 def test_a_model_says_its_parameters_as_its_maker_counts_them():
-    """DeepSeek-V3's checkpoint has 685 B with its MTP layer, and its 37 B of active parameters have no
-    embedding. gpt-oss-120b has 5.1 B without it."""
+    """DeepSeek-V3 has 685 B with its MTP layer; its 37 B active, and gpt-oss' 5.1 B, have no embedding."""
     cases = {name: case["config"] for case in KEPT["published"] for name in case["names"]}
     made = {name: described_model(name, families.text_part(config)) for name, config in cases.items()}
     notes = {name: model.notes for name, model in made.items()}
@@ -206,8 +204,7 @@ def test_a_family_that_runs_says_what_of_a_file_it_does_not_compute(more, why):
 
 
 def test_a_key_counts_as_transformers_reads_it():
-    """Of two keys for one thing the one that counts there; another family's key does not count; a key that is
-    left out is what its class has, and null is none."""
+    """Of two keys the one that counts there; one that is left out is what its class has, and null is none."""
     of = lambda **more: described_model("m", RUNS | more)
     routed = {"num_local_experts": 4, "num_experts_per_tok": 2}
     assert of(model_type="mixtral", sliding_window_size=5, **routed).window is None

@@ -1,8 +1,4 @@
-"""Every family that runs, on plans of eight devices by lot: the compiled program sends and holds what is
-predicted, axis by axis, and gives one device's loss and gradients.
-
-A case's name has its family and its seed, and its first line of output the plan and the file's keys.
-"""
+"""Every family that runs, on plans of eight devices by lot: all is predicted, and one device's answer."""
 
 import itertools
 import json

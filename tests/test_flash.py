@@ -1,5 +1,4 @@
-"""The kernel of attention gives what the definition gives, from spans of tiles that leave out what is masked,
-and is what GPUs are given: no branch, no array of queries times keys.
+"""The kernel of attention gives what the definition gives, from spans of tiles, without a branch.
 
 Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-5 of the largest.
 """
@@ -90,8 +89,7 @@ LONG = pytest.mark.long
 def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_documents_and_mask(
     seed, platform, enough, in_pallas, monkeypatch
 ):
-    """Also where enough programs are left if one has all query heads of a KV head, and with several tiles on
-    a TPU too."""
+    """Also where one program has all query heads of a KV head, and with several tiles on a TPU."""
     monkeypatch.setattr(flash, "ENOUGH", enough)
     if platform == "tpu":
         monkeypatch.setattr(flash, "kernel_tiles", lambda *args: KernelTiles(16, 32, 2, 8))
@@ -113,8 +111,7 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
 
 
 def of_tiles(mask, q_ids, k_ids, q_tile, k_tile):
-    """Of all tiles of queries and of keys, ids ``2 s`` and ``2 t``: whether some pair is seen, and whether
-    all are, by the explicit mask."""
+    """Of all tiles of ids ``2 s`` and ``2 t``: whether some pair is seen, and whether all are."""
     gap = q_ids[0, :, None] - k_ids[0]
     seen = (gap >= 0) & (gap < (mask.window or len(gap) ** 2)) & (q_ids[1, :, None] == k_ids[1])
     tiles = seen.reshape(len(seen) // q_tile, q_tile, -1, k_tile)

@@ -1,5 +1,4 @@
-"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart, and what
-does not run is refused. Plans are in plans_once.txt and test_family_plans.py."""
+"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart."""
 
 import dataclasses
 import json

@@ -1,5 +1,4 @@
-"""A picture of a tensor on a mesh shows what each device holds, and moves as the collectives do; and the
-geometry behind it."""
+"""A picture of a tensor on a mesh shows what each device holds, and moves as the collectives do."""
 
 import json
 import math

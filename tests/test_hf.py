@@ -1,9 +1,4 @@
-"""Weights in and out of Hugging Face's format, and the same logits as transformers on the same weights.
-
-The fixtures are tiny random models with the logits that transformers computed. They are made by
-``python tests/make_hf_fixtures.py`` in an environment with torch and transformers; reading them needs
-neither. How `transformers` reads what we save is in handed_on.md.
-"""
+"""Weights in and out of Hugging Face's format; the logits of transformers (make_hf_fixtures.py)."""
 
 import dataclasses
 import functools

@@ -68,8 +68,7 @@ PLANS += [Plan("sp=4 tp=2"), Plan("pp=2 dp=2 tp=2", zero=0, microbatches=4)]
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_one_device_a_host_sends_its_whole_traffic(plan):
-    """Then everything leaves: the sum over hosts is the sum over devices, but for pieces on their way home
-    and the ends of a pipeline, which send one way only."""
+    """The sum over hosts is that over devices, but for pieces on their way home and a pipeline's ends."""
     config = preset("tiny")
     found = leaving_bytes(plan.resolve(config), 16, 64, range(8))
     stages = [step_traffic(plan.resolve(config), 16, 64, stage) for stage in range(plan.mesh.pp)]
