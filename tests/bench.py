@@ -1,6 +1,6 @@
 """Measure what a change may make slower: `make bench` prints a table, in five minutes on two quiet cores.
 
-A row is one piece of work, by plain JAX (the tests' oracle), torch, this package on one device and as the row says:
+A row is one piece of work, by plain JAX (the tests' oracle), torch, this package on one device, and so on:
 medians of rounds in turn. "best" divides ours by the fastest of the others, "one" by ours on one device,
 "then" by what `--record` wrote to bench.json on this machine; above one is worse.
 """

@@ -97,32 +97,11 @@ def lines_of_operations(request):
     jax.config.update("jax_traceback_in_locations_limit", usual)
 
 
-def full(config) -> bool:
-    """Whether ``-m`` asks for what the other tests sample."""
-    return bool(re.search(r"(?<!not )\bfull\b", config.getoption("-m").partition("not (")[0]))
-
-
-def is_full(case) -> bool:
-    return any(mark.name == "full" for mark in getattr(case, "marks", ()) or getattr(case, "pytestmark", ()))
-
-
 def pytest_pycollect_makeitem(collector, name, obj):
-    """A test marked ``full`` is not even made where nobody asks for it..."""
-    return [] if is_full(obj) and not full(collector.config) else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc):
-    """... and no case of a test that others sample. Cases that are made one by one become a list."""
-    parametrize, everything = metafunc.parametrize, full(metafunc.config)
-
-    def sampled(names, values, *args, ids=None, **more):
-        values = list(values)
-        wanted = [everything or not is_full(value) for value in values]
-        ids = ids if ids is None or callable(ids) else list(itertools.compress(ids, wanted))
-        parametrize(names, list(itertools.compress(values, wanted)), *args, ids=ids, **more)
-
-    metafunc.parametrize = sampled
+    """A test marked ``full`` is not even made where ``-m`` does not ask for what others sample."""
+    asked = re.search(r"(?<!not )\bfull\b", collector.config.getoption("-m").partition("not (")[0])
+    is_full = any(mark.name == "full" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_full and not asked else None
 
 
 def group(item) -> str:

@@ -1,6 +1,6 @@
 """What each test file costs: tests, compiled programs, seconds, and seconds of processors.
 
-`costs.txt` keeps them, of an idle machine and an empty cache. A run that compiles a fifth more programs fails;
+`costs.txt` keeps them, of an idle machine and an empty cache. A run with a fifth more programs fails;
 a growth is recorded with its reason: make clean; make test WHY="experts have a new dispatch"
 """
 

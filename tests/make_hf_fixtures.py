@@ -2,8 +2,8 @@
 
     python tests/make_hf_fixtures.py [NAME ...]     with torch and transformers (dependency group `parity`)
 
-A file has ``config``, ``versions``, ``ids``, ``logits``, ``weight:NAME`` of every tensor, multiples of 1/64, and
-for `WITH_GRADIENTS` ``grad:NAME``: of the mean cross-entropy of ``ids[:, 1:]``.
+A file has ``config``, ``ids``, ``logits``, ``weight:NAME`` of every tensor in multiples of 1/64,
+and for `WITH_GRADIENTS` ``grad:NAME``: of the mean cross-entropy of ``ids[:, 1:]``.
 """
 
 import pathlib

@@ -41,8 +41,6 @@ explicit = functools.partial(on, kind=AxisType.Explicit)
 square = lambda x: (x**2).sum()
 ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
 
-# ------------------------------------------------------------------------------------------- automatic axes
-
 
 @on("X=4 Y=2", context=False)
 def contracted(mesh):
@@ -81,9 +79,6 @@ def layers_in_a_scan(mesh):
 
     layer = lambda h, w: np.tanh(h @ w[0]) @ w[1]
     return f, args, lambda x, *w: functools.reduce(layer, zip(*w, strict=True), x)
-
-
-# ------------------------------------------------------------------------------------------- explicit axes
 
 
 @explicit("X=8")
@@ -137,9 +132,6 @@ def loss_of_two(w, x):
     for i in range(2):
         x = np.tanh(x @ np.asarray(w["a"][i])) @ np.asarray(w["b"][i])
     return (x**2).mean()
-
-
-# ------------------------------------------------------------------------------------------------ shard_map
 
 
 @on("X=4 Y=2")
@@ -264,9 +256,6 @@ def groups_and_trees(mesh):
         return pairs.ravel(), 2 * x, 2 * y
 
     return f, (put(mesh, (8,), "i"), put(mesh, (8, 3), "i")), want
-
-
-# ----------------------------------------------------------------------------------------- training steps
 
 
 @on("data=2 model=4")

@@ -11,7 +11,7 @@ import conftest
 import device
 import jax
 import pytest
-from parity import LLAMA, MOE, assert_same, name, solo
+from parity import LLAMA, MOE, assert_same, name
 from shared import program_text
 
 from llmpar.cli import demo, inspect, train
@@ -36,8 +36,6 @@ PLANS = [Plan(f"fsdp={N}"), *OF_TWO * (N > 1)]
 @pytest.mark.accelerator
 @pytest.mark.parametrize("precision", [pytest.param(unit, marks=THERE) for unit in UNITS])
 def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision):
-    with jax.default_matmul_precision(precision and "highest"):
-        solo(LLAMA)  # remembered
     with jax.default_matmul_precision(precision):
         assert_same(LLAMA, PLANS[0], UNITS[precision])
 

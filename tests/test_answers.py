@@ -232,7 +232,7 @@ def test_what_lies_around_comes_later_and_is_kept():
     assert steps and answers.answer(state | steps[0]["set"])["numbers"]["step_s"] == best.time.step_s
     fastest = min(one.time.step_s for one in around.points.values() if not one.why_not)
     for mesh, one in random.Random(2).sample(sorted(around.points.items(), key=str), 12):
-        said = answers.headline(look.view(look.settle(on(look.START, mesh))[0]))
+        said = answers.headline(look.view(look.settle(on(look.START, mesh, **state["fields"]))[0]))
         opened = any(step["do"] == "open" for step in said["steps"])  # but where none is faster
         assert opened == bool(one.why_not or fastest < one.time.step_s * (1 - planner.SAME)), mesh
         fit = planner.memory_verdict(around.question, one)

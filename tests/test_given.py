@@ -326,9 +326,6 @@ def test_what_one_picture_cannot_show_is_refused_with_a_way_out(row):
     assert "\n" not in str(refusal.value)
 
 
-# ----------------------------------------------------------------------------------------------- the explorer
-
-
 def on(shape, *spec, sizes=(4, 2), names=("data", "model"), devices=None):
     """Shapes on devices of a mesh that need not exist twice."""
     mesh = mesh_of(sizes, *names, devices=devices)

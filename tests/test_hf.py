@@ -36,7 +36,7 @@ def state_dict(params, config):
 
 KINDS = tuple(make_hf_fixtures.MODELS)
 TOLERANCE = 1e-4
-"""Absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3."""
+"""Absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; faults of names and layouts give 1."""
 
 
 def read_config(folder, text):
@@ -95,9 +95,6 @@ def same(a, b):
     )
 
 
-# ----------------------------------------------------------------------------------------------------- parity
-
-
 def in_float64(config, tensors, run, *batch):
     """What `oracle` computes of these tensors."""
     params = flatten_dict(from_tensors(tensors, config), sep=".")
@@ -148,48 +145,6 @@ def test_the_oracle_computes_the_gradients_of_transformers(kind):
         assert np.abs(ours[name] - x).max() <= TOLERANCE * np.abs(x).max(), name
 
 
-def swap(first, second):
-    def fault(config, tensors):
-        other = lambda name: name.replace(first, "?").replace(second, first).replace("?", second)
-        return config, {name: tensors[other(name)] for name in tensors}
-
-    return fault
-
-
-def edit(part, change):
-    return lambda config, tensors: (config, {k: change(x) if part in k else x for k, x in tensors.items()})
-
-
-def change(**fields):
-    return lambda config, tensors: (dataclasses.replace(config, **fields), tensors)
-
-
-heads = lambda x: x.reshape(4, 8, 32).swapaxes(0, 1).reshape(32, 32)
-pairs = lambda x: x.reshape(4, 4, 2, 32).swapaxes(1, 2).reshape(32, 32)
-FAULTS = {
-    "q and k swapped": ("qwen3", swap("q_proj", "k_proj")),
-    "q_norm and k_norm swapped": ("qwen3", swap("q_norm", "k_norm")),
-    "layers swapped": ("llama", swap("layers.0", "layers.1")),
-    "norms of a block swapped": ("llama", swap("input_layernorm", "post_attention_layernorm")),
-    "v's bias forgotten": ("qwen2", edit("v_proj.bias", np.zeros_like)),
-    "o not transposed": ("llama", edit("o_proj", np.transpose)),
-    "q's heads interleaved": ("llama", edit("q_proj", heads)),
-    "q's pairs interleaved": ("llama", edit("q_proj", pairs)),
-    "rope unscaled": ("llama", change(rope_scaling=None)),
-    "window off by one": ("mistral", change(window=8)),
-    "gate and up of experts swapped": ("mixtral", swap("w1", "w3")),
-    "taps of a convolution reversed": ("qwen3_next", edit("conv1d", lambda x: x[..., ::-1])),
-}
-"""The smallest of 17 that were tried, one of each kind."""
-
-
-@pytest.mark.parametrize("kind, fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_breaks_parity(kind, fault):
-    config, tensors, ids, theirs = fixture(kind)
-    config, tensors = fault(config, tensors)
-    assert np.abs(logits(from_tensors(tensors, config), config, ids) - theirs).max() > 100 * TOLERANCE
-
-
 LESSON = dataclasses.replace(preset("tiny"), num_layers=2)
 MIXTRAL = ExpertConfig(4, 2, aux_loss=0.1, z_loss=0.2, capacity_factor=4.0)
 OURS = {
@@ -210,9 +165,6 @@ def random_params(config):
     draw = np.random.default_rng(3)
     number = lambda path, w: np.float32(path[-1].key == "scale") + 0.2 * draw.standard_normal(w.shape, "f4")
     return jax.tree.map_with_path(number, unflatten_dict(config.weights(), sep="."))
-
-
-# --------------------------------------------------------------------------------------------- there and back
 
 
 def test_every_weight_has_a_name():
@@ -318,9 +270,6 @@ def test_a_large_model_is_written_in_shards_and_a_folder_of_another_is_refused(t
     with pytest.raises(ValueError, match=r"made of \[2, .*not of \[3, .*in the model's order"):
         hf.save(tmp_path / "new", params | {"blocks": longer}, config)
     assert not [*(tmp_path / "new").glob("*.safetensors")] and not (tmp_path / "new" / "config.json").exists()
-
-
-# --------------------------------------------------------------------------------------- straight onto shards
 
 
 class Spy:
@@ -434,9 +383,6 @@ def test_mxfp4_weights_are_multiplied_out(tmp_path):
             stands[name][e, i, j] = values[code % 8] * (-1) ** (code // 8) * power
     write_quantized(tmp_path, files, raw, {"quant_method": "mxfp4"})
     check_expanded(tmp_path, config, stands)
-
-
-# --------------------------------------------------------------------------------------------------- refusals
 
 
 def without(tensors, name):

@@ -40,8 +40,6 @@ needs_wire = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
 WITHIN = 0.02
 BASE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
 
-# ------------------------------------------------------------------------------------------------- prediction
-
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all", "reduce-scatter"])
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -97,9 +95,6 @@ def test_the_ends_of_a_pipeline_send_one_way():
     assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
-# ------------------------------------------------------------------------------------------- the recorded run
-
-
 def test_the_recorded_run_sent_what_is_predicted_today():
     """Both hosts, each placement at each rate; and one loss for all."""
     document = hosts.recorded()
@@ -119,9 +114,6 @@ def test_on_a_slow_wire_the_recorded_seconds_follow_from_the_bytes():
         burst = 0.98 * max(run["sent"]) - 2 * 128 * 1024
         assert run["step_s"] > burst / wire.bytes_per_s(rate), (name, rate)
     assert runs["tp across", slow]["step_s"] > 2.5 * runs["dp across", slow]["step_s"]
-
-
-# ----------------------------------------------------------------------------------------------------- a wire
 
 
 @needs_wire
@@ -192,9 +184,6 @@ def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_p
     assert refusal().startswith(sentence) and "\n" not in refusal()
     with pytest.raises(ValueError, match="2 to 250 hosts"):
         Wire(1)
-
-
-# ----------------------------------------------------------------------------------------------------- a team
 
 
 def place():
