@@ -10,15 +10,6 @@ from jax.sharding import PartitionSpec as P
 from programs import put
 
 
-def optax_muon():
-    import optax
-
-    on = mesh(fsdp=8)
-    optimizer = optax.contrib.muon(0.1)
-    w = {"a": put(on, (16, 8), "fsdp"), "b": put(on, (8,), "fsdp")}
-    return optimizer.update, w, jax.jit(optimizer.init)(w), w
-
-
 def linen_scanned():
     """As MaxText: logical axes, rules, remat, and a scan over layers."""
     import flax.linen as nn
@@ -50,17 +41,6 @@ def linen_scanned():
             return jax.grad(lambda w: (layers.apply(w, x, None)[0] ** 2).mean())(w)
 
     return on, f, w, x
-
-
-def stax_step():
-    from jax.example_libraries import optimizers, stax
-
-    on = mesh(batch=8)
-    init, apply = stax.serial(stax.Dense(16), stax.Relu, stax.Dense(4), stax.LogSoftmax)
-    start, update, params = optimizers.momentum(0.1, 0.9)
-    state = start(init(jax.random.key(0), (-1, 6))[1])
-    f = lambda i, s, x: update(i, jax.grad(lambda w: -apply(w, x).mean())(params(s)), s)
-    return f, 0, state, put(on, (16, 6), "batch")
 
 
 def easylm_like_step():

@@ -101,7 +101,8 @@ def write(asked: dict) -> str:
 def build(line: str):
     """The model and the plan of a line."""
     asked = parse(line)
-    config = dataclasses.replace(MODELS[asked.pop("model")], num_layers=asked.pop("layers", 2))
+    model = MODELS.get(name := asked.pop("model")) or family(name)
+    config = dataclasses.replace(model, num_layers=asked.pop("layers", 2))
     if targets := asked.pop("lora", ""):  # rows of weights, and no field of a plan
         config = dataclasses.replace(config, lora=LoraConfig(2, 3.0, tuple(targets.split(","))))
     mesh = " ".join(f"{axis}={asked.pop(axis)}" for axis in AXES if axis in asked)

@@ -81,14 +81,10 @@ def test_programs_as_documents_show_them_are_silent(build):
         assert checked, str(checked)
 
 
-BY_NIGHT = "optax_muon", "linen_scanned", "stax_step"
-
-
 @pytest.mark.parametrize(
-    "name", ["easylm_like_step", *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)]
+    "name", ["easylm_like_step", pytest.param("linen_scanned", marks=pytest.mark.nightly)]
 )
 def test_a_program_of_another_package_is_silent(name):
-    """Those of foreign.py whose packages are installed with the tests."""
     mesh, (f, *args) = foreign.built(name)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         checked = check(f, None, *args)

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import jax
-import optax
 import pytest
 from shared import TABLES, program_text
 from steps import SHARED
@@ -25,13 +24,10 @@ from llmpar.cli.commands import COMMANDS, GROUPS, parse
 from llmpar.cli.models import Models
 from llmpar.cli.options import start_jax
 from llmpar.cli.train import Stopper, progress
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
-from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import DataConfig
-from llmpar.training.step import Step
 
 CARD = {"model_type": "llama", "vocab_size": 264, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
 CARD |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -523,16 +519,3 @@ def test_what_jax_is_told_that_would_only_wait_is_said(capsys, monkeypatch, tmp_
     assert jax.config.jax_compilation_cache_dir is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "/file/x' cannot be written (Not a directory)" in err
-
-
-@pytest.mark.long
-def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document, tmp_path):
-    config, plan = PRESETS["tiny"], Plan("fsdp=2 dp=2")
-    state = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3)).init(3)
-    made = {"tokenizer": {"name": "bytes", "fingerprint": "bytes"}}
-    Checkpoints(str(tmp_path / "kept")).save(1, state, config, made)
-    ask = ("generate", "import ", "--tokens", "5", "--checkpoints", str(tmp_path / "kept"), "--mesh")
-    one, many = (document(*ask, mesh) for mesh in ("dp=1", "sp=2 tp=2"))
-    assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
-    status, _, sentence = call(*ask, "dp=1", "--model", "tiny-tied")
-    assert status == 1 and "is of another model: it has" in sentence

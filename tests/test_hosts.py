@@ -196,16 +196,6 @@ def fails_on_one():
     multihost_utils.sync_global_devices("never")
 
 
-def leaves_early():
-    if jax.process_index() == 0:
-        multihost_utils.sync_global_devices("never")
-
-
-def dies():
-    if jax.process_index() == 1:
-        os.kill(os.getpid(), 9)
-
-
 @pytest.mark.processes
 def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
     factor = 3
@@ -219,18 +209,6 @@ def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
         assert "has not come back; it stands in" in error.value.ends[0]
         with pytest.raises(RuntimeError, match="this team is over; start another"):
             team.run(place)
-
-
-@pytest.mark.nightly  # other ways to fail, of the same answers
-@pytest.mark.processes
-def test_a_team_whose_process_does_not_come_to_a_collective_or_is_killed_is_over():
-    with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
-        team.run(leaves_early, timeout_s=8)
-    assert error.value.ends[1] == "has come back"
-    assert "sync_global_devices" in error.value.ends[0] or "leaves_early" in error.value.ends[0]
-    with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
-        team.run(dies)
-    assert error.value.ends[1].startswith("was ended by SIGKILL")
 
 
 def test_without_cloudpickle_a_team_names_the_extra_that_brings_it(monkeypatch):
