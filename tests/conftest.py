@@ -104,6 +104,13 @@ def pytest_pycollect_makeitem(collector, name, obj):
     return [] if is_full and not asked else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """Cases that are made one by one become a list, of tests that are made."""
+    parametrize = metafunc.parametrize
+    metafunc.parametrize = lambda names, cases, *args, **how: parametrize(names, [*cases], *args, **how)
+
+
 def group(item) -> str:
     """The tests that one worker runs: those of a file, which share caches and fixtures, or of the browser."""
     name = costs.name_of(item)

@@ -17,7 +17,7 @@ from checked import OTHERS, PARTS, built, declared, made, numbers
 from counted import calls
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
-from shared import ROOT
+from shared import CASES, ROOT
 from test_look import EXPLICIT
 
 import llmpar
@@ -115,22 +115,11 @@ def test_a_mistake_is_found_at_its_line_with_its_kind(name):
     assert all(name in first["sentence"] for name in axis.split(","))
 
 
-WANTED = {
-    "ring attention, one hop short": "it is one hop short: 3 of 4 blocks of sp",
-    "ring attention, a neighbour's mask": "unknown, ",
-    "ZeRO, sums for means": "counted once per dp: a sum over dp of each shard's mean",
-    "random numbers, the same on each rank": "the same random key on every rank of dp",
-    "a bias of zeros in the sum": "counted once per dp",
-    "neighbours' rows without a sum": "a missing sum over tp: tanh takes a term of a sum over tp",
-    "one is another function": "sharding is not what makes the difference",
-}
-
-
 @pytest.mark.parametrize("name", [name for name, (is_right, *_) in OTHERS.items() if not is_right])
 def test_another_mistake_is_found_or_said_to_be_unknown(name):
     _, f, reference, args = OTHERS[name]
     checked = check(f, reference, *args)
-    assert not checked and WANTED[name] in str(checked), str(checked)
+    assert not checked and CASES["wrong_programs"][name] in str(checked), str(checked)
 
 
 def verdict(seed) -> str:

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from PIL import Image
+from shared import CASES as SAMPLES
 from shared import ROOT, TABLES, load
 
 from llmpar import draw
@@ -66,33 +67,13 @@ def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
 TWO_LEVELS = {"dp": 2, "tp": 2}, [(8,)], [("reduce-scatter", ["tp"], 1, 16, (4,))], (8,)
 TWO_LEVELS[2].extend([("all-reduce", ["dp"], 1, 16, (4,)), ("all-gather", ["tp"], 1, 16, (8,))])
 PIPES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-CACHES = {
-    text: (parse_layout(layout), {"dp": 1, "sp": 1, "tp": 1, "kv": 1} | sizes)
-    for text, layout, sizes in (
-        ("dp=2 sp=2", "l b/dp t/sp k h", {"dp": 2, "sp": 2}),
-        ("tp=2", "l b t k/tp h", {"tp": 2}),
-        ("tp=4", "l b t k/tp,kv h", {"tp": 2, "kv": 2}),
-    )
-}
+AXES_OF_CACHES = {"dp": 1, "sp": 1, "tp": 1, "kv": 1}
+CACHES = {text: (parse_layout(x), AXES_OF_CACHES | sizes) for text, x, sizes in SAMPLES["drawn_caches"]}
 ACT = json.dumps({"explain": "weights"})
-BYTES = [
-    Part("weights", 4.11 * GIB, "70.6 G × 4 B / 64", ACT),
-    Part("optimizer", 8.2 * GIB, "twice that"),
-    Part("activations", 48 * GIB, "kept for the backward pass"),
-    Part("gradients", 4.1 * GIB),
-]
-SECONDS = {
-    "products": 2.63, "attention": 0.52, "elementwise": 0.45, "recomputation": 0.9,
-    "tensor-parallel links": 1.41, "weights and gradients on links": 0.19, "bubble": 0.3, "launching": 0.03,
-    "optimizer": 0.01,
-}  # fmt: skip
+BYTES = [Part(name, gib * GIB, says, ACT * acts) for name, gib, says, acts in SAMPLES["drawn_bytes"]]
+SECONDS = dict(SAMPLES["drawn_seconds"])
 TERMS = [Part(name, seconds, act=ACT) for name, seconds in SECONDS.items()]
-SENT = [
-    SentBar("tp", "activations", 352 * GIB, 0, 1.41, "402 all-reduces", ACT),
-    SentBar("fsdp", "weights", 28.3 * GIB, 0.42, 0.19),
-    SentBar("fsdp", "gradients", 14.4 * GIB, 0.31, 0),
-    SentBar("dp,fsdp", "norms", 3e5, 0, 0),
-]
+SENT = [SentBar(*row[:2], row[2] * GIB, *row[3:6], ACT * row[6]) for row in SAMPLES["drawn_sent"]]
 HERE, BEST = MeshPoint("fsdp=8 tp=8", 65.4 * GIB, 6.13, "tp"), MeshPoint("fsdp=64", 30 * GIB, 4.29, "fsdp")
 LONG = MeshPoint("pp=16 dp=2 fsdp=16 ep=2 sp=2 tp=2", 50 * GIB, 3e3, "pp")
 _rng = random.Random(0)

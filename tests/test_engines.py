@@ -14,7 +14,7 @@ from pathlib import Path
 import engines_table
 import pytest
 import yaml
-from shared import TABLES
+from shared import CASES, TABLES
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
@@ -233,9 +233,6 @@ class Store(dict):
         return [(key, value) for key, value in self.items() if key.startswith(folder)]
 
 
-BROKEN = "the checkpoint of step 8 could not be written: Gloo AllGather failed: Connection reset by peer"
-
-
 def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
     from llmpar import cli
 
@@ -249,15 +246,7 @@ def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
     assert cli._status(error) == 75
 
 
-@pytest.mark.parametrize(
-    "told, sentence, status",
-    [
-        (None, "'x' matches no file", 1),  # a refusal: the same again
-        (None, BROKEN, 75),  # somebody was killed while all were saving
-        ("1 process 1 failed: the disk is full", BROKEN, 1),
-        ("75 process 1 failed: KeyError: 3", BROKEN, 75),
-    ],
-)
+@pytest.mark.parametrize("told, sentence, status", CASES["statuses"])
 def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, told, sentence, status):
     """Job files read the exit status, and an engine may give them that of any process."""
     from llmpar import cli
@@ -455,20 +444,10 @@ def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, cap
         from_folder(small)
 
 
-MISSING = "are 0 bytes, too few for 8,030,261,248 parameters in"
-STORED = [
-    ({"total_size": None}, f"{MISSING} bfloat16; fetch the files"),
-    ({"total_size": None, "quantization": {"quant_algo": "FP8"}}, f"{MISSING} FP8; fetch the files"),
-    ({"total_size": 8_030_261_248}, "8,030,261,248 bytes, too few"),  # of a kind that no file names
-    ({"total_size": "16 GB"}, 'metadata.total_size in .* is "16 GB"; use a whole number'),
-    ({"quantization": [], "total_size": None}, f"{MISSING} unnamed"),
-]
-
-
-@pytest.mark.parametrize("folder, says", STORED)
+@pytest.mark.parametrize("folder, says", CASES["too_few_bytes"])
 def test_files_that_hold_less_than_the_model_are_not_served(folder, says, tmp_path):
     with pytest.raises(ValueError, match=says):
-        launch("slurm", "--serve", "vllm", "--weights", export_of(tmp_path / "x", **folder))
+        launch("slurm", "--serve", "vllm", "--weights", export_of(tmp_path / "x", **json.loads(folder)))
 
 
 def test_a_command_without_checkpoints_is_not_started_again():

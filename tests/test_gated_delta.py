@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, SEQ, batch, family, logits_of, solo, spread, weights
+from shared import CASES
 from test_hf import fixture, from_tensors
 
 from llmpar.model import gated_delta
@@ -74,13 +75,7 @@ def test_the_inverse_is_one(size):
     assert np.abs(product - np.eye(size)).max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "mesh, fields, why",
-    [
-        ("sp=2", {}, "sequence_order='zigzag' does not run with a recurrent state.*use sequence_order='cont"),
-        ("fsdp=2", {"mode": "explicit"}, "mode='explicit' does not run with a recurrent state.*'manual'"),
-    ],
-)
+@pytest.mark.parametrize("mesh, fields, why", CASES["delta_not_run"])
 def test_plans_that_do_not_run_say_what_does(mesh, fields, why):
     plan = Plan(mesh, **fields).resolve(CONFIG, "cpu", BATCH, SEQ)
     assert re.search(why, checks.why_not_run(plan))

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from shared import TABLES, program_text
+from shared import CASES, TABLES, program_text
 from test_launch import gone_after_a_kill
 
 from llmpar.launch import wire
@@ -153,26 +152,10 @@ def test_a_wire_has_its_rate_and_its_own_addresses():
 
 @needs_wire
 def test_a_killed_program_leaves_no_hosts_behind():
-    program = """
-        import time
-        from llmpar.launch.wire import Wire
-        with Wire(2) as made:
-            print(*(holder.pid for holder in made._holders), flush=True)
-            time.sleep(600)
-    """
-    gone_after_a_kill(textwrap.dedent(program), 3)
+    gone_after_a_kill(program_text("holds_hosts"), 3)
 
 
-@pytest.mark.parametrize(
-    "program, sentence",
-    [
-        ("", "hosts cannot be simulated on this machine: unshare is missing; use Linux"),
-        (
-            "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1",
-            "hosts cannot be simulated on this machine: unshare: unshare failed: Operation not permitted; be",
-        ),
-    ],
-)
+@pytest.mark.parametrize("program, sentence", CASES["no_wire"])
 def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_path, monkeypatch):
     if program:
         for tool in wire.TOOLS:
