@@ -78,21 +78,12 @@ def compiled(case: Case, target: str) -> dict[str, Any]:
     held = found["memory_bytes"]
     if "roofline" not in found:
         return {"refused": True, "total": held["compiled_total"]}
-    return {
-        "refused": False,
-        "arguments": held["compiled_arguments"],
-        "temp": held["compiled_temp"],
-        "alias": held["compiled_alias"],
-        "as_predicted": (
-            all(row["as_predicted"] for row in found["arrows"])
-            and all(row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"])
-        ),
-        "rewritten": rewritten(found),
-        "exposed_s": found["roofline"]["exposed_s"],
-        "step_s": found["roofline"]["step_s"],
-        "mfu": found["roofline"]["mfu"],
-        "band": [round(row["mfu"], 4) for row in found["roofline"]["if_kernels_reach"].values()],
-    }
+    alike = [row["as_predicted"] for row in found["arrows"]]
+    alike += [row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"]]
+    kept = {kind: held[f"compiled_{kind}"] for kind in ("arguments", "temp", "alias")}
+    kept |= {name: found["roofline"][name] for name in ("exposed_s", "step_s", "mfu")}
+    band = [round(row["mfu"], 4) for row in found["roofline"]["if_kernels_reach"].values()]
+    return kept | {"refused": False, "as_predicted": all(alike), "rewritten": rewritten(found), "band": band}
 
 
 def rewritten(document: dict[str, Any]) -> dict[str, float]:
@@ -113,9 +104,8 @@ def argument_bytes(case) -> int:
 
 def formula(case, target: str) -> int:
     """What the formula says of a case."""
-    return memory.temp_bytes(
-        case.plan.resolve(case.config, devices_of(target)), case.batch_size, case.seq_len
-    )
+    plan = case.plan.resolve(case.config, devices_of(target))
+    return memory.temp_bytes(plan, case.batch_size, case.seq_len)
 
 
 def record(target: str, names: list[str]) -> None:

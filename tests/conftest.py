@@ -159,17 +159,13 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--record-costs", metavar="WHY", help="write tests/costs.txt, and why a file's costs grew"
-    )
+    parser.addoption("--record-costs", metavar="WHY", help="write tests/costs.txt, and why costs grew")
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
     group.addoption("--plans", type=int, help="how many; by default those of SEEDS")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
-    group.addoption(
-        "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"
-    )
+    group.addoption("--plans-log", help="a JSON line per plan; what has passed there is not run again")
 
 
 @pytest.fixture

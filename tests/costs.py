@@ -121,6 +121,4 @@ class Costs:
         total = sum(self.now.values(), Cost())
         terminalreporter.write_line(f"{total.cpu_s / 60:.1f} CPU minutes, {total.programs} programs compiled")
         for sentence in self.sentences:
-            terminalreporter.write_line(
-                f"{sentence}; ask one program by data, or see tests/costs.py", red=True
-            )
+            terminalreporter.write_line(f"{sentence}; ask one program by data (tests/costs.py)", red=True)

@@ -27,9 +27,8 @@ def linen_scanned():
             return nn.with_logical_constraint(x + h, ("batch", None, None)), None
 
     many = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-    layers = nn.scan(
-        nn.remat(Block, prevent_cse=False), metadata_params={nn.PARTITION_NAME: "layers"}, **many
-    )()
+    many |= dict(metadata_params={nn.PARTITION_NAME: "layers"})
+    layers = nn.scan(nn.remat(Block, prevent_cse=False), **many)()
     x = put(on, (8, 4, 16), ("data", "fsdp"))
     with jax.set_mesh(on), nn.logical_axis_rules(rules):
         made = jax.eval_shape(layers.init, jax.random.key(0), x, None)
@@ -46,11 +45,8 @@ def linen_scanned():
 def easylm_like_step():
     """As EasyLM: regular expressions say how weights lie, pjit with donated state, accumulation in a scan."""
     on = mesh(dp=2, fsdp=2, mp=2)
-    w = {
-        "wq": put(on, (16, 16), "fsdp", "mp"),
-        "wo": put(on, (16, 16), "mp", "fsdp"),
-        "scale": put(on, (16,)),
-    }
+    w = {"wq": put(on, (16, 16), "fsdp", "mp"), "wo": put(on, (16, 16), "mp", "fsdp")}
+    w |= {"scale": put(on, (16,))}
     x = put(on, (2, 8, 4, 16), None, ("dp", "fsdp"))
 
     @functools.partial(jax.jit, donate_argnums=0)

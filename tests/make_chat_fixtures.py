@@ -20,10 +20,8 @@ SPECIAL = {
 }
 """First the token that begins a text, then the one that ends an answer."""
 
-USER, LONG = (
-    {"role": "user", "content": "  Hello, what is\n\n  two + two? "},
-    "Four.\n\nOr 2², so to say:  4\n",
-)
+USER = {"role": "user", "content": "  Hello, what is\n\n  two + two? "}
+LONG = "Four.\n\nOr 2², so to say:  4\n"
 ANSWER = {"role": "assistant", "content": "It is four."}
 CONVERSATIONS = {
     "ask": [USER],
@@ -63,11 +61,8 @@ def write_tokenizer(folder, name):
     made.add_special_tokens([*SPECIAL[name]])
     made.save(str(folder / "tokenizer.json"))
     start, end = SPECIAL[name][:2]
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": start,
-        "eos_token": {"__type": "AddedToken"} | {"content": end},
-    }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": start}
+    about |= {"eos_token": {"__type": "AddedToken", "content": end}}
     if name == "brackets":
         about["chat_template"] = [{"name": "default", "template": TEMPLATES[name]}]
     else:

@@ -89,11 +89,9 @@ def example(name, seed=0, batch_size=2):
     import transformers
 
     seq_len = LENGTHS.get(name, 24)
-
     model = make(name, seed)
-    ids = np.random.default_rng(seed + 1).integers(
-        0, model.config.vocab_size, (batch_size, seq_len), dtype=np.int32
-    )
+    draw, size = np.random.default_rng(seed + 1), (batch_size, seq_len)
+    ids = draw.integers(0, model.config.vocab_size, size, dtype=np.int32)
     with torch.no_grad():
         logits = model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
     text, tensors = saved(model)
@@ -111,7 +109,5 @@ if __name__ == "__main__":
         data = example(name)
         file = FIXTURES / f"hf_{name}.npz"
         np.savez_compressed(file, **data)
-        print(
-            f"{file.name}: {file.stat().st_size / 1000:.0f} kB, logits up to"
-            f" {np.abs(data['logits']).max():.1f}"
-        )
+        largest = np.abs(data["logits"]).max()
+        print(f"{file.name}: {file.stat().st_size / 1000:.0f} kB, logits up to {largest:.1f}")

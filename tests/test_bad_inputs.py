@@ -32,6 +32,7 @@ def cases():
                 yield pytest.param(row, command, others, id=f"{name} too", marks=pytest.mark.nightly)
 
 
+HUB = "config.json", "a.safetensors"
 RECIPES = {
     "missing": lambda file: None,
     "folder": lambda file: file.mkdir(),
@@ -46,10 +47,7 @@ RECIPES = {
     "list": lambda file: file.write_text("[1, 2]"),
     "big": lambda file: file.write_bytes(b" " * (17 << 20)),
     "text": lambda file: file.write_text("words and more words\n" * 2000),
-    "hub": lambda file: [
-        file.mkdir(),
-        *((file / x).write_text("{}") for x in ("config.json", "a.safetensors")),
-    ],
+    "hub": lambda file: [file.mkdir(), *((file / x).write_text("{}") for x in HUB)],
 }
 """Files by the names that the table calls them: ``@fifo.json`` is a pipe with that suffix."""
 
@@ -93,10 +91,8 @@ def words_of(row, command, value, folder):
     text = folder / "text.txt"
     if not text.exists():
         RECIPES["text"](text)
-    return [
-        word.replace("{}", value).replace("{text}", str(text))
-        for word in shlex.split(command.replace("%", value))
-    ]
+    words = shlex.split(command.replace("%", value))
+    return [word.replace("{}", value).replace("{text}", str(text)) for word in words]
 
 
 @pytest.mark.parametrize("row, command, values", cases())

@@ -30,9 +30,8 @@ def corpus():
     """Token i is the number i; 40 documents of 1 to 60 tokens: longer than a row, or a start token alone."""
     lengths = 1 + np.arange(40) ** 3 * 7 % 60
     lengths[[3, 4]] = 1
-    return Corpus(
-        np.arange(lengths.sum(), dtype=np.int32), np.cumsum([0, *lengths]), ByteTokenizer(), "addresses"
-    )
+    tokens = np.arange(lengths.sum(), dtype=np.int32)
+    return Corpus(tokens, np.cumsum([0, *lengths]), ByteTokenizer(), "addresses")
 
 
 def faults(batch, corpus, seq_len=16):

@@ -89,10 +89,8 @@ def logits(params, config, ids):
 
 def same(a, b):
     """Whether two dicts or trees have the same leaves, bit by bit."""
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+    alike = lambda x, y: x.dtype == y.dtype and np.array_equal(x, y)
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(jax.tree.map(alike, a, b))
 
 
 def in_float64(config, tensors, run, *batch):
@@ -351,9 +349,8 @@ def test_float8_weights_are_multiplied_out(tmp_path):
             files[name] = np.asarray(jax.numpy.asarray(50 * x, "float8_e4m3fn"))
             files[name + "_scale_inv"] = scales
             own = files[name].astype(np.float32)
-            stands[name] = np.array(
-                [[n * scales[i // 5, j // 3] for j, n in enumerate(row)] for i, row in enumerate(own)]
-            )
+            each = [[n * scales[i // 5, j // 3] for j, n in enumerate(row)] for i, row in enumerate(own)]
+            stands[name] = np.array(each)
     raw = json.loads(str(stored("deepseek_v3")["config"]))
     config = write_quantized(tmp_path, files, raw, FP8)
     check_expanded(tmp_path, config, stands)
@@ -394,10 +391,7 @@ BIAS = Q.replace("1", "0").replace("weight", "bias")
 REFUSED = {
     "missing": (lambda t: without(t, Q), rf"'{Q}' is missing; use"),
     "unexpected": (lambda t: t | {BIAS: t[LAST_NORM]}, r"q_proj.bias' has no place"),
-    "a layer too many": (
-        lambda t: t | {Q.replace("1", "2"): t[Q]},
-        r"layers.2.self_attn.q_proj.weight' has no",
-    ),
+    "a layer too many": (lambda t: t | {Q.replace("1", "2"): t[Q]}, r"layers.2.self_attn.q_proj.weight' has"),
     "misshapen": (lambda t: t | {Q: t[Q][:16]}, r"q_proj.weight' has shape \[16, 32\], not \[32, 32\]"),
     "quantized": (lambda t: t | {Q: t[Q].astype(np.int8)}, r"q_proj.weight' holds int8, but only float64, "),
     "many": (lambda t: {}, r"'lm_head.weight' is missing; .*; and 18 more"),

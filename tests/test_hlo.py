@@ -49,11 +49,8 @@ def lower(f, mesh, in_specs, out_specs, *args):
 def three_censuses(traced, mesh):
     """The same program as its author wrote it, as it was partitioned, and as the CPU runs it."""
     lowered = traced.lower()
-    return (
-        census_jaxpr(traced.jaxpr, mesh.shape),
-        census_hlo(partitioned_hlo(lowered), mesh),
-        census_hlo(lowered.compile().as_text(), mesh),
-    )
+    texts = partitioned_hlo(lowered), lowered.compile().as_text()
+    return census_jaxpr(traced.jaxpr, mesh.shape), *(census_hlo(text, mesh) for text in texts)
 
 
 def table(*rows):
@@ -132,14 +129,10 @@ def test_of_a_cond_the_branch_that_sends_most_counts():
         large = lambda x: small(lax.ppermute(lax.ppermute(x, "tp", SHIFT), "fsdp", SHIFT))
         return lax.cond(flag[0] > 0, small, large, x) + lax.switch(flag[0], [small, small, small], x)
 
-    expected = table(
-        ("dp", "all-reduce", 2, 2 * X),
-        ("tp", "collective-permute", 1, X),
-        ("fsdp", "collective-permute", 1, X),
-    )
-    for census in three_censuses(
-        lower(f, mesh, (P(AXES), P()), P(("fsdp", "tp")), jnp.ones((256, 16)), jnp.array([1])), mesh
-    ):
+    hops = (("tp", "collective-permute", 1, X), ("fsdp", "collective-permute", 1, X))
+    expected = table(("dp", "all-reduce", 2, 2 * X), *hops)
+    traced = lower(f, mesh, (P(AXES), P()), P(("fsdp", "tp")), jnp.ones((256, 16)), jnp.array([1]))
+    for census in three_censuses(traced, mesh):
         assert census_table(census) == expected
         assert all(c.conditional for c in census)
 
@@ -245,13 +238,9 @@ def test_what_looks_like_a_collective_is_never_left_out_in_silence(operation, sa
 
 def test_a_send_and_its_recv_are_one():
     attrs = "channel_id=1, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}"
-    kinds = (
-        f"(f32[4]{{0}}, u32[], token[]) {kind}({'%x, ' * (kind == 'send')}%y), {attrs}"
-        for kind in ("send", "recv")
-    )
-    found = looked_at(
-        *kinds, "token[] send-done(%o0), channel_id=1", "(f32[4]{0}, token[]) recv-done(%o1), channel_id=1"
-    )
+    both = [f"(f32[4]{{0}}, u32[], token[]) {kind}, {attrs}" for kind in ("send(%x, %y)", "recv(%y)")]
+    done = "token[] send-done(%o0), channel_id=1", "(f32[4]{0}, token[]) recv-done(%o1), channel_id=1"
+    found = looked_at(*both, *done)
     (row,) = found.rows
     assert (row["arrow"], row["axes"], row["bytes_sent"]) == ("hop along dp", ("dp",), 16) and not found.notes
     (row,) = looked_at("f32[4]{0} collective-broadcast(%x), replica_groups={{0,1,2,3,4,5,6,7}}").rows
