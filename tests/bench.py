@@ -137,7 +137,6 @@ def llama(size: dict, experts: bool = False) -> ModelConfig:
 
 
 def batch_of(vocab: int, batch: int, seq: int) -> dict:
-    """Random tokens, one document a row."""
     tokens = np.random.default_rng(0).integers(0, vocab, (batch, seq + 1)).astype(np.int32)
     positions = np.tile(np.arange(seq, dtype=np.int32), (batch, 1))
     ids = {"positions": positions, "segments": np.ones_like(positions)}
@@ -250,7 +249,6 @@ def ours(config: ModelConfig, plan: Plan, rows: int, seq: int) -> tuple[Callable
 
 
 def steps(size: dict) -> Iterator[Row]:
-    """A training step under each plan."""
     use_devices(8)
     seq, one, config = size["seq"], dict[bool, Value](), llama(size)
     batch = batch_of(config.vocab_size, ROWS, seq)
@@ -523,7 +521,6 @@ def rows_of(group: str, words: list[str]) -> Iterator[dict]:
 
 
 def machine() -> str:
-    """This machine in words."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -531,7 +528,6 @@ def machine() -> str:
 
 
 def line(name: str, unit: str, cells: list) -> str:
-    """A line of the table."""
     number = lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
     short = lambda x: number(x) if isinstance(x, float) else x or ""
     return f"{name:<46} {unit:<8}" + "".join(f"{short(cell)[:11]:>12}" for cell in cells)

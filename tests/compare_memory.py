@@ -36,8 +36,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of one model on a target."""
-
     name: str
     config: ModelConfig
     plan: Plan
@@ -97,19 +95,16 @@ def rewritten(document: dict[str, Any]) -> dict[str, float]:
 
 
 def argument_bytes(case) -> int:
-    """What a device is given."""
     plan = case.plan.resolve(case.config, None)
     return sum(memory.argument_bytes(plan, case.batch_size, case.seq_len).values())
 
 
 def formula(case, target: str) -> int:
-    """What the formula says of a case."""
     plan = case.plan.resolve(case.config, devices_of(target))
     return memory.temp_bytes(plan, case.batch_size, case.seq_len)
 
 
 def record(target: str, names: list[str]) -> None:
-    """Compile the cases that are named, or those without a record."""
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows = known.setdefault(target, {"versions": {}, "plans": {}})
     library = "libtpu" if devices_of(target) == "tpu" else "jax-cuda12-plugin"
@@ -171,7 +166,6 @@ def _rewriting(item: tuple[str, float]) -> str:
 
 
 def main() -> None:
-    """Record if a target is given, then compare."""
     os.environ.update(COMPILER_ENVIRONMENT)
     target, *names = sys.argv[1:] or [""]
     if target:

@@ -32,7 +32,6 @@ class Cost(NamedTuple):
 
 
 def read(text: str) -> dict[str, tuple[Cost, str]]:
-    """The recorded costs and reasons by name."""
     rows = {}
     for line in text.splitlines()[1:]:
         name, tests, programs, seconds, cpu_s, *why = line.split(maxsplit=5)

@@ -275,7 +275,6 @@ def _model(name: str, layers: int):
 
 
 def _batch(config, rows: int, s: int, step: Step) -> dict:
-    """Random tokens, one document a row."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, s + 1)).astype(np.int32)
     at = np.tile(np.arange(s, dtype=np.int32), (rows, 1))
     made = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": at, "segments": np.ones_like(at)}
@@ -297,7 +296,6 @@ def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:
 
 
 def main() -> int:
-    """Run all parts, write after each, and tell whether all was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     little = "little of everything, also on simulated devices"
     parser.add_argument("--small", action="store_true", help=little)

@@ -34,7 +34,6 @@ FAR, NOISE = 0.15, 0.05
 
 
 def fit(runs, prior: Rates = PRIOR, turns: int = 12) -> Rates:
-    """Fit one chip's row on (run, seconds, weight) of that chip."""
     names = list(SPREAD)
     start = np.log([getattr(prior, n) for n in names])
     spread = np.array([SPREAD[n] for n in names])
@@ -70,7 +69,6 @@ def fit(runs, prior: Rates = PRIOR, turns: int = 12) -> Rates:
 
 
 def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
-    """Fit every chip that has a measured step."""
     sizes = collections.Counter(case.group for case in cases if case.measured["step_s"])
     by_chip, seen = collections.defaultdict(list), collections.Counter()
     for case in cases:
@@ -85,7 +83,6 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
 
 
 def first_of_each(cases) -> list:
-    """One case of each chip that has a measured step."""
     return list({case.run.chip.name: case for case in cases if case.measured["step_s"]}.values())
 
 

@@ -14,7 +14,6 @@ ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 def loss_of(model, ids):
-    """The mean cross-entropy of each next token."""
     logits = model(ids[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 

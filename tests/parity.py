@@ -72,7 +72,6 @@ def of_either(rows):
 
 
 def predicted_by_arrow(traffic):
-    """The same of a prediction."""
     return {(*key, text): tuple(line) for key, row in traffic.items() for text, line in row.arrows.items()}
 
 
@@ -149,7 +148,6 @@ def answer(step: Step, run, data):
 
 
 def spread(config, plan: Plan, step_class=Step):
-    """The answer of a plan to the one batch."""
     return answer(*gradients_of(config, plan, step_class), batch())
 
 
@@ -167,7 +165,6 @@ def natural(step: Step, params):
 
 
 def counts(step: Step) -> list[int]:
-    """The layers of each kind."""
     return [count for count, _ in step.config.blocks]
 
 

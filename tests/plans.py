@@ -99,7 +99,6 @@ def write(asked: dict) -> str:
 
 @functools.cache
 def build(line: str):
-    """The model and the plan of a line."""
     asked = parse(line)
     model = MODELS.get(name := asked.pop("model")) or family(name)
     config = dataclasses.replace(model, num_layers=asked.pop("layers", 2))
@@ -123,7 +122,6 @@ def accepted(line: str) -> bool:
 
 
 def pairs(asked: dict) -> set:
-    """The pairs of choices that meet here."""
     whole = {name: asked.get(name, values[0]) for name, values in FIELDS.items()}
     return set(map(frozenset, itertools.combinations(whole.items(), 2)))
 

@@ -40,7 +40,6 @@ use_devices()
 
 
 def gathered(value: np.ndarray) -> list:
-    """A value of each process, in all of them."""
     return np.asarray(multihost_utils.process_allgather(value)).tolist()
 
 

@@ -105,7 +105,6 @@ class Hosts:
         return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(Path(folder).resolve()), *command]
 
     def run(self, name: str, command: Sequence[str], folder: Path | str = ".", timeout_s: float = 60, **more):
-        """Run a command on a host and wait for it."""
         more = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | more
         return subprocess.run(self.inside(name, command, folder), timeout=timeout_s, **more)
 
@@ -183,6 +182,5 @@ class Slurm:
         return done.stdout
 
     def said(self) -> str:
-        """The ends of the daemons' logs."""
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("*.out"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-700:]}" for log in logs)

@@ -317,7 +317,6 @@ def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank
 
 
 def test_a_machine_that_cannot_be_is_refused_with_what_works():
-    """Whatever is no number is among the JSON values above."""
     odd = SIDE | {"chip": "v3", "node_size": 3}
     assert "no node has 3" in answers.answer(odd)["refusal"]["why"]
     (step,) = answers.remedies(odd)

@@ -76,13 +76,11 @@ AT = P(None, "sp")
 
 
 def of_all(ids):
-    """The ids of this rank's queries, and of the keys of all ranks of sp."""
     gather = lambda x: jax.lax.all_gather(x, "sp", axis=1, tiled=True)
     return {name: jax.tree.map(gather, x) if name.startswith("k") else x for name, x in ids.items()}
 
 
 def on_ranks(attend, n=1, **options):
-    """A function of q, k, v and ids, on so many ranks of sp."""
     if n == 1:
         return lambda q, k, v, ids: attend(q, k, v, **ids, **options)
     local = lambda q, k, v, ids: attend(q, k, v, **of_all(ids), **options)

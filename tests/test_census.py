@@ -18,7 +18,6 @@ from llmpar.training.step import Step
 
 
 def step_of(plan):
-    """A step of the tiny Llama under a plan."""
     plan.resolve(LLAMA, None, BATCH, SEQ)
     return Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 

@@ -41,8 +41,6 @@ def _shared_steps(monkeypatch):
 
 @pytest.fixture
 def call(capsys):
-    """Run a command here: (exit status, stdout, stderr)."""
-
     def call(*words: str):
         capsys.readouterr()
         with jax.numpy_dtype_promotion("standard"):
@@ -125,8 +123,6 @@ def document(call):
 
 @pytest.fixture
 def model(tmp_path):
-    """A tiny model by path, with changes."""
-
     def model(**changes) -> str:
         folder = tmp_path / ("-".join(f"{k}{v}" for k, v in changes.items()) or "little")
         folder.mkdir(exist_ok=True)

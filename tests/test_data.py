@@ -64,7 +64,6 @@ def same(a, b):
 
 
 def in_order(name):
-    """Rows as 4 ranks have them."""
     return functools.partial(row_orders, name, n=4)
 
 

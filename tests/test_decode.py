@@ -220,7 +220,6 @@ def alone(config):
 
 
 def asked(rng, config, **more) -> Request:
-    """A random request."""
     tokens = tuple(rng.integers(0, config.vocab_size, rng.integers(1, LENGTH)).tolist())
     return Request(tokens, int(rng.integers(0, 20)), **more)
 

@@ -50,7 +50,6 @@ def written(page: Path) -> list[str]:
 
 
 def examples(page: Path) -> list[str]:
-    """List a page's Python examples."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
@@ -250,7 +249,6 @@ def commands() -> list[str]:
 
 
 def write_examples(folder) -> None:
-    """Run the story's Python."""
     pytest.importorskip("uvicorn")
     (example,) = re.findall(r"^```python\n(.*?)^```$", STORY, re.M | re.S)
     subprocess.run([sys.executable, "-c", example], cwd=folder, check=True)

@@ -45,7 +45,6 @@ op = schedules.Op
 
 
 def pipeline(name, p, m, **costs):
-    """One schedule's timetable."""
     return timetable.timetable(schedules.make(name, p, m), **costs)
 
 
@@ -58,7 +57,6 @@ def tensor(mesh, name, device, **more):
 
 
 def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
-    """A layer of a plan on H100s, in time."""
     plan = Plan(mesh, dtype="bfloat16", **fields).resolve(preset(model), None).effective
     batch = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep
     return layer.layer_segments(workload.of_plan(preset(model), plan, chip("h100"), batch, 4096))
@@ -418,7 +416,6 @@ def test_overlap_hides_what_it_can():
 
 
 def buttons(scene) -> list[Rect]:
-    """What can be clicked."""
     return [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
 
 
@@ -432,7 +429,6 @@ def test_squares_are_the_prime_factors_and_a_move_that_there_is_not_is_no_button
 
 
 def segments(scene, tall) -> list[Rect]:
-    """The parts of a bar."""
     return [r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip and r.h == tall]
 
 

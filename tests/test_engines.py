@@ -61,7 +61,6 @@ def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
 
 
 def refusal(place, wait_s=0.3):
-    """The sentence."""
     with pytest.raises(ValueError) as found:
         joined.check_coordinator(place, wait_s)
     return str(found.value)
@@ -457,7 +456,6 @@ def test_a_command_without_checkpoints_is_not_started_again():
 
 
 def launch(*words):
-    """Run `llmpar launch` in this process."""
     parse(["launch", *words]).run()
 
 

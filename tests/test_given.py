@@ -29,7 +29,6 @@ from llmpar.training.step import Step
 
 
 def mesh_of(sizes, *axes, devices=None):
-    """A mesh with names of its own."""
     here = np.array(devices or jax.devices()[: math.prod(sizes)])
     return Mesh(here.reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
 

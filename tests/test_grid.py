@@ -222,7 +222,6 @@ def cases(num=300, most=64, seed=6):
 
 
 def layout(case):
-    """The case's layout."""
     return Layout(tuple(Dim(name, tuple(axes)) for name, axes in case["dims"]))
 
 

@@ -29,7 +29,6 @@ from llmpar.training.tokenizers import open_tokenizer
 
 
 def state_dict(params, config):
-    """All tensors by Hugging Face name, whole."""
     flat = flatten_dict(params, sep=".")
     return dict(hf.tensors_of(hf._weights(config), flat.__getitem__, "float32"))
 
@@ -48,14 +47,12 @@ def read_config(folder, text):
 
 @functools.cache
 def stored(kind):
-    """The arrays of a fixture by name."""
     with np.load(make_hf_fixtures.FIXTURES / f"hf_{kind}.npz") as file:
         return {name: file[name] for name in file}
 
 
 @functools.cache
 def fixture(kind):
-    """A fixture's configuration, tensors, token ids and logits."""
     data = stored(kind)
     tensors = {name.removeprefix("weight:"): data[name] for name in data if name.startswith("weight:")}
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +68,6 @@ def on_host(weight, tensors, sharding, dtype):
 
 
 def from_tensors(tensors, config):
-    """The parameters that these tensors are."""
     with mock.patch.object(hf._Weight, "place", on_host):
         return hf.from_state_dict(tensors, config)
 
