@@ -266,21 +266,6 @@ def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(window, hops
     assert not jax.jit(partial(attention.ids_are_valid, Solo(plan), mask))(at, of).all()
 
 
-@pytest.mark.parametrize("begin", [0, 1000])
-@pytest.mark.parametrize("packed", [False, True])
-def test_chunks_are_segments_of_positions(packed, begin):
-    """Wherever positions begin; and segments rise, as kernels that search for intervals need it."""
-    _, ids = inputs(packed=packed)
-    at, of = ids["q_positions_bs"] + begin, ids["q_segments_bs"]
-    mask = Mask(window=7, in_chunks=True)
-    q_ids, (k_ids,) = attention.ids_of(mask, None, S, **ids_of(jnp.asarray(at), jnp.asarray(of)))
-    alike = lambda x: x[:, :, None] == x[:, None, :]
-    want = (at[:, :, None] >= at[:, None, :]) & alike(of) & alike(at // 7)
-    np.testing.assert_array_equal(attention.sees(mask, q_ids, k_ids), want)
-    assert begin or (np.diff(q_ids[:, 1], axis=1) >= 0).all()
-    assert attention.ids_of(Mask(7), None, S, **ids)[0][:, 1].max() == of.max()
-
-
 def test_masked_blocks_are_not_executed(monkeypatch):
     n, block, mask, ran = 4, 4, Mask(window=4), Counter()
     for name in ("attend_tile", "attend_tile_grad"):

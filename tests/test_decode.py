@@ -203,7 +203,6 @@ def test_seed_and_position_alone_decide():
 
 
 EVERYTHING = dataclasses.replace(QWEN, name="tiny-everything", window=7, lora=LORA.lora)
-WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=7)
 ALONE = Plan("dp=1", zero=0)
 LENGTH = 43
 
@@ -259,16 +258,6 @@ def test_answers_at_random_times_among_cancellations_are_those_of_each_alone(con
             same = dataclasses.replace(other, ticket=event.ticket, logprob=event.logprob, best=event.best)
             assert event == same and len(event.best) == len(other.best)
             assert event.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-
-def test_stale_keys_of_earlier_requests_are_never_seen():
-    run = engine(WINDOW, Plan("sp=2", zero=0), 2, LENGTH, chunk=4)
-    requests = [Request(tuple(range(n)), 9, echo=True) for n in (3, 17)]
-    fresh = answers(run, *requests)
-    run.decoder.cache = jax.tree.map(lambda x: x * 0 + 30, run.decoder.cache)
-    dirty = answers(run, *requests)
-    for clean, other in zip(sum(fresh, []), sum(dirty, []), strict=True):
-        assert dataclasses.replace(clean, ticket=0) == dataclasses.replace(other, ticket=0)
 
 
 short = functools.partial(kept, slots=2, length=12, chunk=32, queue=2)

@@ -446,14 +446,6 @@ def test_the_parts_of_a_bar_are_as_long_as_they_are_and_end_at_its_number():
     assert {r.tip for r in buttons(CASES["memory bar"]())} == {"weights: 4.11 GiB, 70.6 G × 4 B / 64"}
 
 
-def test_many_parts_are_told_and_the_smallest_added_up():
-    many = [Part(f"part {i}", 1.0 + i, role="weights") for i in range(12)]
-    scene = columns.memory_bar(many)
-    bar = segments(scene, 26)
-    assert len(bar) == columns.MOST_PARTS and bar[-1].tip.startswith("rest: 10 B, part 0 1 B, part 1 2 B")
-    assert "Memory of a device: 78 B" in scene.text
-
-
 def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
     waits = {"tensor-parallel links": "tp", "sequence links": "sp", "expert links": "ep"}
     waits |= {"pipeline sends": "pp"}

@@ -83,33 +83,27 @@ def test_a_page_needs_no_network_and_no_kernel(kind):
     assert doc["answer"]["panels"] and not doc["live"]
 
 
+ANSWERED = {"asked", "state", "refusal", "verdict", "fields", "panels", "numbers", "says", "more", "frames"}
+
+
 @pytest.mark.parametrize("kind", MADE)
-def test_no_attribute_of_a_panel_ends_early(kind):
+def test_an_answer_follows_the_contract_and_no_attribute_of_its_panels_ends_early(kind):
     """An apostrophe in a label did: of `label='the optimizer's …'` s, two and moments are attributes."""
-    explorer, shown = by_kind(kind), []
+    explorer, found = by_kind(kind), []
     for more in STATES if kind == "mesh" else [{}]:
-        for panel in explorer.answer(dict(explorer.state) | more)["panels"].values():
-            shown += [panel.get("svg", ""), panel.get("html", "")]
-    for text in shown:
-        read = Attributes(text)
-        assert not read.open and {name for _, name, _ in read.found} <= {*shared.TABLES["attributes"]}, (
-            read.found
-        )
-    labels = [value for text in shown for tag, name, value in Attributes(text).found if tag == "optgroup"]
+        reply = explorer.answer(dict(explorer.state) | more)
+        assert json.loads(json.dumps(reply)) == reply and ANSWERED <= {*reply}
+        assert reply["refusal"] is None and reply["says"]
+        assert {*reply["panels"]} <= {name for name, *_ in explorer.areas}
+        for panel in reply["panels"].values():
+            assert (texts := [panel[form] for form in ("svg", "html") if form in panel])
+            for read in map(Attributes, texts):
+                assert not read.open
+                found += read.found
+    assert {name for _, name, _ in found} <= {*shared.TABLES["attributes"]}, found
+    assert {place for *_, place in explorer.areas} <= {"over", "left", "middle", "right", "below"}
+    labels = [value for tag, _, value in found if tag == "optgroup"]
     assert kind != "mesh" or "the optimizer's two moments (float32)" in labels
-
-
-@pytest.mark.parametrize("kind", MADE)
-def test_an_answer_is_plain_data_and_follows_the_contract(kind):
-    explorer = by_kind(kind)
-    reply = explorer.answer(dict(explorer.state))
-    assert json.loads(json.dumps(reply)) == reply
-    names = {"asked", "state", "refusal", "verdict", "fields", "panels", "numbers", "says", "more", "frames"}
-    assert names <= {*reply} and reply["refusal"] is None and reply["says"]
-    assert {*reply["panels"]} <= {name for name, *_ in explorer.areas}
-    assert all({*panel} & {"svg", "html"} for panel in reply["panels"].values())
-    places = {place for *_, place in explorer.areas}
-    assert places <= {"over", "left", "middle", "right", "below"}
 
 
 def test_the_front_end_moves_the_state_and_python_answers():
