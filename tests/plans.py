@@ -1,6 +1,6 @@
 """A 2-way covering array of plans: two choices of two fields that go together meet in one plan at least.
 
-`python tests/plans.py` writes plans.txt anew, after a row of `FIELDS` has come or gone.
+`python tests/plans.py` writes plans.txt anew, after a row of drawn.toml's ``array`` has come or gone.
 """
 
 import ast
@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import random
+import tomllib
 from pathlib import Path
 
 from parity import BATCH, LLAMA, MOE, SEQ, family
@@ -28,34 +29,9 @@ MODELS = {
     "experts": dataclasses.replace(MOE, experts=DEEPSEEK),
 }
 MODELS |= {"mixtral": MOE}
-FAMILIES = (
-    "gemma2 gemma3_text olmo2 cohere2 gpt_oss deepseek_v2 deepseek_v3 glm4_moe llama4_text qwen3_next".split()
-)
-MODELS |= {name: family(name) for name in FAMILIES}
-AXES = dict(pp=(1, 2), dp=(1, 2), fsdp=(1, 2), ep=(1, 2), sp=(1, 2, 4), tp=(1, 2))
-FIELDS = dict(
-    model=("llama", "copies", "experts"),
-    layers=(2, 4),  # of a pipeline: two chunks on each of two stages need four; five and seven are in `ONCE`
-    **AXES,
-    mode=("manual", "auto", "explicit"),
-    zero=(3, 0, 1, 2),
-    zero_axes=("fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"),
-    tp_sequence=(False, True),
-    tp_comm_overlap=(False, True),
-    reduce=("end", "layer", "bucket"),
-    microbatches=(1, 4),
-    remat=("none", "selective", "ffn", "block"),
-    reshard_after_forward=(True, False),
-    unroll=(1, 0),
-    loss_chunks=(1, 2),
-    ffn_chunks=(1, 2),
-    attention_block=(None, 4),
-    attention_kernel=("auto", "xla"),
-    context_parallel=("ring", "ulysses", "gather", "usp"),
-    sequence_order=("zigzag", "balanced", "striped", "contiguous"),
-    schedule=("1f1b", "interleaved", "zb-v", "dualpipe"),
-    stage_saves=("input", "residuals"),
-)
+TABLE = tomllib.loads(Path(__file__).with_name("drawn.toml").read_text())
+FIELDS = {name: [None if x == "null" else x for x in xs] for name, xs in TABLE["array"].items()}
+AXES = {axis: FIELDS[axis] for axis in ("pp", "dp", "fsdp", "ep", "sp", "tp")}
 DEAR = dict(model="experts", pp=2, layers=4, sp=(2, 4), attention_block=4, unroll=0)
 DEAR |= {"schedule": ("interleaved", "zb-v", "dualpipe")}
 """Each of these takes three tenths more to compile, measured on 61 plans; others change little."""
@@ -69,20 +45,7 @@ AT_NIGHT |= {line for line in ONCE if line.startswith(FEW)}
 AT_NIGHT |= {line for line in ONCE if "breadth-first" in line or line.startswith("experts pp")}
 """Orders whose executor other lines have."""
 
-NOT_HERE = {
-    "attention_kernel": {"cudnn", "portable"},
-    "hop": {"permute"},
-    "dispatch": {"padded", "ragged"},
-    "documents": {"whole"},
-    "gather_dtype": {"bfloat16", "float8"},
-    "reduce_dtype": {"bfloat16"},
-    "matmul_dtype": {"float8"},
-    "muon": {"gather", "owner", "layer"},
-    "tp_dispatch": {True},
-    "expert_copies": {1},
-    "ep_node": {2},
-}
-"""What `auto` stands for on CPUs, or has plans in test_wire.py, test_float8.py, test_muon.py, test_moe.py."""
+NOT_HERE = {name: {*values} for name, values in TABLE["not_in_array"].items()}
 
 
 def parse(line: str) -> dict:
