@@ -1,7 +1,6 @@
-"""Compiles the plans of memory_plans.toml for a cluster, and shows what was predicted beside it.
+"""Compiles the plans of memory_plans.toml for a cluster; writes compiled.md, where predictions stand beside it.
 
-python tests/compare_memory.py h100:8x8 [PLAN ...]  compile what is not recorded, or these plans; compare
-python tests/compare_memory.py                      compare what is recorded, and write compiled.md
+python tests/compare_memory.py [h100:8x8 [PLAN ...]]    compile what is not recorded, or these plans
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def record(target: str, names: list[str]) -> None:
 
 @other_gpus.described()
 def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
-    """Print predicted beside compiled; add the target's part of the table."""
-    print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
+    """Add the target's part of the table."""
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines += [f"\n## {where} ({versions})\n"]
     columns = "arguments | temporaries | formula | bytes | rewritten | exposed of step | MFU (20, 40, 60 %)"
@@ -135,7 +133,6 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         # A compiler that refuses tells the sum, before it has packed anything.
         true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
         cell = f"{guess / GIB:.2f} ({(given + guess) / true - 1:+.0%})"
-        print(f"  {case.name:26} {'refused' if row['refused'] else f'{true / GIB:.2f}':>8}  formula {cell}")
         plan = f"{case.name}: {case.config.name}, {case.plan.mesh}, {case.batch_size} x {case.seq_len:,}"
         if row["refused"]:
             lines.append(f"| {plan} | {held / GIB:.2f} | refused: {true / GIB:.2f} in all | {cell} | | | | |")
@@ -156,7 +153,6 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         f"\nTemporaries, formula: median {statistics.median(errors):.1%}, worst {max(errors):.1%},"
         f" {near} of {len(errors)} within 15 %."
     )
-    print(lines[-1].strip())
 
 
 def _rewriting(item: tuple[str, float]) -> str:
@@ -172,10 +168,8 @@ def main() -> None:
         record(target, names)
     lines = [TABLE.read_text().partition("\n## ")[0].rstrip() + "\n"]  # its words are written there
     for where, kept in json.loads(RECORD.read_text()).items():
-        if target in ("", where):
-            compare(where, kept, lines)
-    if not target:
-        TABLE.write_text("\n".join(lines) + "\n")
+        compare(where, kept, lines)
+    TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bench import batch_of
 
 from llmpar.inspect import roofline
 from llmpar.inspect.census import compiled_memory
@@ -275,10 +276,7 @@ def _model(name: str, layers: int):
 
 
 def _batch(config, rows: int, s: int, step: Step) -> dict:
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, s + 1)).astype(np.int32)
-    at = np.tile(np.arange(s, dtype=np.int32), (rows, 1))
-    made = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": at, "segments": np.ones_like(at)}
-    return jax.device_put(made, step.batch_sharding)
+    return jax.device_put(batch_of(config.vocab_size, rows, s), step.batch_sharding)
 
 
 def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:

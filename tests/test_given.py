@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from parity import LLAMA
+from test_grid import cells_of, ink_in
 
 from llmpar.draw.scene import Rect, flatten
 from llmpar.explore.explorer import MeshExplorer
@@ -316,16 +317,9 @@ def on(shape, *spec, sizes=(4, 2), names=("data", "model"), devices=None):
 
 def cells(explorer):
     """The cells of the picture by their device, and what is inked in each, as shares of its sides."""
-    rects = [item for item in flatten(explorer.scene.items) if isinstance(item, Rect)]
-    boxes = {json.loads(r.act)["device"]: r for r in rects if r.act}
-    found = {}
-    for device, box in boxes.items():
-        found[device] = []
-        for ink in (r for r in rects if r.fill == "weights"):
-            top, left = (ink.y - box.y) / box.h, (ink.x - box.x) / box.w
-            if 0 <= top < 1 and 0 <= left < 1:
-                found[device].append((top, top + ink.h / box.h, left, left + ink.w / box.w))
-    return boxes, found
+    scene = explorer.scene
+    boxes = dict(cells_of(scene))
+    return boxes, {i: [(*down, *across) for down, across in ink_in(scene, box)] for i, box in boxes.items()}
 
 
 @pytest.mark.parametrize("spec", [("model", "data"), (None, ("data", "model")), ()])

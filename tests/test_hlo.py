@@ -137,15 +137,6 @@ def test_of_a_cond_the_branch_that_sends_most_counts():
         assert all(c.conditional for c in census)
 
 
-def test_bfloat16_is_bfloat16_until_the_cpu_widens_it():
-    mesh = make_mesh(tp=8)
-    traced = lower(
-        lambda x: lax.all_gather(x, "tp", tiled=True), mesh, P("tp"), P("tp"), jnp.ones((64,), jnp.bfloat16)
-    )
-    found = [[(c.dtype, c.shape, c.bytes_sent) for c in census] for census in three_censuses(traced, mesh)]
-    assert found == [[("bf16", (64,), 112)], [("bf16", (64,), 112)], [("f32", (64,), 224)]]
-
-
 ODD = make_mesh(order=(7, 2, 4, 1, 0, 5, 3, 6), **CUBE)
 SUBSETS = [tuple(a for i, a in enumerate(AXES) if bits >> i & 1) for bits in range(1, 8)]
 
