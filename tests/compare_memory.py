@@ -1,4 +1,4 @@
-"""Compiles the plans of memory_plans.toml for a cluster; writes compiled.md, where predictions stand beside it.
+"""Compiles the plans of memory_plans.toml for a cluster; compiled.md has the predictions beside it.
 
 python tests/compare_memory.py [h100:8x8 [PLAN ...]]    compile what is not recorded, or these plans
 """
