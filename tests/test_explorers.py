@@ -222,11 +222,8 @@ def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     assert answer["numbers"]["bytes_sent"] <= answer["numbers"]["gather_first_bytes"]
 
 
-REFUSED = CASES["specs_refused"] | {"x" * 10_000: "is not read"}
-
-
 def test_every_wrong_input_is_a_sentence():
-    for text, says in REFUSED.items():
+    for text, says in (CASES["specs_refused"] | {"x" * 10_000: "is not read"}).items():
         assert says in why(SPECS, before=text), text
     assert "use 4 or 8" in why(SPECS, shape="6, 16")
     assert "name each axis once" in why(SPECS, mesh="X=4 X=2") and "X=0" in why(SPECS, mesh="X=0")
@@ -269,12 +266,9 @@ def test_a_sharding_with_a_shape_is_drawn():
         MeshExplorer.of(PASTED_ON, shape=(8, 16))
 
 
-ASSERTED = CASES["asserted"]
-
-
 def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(capsys):
     line = "plan --devices 8 --mesh fsdp=8 --keep 1 --json --assert".split()
-    for text, (status, says) in ASSERTED.items():
+    for text, (status, says) in CASES["asserted"].items():
         assert main([*line, text]) == status, text
         out, err = capsys.readouterr()
         assert says in err and (status == 1 or json.loads(out)["plans"]), text

@@ -169,10 +169,7 @@ def gather(groups):
     return (HLO / "gather.hlo").read_text().replace("GROUPS, ", groups)
 
 
-SPELLINGS = TABLES["groups"]
-
-
-@pytest.mark.parametrize("groups, axes, group_size", SPELLINGS, ids=[s[0].strip(", ") for s in SPELLINGS])
+@pytest.mark.parametrize("groups, axes, group_size", TABLES["groups"])
 def test_every_spelling_of_groups(groups, axes, group_size):
     (c,) = census_hlo(gather(groups), ABSTRACT)
     assert (c.axes, c.group_size) == (tuple(axes), group_size)
@@ -187,10 +184,7 @@ def test_groups_of_another_mesh_are_refused(groups):
         census_hlo("module @jit_f {}", ABSTRACT)
 
 
-PAIRS = TABLES["pairs"]
-
-
-@pytest.mark.parametrize("pairs, axes, sent", PAIRS, ids=[p[0] for p in PAIRS])
+@pytest.mark.parametrize("pairs, axes, sent", TABLES["pairs"])
 def test_pairs_of_a_permute_span_the_axes_that_they_cross(pairs, axes, sent):
     text = gather("").replace("f32[4]", "f32[8]").replace(" all-gather(", " collective-permute(")
     text = re.sub(r"dimensions.*", f"source_target_pairs={pairs}", text)
@@ -199,11 +193,8 @@ def test_pairs_of_a_permute_span_the_axes_that_they_cross(pairs, axes, sent):
     )
 
 
-RESULTS = TABLES["results"]
-
-
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("operation, kind, sent", RESULTS, ids=[r[0].split("(%")[0] for r in RESULTS])
+@pytest.mark.parametrize("operation, kind, sent", TABLES["results"])
 def test_results_of_every_form_are_sized(operation, kind, sent, short):
     """In XLA's short form, too, whose names have no %, and whose computations no arguments."""
     done = f"%d = f32[4]{{0}} {kind}-done(%c)" if "-start" in operation else ""

@@ -121,17 +121,13 @@ def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
         assert np.allclose(losses, losses[0], rtol=1e-5, atol=0)
 
 
-SENDER = program_text("sender")
-TAKER = program_text("taker")
-
-
 @needs_wire
 def test_a_wire_has_its_rate_and_its_own_addresses():
     with Wire(2, "50mbit") as hosts_:
-        python = [sys.executable, "-c"]
-        with subprocess.Popen(hosts_.command(1, [*python, TAKER]), stdout=subprocess.PIPE) as other:
+        sender, taker = ([sys.executable, "-c", program_text(name)] for name in ("sender", "taker"))
+        with subprocess.Popen(hosts_.command(1, taker), stdout=subprocess.PIPE) as other:
             assert other.stdout.readline() == b"on\n"
-            subprocess.run(hosts_.command(0, [*python, SENDER, hosts_.address(1)]), check=True, timeout=60)
+            subprocess.run(hosts_.command(0, [*sender, hosts_.address(1)]), check=True, timeout=60)
             assert other.wait(60) == 0
         assert 2_500_000 < hosts_.sent_bytes(0) < 2_600_000
         assert [wire.bytes_per_s(rate) for rate in ("8kbit", "2.5gbit")] == [1e3, 312.5e6]
