@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -336,10 +337,9 @@ def test_requests_and_cancellations_come_from_other_threads():
             if rng.random() < 0.3:
                 run.cancel(ticket)
 
-    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
     ended = []
-    while run.busy or any(thread.is_alive() for thread in threads):
-        ended += [event.ticket for event in run.step() if event.finish]
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client, seed) for seed in range(4)]
+        while run.busy or not all(one.done() for one in clients):
+            ended += [event.ticket for event in run.step() if event.finish]
     assert sorted(ended) == sorted(told) and len(ended) == 160

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import engines_table
@@ -115,30 +116,24 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
 def arrivals(*pairs, wait_s=60.0, declines=()):
     """What processes hear that start as (number, of how many); those of ``declines`` end before they come."""
     free = joined.free_port()
-    said = dict.fromkeys(range(len(pairs)))
 
-    def arrive(i):
-        number, num = pairs[i]
+    def arrive(pair):
+        number, num = pair
         one = place(number, f"127.0.0.1:{free}", num, num_local=num)
         try:
             if number in declines:
                 environ = {"JAX_NUM_PROCESSES": str(num), "JAX_PROCESS_ID": str(number)}
                 environ["JAX_COORDINATOR_ADDRESS"] = one.coordinator
-                said[i] = joined.decline(environ, "no such flag")
-                return
+                return joined.decline(environ, "no such flag")
             _, bind = joined.check_coordinator(one, wait_s)
             if number == 0:
                 joined._gather(one, bind, wait_s)
-            said[i] = "all have come"
+            return "all have come"
         except ValueError as error:
-            said[i] = str(error)
+            return str(error)
 
-    threads = [threading.Thread(target=arrive, args=(i,)) for i in said]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(said.values())
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        return list(pool.map(arrive, pairs))
 
 
 @pytest.mark.parametrize("pairs, sentence", TABLES["who_comes"])
