@@ -7,6 +7,7 @@ import pathlib
 import random
 
 import pytest
+from shared import CASES as SHARED
 from shared import TABLES
 
 from llmpar.plan import families
@@ -114,19 +115,10 @@ def test_a_missing_key_is_named(key):
         read({name: value for name, value in config.items() if name not in (key, "mlp_layer_types")})
 
 
-def test_layers_that_are_not_described_are_refused_by_name():
-    config = CASES["gemma3_text"][0]
-    with pytest.raises(ValueError, match="a layer 'spectral' is not described; full_attention, sliding"):
-        read(config | {"layer_types": ["spectral"] * 8})
-    with pytest.raises(ValueError, match="has 8 layers, and layer_types names 7; make them agree"):
-        read(config | {"layer_types": ["full_attention"] * 7})
-    with pytest.raises(ValueError, match="has 5 layers, and hybrid_override_pattern names 4"):
-        pattern = {"hybrid_override_pattern": "M*-M", "layers_block_type": None}
-        read(CASES["nemotron_h"][0] | pattern | {"num_hidden_layers": 5})
-    with pytest.raises(ValueError, match="the number of layers .* from 0 to 4,096"):
-        read(config | {"num_hidden_layers": 10**6})
-    with pytest.raises(ValueError, match="none has a weight"):
-        read(config | {"num_hidden_layers": 0, "layer_types": None})
+@pytest.mark.parametrize("family, change, why", SHARED["layers_not_described"])
+def test_layers_that_are_not_described_are_refused_by_name(family, change, why):
+    with pytest.raises(ValueError, match=why):
+        read(CASES[family][0] | json.loads(change))
     assert not any(map(families.is_planned, ("spectral", None, [])))
 
 
