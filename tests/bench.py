@@ -1,12 +1,8 @@
 """Measure what a change may make slower: `make bench` prints a table, in five minutes on two quiet cores.
 
-    python tests/bench.py [GROUP ...] [--rounds 3] [--positions N] [--record]
-
-A row is one piece of work: by plain JAX (the tests' oracle in one jit), by torch as it is and compiled, by
-this package on one device, and as the row says; a cell is the median of rounds that take turns. "best"
-divides ours by the fastest of the others, "one" by ours on one device, "then" by the run that `--record`
-wrote to bench.json on this machine. Above one is worse, also of tokens/s. A busy machine makes all seconds
-longer, so ratios count.
+A row is one piece of work, by plain JAX (the tests' oracle), torch, this package on one device, and so on:
+medians of rounds in turn. "best" divides ours by the fastest of the others, "one" by ours on one device,
+"then" by what `--record` wrote to bench.json on this machine; above one is worse.
 """
 
 import argparse
@@ -141,7 +137,6 @@ def llama(size: dict, experts: bool = False) -> ModelConfig:
 
 
 def batch_of(vocab: int, batch: int, seq: int) -> dict:
-    """Random tokens, one document a row."""
     tokens = np.random.default_rng(0).integers(0, vocab, (batch, seq + 1)).astype(np.int32)
     positions = np.tile(np.arange(seq, dtype=np.int32), (batch, 1))
     ids = {"positions": positions, "segments": np.ones_like(positions)}
@@ -254,7 +249,6 @@ def ours(config: ModelConfig, plan: Plan, rows: int, seq: int) -> tuple[Callable
 
 
 def steps(size: dict) -> Iterator[Row]:
-    """A training step under each plan."""
     use_devices(8)
     seq, one, config = size["seq"], dict[bool, Value](), llama(size)
     batch = batch_of(config.vocab_size, ROWS, seq)
@@ -420,11 +414,8 @@ def server(size: dict) -> Iterator[Row]:
         api.close()
 
 
-PAGE = (
-    ("a saved page's Python wakes", "s"),
-    ("a saved page answers a choice and draws it", "ms"),
-    ("a saved page's redraw alone", "ms"),
-)
+PAGE = [("a saved page's Python wakes", "s"), ("a saved page answers a choice and draws it", "ms")]
+PAGE += [("a saved page's redraw alone", "ms")]
 REDRAWS = "performance.getEntriesByName('llmpar redraw')"
 
 
@@ -530,7 +521,6 @@ def rows_of(group: str, words: list[str]) -> Iterator[dict]:
 
 
 def machine() -> str:
-    """This machine in words."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -538,7 +528,6 @@ def machine() -> str:
 
 
 def line(name: str, unit: str, cells: list) -> str:
-    """A line of the table."""
     number = lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
     short = lambda x: number(x) if isinstance(x, float) else x or ""
     return f"{name:<46} {unit:<8}" + "".join(f"{short(cell)[:11]:>12}" for cell in cells)

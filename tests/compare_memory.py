@@ -1,11 +1,6 @@
-"""Compiles the plans of memory_plans.toml for a cluster, and shows what was predicted beside it.
+"""Compiles the plans of memory_plans.toml for a cluster; compiled.md has the predictions beside it.
 
-    python tests/compare_memory.py h100:8x8             compile what is not recorded yet, and compare
-    python tests/compare_memory.py h100:8x8 fsdp-keep   compile these plans again
-    python tests/compare_memory.py                      compare what is recorded, and write compiled.md
-
-What the compilers say is kept in fixtures/compiled_memory.json, with their versions. `test_memory.py` holds
-the predictions against it, and needs no compiler.
+python tests/compare_memory.py [h100:8x8 [PLAN ...]]    compile what is not recorded, or these plans
 """
 
 from __future__ import annotations
@@ -40,8 +35,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of one model on a target."""
-
     name: str
     config: ModelConfig
     plan: Plan
@@ -82,21 +75,12 @@ def compiled(case: Case, target: str) -> dict[str, Any]:
     held = found["memory_bytes"]
     if "roofline" not in found:
         return {"refused": True, "total": held["compiled_total"]}
-    return {
-        "refused": False,
-        "arguments": held["compiled_arguments"],
-        "temp": held["compiled_temp"],
-        "alias": held["compiled_alias"],
-        "as_predicted": (
-            all(row["as_predicted"] for row in found["arrows"])
-            and all(row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"])
-        ),
-        "rewritten": rewritten(found),
-        "exposed_s": found["roofline"]["exposed_s"],
-        "step_s": found["roofline"]["step_s"],
-        "mfu": found["roofline"]["mfu"],
-        "band": [round(row["mfu"], 4) for row in found["roofline"]["if_kernels_reach"].values()],
-    }
+    alike = [row["as_predicted"] for row in found["arrows"]]
+    alike += [row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"]]
+    kept = {kind: held[f"compiled_{kind}"] for kind in ("arguments", "temp", "alias")}
+    kept |= {name: found["roofline"][name] for name in ("exposed_s", "step_s", "mfu")}
+    band = [round(row["mfu"], 4) for row in found["roofline"]["if_kernels_reach"].values()]
+    return kept | {"refused": False, "as_predicted": all(alike), "rewritten": rewritten(found), "band": band}
 
 
 def rewritten(document: dict[str, Any]) -> dict[str, float]:
@@ -110,20 +94,16 @@ def rewritten(document: dict[str, Any]) -> dict[str, float]:
 
 
 def argument_bytes(case) -> int:
-    """What a device is given."""
     plan = case.plan.resolve(case.config, None)
     return sum(memory.argument_bytes(plan, case.batch_size, case.seq_len).values())
 
 
 def formula(case, target: str) -> int:
-    """What the formula says of a case."""
-    return memory.temp_bytes(
-        case.plan.resolve(case.config, devices_of(target)), case.batch_size, case.seq_len
-    )
+    plan = case.plan.resolve(case.config, devices_of(target))
+    return memory.temp_bytes(plan, case.batch_size, case.seq_len)
 
 
 def record(target: str, names: list[str]) -> None:
-    """Compile the cases that are named, or those without a record."""
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows = known.setdefault(target, {"versions": {}, "plans": {}})
     library = "libtpu" if devices_of(target) == "tpu" else "jax-cuda12-plugin"
@@ -138,8 +118,7 @@ def record(target: str, names: list[str]) -> None:
 
 @other_gpus.described()
 def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
-    """Print predicted beside compiled; add the target's part of the table."""
-    print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
+    """Add the target's part of the table."""
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines += [f"\n## {where} ({versions})\n"]
     columns = "arguments | temporaries | formula | bytes | rewritten | exposed of step | MFU (20, 40, 60 %)"
@@ -154,7 +133,6 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         # A compiler that refuses tells the sum, before it has packed anything.
         true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
         cell = f"{guess / GIB:.2f} ({(given + guess) / true - 1:+.0%})"
-        print(f"  {case.name:26} {'refused' if row['refused'] else f'{true / GIB:.2f}':>8}  formula {cell}")
         plan = f"{case.name}: {case.config.name}, {case.plan.mesh}, {case.batch_size} x {case.seq_len:,}"
         if row["refused"]:
             lines.append(f"| {plan} | {held / GIB:.2f} | refused: {true / GIB:.2f} in all | {cell} | | | | |")
@@ -175,7 +153,6 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         f"\nTemporaries, formula: median {statistics.median(errors):.1%}, worst {max(errors):.1%},"
         f" {near} of {len(errors)} within 15 %."
     )
-    print(lines[-1].strip())
 
 
 def _rewriting(item: tuple[str, float]) -> str:
@@ -185,17 +162,14 @@ def _rewriting(item: tuple[str, float]) -> str:
 
 
 def main() -> None:
-    """Record if a target is given, then compare."""
     os.environ.update(COMPILER_ENVIRONMENT)
     target, *names = sys.argv[1:] or [""]
     if target:
         record(target, names)
     lines = [TABLE.read_text().partition("\n## ")[0].rstrip() + "\n"]  # its words are written there
     for where, kept in json.loads(RECORD.read_text()).items():
-        if target in ("", where):
-            compare(where, kept, lines)
-    if not target:
-        TABLE.write_text("\n".join(lines) + "\n")
+        compare(where, kept, lines)
+    TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

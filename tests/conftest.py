@@ -1,9 +1,7 @@
-"""A harsher environment than the user's: 8 simulated devices, strict promotion of ranks and dtypes, shapes
-checked.
+"""A harsher environment than the user's: 8 devices, strict promotion, shapes checked, warnings errors.
 
-Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these
-variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
-LLMPAR_TEST_ROUNDING=bf16 (or tf32) rehearses that on CPUs: products are rounded as there (rounding.py).
+LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there, LLMPAR_TEST_ROUNDING=bf16 (or
+tf32) rehearses that on CPUs (rounding.py).
 """
 
 import collections
@@ -84,8 +82,7 @@ UNKNOWN_S = 60.0
 
 BARE = "plans random_plans tolerance same_answer moe explicit census".split()
 BARE += "pipeline sequence lora attention flash decode train weights hf".split()
-"""Of the programs of these files nobody asks from which lines they come. To carry the stack of each operation
-along takes a third of the time to compile."""
+"""Nobody asks the programs of these files for their lines, which take a third of the time to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,32 +97,18 @@ def lines_of_operations(request):
     jax.config.update("jax_traceback_in_locations_limit", usual)
 
 
-def full(config) -> bool:
-    """Whether ``-m`` asks for what the other tests sample."""
-    return bool(re.search(r"(?<!not )\bfull\b", config.getoption("-m").partition("not (")[0]))
-
-
-def is_full(case) -> bool:
-    return any(mark.name == "full" for mark in getattr(case, "marks", ()) or getattr(case, "pytestmark", ()))
-
-
 def pytest_pycollect_makeitem(collector, name, obj):
-    """A test marked ``full`` is not even made where nobody asks for it..."""
-    return [] if is_full(obj) and not full(collector.config) else None
+    """A test marked ``full`` is not even made where ``-m`` does not ask for what others sample."""
+    asked = re.search(r"(?<!not )\bfull\b", collector.config.getoption("-m").partition("not (")[0])
+    is_full = any(mark.name == "full" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_full and not asked else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc):
-    """... and no case of a test that others sample. Cases that are made one by one become a list."""
-    parametrize, everything = metafunc.parametrize, full(metafunc.config)
-
-    def sampled(names, values, *args, ids=None, **more):
-        values = list(values)
-        wanted = [everything or not is_full(value) for value in values]
-        ids = ids if ids is None or callable(ids) else list(itertools.compress(ids, wanted))
-        parametrize(names, list(itertools.compress(values, wanted)), *args, ids=ids, **more)
-
-    metafunc.parametrize = sampled
+    """Cases that are made one by one become a list, of tests that are made."""
+    parametrize = metafunc.parametrize
+    metafunc.parametrize = lambda names, cases, *args, **how: parametrize(names, [*cases], *args, **how)
 
 
 def group(item) -> str:
@@ -140,11 +123,7 @@ def group(item) -> str:
 
 
 def pytest_collection_modifyitems(items, config=None):
-    """On an accelerator run what is marked for it; the other tests count on 8 simulated devices.
-
-    What takes long comes first, so that both workers are busy to the end. ``--part 2/8`` keeps every eighth
-    test, always the same ones: eight such runs are all of them.
-    """
+    """On an accelerator run what is marked for it; the long come first; ``--part 2/8`` keeps an eighth."""
     if config and (part := config.getoption("--part")):
         number, parts = map(int, part.split("/"))
         mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]
@@ -180,17 +159,13 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--record-costs", metavar="WHY", help="write tests/costs.txt, and why a file's costs grew"
-    )
+    parser.addoption("--record-costs", metavar="WHY", help="write tests/costs.txt, and why costs grew")
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
     group.addoption("--plans", type=int, help="how many; by default those of SEEDS")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
-    group.addoption(
-        "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"
-    )
+    group.addoption("--plans-log", help="a JSON line per plan; what has passed there is not run again")
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """What each test file costs: tests, compiled programs, seconds, and seconds of processors.
 
-`costs.txt` keeps them as one run on an idle machine with an empty cache found them; the next runs start the
-longest files first. A run that compiles a fifth more programs than recorded fails, and names the files.
-(Programs can be counted; seconds differ from machine to machine.) A growth is recorded with its reason:
-
-    make clean; make test WHY="experts have a new dispatch"
+`costs.txt` keeps them, of an idle machine and an empty cache. A run with a fifth more programs fails;
+a growth is recorded with its reason: make clean; make test WHY="experts have a new dispatch"
 """
 
 import collections
@@ -35,7 +32,6 @@ class Cost(NamedTuple):
 
 
 def read(text: str) -> dict[str, tuple[Cost, str]]:
-    """The recorded costs and reasons by name."""
     rows = {}
     for line in text.splitlines()[1:]:
         name, tests, programs, seconds, cpu_s, *why = line.split(maxsplit=5)
@@ -52,10 +48,7 @@ def write(rows: dict[str, tuple[Cost, str]]) -> str:
 
 
 def grown(rows: dict[str, tuple[Cost, str]], now: dict[str, Cost]) -> list[str]:
-    """The files that compile most beyond what is recorded, where a run compiles a fifth more in all.
-
-    A single file says little: who runs first in a process compiles what others find in its caches. A run of a
-    part of the tests says nothing."""
+    """The files that compile most beyond what is recorded, where a whole run compiles a fifth more in all."""
     whole = {name: cost for name, cost in now.items() if name in rows and cost.tests >= rows[name][0].tests}
     more = {name: cost.programs - rows[name][0].programs for name, cost in whole.items()}
     recorded = sum(rows[name][0].programs for name in whole)
@@ -127,6 +120,4 @@ class Costs:
         total = sum(self.now.values(), Cost())
         terminalreporter.write_line(f"{total.cpu_s / 60:.1f} CPU minutes, {total.programs} programs compiled")
         for sentence in self.sentences:
-            terminalreporter.write_line(
-                f"{sentence}; ask one program by data, or see tests/costs.py", red=True
-            )
+            terminalreporter.write_line(f"{sentence}; ask one program by data (tests/costs.py)", red=True)

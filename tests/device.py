@@ -1,12 +1,7 @@
 """What one accelerator says of this package: right or wrong, how fast, how much memory. `make device-test`.
 
-It takes up to 8 minutes on one GPU, writes `device.md` beside this file, and `llmpar/inspect/reached.json`,
-whose shares estimates then take for this chip in place of those that are assumed.
-
-    python tests/device.py [--small] [--out FOLDER]
-
-``--small`` computes little of everything, also on simulated devices, and writes into FOLDER alone: so the
-tests see that this file works. A part that fails is a row, and the others go on.
+It writes `device.md` beside this file, and the shares of peak that estimates take (`inspect/reached.json`).
+``--small --out FOLDER`` computes little of everything, also on simulated devices. A part that fails is a row.
 """
 
 from __future__ import annotations
@@ -28,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bench import batch_of
 
 from llmpar.inspect import roofline
 from llmpar.inspect.census import compiled_memory
@@ -280,11 +276,7 @@ def _model(name: str, layers: int):
 
 
 def _batch(config, rows: int, s: int, step: Step) -> dict:
-    """Random tokens, one document a row."""
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, s + 1)).astype(np.int32)
-    at = np.tile(np.arange(s, dtype=np.int32), (rows, 1))
-    made = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": at, "segments": np.ones_like(at)}
-    return jax.device_put(made, step.batch_sharding)
+    return jax.device_put(batch_of(config.vocab_size, rows, s), step.batch_sharding)
 
 
 def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:
@@ -302,7 +294,6 @@ def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:
 
 
 def main() -> int:
-    """Run all parts, write after each, and tell whether all was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     little = "little of everything, also on simulated devices"
     parser.add_argument("--small", action="store_true", help=little)

@@ -1,8 +1,4 @@
-"""Writes engines.md: how long engines take to start and to go on, from the runs that engines.json keeps.
-
-LLMPAR_ENGINES=FOLDER python -m pytest tests/test_real_engines.py -m engines -n0 --record-engines
-python tests/engines_table.py
-"""
+"""Writes engines.md: how long engines take to start and to go on (`make engines`), from engines.json."""
 
 import json
 import re

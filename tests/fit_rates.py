@@ -1,9 +1,7 @@
 """Fits `predict.hardware.Rates` of each chip on measured runs; `python tests/fit_rates.py FILE` prints them.
 
-The fit sees a run's shapes and its seconds, and gives one row for each chip: no name of a model, a source or
-a group reaches it. Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot
-say.
-Sweeps count by the root of their length, so that no sweep drowns the rest.
+Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot say; it sees shapes
+and seconds, no name of a model or a source. Sweeps count by the root of their length.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
     "matmuls": 0.25, "half": 1.0, "grouped": 0.5, "attention": 0.15, "memory": 0.25, "links": 0.08,
     "network": 0.3, "kernel_s": 0.1, "host_s": 0.7, "start_s": 0.5, "shared": 0.7, "eight_bit": 0.15,
 }  # fmt: skip
-"""Of attention it is the deviation between the rows of chips that 0.35 gave. With that, attention, a small
-part of most runs, went to 0.9 of an H100's peak where it had to explain something else."""
+"""Of attention: the deviation between chips. With a wider one it went to 0.9 of an H100's peak."""
 MOST = dict.fromkeys(("matmuls", "memory"), 0.95) | dict.fromkeys(("grouped", "attention"), 0.9)
 MOST |= {"links": 1.0, "network": 1.0, "eight_bit": 1.9}
 MANY = 240
@@ -37,7 +34,6 @@ FAR, NOISE = 0.15, 0.05
 
 
 def fit(runs, prior: Rates = PRIOR, turns: int = 12) -> Rates:
-    """Fit one chip's row on (run, seconds, weight) of that chip."""
     names = list(SPREAD)
     start = np.log([getattr(prior, n) for n in names])
     spread = np.array([SPREAD[n] for n in names])
@@ -73,7 +69,6 @@ def fit(runs, prior: Rates = PRIOR, turns: int = 12) -> Rates:
 
 
 def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
-    """Fit every chip that has a measured step."""
     sizes = collections.Counter(case.group for case in cases if case.measured["step_s"])
     by_chip, seen = collections.defaultdict(list), collections.Counter()
     for case in cases:
@@ -88,7 +83,6 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
 
 
 def first_of_each(cases) -> list:
-    """One case of each chip that has a measured step."""
     return list({case.run.chip.name: case for case in cases if case.measured["step_s"]}.values())
 
 

@@ -1,12 +1,10 @@
 """Hand models on: write one of each family as `llmpar export` does, and read them with another program.
 
     python tests/handed_on.py write FOLDER
-    python tests/handed_on.py transformers|vllm|mlx FOLDER
+    python tests/handed_on.py transformers|vllm|mlx FOLDER     in an environment of its own
 
-The first line needs llmpar, the second only the reader, each in an environment of its own. What was read goes
-into tests/handed_on.json, and from there into tests/handed_on.md. Tokens that are the likeliest must be the
-same, and so must the ids of a text; the logarithms of the probabilities of a prompt's tokens may differ by
-0.001, in float32.
+Likeliest tokens and a text's ids must be the same, logarithms of probabilities within 0.001: the table
+of handed_on.md.
 """
 
 import datetime

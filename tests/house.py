@@ -1,10 +1,4 @@
-"""Measure the house: what each folder of the package has, against its budget.
-
-    python tests/house.py [PATH]     print it for a checkout, by default for this one
-
-Statements are counted, not lines: a budget of lines taught to write denser lines. `make lint` ends with this,
-and test_house.py holds the package to `BUDGETS` and `LIMITS`.
-"""
+"""Measure statements, not lines, of each folder against its budget: python tests/house.py [PATH]."""
 
 import ast
 import functools
@@ -20,8 +14,7 @@ BESIDE = set(
     "training.text_files training.apart training.tokenizers plan.config_json plan.families plan.running "
     "plan.presets plan.serving plan.timetable plan.torch_orders parallel.devices".split()
 )
-"""Files of these folders that no strategy needs: formats and services of others, files of text, locks of
-a folder, starting JAX on a machine, what an order costs, names of models, plans for serving."""
+"""Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
     "plan": 2_776,
     "parallel": 1_039,
@@ -66,7 +59,6 @@ def parse(root: pathlib.Path) -> dict[str, ast.Module]:
 
 
 def folder_of(name: str) -> str:
-    """Name the folder of a file; ``top`` where it is in none."""
     folder = name.split(".")[0]
     return folder if folder in BUDGETS else "top"
 
@@ -77,7 +69,6 @@ def statements(node: ast.AST) -> int:
 
 
 def by_folder(trees: dict[str, ast.Module]) -> Counter[str]:
-    """Count the statements of each folder."""
     counts: Counter[str] = Counter()
     for name, tree in trees.items():
         counts[folder_of(name)] += statements(tree)
@@ -107,7 +98,6 @@ def public_names(tree: ast.Module) -> set[str]:
 
 
 def two_homes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """List the public names that more than one file defines."""
     homes = defaultdict(list)
     for file, tree in trees.items():
         for name in public_names(tree):
@@ -132,7 +122,6 @@ def names_in(tree: ast.AST) -> set[str]:
 
 
 def banned_names(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """List the banned names by file."""
     used = {file: sorted(names_in(tree) & BANNED) for file, tree in trees.items()}
     return {file: names for file, names in used.items() if names}
 
@@ -145,7 +134,6 @@ def mean_line(root: pathlib.Path) -> float:
 
 
 def measure(root: pathlib.Path = ROOT) -> dict[str, float]:
-    """Measure what `LIMITS` limits."""
     trees = parse(root)
     compact = [tree for name, tree in trees.items() if folder_of(name) in COMPACT and name not in BESIDE]
     return {
@@ -160,7 +148,6 @@ def measure(root: pathlib.Path = ROOT) -> dict[str, float]:
 
 
 def report(root: pathlib.Path = ROOT) -> str:
-    """Write the statements of each folder, and what `LIMITS` limits."""
     trees = parse(root)
     counts = by_folder(trees)
     cells = [f"{folder} {counts[folder]:,} of {budget:,}" for folder, budget in BUDGETS.items()]

@@ -1,9 +1,6 @@
-"""Make tests/fixtures/chat.json: what `apply_chat_template` of transformers makes of conversations.
+"""Make fixtures/chat.json: what `apply_chat_template` makes of conversations with our own templates.
 
-    python tests/make_chat_fixtures.py
-
-in an environment with transformers and jinja2. The templates, fixtures/chat/*.jinja, are our own, in the
-manner of public models.
+python tests/make_chat_fixtures.py, in an environment with transformers and jinja2.
 """
 
 import json
@@ -23,10 +20,8 @@ SPECIAL = {
 }
 """First the token that begins a text, then the one that ends an answer."""
 
-USER, LONG = (
-    {"role": "user", "content": "  Hello, what is\n\n  two + two? "},
-    "Four.\n\nOr 2², so to say:  4\n",
-)
+USER = {"role": "user", "content": "  Hello, what is\n\n  two + two? "}
+LONG = "Four.\n\nOr 2², so to say:  4\n"
 ANSWER = {"role": "assistant", "content": "It is four."}
 CONVERSATIONS = {
     "ask": [USER],
@@ -37,8 +32,7 @@ CONVERSATIONS = {
 
 
 def write_tokenizer(folder, name):
-    """A model's tokenizer files: bytes with a few merges (BPE as GPT-2's), or with ▁ for spaces as Llama
-    2's."""
+    """A model's tokenizer files: bytes with a few merges (as GPT-2's), or ▁ for spaces (as Llama 2's)."""
     import tokenizers as hf
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,11 +61,8 @@ def write_tokenizer(folder, name):
     made.add_special_tokens([*SPECIAL[name]])
     made.save(str(folder / "tokenizer.json"))
     start, end = SPECIAL[name][:2]
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": start,
-        "eos_token": {"__type": "AddedToken"} | {"content": end},
-    }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": start}
+    about |= {"eos_token": {"__type": "AddedToken", "content": end}}
     if name == "brackets":
         about["chat_template"] = [{"name": "default", "template": TEMPLATES[name]}]
     else:

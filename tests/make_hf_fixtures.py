@@ -1,12 +1,9 @@
 """Make tests/fixtures/hf_*.npz: tiny random models of Hugging Face transformers, with what they compute.
 
-    python tests/make_hf_fixtures.py [NAME ...]
+    python tests/make_hf_fixtures.py [NAME ...]     with torch and transformers (dependency group `parity`)
 
-in an environment with torch and transformers (dependency group `parity`). Each file has ``config`` (the text
-of its config.json), ``versions``, ``ids``, ``logits`` and ``weight:NAME`` for every tensor. Weights are
-multiples of 1/64, so that they are the same in bfloat16 and float32 and the files compress well. Those of
-`WITH_GRADIENTS` also have ``grad:NAME`` for every parameter: the gradient of the mean cross-entropy of
-``ids[:, 1:]`` given what precedes.
+A file has ``config``, ``ids``, ``logits``, ``weight:NAME`` of every tensor in multiples of 1/64,
+and for `WITH_GRADIENTS` ``grad:NAME``: of the mean cross-entropy of ``ids[:, 1:]``.
 """
 
 import pathlib
@@ -63,10 +60,7 @@ def make(name, seed=0):
 
 
 def saved(model):
-    """Read a model's config.json and tensors back as a user would get them.
-
-    In memory `transformers` lays experts out otherwise.
-    """
+    """A model's config.json and tensors as files have them: in memory experts are laid out otherwise."""
     import safetensors.numpy
 
     with tempfile.TemporaryDirectory() as folder:
@@ -76,10 +70,7 @@ def saved(model):
 
 
 def gradients(model, ids):
-    """Compute the gradients of the mean cross-entropy, by the names that parameters have in a file.
-
-    The gradients take the parameters' places, so that they are laid out and named as weights are.
-    """
+    """Gradients of the mean cross-entropy, in the parameters' places: laid out and named as weights are."""
     import torch
 
     model.train()
@@ -98,11 +89,9 @@ def example(name, seed=0, batch_size=2):
     import transformers
 
     seq_len = LENGTHS.get(name, 24)
-
     model = make(name, seed)
-    ids = np.random.default_rng(seed + 1).integers(
-        0, model.config.vocab_size, (batch_size, seq_len), dtype=np.int32
-    )
+    draw, size = np.random.default_rng(seed + 1), (batch_size, seq_len)
+    ids = draw.integers(0, model.config.vocab_size, size, dtype=np.int32)
     with torch.no_grad():
         logits = model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
     text, tensors = saved(model)
@@ -120,7 +109,5 @@ if __name__ == "__main__":
         data = example(name)
         file = FIXTURES / f"hf_{name}.npz"
         np.savez_compressed(file, **data)
-        print(
-            f"{file.name}: {file.stat().st_size / 1000:.0f} kB, logits up to"
-            f" {np.abs(data['logits']).max():.1f}"
-        )
+        largest = np.abs(data["logits"]).max()
+        print(f"{file.name}: {file.stat().st_size / 1000:.0f} kB, logits up to {largest:.1f}")

@@ -1,10 +1,7 @@
-"""Make tests/fixtures/lora_llama.npz: the tiny Llama of hf_llama.npz, tuned by `peft` for three steps.
+"""Make fixtures/lora_llama.npz: the tiny Llama of hf_llama.npz, tuned by `peft` for three steps of AdamW.
 
-    python tests/make_lora_fixture.py
-
-in an environment with torch, transformers and peft. The file has ``versions``,
-``ids``, the ``losses`` before and after each step of AdamW, ``logits`` with the adapters merged, and
-``weight:NAME`` for every adapter at the start. B does not start at zero, so that the first step moves A too.
+python tests/make_lora_fixture.py, with torch, transformers and peft. B does not start at zero, so that one
+step moves A too; ``logits`` are those with the adapters merged.
 """
 
 import numpy as np
@@ -17,7 +14,6 @@ ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 def loss_of(model, ids):
-    """The mean cross-entropy of each next token."""
     logits = model(ids[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 

@@ -1,8 +1,6 @@
-"""Writes measured.md: every published run predicted, measured and the error, the sweeps, and a
-cross-validation.
+"""Writes measured.md: every published run predicted and measured, the sweeps, and a cross-validation.
 
-    python tests/measured_table.py            rows and sweeps; keeps the cross-validation that is there
-    python tests/measured_table.py cross      fits again on halves of the sources first: minutes
+`python tests/measured_table.py` keeps the cross-validation that is there, `… cross` fits it again.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ ONE = "## Fitted on all sources but one, tested on that one"
 
 
 def source_of(case) -> str:
-    """The source's word."""
     return next((word for word in SOURCES if word.lower() in case.source.lower()), "own")
 
 
@@ -78,7 +75,6 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
 
 
 def rows(file: Path) -> str:
-    """The tables of one comparison."""
     document = against(file)
     percent = lambda x: "" if x is None else f"{x:+.0%}"
     number = lambda found, key, form: format(found[key], form) if found.get(key) is not None else ""
@@ -113,7 +109,6 @@ def text(crossed: str) -> str:
 
 
 def kept() -> str:
-    """The cross-validation that is in the file."""
     return TABLE.read_text(encoding="utf-8").partition(CROSS + "\n\n")[2].partition("\n\n## Every run")[0]
 
 

@@ -1,12 +1,9 @@
-"""Errors planted in the package one at a time, and the tests that must see each: who takes a test away sees
-what it was for.
+"""Errors planted in the package one at a time, and the tests that must see each.
 
     python tests/mutants.py                 all of them, about a quarter of an hour on two cores
     python tests/mutants.py attention moe   those of some files, or by their numbers
 
-Each line of mutants.txt runs in a copy of the package, with the test named there alone: where there are words
-of a plan, that of the shortest line of the covering array (plans.py) that has them all. It says whether the
-test is on the gate or nightly, and ends with 1 where an error lives or a text to replace has gone.
+A line of mutants.txt names a test, or words of a plan: the shortest line of plans.py that has them.
 """
 
 import collections

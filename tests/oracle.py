@@ -1,10 +1,7 @@
-"""An independent model in float64, written from the papers with nothing of llmpar: what all plans are held
-against.
+"""An independent model in float64, written from the papers with nothing of llmpar: one device, whole rows.
 
-Weights are flat: {"embedding", "norm.scale", "head", "blocks.attention.q", …}, blocks stacked over layers; of
-layers of several kinds "blocks.0.attention.q", …, stacked over those of a kind. ``c`` is anything with the
-fields of a model's configuration, read by name; what a layer has is seen by its weights' names. One device,
-whole rows, no loss of precision, no cleverness.
+Weights are flat by path, stacked over layers (of a kind: "blocks.0.attention.q"). ``c`` is anything with the
+fields of a model's configuration; what a layer has is seen by its weights' names.
 """
 
 import collections
@@ -19,8 +16,7 @@ import numpy as np
 
 
 def frequencies(c, last=0):
-    """Radians per position of each pair: as they are, all slower, Llama 3.1's and YaRN's mixtures, or each
-    slower by its factor in a row whose last position is ``last``."""
+    """Radians per position of each pair; for longrope of a row whose last position is ``last``."""
     width, s = c.variant.rope_width or c.head_width, c.rope_scaling
     w = np.array([c.rope_theta ** (-2 * i / width) for i in range(-(-width // 2))])
     if s is None:

@@ -1,8 +1,6 @@
-"""GPUs that llmpar has no row for, and people have: described to XLA's compiler, as targets l4 and t4.
+"""GPUs that llmpar has no row for: described to XLA's compiler, as targets l4 and t4 (NVIDIA's data sheets).
 
-NVIDIA's data sheets of both, and the CUDA programming guide, table of technical specifications. They sit on
-PCIe, of which a device has 32 (L4) or 16 GB/s one way; both networks are assumed as 100 Gb/s for each host
-of eight.
+PCIe gives a device 32 (L4) or 16 GB/s one way; 100 Gb/s for each host of eight are assumed.
 """
 
 import contextlib

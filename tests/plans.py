@@ -1,8 +1,6 @@
 """A 2-way covering array of plans: two choices of two fields that go together meet in one plan at least.
 
-    python tests/plans.py        write tests/plans.txt anew, after a field or a choice has come or gone
-
-`FIELDS` is the one table: a new field of a plan is a row there. tests/test_plans.py compiles each plan once.
+`python tests/plans.py` writes plans.txt anew, after a row of drawn.toml's ``array`` has come or gone.
 """
 
 import ast
@@ -12,6 +10,7 @@ import functools
 import itertools
 import math
 import random
+import tomllib
 from pathlib import Path
 
 from parity import BATCH, LLAMA, MOE, SEQ, family
@@ -30,40 +29,14 @@ MODELS = {
     "experts": dataclasses.replace(MOE, experts=DEEPSEEK),
 }
 MODELS |= {"mixtral": MOE}
-FAMILIES = (
-    "gemma2 gemma3_text olmo2 cohere2 gpt_oss deepseek_v2 deepseek_v3 glm4_moe llama4_text qwen3_next".split()
-)
-MODELS |= {name: family(name) for name in FAMILIES}
-AXES = dict(pp=(1, 2), dp=(1, 2), fsdp=(1, 2), ep=(1, 2), sp=(1, 2, 4), tp=(1, 2))
-FIELDS = dict(
-    model=("llama", "copies", "experts"),
-    layers=(2, 4),  # of a pipeline: two chunks on each of two stages need four; five and seven are in `ONCE`
-    **AXES,
-    mode=("manual", "auto", "explicit"),
-    zero=(3, 0, 1, 2),
-    zero_axes=("fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"),
-    tp_sequence=(False, True),
-    tp_comm_overlap=(False, True),
-    reduce=("end", "layer", "bucket"),
-    microbatches=(1, 4),
-    remat=("none", "selective", "ffn", "block"),
-    reshard_after_forward=(True, False),
-    unroll=(1, 0),
-    loss_chunks=(1, 2),
-    ffn_chunks=(1, 2),
-    attention_block=(None, 4),
-    attention_kernel=("auto", "xla"),
-    context_parallel=("ring", "ulysses", "gather", "usp"),
-    sequence_order=("zigzag", "balanced", "striped", "contiguous"),
-    schedule=("1f1b", "interleaved", "zb-v", "dualpipe"),
-    stage_saves=("input", "residuals"),
-)
+TABLE = tomllib.loads(Path(__file__).with_name("drawn.toml").read_text())
+FIELDS = {name: [None if x == "null" else x for x in xs] for name, xs in TABLE["array"].items()}
+AXES = {axis: FIELDS[axis] for axis in ("pp", "dp", "fsdp", "ep", "sp", "tp")}
 DEAR = dict(model="experts", pp=2, layers=4, sp=(2, 4), attention_block=4, unroll=0)
 DEAR |= {"schedule": ("interleaved", "zb-v", "dualpipe")}
 """Each of these takes three tenths more to compile, measured on 61 plans; others change little."""
 ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
-"""What costs too much, or says too little, to meet everything: kernels interpreted, rounding, whole axes,
-adapters, orders that other tables of the same executor stand for."""
+"""What costs too much, or says too little, to meet everything: kernels interpreted, whole axes, adapters."""
 AT_NIGHT = {ONCE[1], ONCE[3], ONCE[-1]}
 """A kernel, rounding and adapters once more, with stages, experts, and experts (tests/nightly.md)."""
 FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp", "deepseek_v3 fsdp"
@@ -72,22 +45,7 @@ AT_NIGHT |= {line for line in ONCE if line.startswith(FEW)}
 AT_NIGHT |= {line for line in ONCE if "breadth-first" in line or line.startswith("experts pp")}
 """Orders whose executor other lines have."""
 
-NOT_HERE = {
-    "attention_kernel": {"cudnn", "portable"},
-    "hop": {"permute"},
-    "dispatch": {"padded", "ragged"},
-    "documents": {"whole"},
-    "gather_dtype": {"bfloat16", "float8"},
-    "reduce_dtype": {"bfloat16"},
-    "matmul_dtype": {"float8"},
-    "muon": {"gather", "owner", "layer"},
-    "tp_dispatch": {True},
-    "expert_copies": {1},
-    "ep_node": {2},
-}
-"""What `auto` stands for on CPUs, or only other devices have; dtypes of what travels or is multiplied,
-which round: they have plans of their own in test_wire.py and test_float8.py; Muon's layouts, whose plans
-test_muon.py has; and who sends tokens to experts, which is in test_moe.py."""
+NOT_HERE = {name: {*values} for name, values in TABLE["not_in_array"].items()}
 
 
 def parse(line: str) -> dict:
@@ -104,9 +62,9 @@ def write(asked: dict) -> str:
 
 @functools.cache
 def build(line: str):
-    """The model and the plan of a line."""
     asked = parse(line)
-    config = dataclasses.replace(MODELS[asked.pop("model")], num_layers=asked.pop("layers", 2))
+    model = MODELS.get(name := asked.pop("model")) or family(name)
+    config = dataclasses.replace(model, num_layers=asked.pop("layers", 2))
     if targets := asked.pop("lora", ""):  # rows of weights, and no field of a plan
         config = dataclasses.replace(config, lora=LoraConfig(2, 3.0, tuple(targets.split(","))))
     mesh = " ".join(f"{axis}={asked.pop(axis)}" for axis in AXES if axis in asked)
@@ -127,7 +85,6 @@ def accepted(line: str) -> bool:
 
 
 def pairs(asked: dict) -> set:
-    """The pairs of choices that meet here."""
     whole = {name: asked.get(name, values[0]) for name, values in FIELDS.items()}
     return set(map(frozenset, itertools.combinations(whole.items(), 2)))
 
@@ -156,8 +113,7 @@ def drawn(rng, wanted=frozenset(), begin: dict | None = None) -> str:
 
 
 def cover(rng, num: int, tries: int) -> list[str]:
-    """Lines in which all pairs but `LEFT` meet that do in `RARE` of ``num`` random ones: each time the line
-    that has the most new pairs for what it costs to compile."""
+    """Lines in which the pairs meet that do in `RARE` of ``num`` random ones: the best for their cost."""
     pool = {line: pairs(parse(line)) for _ in range(num) if (line := drawn(rng))}
     met = collections.Counter(itertools.chain(*pool.values()))
     open_pairs, chosen = {pair for pair in met if met[pair] >= RARE * num}, []

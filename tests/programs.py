@@ -1,9 +1,8 @@
 """Programs as the documents of JAX, its training cookbook and the scaling book show them, written for tests.
 
-Each function builds one: ``build(mesh)`` gives the function, its arguments, and the same in NumPy or on one
-device. What a line must send is counted by hand beside it, ``# sends KIND AXES COUNT: BYTES`` per device:
-a ring of g moves (g-1)/g of a message (twice that for an all-reduce), a permute all of it; float32 has 4
-bytes. More than one row on a line are joined by ``|``; ``a turn`` stands in a loop of unknown turns.
+``build(mesh)`` gives the function, its arguments, and the same in NumPy. What a line must send is counted
+by hand beside it, ``# sends KIND AXES COUNT: BYTES`` per device: a ring of g moves (g-1)/g of a message, a
+permute all of it. Rows of one line are joined by ``|``; ``a turn`` stands in a loop of unknown turns.
 """
 
 import functools
@@ -18,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def on(axes, kind=AxisType.Auto, order=range(8), context=True):
-    """Says on which mesh a program runs: its axes, who decides, the order of the devices, and whether the
-    mesh is in context (`jax.set_mesh`) or only in what the program says."""
+    """Its axes, who decides, the order of devices; whether the mesh is in context (`jax.set_mesh`)."""
 
     def place(build):
         def mesh():
@@ -43,8 +41,6 @@ explicit = functools.partial(on, kind=AxisType.Explicit)
 square = lambda x: (x**2).sum()
 ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
 
-# ------------------------------------------------------------------------------------------- automatic axes
-
 
 @on("X=4 Y=2", context=False)
 def contracted(mesh):
@@ -58,8 +54,7 @@ def contracted(mesh):
 
 @on("data=8")
 def constrained(mesh):
-    """The hidden f32[8, 16] is asked for whole: everybody lacks seven eighths of it. The compiler names the
-    line of what is gathered, not of the constraint."""
+    """Everybody lacks seven eighths of the hidden f32[8, 16]; the line is that of what is gathered."""
 
     def f(x, w):
         h = jnp.tanh(x @ w)  # sends all-gather data 1: 7/8 * 4*8*16
@@ -86,9 +81,6 @@ def layers_in_a_scan(mesh):
     return f, args, lambda x, *w: functools.reduce(layer, zip(*w, strict=True), x)
 
 
-# ------------------------------------------------------------------------------------------- explicit axes
-
-
 @explicit("X=8")
 def left_unfinished(mesh):
     """The result itself is an unfinished sum: nothing is sent, and every device holds all of f32[4, 6]."""
@@ -98,8 +90,7 @@ def left_unfinished(mesh):
 
 @explicit("data=8")
 def weights_reduced(mesh):
-    """A gradient of a weight that all hold is a sum over data: the cotangent of reduced is unreduced, and of
-    two microbatches' gradients one all-reduce of f32[4, 6] is left."""
+    """The cotangent of reduced is unreduced: of two microbatches' gradients one all-reduce is left."""
 
     def f(w, x, y):
         loss = lambda w, x: square(jnp.tanh(x @ w))
@@ -114,9 +105,7 @@ def weights_reduced(mesh):
 
 @explicit("data=4 model=2")
 def cookbook_step(mesh):
-    """SGD over two blocks in a scan, whose state is `jax.Ref`s. In each a sum over model of f32[8/4, 6],
-    forward where b is used and backward where a is; there the gradients f32[6, 8/2] and f32[8/2, 6] are
-    summed over data, and last the loss."""
+    """SGD over two blocks in a scan, whose state is `jax.Ref`s: sums over model, gradients' over data."""
     state = {"a": put(mesh, (2, 6, 8), None, None, "model"), "b": put(mesh, (2, 8, 6), None, "model", None)}
     refs, x = jax.tree.map(jax.new_ref, state), put(mesh, (8, 6), "data")
 
@@ -143,9 +132,6 @@ def loss_of_two(w, x):
     for i in range(2):
         x = np.tanh(x @ np.asarray(w["a"][i])) @ np.asarray(w["b"][i])
     return (x**2).mean()
-
-
-# ------------------------------------------------------------------------------------------------ shard_map
 
 
 @on("X=4 Y=2")
@@ -183,8 +169,7 @@ def nested(mesh):
 
 @on("replica=2 fsdp=2 expert=2")
 def experts(mesh):
-    """Tokens bf16[4, 6] go to their expert and come back, forward and backward: half of each leaves. The
-    weight f32[1, 6, 6] of an expert is summed over the other two axes, a ring of 4."""
+    """Tokens bf16[4, 6] go to their expert and back; the expert's weight is summed over a ring of 4."""
 
     def f(w, x):
         def loss(w, x):
@@ -273,13 +258,9 @@ def groups_and_trees(mesh):
     return f, (put(mesh, (8,), "i"), put(mesh, (8, 3), "i")), want
 
 
-# ----------------------------------------------------------------------------------------- training steps
-
-
 @on("data=2 model=4")
 def nnx_step(mesh):
-    """A module's weights: hidden f32[6, 16/4]. Forward f32[8/2, 3] over model; the two gradients and
-    the loss over data. Nobody asks for x's gradient."""
+    """A module's weights: hidden f32[6, 16/4]; forward over model, two gradients and the loss over data."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):

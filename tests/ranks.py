@@ -1,8 +1,4 @@
-"""What each of several processes does in test_launch.py: python tests/ranks.py JOB+JOB, started by
-`llmpar.launch`.
-
-Process 0 prints one JSON document, the last line of its stdout.
-"""
+"""What each of several processes does in test_launch.py; process 0 prints a JSON document last."""
 
 # ruff: noqa: E402 -- processes join before anything else uses JAX
 import contextlib
@@ -44,7 +40,6 @@ use_devices()
 
 
 def gathered(value: np.ndarray) -> list:
-    """A value of each process, in all of them."""
     return np.asarray(multihost_utils.process_allgather(value)).tolist()
 
 
@@ -77,8 +72,7 @@ def arrow_of(words: list) -> tuple:
 
 
 def moved() -> dict:
-    """Values that go from a mesh to another, between processes: whether the bits are the same, and the bytes
-    that each process sent; what is refused."""
+    """Values that go from a mesh to another: whether the bits are the same, the bytes sent, refusals."""
     found, rng = {}, np.random.default_rng(0)
     for name, words in MOVES.items():
         plan, dtype, shapes = arrow_of(words)
@@ -113,8 +107,7 @@ def moved() -> dict:
 
 
 def rows() -> dict:
-    """The rows of a batch that this process made, under a plan that cuts them over all processes; who holds
-    which."""
+    """The rows of a batch that this process made, under a plan that cuts them over all; who holds which."""
     text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
     stream, made = Batches(read_corpus(text), text), []
     batch = stream.batch

@@ -1,12 +1,7 @@
-"""A rehearsal on CPUs of what accelerators do to matrix products: by default they round what they multiply.
+"""A rehearsal on CPUs of accelerators' products: those that state no precision get rounded operands.
 
-    LLMPAR_TEST_ROUNDING=bf16 python -m pytest -m accelerator     as on a TPU
-    LLMPAR_TEST_ROUNDING=tf32 python -m pytest -m accelerator     as on a GPU
-    python tests/rounding.py bf16 notebooks/src/03_*.py           a lesson or another script; exact: unrounded
-
-Products of float32 whose precision was left to the default get operands with 7 bits of mantissa (bfloat16:
-one pass of a TPU) or 10 (TF32: a tensor core); sums stay in float32, as there. All else is left alone: the
-lowering of the product is replaced, once, before anything is compiled.
+LLMPAR_TEST_ROUNDING=bf16 python -m pytest -m accelerator     as on a TPU; tf32: as on a GPU
+python tests/rounding.py bf16 notebooks/src/03_*.py           a lesson or another script; exact: unrounded
 """
 
 import os

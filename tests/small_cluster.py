@@ -1,8 +1,6 @@
-"""Hosts in a box, and a SLURM on them: network namespaces with own names and addresses. Needs root.
+"""Hosts in a box, and a SLURM on them: network namespaces with names, addresses and processes. Needs root.
 
-Every host has its own processes, too, whose first one ends with this program: then the kernel ends all
-others of that host. So nothing is left running, whatever happens, and a host that fails takes all that ran
-on it along.
+A host's first process ends with this program, and the kernel then ends all others: nothing is left running.
 """
 
 from __future__ import annotations
@@ -107,7 +105,6 @@ class Hosts:
         return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(Path(folder).resolve()), *command]
 
     def run(self, name: str, command: Sequence[str], folder: Path | str = ".", timeout_s: float = 60, **more):
-        """Run a command on a host and wait for it."""
         more = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | more
         return subprocess.run(self.inside(name, command, folder), timeout=timeout_s, **more)
 
@@ -185,6 +182,5 @@ class Slurm:
         return done.stdout
 
     def said(self) -> str:
-        """The ends of the daemons' logs."""
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("*.out"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-700:]}" for log in logs)

@@ -1,19 +1,14 @@
-"""Runs programs on simulated devices again and again, several at once; counts what crashes, hangs or errs.
+"""Runs a loop of collectives with others beside it again and again; counts what crashes, hangs or errs.
 
-    python tests/soak.py reproducer --runs 20              a loop of collectives with others beside it
-    python tests/soak.py train --runs 300                  the README's line; also: pipeline, adafactor
+    python tests/soak.py --runs 20 [--without]     without the channels of `llmpar.parallel._jax`
 
-``--without`` leaves out the channels of `llmpar.parallel._jax`, to see what they cure. One process imports
-everything and forks a child for each run before JAX starts: a run costs what its program costs.
-`test_channels.py` runs the first for a short time.
+A run is a fork, before JAX starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import io
 import json
 import os
 import signal
@@ -32,12 +27,6 @@ from llmpar.parallel import _jax
 from llmpar.parallel.mesh import use_devices
 
 TURNS, SUMS = 2, 6
-LINES = {
-    "train": "--mesh|dp=2 fsdp=2 tp=2|--steps|3",
-    "pipeline": "--mesh|pp=2 ep=2 sp=2|--model|tiny-moe|--schedule|zb-h1|--microbatches|4|--batch-size|16"
-    "|--seq-len|32|--steps|5",
-    "adafactor": "--mesh|fsdp=2 sp=2 tp=2|--mode|explicit|--optimizer|adafactor|--seq-len|64|--steps|3",
-}
 
 
 def local_mesh():
@@ -86,27 +75,13 @@ def reproducer(steps: int) -> int:
     return sum(not alike(jax.device_get(program(arrays, weights))) for _ in range(steps))
 
 
-def command(line: str) -> str:
-    """The losses that `llmpar train` ends with, as text."""
-    from llmpar.cli import main
-
-    said = io.TextIOWrapper(buffer := io.BytesIO(), write_through=True)
-    with contextlib.redirect_stdout(said):
-        status = main(["train", *line.split("|"), "--json"])
-    return f"status {status}" if status else str(json.loads(buffer.getvalue())["losses"])
-
-
 def child(asked, pipe: int) -> None:
     """One run: its answer goes into the pipe, and its status says whether it ended well."""
     try:
         if asked.without:
             _jax.install_channels = lambda: False
-        if asked.program in LINES:
-            answer = command(LINES[asked.program])
-        else:
-            use_devices(8)
-            answer = f"{reproducer(asked.steps)} wrong"
-        os.write(pipe, answer.encode())
+        use_devices(8)
+        os.write(pipe, f"{reproducer(asked.steps)} wrong".encode())
         sys.stderr.flush()
         os._exit(0)
     except BaseException as error:
@@ -146,14 +121,12 @@ def soak(asked) -> dict:
             os.close(read)
             del running[pid]
     said = {answer: count for answer, count in answers.items() if count}
-    about = {"program": asked.program, "jax": jax.__version__, "channels": not asked.without}
-    about |= {"runs": started, "ends": dict(ends)}
+    about = {"jax": jax.__version__, "channels": not asked.without, "runs": started, "ends": dict(ends)}
     return about | {"answers": said, "cpu_s": round(cpu, 1)}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("program", choices=["reproducer", *LINES])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
@@ -161,8 +134,4 @@ if __name__ == "__main__":
     parser.add_argument("--without", action="store_true", help="leave out the channels")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-    if asked.program in LINES:
-        import llmpar.cli.commands
-        import llmpar.cli.train
-        import llmpar.training.loop  # noqa: F401
     print(json.dumps(soak(asked)), flush=True)

@@ -1,5 +1,4 @@
-"""What must hold on whatever devices JAX finds, and rehearsals of their products on CPUs (conftest.py and
-rounding.py say how to run both)."""
+"""What must hold on whatever devices JAX finds, and rehearsals of it on CPUs (conftest.py, rounding.py)."""
 
 import os
 import re
@@ -12,7 +11,7 @@ import conftest
 import device
 import jax
 import pytest
-from parity import LLAMA, MOE, assert_same, name, solo
+from parity import LLAMA, MOE, assert_same, name
 from shared import program_text
 
 from llmpar.cli import demo, inspect, train
@@ -37,8 +36,6 @@ PLANS = [Plan(f"fsdp={N}"), *OF_TWO * (N > 1)]
 @pytest.mark.accelerator
 @pytest.mark.parametrize("precision", [pytest.param(unit, marks=THERE) for unit in UNITS])
 def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision):
-    with jax.default_matmul_precision(precision and "highest"):
-        solo(LLAMA)  # remembered
     with jax.default_matmul_precision(precision):
         assert_same(LLAMA, PLANS[0], UNITS[precision])
 
@@ -46,8 +43,7 @@ def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision
 @pytest.mark.accelerator
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=THERE) for plan in PLANS[1:]], ids=name)
 def test_each_kind_of_parallelism_gives_what_one_device_gives(plan):
-    """At the precision that a comparison needs (conftest): with fewer bits a router may choose another
-    expert."""
+    """At full precision: with fewer bits a router may choose another expert."""
     assert_same(MOE if plan.mesh.ep > 1 else LLAMA, plan)
 
 

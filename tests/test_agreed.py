@@ -115,9 +115,6 @@ def test_whatever_train_is_given_is_compared(tmp_path):
         ("held_out", {"held_out": stream(part="held_out")}),
         ("checkpoints", {"checkpoints": None}),
         ("begin", {"begin": lambda where: where}),
-        ("options.decay", {"options": OptimizerConfig(decay="linear")}),
-        ("plan.mesh.tp", {"plan": Plan("tp=2")}),
-        ("config.lora.rank", {"config": dataclasses.replace(MODEL, lora=LoraConfig(3))}),
         ("config.lora", {"config": dataclasses.replace(MODEL, lora=None)}),
     ],
 )

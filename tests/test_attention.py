@@ -1,8 +1,6 @@
-"""Attention: every way gives what the definition gives, moves what its docstring says, and skips what is
-masked.
+"""Attention gives what the definition gives (NumPy in float64), moves what it says, and skips what is masked.
 
-The oracle is NumPy in float64. Outputs to 1e-5 (float32 rounds at 6e-8, and a row sums up to 64 terms in
-another order), gradients to 1e-4 of the largest (a second product, and weights recomputed from lse).
+Outputs to 1e-5, gradients to 1e-4 of the largest: sums in another order, weights recomputed from lse.
 """
 
 import itertools
@@ -78,13 +76,11 @@ AT = P(None, "sp")
 
 
 def of_all(ids):
-    """The ids of this rank's queries, and of the keys of all ranks of sp."""
     gather = lambda x: jax.lax.all_gather(x, "sp", axis=1, tiled=True)
     return {name: jax.tree.map(gather, x) if name.startswith("k") else x for name, x in ids.items()}
 
 
 def on_ranks(attend, n=1, **options):
-    """A function of q, k, v and ids, on so many ranks of sp."""
     if n == 1:
         return lambda q, k, v, ids: attend(q, k, v, **ids, **options)
     local = lambda q, k, v, ids: attend(q, k, v, **of_all(ids), **options)
@@ -116,13 +112,14 @@ def results(run, qkv, ids, order=None):
     return lay((*partial_softmax, *grads))
 
 
-def agree(found, expected):
+def agree(found, expected, least=0.0):
+    """Gradients to 1e-4 of their largest element, or of ``least``: of those of one key all are rounding."""
     names = ("out", "lse", "dq", "dk", "dv")[: len(found)]
     for name, a, b in zip(names, found, expected, strict=False):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.array_equal(np.isfinite(a), np.isfinite(b)), name
         a, b = np.where(np.isfinite(a), a, 0), np.where(np.isfinite(b), b, 0)
-        bound = 1e-4 * np.abs(b).max() if name.startswith("d") else 1e-5
+        bound = 1e-4 * max(np.abs(b).max(), least) if name.startswith("d") else 1e-5
         assert np.abs(a - b).max() <= bound, f"{name} is off by {np.abs(a - b).max():.1e}"
 
 
@@ -150,8 +147,7 @@ TRUSTED_WHOLE = {"in order", "with gaps"}
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("how", ["portable", "xla", "xla, whole", "flash"])
 def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, window):
-    """A row that is as promised gives what `full` gives; of the others some would not, and the kernel of
-    intervals, which trusts nothing, takes all."""
+    """A row as promised gives what `full` gives; the kernel of intervals, which trusts nothing, takes all."""
     kernel, _, whole = how.partition(", ")
     plan = Plan(attention_kernel=kernel, documents=whole or "packed").resolve(devices="cpu")
     at, of = (np.array([row[i] for row in ROWS.values()], np.int32) for i in (0, 1))
@@ -227,9 +223,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
     ],
 )
 def test_a_ring_matches_the_definition(attend, mask, kv_heads, ratio, options):
-    """In every order of positions, packed or not: one program, since both are data. Again and again to the
-    bit: a linear functional's backward ring needs nothing of the forward one, and simulated devices mixed up
-    their hops. Before `after` tied them, half of such runs were wrong."""
+    """In every order, packed or not; eight times the same bits, since hops of two rings could be mixed up."""
     run = program(attend, 4, mask=mask, **options)
     for layout, packed in itertools.product(LAYOUTS, (False, True)):
         data = inputs(kv_heads, ratio, packed)
@@ -271,21 +265,6 @@ def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(window, hops
     plan = Plan(f"sp={n}", sequence_order="contiguous").resolve(devices="cpu")
     at, of = (np.tile([row[i] for row in ROWS.values()], (1, S // 8)) for i in (0, 1))
     assert not jax.jit(partial(attention.ids_are_valid, Solo(plan), mask))(at, of).all()
-
-
-@pytest.mark.parametrize("begin", [0, 1000])
-@pytest.mark.parametrize("packed", [False, True])
-def test_chunks_are_segments_of_positions(packed, begin):
-    """Wherever positions begin; and segments rise, as kernels that search for intervals need it."""
-    _, ids = inputs(packed=packed)
-    at, of = ids["q_positions_bs"] + begin, ids["q_segments_bs"]
-    mask = Mask(window=7, in_chunks=True)
-    q_ids, (k_ids,) = attention.ids_of(mask, None, S, **ids_of(jnp.asarray(at), jnp.asarray(of)))
-    alike = lambda x: x[:, :, None] == x[:, None, :]
-    want = (at[:, :, None] >= at[:, None, :]) & alike(of) & alike(at // 7)
-    np.testing.assert_array_equal(attention.sees(mask, q_ids, k_ids), want)
-    assert begin or (np.diff(q_ids[:, 1], axis=1) >= 0).all()
-    assert attention.ids_of(Mask(7), None, S, **ids)[0][:, 1].max() == of.max()
 
 
 def test_masked_blocks_are_not_executed(monkeypatch):

@@ -1,6 +1,4 @@
-"""Bad inputs, in a table (bad_inputs.toml): each command ends at once, with one sentence that names what was
-wrong, and starts nothing. No traceback, no fault of the package, nothing that is taken in silence unless the
-table says so and why."""
+"""Bad inputs (bad_inputs.toml): each command ends at once, in one sentence, and starts nothing."""
 
 import os
 import shlex
@@ -23,8 +21,7 @@ TABLE = tomllib.loads((Path(__file__).parent / "bad_inputs.toml").read_text())
 
 
 def cases():
-    """Each command of a row with its share of the values, and (nightly) with all others: commands read them
-    alike."""
+    """Each command of a row with its share of the values, and (nightly) with all others."""
     for row in TABLE["case"]:
         values, commands = row.get("of", [""]), row["run"]
         for i, command in enumerate(commands):
@@ -35,6 +32,7 @@ def cases():
                 yield pytest.param(row, command, others, id=f"{name} too", marks=pytest.mark.nightly)
 
 
+HUB = "config.json", "a.safetensors"
 RECIPES = {
     "missing": lambda file: None,
     "folder": lambda file: file.mkdir(),
@@ -49,10 +47,7 @@ RECIPES = {
     "list": lambda file: file.write_text("[1, 2]"),
     "big": lambda file: file.write_bytes(b" " * (17 << 20)),
     "text": lambda file: file.write_text("words and more words\n" * 2000),
-    "hub": lambda file: [
-        file.mkdir(),
-        *((file / x).write_text("{}") for x in ("config.json", "a.safetensors")),
-    ],
+    "hub": lambda file: [file.mkdir(), *((file / x).write_text("{}") for x in HUB)],
 }
 """Files by the names that the table calls them: ``@fifo.json`` is a pipe with that suffix."""
 
@@ -96,10 +91,8 @@ def words_of(row, command, value, folder):
     text = folder / "text.txt"
     if not text.exists():
         RECIPES["text"](text)
-    return [
-        word.replace("{}", value).replace("{text}", str(text))
-        for word in shlex.split(command.replace("%", value))
-    ]
+    words = shlex.split(command.replace("%", value))
+    return [word.replace("{}", value).replace("{text}", str(text)) for word in words]
 
 
 @pytest.mark.parametrize("row, command, values", cases())

@@ -1,7 +1,6 @@
 """The explorers in headless Chromium: the bare module, the offline page, and one JupyterLab session.
 
-No page may write to its console or ask the network for anything. Skipped, with the reason, where Chromium or
-playwright is missing; the accessibility checks where `npm install` has not run.
+No page may write to its console or ask the network for anything.
 """
 
 import contextlib
@@ -419,18 +418,6 @@ def test_a_reopened_notebook_shows_all_that_it_showed(tab):
     tab.clock.run_for(3500)
     assert "Python does not answer" in said.inner_text()
     assert tab.locator('[data-panel="grid"] svg').is_visible()
-
-
-def test_a_page_without_python_says_what_it_does_not_store(tab, tmp_path):
-    states = [told.START | {"device": i} for i in range(3)]
-    doc = told.document() | {"live": False, "stored": [told.answer(state, True) for state in states]}
-    tab.goto(saved(tmp_path / "page.html", doc))
-    tab.locator('[data-name="device"]').fill("2")
-    assert tab.locator('[data-panel="grid"] svg').get_attribute("aria-label").endswith("device 2 chosen")
-    tab.locator('[data-name="device"]').fill("5")
-    assert "stores 4 answers" in tab.locator(".foot").inner_text()
-    assert "none for this choice" in tab.locator(".said").inner_text()
-    assert tab.locator(".lpx.waiting").count() == 1, "dimmed: it belongs to another choice"
 
 
 def test_a_redraw_lays_the_page_out_once(tab, tmp_path, devices=512):

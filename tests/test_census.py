@@ -1,5 +1,4 @@
-"""What moves: formula = jaxpr = partitioned HLO, in kind, axes, count and bytes; and how rings of permutes
-travel beside the products between their hops (collective matmul)."""
+"""What moves: formula = jaxpr = partitioned HLO; and rings of permutes travel beside products."""
 
 import dataclasses
 import math
@@ -19,7 +18,6 @@ from llmpar.training.step import Step
 
 
 def step_of(plan):
-    """A step of the tiny Llama under a plan."""
     plan.resolve(LLAMA, None, BATCH, SEQ)
     return Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 

@@ -1,5 +1,4 @@
-"""Simulated devices neither hang nor crash nor mix values up: loops and branches have their own channels. And
-what llmpar takes from JAX without a public name: one file has it, each piece still is what it was."""
+"""Loops and branches of simulated devices have their own channels; one file has JAX's private names."""
 
 import ast
 import json
@@ -63,8 +62,8 @@ def lowered(platform: str = ""):
 
 
 def test_a_loop_of_collectives_with_others_beside_it_ends_well_each_time():
-    """Without channels each of these crashes, hangs or errs (`soak.py reproducer --without`)."""
-    said = soak("reproducer", "--runs", "4", "--steps", "20", "--at-once", "2")
+    """Without channels each of these crashes, hangs or errs (`soak.py --without`)."""
+    said = soak("--runs", "4", "--steps", "20", "--at-once", "2")
     assert said["ends"] == {"ended": 4} and said["answers"] == {"0 wrong": 4}
 
 
@@ -113,7 +112,7 @@ def test_another_process_finds_the_compiled_program_in_the_cache(tmp_path):
     cache |= dict(JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
     found = []
     for _ in range(2):
-        soak("reproducer", "--runs", "1", "--steps", "1", **cache)
+        soak("--runs", "1", "--steps", "1", **cache)
         found.append({name for name in os.listdir(tmp_path) if name.endswith("-cache")})
     assert found[0] and found[0] == found[1]
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from make_chat_fixtures import ANSWER, CONVERSATIONS, FIXTURE, LONG, SPECIAL, TEMPLATES, USER, write_tokenizer
-from shared import TABLES
+from shared import CASES, TABLES
 
 from llmpar.training.apart import Apart
 from llmpar.training.chat import Chat
@@ -97,18 +97,10 @@ def test_a_message_cannot_forge_a_special_token(opened, name):
     assert answer.replace(" ", "").endswith(f"c{end}d{end}")
 
 
-@pytest.mark.parametrize(
-    "files, ends",
-    [
-        ({}, {1}),
-        ({"generation_config.json": {"eos_token_id": [3, 2, 9999, True]}}, {1, 2, 3}),
-        ({"config.json": {"eos_token_id": 5}, "tokenizer_config.json": {"eos_token": None}}, {5}),
-        ({"tokenizer_config.json": {}}, {0}),
-    ],
-)
+@pytest.mark.parametrize("files, ends", CASES["tokens_that_end"])
 def test_the_files_beside_a_tokenizer_name_what_ends_an_answer(opened, tmp_path, files, ends):
     first = opened("chatml")
-    for name, about in files.items():
+    for name, about in json.loads(files).items():
         (tmp_path / "chatml" / name).write_text(json.dumps(about))
     tokenizer = open_tokenizer(first.name, "<|endoftext|>")
     named = [first.hub.token_to_id(x) for x in SPECIAL["chatml"]]
@@ -174,24 +166,11 @@ def test_work_grows_with_a_conversation_as_its_text_does(opened, monkeypatch, na
     assert counts[1] <= 4 * counts[0]
 
 
-REGEX = {"pattern": {"Regex": "(a+)+$"}}
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False} | REGEX
-DECODERS = [{"type": "Fuse"}, {"type": "Replace", "content": "x"} | REGEX]
-
-
-@pytest.mark.parametrize(
-    "change, verb",
-    [
-        ({"pre_tokenizer": SPLIT}, "encode the text"),
-        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "encode the text"),
-        ({"decoder": {"type": "Sequence", "decoders": DECODERS}}, "decode its tokens"),
-    ],
-)
+@pytest.mark.parametrize("change, verb", CASES["tokenizers_that_fail"])
 def test_what_a_tokenizer_raises_is_a_refusal_that_names_it(opened, tmp_path, change, verb):
-    """A regular expression that Rust gives up with a panic, which is no Exception; a model without a word."""
     opened("chatml", "{{ messages[0].content }}")
     file, text = tmp_path / "chatml" / "tokenizer.json", "a" * 40 + "b"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(change)))
     tokenizer = open_tokenizer(str(file), SPECIAL["chatml"][0])
     asked = [lambda: tokenizer.decode(tokenizer.encode(text))]
     if "decoder" not in change:

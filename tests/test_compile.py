@@ -1,6 +1,4 @@
-"""Clusters that are not here: targets, the walk along a schedule, and programs of their own compilers, which
-`make compilers` puts beside the environment: JAX looks for a GPU wherever its plugin is installed.
-"""
+"""Clusters that are not here: targets, the walk along a schedule, programs of their own compilers."""
 
 import json
 import os
@@ -189,7 +187,6 @@ def test_a_step_tells_the_compiler_what_its_plan_needs(platform, mesh, fields, n
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run Python where the compilers are."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | variables
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])}
     how = dict(capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
@@ -197,14 +194,12 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
-    """Run `llmpar compile`, and give its document and what it said."""
     done = python("-m", "llmpar", "compile", "--json", *flags)
     assert done.returncode == status, done.stderr[-2000:]
     return json.loads(done.stdout), done.stderr
 
 
 def aside(program: str, *words: str) -> str:
-    """What a program prints."""
     done = python("-c", program, *words, **COMPILER_ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

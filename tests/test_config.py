@@ -9,14 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN, family
 from shared import TABLES
 
 from llmpar.model.llama import Llama
-from llmpar.model.rope import rope_frequencies, rope_table
+from llmpar.model.rope import rope_table
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, RopeScaling
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face  # fmt: skip
 
@@ -123,12 +122,6 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     assert dataclasses.replace(found, name="llama3.1-8b") == preset("llama3.1-8b")
     with pytest.raises(ValueError, match="unknown model 'someone/else'.*name of a downloaded model"):
         preset("someone/else")
-
-
-@pytest.mark.parametrize("name", ["llama2-7b", "llama3.1-8b", "llama3.2-1b", "qwen3-8b"])
-def test_rotary_frequencies_are_the_published_ones(name):
-    config = preset(name)
-    np.testing.assert_allclose(rope_frequencies(config), oracle.frequencies(config), rtol=1e-12)
 
 
 def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():

@@ -50,40 +50,6 @@ def weights_in_a_scan(ws, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
 
 
-def carried(w, u, xs):
-    def step(h, x):
-        h = jnp.tanh(h @ w + x @ u)
-        return h, None
-
-    return lax.scan(step, jnp.zeros((16, 128)), xs.swapaxes(0, 1))[0].mean()
-
-
-def carried_late(x, w, u, aux):
-    a = jnp.tanh(x @ w)
-    b = jnp.maximum(a, 0.1)
-    c = b - b.mean(-1, keepdims=True)
-    d = c / jnp.sqrt((c**2).mean(-1, keepdims=True) + 1e-6)
-    e = d * jax.nn.sigmoid(d) + a
-    g = jnp.tanh(e @ u)
-    i = g + e
-    j = jnp.maximum(i, -1.0)
-    k = j * jax.nn.sigmoid(j)
-    n = k.swapaxes(0, 1)
-    start = lax.with_sharding_constraint(k[:, 0], P("model"))  # as a library may leave it
-
-    def step(h, x):
-        h = jnp.tanh(h @ w + x @ u)
-        return h, h
-
-    return lax.scan(step, start, n)[1].mean() + aux.sum()
-
-
-def cut_vocabulary(x, head, labels):
-    logits = x @ head
-    scores = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(scores, labels[..., None], -1).mean()
-
-
 def attention(x, wq, wo):
     q = jnp.einsum("bsd,dnh->bsnh", x, wq)
     scores = jax.nn.softmax(jnp.einsum("bsnh,btnh->bnst", q, q))
@@ -101,9 +67,6 @@ CASES = [  # a program, the name to which it gives a layout ('' where no line he
     (broadcast, (on((64, 64), "data"), on((128,), "data"), on((64, 64), None, "model")), "wide", 0.01),
     (joined, (on((32, 64), "data", "model"), on((32, 96), "data", "model"), on((160, 64), "model")), "", 1),
     (weights_in_a_scan, (on((4, 64, 64), "data"), on((32, 64), "data")), "ws", 0.4),
-    (carried, (*[on((128, 128), None, "model")] * 2, on((16, 8, 128), "data")), "", 1),
-    (carried_late, (on((64, 8, 128), "data"), *[on((128, 128))] * 2, on((64, 128), "model")), "h", 0.2),
-    (cut_vocabulary, (x, on((64, 512), None, "data"), TOKENS), "head", 0.7),
     (attention, (x, on((64, 8, 16), None, None, "model"), HEAD), "wq", 0.3),
 ]
 CASES[4:] = [pytest.param(*case, marks=pytest.mark.nightly) for case in CASES[4:]]

@@ -18,7 +18,6 @@ from llmpar.training.tokenizers import ByteTokenizer, open_tokenizer, tokenizer_
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
-PINNED_LAST = [5, 38, 9, 27, 26]
 
 
 def config(**changes):
@@ -30,9 +29,8 @@ def corpus():
     """Token i is the number i; 40 documents of 1 to 60 tokens: longer than a row, or a start token alone."""
     lengths = 1 + np.arange(40) ** 3 * 7 % 60
     lengths[[3, 4]] = 1
-    return Corpus(
-        np.arange(lengths.sum(), dtype=np.int32), np.cumsum([0, *lengths]), ByteTokenizer(), "addresses"
-    )
+    tokens = np.arange(lengths.sum(), dtype=np.int32)
+    return Corpus(tokens, np.cumsum([0, *lengths]), ByteTokenizer(), "addresses")
 
 
 def faults(batch, corpus, seq_len=16):
@@ -65,7 +63,6 @@ def same(a, b):
 
 
 def in_order(name):
-    """Rows as 4 ranks have them."""
     return functools.partial(row_orders, name, n=4)
 
 
@@ -264,7 +261,7 @@ def test_the_corpus_is_put_in_a_mixed_order(tmp_path):
     corpus = read_corpus(DataConfig(data=paths))
     numbers = [int(corpus.tokenizer.decode(p[1:])) for p in np.split(corpus.tokens, corpus.offsets[1:-1])]
     assert sorted(numbers) == list(range(50)) and np.abs(np.diff(numbers)).mean() > 10
-    assert numbers[-5:] == PINNED_LAST  # what is held out stays so in other versions
+    assert numbers[-5:] == [5, 38, 9, 27, 26]  # what is held out stays so in other versions
 
 
 def written(rng):
@@ -302,16 +299,6 @@ def test_random_conversations_become_the_tokens_and_targets_of_a_plain_re_comput
     assert sorted(found) == sorted(want)
     assert f"{sum('text' not in x for x in lines)} conversations: {corpus.counted.sum()} of" in corpus.source
     assert f"{sum(len(x) > 40 for x in want)} documents are longer than a row of 40" in corpus.source
-    stream = Batches(corpus, DataConfig(seq_len=40, batch_size=1, held_out=0))
-    seen = [stream.batch(i) for i in range(stream.num_rows)]
-    for row in seen:
-        tokens, targets, segments = (row[name][0] for name in ("tokens", "targets", "segments"))
-        keep = targets >= 0
-        assert (targets[:-1][keep[:-1]] == tokens[1:][keep[:-1]]).all(), "a target is the next token"
-        assert not keep[:-1][np.diff(segments) > 0].any() and (row["positions"] == np.arange(40)).all()
-    learned = np.sort(np.concatenate([row["targets"][row["targets"] >= 0] for row in seen]))
-    counts = [token for document in want for token, counted in document[1:] if counted]
-    assert 0 <= len(counts) - len(learned) <= 40, "all but those of the tail"
 
 
 @pytest.mark.parametrize("name", ["own", "zigzag", "balanced"])
@@ -447,14 +434,6 @@ def test_the_size_of_a_vocabulary_with_gaps_is_its_largest_id_plus_one(make_toke
     tokenizer = open_tokenizer(path)
     assert tokenizer.vocab_size == 70_001
     assert read_corpus(DataConfig(tokenizer=tokenizer.name, limit_bytes=999)).tokens.dtype == np.int32
-
-
-def test_a_tokenizer_that_lacks_its_unknown_token_is_refused(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
-    made.save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match="'.*t.json' cannot encode the text: .*UNK.*; mend it, or"):
-        open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
 
 
 def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):

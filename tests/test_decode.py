@@ -1,10 +1,10 @@
-"""Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache. Many
-requests share one: each is answered as if it were alone, and nothing of it stays."""
+"""A cut cache gives what the whole forward pass gives; each request is answered as if it were alone."""
 
 import dataclasses
 import functools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,7 @@ PLANS = [
 
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
 def test_a_cache_gives_the_probabilities_of_the_whole_forward_pass(config, plan):
-    """Prompts in pieces of 4, then token by token; experts drop none. float32: sums in another order, 1e-5 of
-    the largest."""
+    """Prompts in pieces of 4, then token by token, to 1e-5 of the largest; experts drop none."""
     experts = config.experts and dataclasses.replace(config.experts, capacity_factor=None)
     run = engine(config, plan, chunk=4)
     asked = [Request(tuple(row), MORE, echo=True, logprobs=BEST) for row in PROMPT.tolist()]
@@ -205,7 +204,6 @@ def test_seed_and_position_alone_decide():
 
 
 EVERYTHING = dataclasses.replace(QWEN, name="tiny-everything", window=7, lora=LORA.lora)
-WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=7)
 ALONE = Plan("dp=1", zero=0)
 LENGTH = 43
 
@@ -222,7 +220,6 @@ def alone(config):
 
 
 def asked(rng, config, **more) -> Request:
-    """A random request."""
     tokens = tuple(rng.integers(0, config.vocab_size, rng.integers(1, LENGTH)).tolist())
     return Request(tokens, int(rng.integers(0, 20)), **more)
 
@@ -262,16 +259,6 @@ def test_answers_at_random_times_among_cancellations_are_those_of_each_alone(con
             same = dataclasses.replace(other, ticket=event.ticket, logprob=event.logprob, best=event.best)
             assert event == same and len(event.best) == len(other.best)
             assert event.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-
-def test_stale_keys_of_earlier_requests_are_never_seen():
-    run = engine(WINDOW, Plan("sp=2", zero=0), 2, LENGTH, chunk=4)
-    requests = [Request(tuple(range(n)), 9, echo=True) for n in (3, 17)]
-    fresh = answers(run, *requests)
-    run.decoder.cache = jax.tree.map(lambda x: x * 0 + 30, run.decoder.cache)
-    dirty = answers(run, *requests)
-    for clean, other in zip(sum(fresh, []), sum(dirty, []), strict=True):
-        assert dataclasses.replace(clean, ticket=0) == dataclasses.replace(other, ticket=0)
 
 
 short = functools.partial(kept, slots=2, length=12, chunk=32, queue=2)
@@ -350,10 +337,9 @@ def test_requests_and_cancellations_come_from_other_threads():
             if rng.random() < 0.3:
                 run.cancel(ticket)
 
-    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
     ended = []
-    while run.busy or any(thread.is_alive() for thread in threads):
-        ended += [event.ticket for event in run.step() if event.finish]
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client, seed) for seed in range(4)]
+        while run.busy or not all(one.done() for one in clients):
+            ended += [event.ticket for event in run.step() if event.finish]
     assert sorted(ended) == sorted(told) and len(ended) == 160

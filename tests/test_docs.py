@@ -1,5 +1,4 @@
-"""The pages for people: their commands and Python examples run, their links lead somewhere; the README's
-story is run line by line: a model is made, tuned, handed on, served and asked."""
+"""The pages for people: commands and Python examples run, links lead somewhere, the README's story holds."""
 
 import json
 import os
@@ -51,7 +50,6 @@ def written(page: Path) -> list[str]:
 
 
 def examples(page: Path) -> list[str]:
-    """List a page's Python examples."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
@@ -75,15 +73,21 @@ def outcome(line: str, capsys) -> tuple[int, str, str]:
 
 @each_page
 def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, capsys):
-    """What compiles a program is checked up to there; the test below runs it and what is slow."""
+    """What compiles a program is checked up to there, and reads a folder that one before it wrote."""
     monkeypatch.chdir(tmp_path)
-    text, known = page.read_text(), {*NOT_RUN, *SLOW}.union(*map(written, PAGES[: PAGES.index(page)]))
+    kept, text = set(), page.read_text()
+    known = {*NOT_RUN, *SLOW}.union(*map(written, PAGES[: PAGES.index(page)]))
     if torch := re.search(r"^(?:    [0-9FBWI,]+\n)+", text, re.M):  # the file that a line below it reads
         (tmp_path / "torch.csv").write_text(textwrap.dedent(torch[0]))
     assert text.count("```") == 2 * len(examples(page)), "every fenced block is a Python example"
     refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", text, re.M))
-    for line in [line for line in written(page) if line.startswith("llmpar ") and line not in known]:
-        command = parse(shlex.split(line)[1:])
+    for line in [line for line in written(page) if line.startswith("llmpar ")]:
+        command, name = parse(shlex.split(line)[1:]), line.split()[1]
+        if name in ("generate", "export"):
+            assert (getattr(command, "from_", None) or command.checkpoints) in kept - {None}
+        kept |= {command.checkpoints} if name == "train" else {command.folder} if name == "export" else set()
+        if line in known:
+            continue
         if line in refused:
             status, out, err = outcome(line, capsys)
             assert (status, out, err.splitlines()[-1]) == (1, "", refused.pop(line)), line
@@ -91,8 +95,8 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
             continue
         elif hasattr(command, "step"):
             command.step.settle(8)
-        elif line.startswith(("llmpar generate", "llmpar export")):  # of a checkpoint: see below
-            continue
+        elif name in ("generate", "export"):
+            assert getattr(command, "model", None) is None, "the model of the checkpoint"
         else:
             status, out, err = outcome(line, capsys)
             assert status == 0 and (out or "nats per token" in err), (line, err)
@@ -113,21 +117,6 @@ def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
             assert outcome(line, capsys)[0] == (f"    $ {line}\n" in page.read_text()), line
     if (log := tmp_path / "run.jsonl").exists():
         assert any("eval_loss" in line for line in log.read_text().splitlines())
-
-
-@each_page
-def test_a_page_trains_before_it_generates_from_a_checkpoint(page):
-    """Every folder that a command reads was written by one before it, of the model that is asked for."""
-    kept = set()
-    for words in [shlex.split(line)[1:] for line in written(page) if line.startswith("llmpar ")]:
-        command = parse(words)
-        if words[0] == "train" and command.checkpoints:
-            kept.add(command.checkpoints)
-        if words[0] == "export":
-            assert command.checkpoints in kept
-            kept.add(command.folder)
-        if words[0] == "generate":
-            assert (command.from_ or command.checkpoints) in kept and command.model is None
 
 
 def anchors(text: str) -> set[str]:
@@ -251,7 +240,6 @@ def commands() -> list[str]:
 
 
 def write_examples(folder) -> None:
-    """Run the story's Python."""
     pytest.importorskip("uvicorn")
     (example,) = re.findall(r"^```python\n(.*?)^```$", STORY, re.M | re.S)
     subprocess.run([sys.executable, "-c", example], cwd=folder, check=True)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import engines_table
 import pytest
 import yaml
-from shared import TABLES
+from shared import CASES, TABLES
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
@@ -61,7 +62,6 @@ def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
 
 
 def refusal(place, wait_s=0.3):
-    """The sentence."""
     with pytest.raises(ValueError) as found:
         joined.check_coordinator(place, wait_s)
     return str(found.value)
@@ -114,33 +114,26 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
 
 
 def arrivals(*pairs, wait_s=60.0, declines=()):
-    """What processes are told that start as (number, of how many), each as if on a host of its own; those
-    that ``declines`` lists end before they have come."""
+    """What processes hear that start as (number, of how many); those of ``declines`` end before they come."""
     free = joined.free_port()
-    said = dict.fromkeys(range(len(pairs)))
 
-    def arrive(i):
-        number, num = pairs[i]
+    def arrive(pair):
+        number, num = pair
         one = place(number, f"127.0.0.1:{free}", num, num_local=num)
         try:
             if number in declines:
                 environ = {"JAX_NUM_PROCESSES": str(num), "JAX_PROCESS_ID": str(number)}
                 environ["JAX_COORDINATOR_ADDRESS"] = one.coordinator
-                said[i] = joined.decline(environ, "no such flag")
-                return
+                return joined.decline(environ, "no such flag")
             _, bind = joined.check_coordinator(one, wait_s)
             if number == 0:
                 joined._gather(one, bind, wait_s)
-            said[i] = "all have come"
+            return "all have come"
         except ValueError as error:
-            said[i] = str(error)
+            return str(error)
 
-    threads = [threading.Thread(target=arrive, args=(i,)) for i in said]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(said.values())
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        return list(pool.map(arrive, pairs))
 
 
 @pytest.mark.parametrize("pairs, sentence", TABLES["who_comes"])
@@ -234,9 +227,6 @@ class Store(dict):
         return [(key, value) for key, value in self.items() if key.startswith(folder)]
 
 
-BROKEN = "the checkpoint of step 8 could not be written: Gloo AllGather failed: Connection reset by peer"
-
-
 def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
     from llmpar import cli
 
@@ -250,15 +240,7 @@ def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
     assert cli._status(error) == 75
 
 
-@pytest.mark.parametrize(
-    "told, sentence, status",
-    [
-        (None, "'x' matches no file", 1),  # a refusal: the same again
-        (None, BROKEN, 75),  # somebody was killed while all were saving
-        ("1 process 1 failed: the disk is full", BROKEN, 1),
-        ("75 process 1 failed: KeyError: 3", BROKEN, 75),
-    ],
-)
+@pytest.mark.parametrize("told, sentence, status", CASES["statuses"])
 def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, told, sentence, status):
     """Job files read the exit status, and an engine may give them that of any process."""
     from llmpar import cli
@@ -364,8 +346,7 @@ def test_a_jobsets_pods_have_the_command_and_find_one_another(site):
 
 
 def served(folder, engine, job, *, key="k'e y", broken=False):
-    """Run a server's job file where scontrol, srun, apptainer, ray and vllm are ours: its status, and what
-    each of them was told."""
+    """Run a server's job file where scontrol, srun, apptainer, ray and vllm are ours: what each heard."""
     text, port = job_file(engine, job), joined.free_port()
     ours = (Path(HERE).parent / "jobs_programs.txt").read_text().replace("{python}", sys.executable)
     programs = folder / "programs"
@@ -457,20 +438,10 @@ def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, cap
         from_folder(small)
 
 
-MISSING = "are 0 bytes, too few for 8,030,261,248 parameters in"
-STORED = [
-    ({"total_size": None}, f"{MISSING} bfloat16; fetch the files"),
-    ({"total_size": None, "quantization": {"quant_algo": "FP8"}}, f"{MISSING} FP8; fetch the files"),
-    ({"total_size": 8_030_261_248}, "8,030,261,248 bytes, too few"),  # of a kind that no file names
-    ({"total_size": "16 GB"}, 'metadata.total_size in .* is "16 GB"; use a whole number'),
-    ({"quantization": [], "total_size": None}, f"{MISSING} unnamed"),
-]
-
-
-@pytest.mark.parametrize("folder, says", STORED)
+@pytest.mark.parametrize("folder, says", CASES["too_few_bytes"])
 def test_files_that_hold_less_than_the_model_are_not_served(folder, says, tmp_path):
     with pytest.raises(ValueError, match=says):
-        launch("slurm", "--serve", "vllm", "--weights", export_of(tmp_path / "x", **folder))
+        launch("slurm", "--serve", "vllm", "--weights", export_of(tmp_path / "x", **json.loads(folder)))
 
 
 def test_a_command_without_checkpoints_is_not_started_again():
@@ -480,7 +451,6 @@ def test_a_command_without_checkpoints_is_not_started_again():
 
 
 def launch(*words):
-    """Run `llmpar launch` in this process."""
     parse(["launch", *words]).run()
 
 

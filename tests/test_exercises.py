@@ -1,6 +1,4 @@
-"""Every exercise has a verdict table: blank, right, and what learners answer instead. Also: hints in steps,
-solutions after an attempt, what is noted, and `llmpar progress`.
-"""
+"""Exercises: their verdict tables, hints in steps, solutions after an attempt, notes, `llmpar progress`."""
 
 import dataclasses
 import json
@@ -49,8 +47,6 @@ def a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def printed(capsys):
-    """What a call prints."""
-
     def printed(f, *given, **more):
         capsys.readouterr()
         f(*given, **more)
@@ -64,7 +60,6 @@ LEARNERS = dict(line.split(": ", 1) for line in (HERE / "learners.txt").read_tex
 
 
 def answers_of(name, exercise):
-    """All answers of learners to an exercise."""
     texts = LEARNERS[name].split(" | ") if name in LEARNERS else []
     return [judge.read_answer(text, exercise.solution) for text in texts]
 

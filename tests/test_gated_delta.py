@@ -1,5 +1,4 @@
-"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart, and what
-does not run is refused. Plans are in plans_once.txt and test_family_plans.py."""
+"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart."""
 
 import dataclasses
 import json
@@ -10,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import BATCH, SEQ, batch, exact, family, logits_of, solo, weights
+from parity import BATCH, SEQ, batch, family, logits_of, solo, spread, weights
+from shared import CASES
 from test_hf import fixture, from_tensors
 
 from llmpar.model import gated_delta
@@ -35,8 +35,8 @@ def several_chunks():
 def test_gradients_through_chunks_are_those_of_the_recurrence():
     named = dataclasses.replace(CONFIG, name="in chunks")  # another key of the caches
     with mock.patch.object(gated_delta, "CHUNK", 5):
-        grads = flatten_dict(solo(named)[1], sep=".")
-    for path, want in exact(CONFIG).items():
+        grads = flatten_dict(spread(named, Plan("dp=1", zero=0))[2], sep=".")
+    for path, want in flatten_dict(solo(CONFIG)[1], sep=".").items():
         assert np.abs(grads[path] - want).max() <= 1e-4 * np.abs(want).max(), path
 
 
@@ -75,13 +75,7 @@ def test_the_inverse_is_one(size):
     assert np.abs(product - np.eye(size)).max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "mesh, fields, why",
-    [
-        ("sp=2", {}, "sequence_order='zigzag' does not run with a recurrent state.*use sequence_order='cont"),
-        ("fsdp=2", {"mode": "explicit"}, "mode='explicit' does not run with a recurrent state.*'manual'"),
-    ],
-)
+@pytest.mark.parametrize("mesh, fields, why", CASES["delta_not_run"])
 def test_plans_that_do_not_run_say_what_does(mesh, fields, why):
     plan = Plan(mesh, **fields).resolve(CONFIG, "cpu", BATCH, SEQ)
     assert re.search(why, checks.why_not_run(plan))

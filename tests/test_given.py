@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ
+from parity import LLAMA
+from test_grid import cells_of, ink_in
 
 from llmpar.draw.scene import Rect, flatten
 from llmpar.explore.explorer import MeshExplorer
@@ -24,12 +25,10 @@ from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.shardings import shardings
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
-from llmpar.predict import memory
 from llmpar.training.step import Step
 
 
 def mesh_of(sizes, *axes, devices=None):
-    """A mesh with names of its own."""
     here = np.array(devices or jax.devices()[: math.prod(sizes)])
     return Mesh(here.reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -85,22 +84,6 @@ def test_a_state_has_the_names_of_its_weights(step):
     assert device_bytes(rows["state.params.blocks.ffn.gate"], 3) == gate.addressable_shards[3].data.nbytes
     assert rows["key"]["dtype"] == "key<fry>" and rows["key"]["holds"] == [0] + [None] * 7
     assert doc["skipped"] == ["lr (float, on no device)", "none (None)", "table (ndarray, on no device)"]
-
-
-def test_a_compiled_step_takes_and_gives_what_its_text_says(step):
-    program = step.lower(BATCH, SEQ).compile()
-    doc = shardings(program)
-    assert doc["title"] == "Shardings of a compiled program" and doc["skipped"] == []
-    stats = compiled_memory(program)
-    for way, size in (("in ", stats["argument_bytes"]), ("out ", stats["output_bytes"])):
-        rows = [row for row in doc["tensors"] if row["name"].startswith(way)]
-        for position in range(8):
-            total = sum(device_bytes(row, position) for row in rows)
-            # Results come with a table of pointers to them.
-            assert total == size - 8 * len(rows) * (way == "out ")
-    assert stats["argument_bytes"] == sum(memory.argument_bytes(step.plan, BATCH, SEQ).values())
-    names = {row["name"] for row in doc["tensors"]}
-    assert {"in [0].params.blocks.ffn.gate", "in [1].tokens", "out [0].step", "out [1].loss"} < names
 
 
 def live(spec, shape=(8, 8), mesh=None, kind=jnp.float32):
@@ -326,9 +309,6 @@ def test_what_one_picture_cannot_show_is_refused_with_a_way_out(row):
     assert "\n" not in str(refusal.value)
 
 
-# ----------------------------------------------------------------------------------------------- the explorer
-
-
 def on(shape, *spec, sizes=(4, 2), names=("data", "model"), devices=None):
     """Shapes on devices of a mesh that need not exist twice."""
     mesh = mesh_of(sizes, *names, devices=devices)
@@ -337,16 +317,9 @@ def on(shape, *spec, sizes=(4, 2), names=("data", "model"), devices=None):
 
 def cells(explorer):
     """The cells of the picture by their device, and what is inked in each, as shares of its sides."""
-    rects = [item for item in flatten(explorer.scene.items) if isinstance(item, Rect)]
-    boxes = {json.loads(r.act)["device"]: r for r in rects if r.act}
-    found = {}
-    for device, box in boxes.items():
-        found[device] = []
-        for ink in (r for r in rects if r.fill == "weights"):
-            top, left = (ink.y - box.y) / box.h, (ink.x - box.x) / box.w
-            if 0 <= top < 1 and 0 <= left < 1:
-                found[device].append((top, top + ink.h / box.h, left, left + ink.w / box.w))
-    return boxes, found
+    scene = explorer.scene
+    boxes = dict(cells_of(scene))
+    return boxes, {i: [(*down, *across) for down, across in ink_in(scene, box)] for i, box in boxes.items()}
 
 
 @pytest.mark.parametrize("spec", [("model", "data"), (None, ("data", "model")), ()])

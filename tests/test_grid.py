@@ -1,5 +1,4 @@
-"""A picture of a tensor on a mesh shows what each device holds, and moves as the collectives do; and the
-geometry behind it."""
+"""A picture of a tensor on a mesh shows what each device holds, and moves as the collectives do."""
 
 import json
 import math
@@ -223,7 +222,6 @@ def cases(num=300, most=64, seed=6):
 
 
 def layout(case):
-    """The case's layout."""
     return Layout(tuple(Dim(name, tuple(axes)) for name, axes in case["dims"]))
 
 

@@ -186,8 +186,8 @@ EXPONENTIALS = {"gb200": 5e12, "b300": 10.7e12, "gb300": 10.7e12}
 
 @pytest.mark.parametrize("name", KIN)
 def test_rates_of_a_chip_that_no_fit_saw_follow_from_data_sheets(name):
-    """Matmuls by the watts for each FLOP/s, beside a chip of the same process; attention of heads of 128 by
-    the exponentials of a score, two beside 1,792 FLOPs, which Blackwell Ultra makes twice as fast."""
+    """Matmuls by the watts for each FLOP/s beside a chip of the same process; attention of heads of 128 by
+    two exponentials of a score beside 1,792 FLOPs."""
     chip, kin = hardware.chip(name), hardware.chip(KIN[name])
     watts = lambda c: hardware.POWER_W[c.name] / c.flops_per_s
     law = kin.rates.matmuls * (watts(chip) / watts(kin)) ** hardware.CLOCK_BY_POWER

@@ -1,9 +1,4 @@
-"""Weights in and out of Hugging Face's format, and the same logits as transformers on the same weights.
-
-The fixtures are tiny random models with the logits that transformers computed. They are made by
-``python tests/make_hf_fixtures.py`` in an environment with torch and transformers; reading them needs
-neither. How `transformers` reads what we save is in handed_on.md.
-"""
+"""Weights in and out of Hugging Face's format; the logits of transformers (make_hf_fixtures.py)."""
 
 import dataclasses
 import functools
@@ -34,14 +29,13 @@ from llmpar.training.tokenizers import open_tokenizer
 
 
 def state_dict(params, config):
-    """All tensors by Hugging Face name, whole."""
     flat = flatten_dict(params, sep=".")
     return dict(hf.tensors_of(hf._weights(config), flat.__getitem__, "float32"))
 
 
 KINDS = tuple(make_hf_fixtures.MODELS)
 TOLERANCE = 1e-4
-"""Absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3."""
+"""Absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; faults of names and layouts give 1."""
 
 
 def read_config(folder, text):
@@ -53,14 +47,12 @@ def read_config(folder, text):
 
 @functools.cache
 def stored(kind):
-    """The arrays of a fixture by name."""
     with np.load(make_hf_fixtures.FIXTURES / f"hf_{kind}.npz") as file:
         return {name: file[name] for name in file}
 
 
 @functools.cache
 def fixture(kind):
-    """A fixture's configuration, tensors, token ids and logits."""
     data = stored(kind)
     tensors = {name.removeprefix("weight:"): data[name] for name in data if name.startswith("weight:")}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +68,6 @@ def on_host(weight, tensors, sharding, dtype):
 
 
 def from_tensors(tensors, config):
-    """The parameters that these tensors are."""
     with mock.patch.object(hf._Weight, "place", on_host):
         return hf.from_state_dict(tensors, config)
 
@@ -94,13 +85,8 @@ def logits(params, config, ids):
 
 def same(a, b):
     """Whether two dicts or trees have the same leaves, bit by bit."""
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
-# ----------------------------------------------------------------------------------------------------- parity
+    alike = lambda x, y: x.dtype == y.dtype and np.array_equal(x, y)
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(jax.tree.map(alike, a, b))
 
 
 def in_float64(config, tensors, run, *batch):
@@ -153,48 +139,6 @@ def test_the_oracle_computes_the_gradients_of_transformers(kind):
         assert np.abs(ours[name] - x).max() <= TOLERANCE * np.abs(x).max(), name
 
 
-def swap(first, second):
-    def fault(config, tensors):
-        other = lambda name: name.replace(first, "?").replace(second, first).replace("?", second)
-        return config, {name: tensors[other(name)] for name in tensors}
-
-    return fault
-
-
-def edit(part, change):
-    return lambda config, tensors: (config, {k: change(x) if part in k else x for k, x in tensors.items()})
-
-
-def change(**fields):
-    return lambda config, tensors: (dataclasses.replace(config, **fields), tensors)
-
-
-heads = lambda x: x.reshape(4, 8, 32).swapaxes(0, 1).reshape(32, 32)
-pairs = lambda x: x.reshape(4, 4, 2, 32).swapaxes(1, 2).reshape(32, 32)
-FAULTS = {
-    "q and k swapped": ("qwen3", swap("q_proj", "k_proj")),
-    "q_norm and k_norm swapped": ("qwen3", swap("q_norm", "k_norm")),
-    "layers swapped": ("llama", swap("layers.0", "layers.1")),
-    "norms of a block swapped": ("llama", swap("input_layernorm", "post_attention_layernorm")),
-    "v's bias forgotten": ("qwen2", edit("v_proj.bias", np.zeros_like)),
-    "o not transposed": ("llama", edit("o_proj", np.transpose)),
-    "q's heads interleaved": ("llama", edit("q_proj", heads)),
-    "q's pairs interleaved": ("llama", edit("q_proj", pairs)),
-    "rope unscaled": ("llama", change(rope_scaling=None)),
-    "window off by one": ("mistral", change(window=8)),
-    "gate and up of experts swapped": ("mixtral", swap("w1", "w3")),
-    "taps of a convolution reversed": ("qwen3_next", edit("conv1d", lambda x: x[..., ::-1])),
-}
-"""The smallest of 17 that were tried, one of each kind."""
-
-
-@pytest.mark.parametrize("kind, fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_breaks_parity(kind, fault):
-    config, tensors, ids, theirs = fixture(kind)
-    config, tensors = fault(config, tensors)
-    assert np.abs(logits(from_tensors(tensors, config), config, ids) - theirs).max() > 100 * TOLERANCE
-
-
 LESSON = dataclasses.replace(preset("tiny"), num_layers=2)
 MIXTRAL = ExpertConfig(4, 2, aux_loss=0.1, z_loss=0.2, capacity_factor=4.0)
 OURS = {
@@ -215,9 +159,6 @@ def random_params(config):
     draw = np.random.default_rng(3)
     number = lambda path, w: np.float32(path[-1].key == "scale") + 0.2 * draw.standard_normal(w.shape, "f4")
     return jax.tree.map_with_path(number, unflatten_dict(config.weights(), sep="."))
-
-
-# --------------------------------------------------------------------------------------------- there and back
 
 
 def test_every_weight_has_a_name():
@@ -325,9 +266,6 @@ def test_a_large_model_is_written_in_shards_and_a_folder_of_another_is_refused(t
     assert not [*(tmp_path / "new").glob("*.safetensors")] and not (tmp_path / "new" / "config.json").exists()
 
 
-# --------------------------------------------------------------------------------------- straight onto shards
-
-
 class Spy:
     """A tensor that remembers how much of it was read."""
 
@@ -407,9 +345,8 @@ def test_float8_weights_are_multiplied_out(tmp_path):
             files[name] = np.asarray(jax.numpy.asarray(50 * x, "float8_e4m3fn"))
             files[name + "_scale_inv"] = scales
             own = files[name].astype(np.float32)
-            stands[name] = np.array(
-                [[n * scales[i // 5, j // 3] for j, n in enumerate(row)] for i, row in enumerate(own)]
-            )
+            each = [[n * scales[i // 5, j // 3] for j, n in enumerate(row)] for i, row in enumerate(own)]
+            stands[name] = np.array(each)
     raw = json.loads(str(stored("deepseek_v3")["config"]))
     config = write_quantized(tmp_path, files, raw, FP8)
     check_expanded(tmp_path, config, stands)
@@ -441,9 +378,6 @@ def test_mxfp4_weights_are_multiplied_out(tmp_path):
     check_expanded(tmp_path, config, stands)
 
 
-# --------------------------------------------------------------------------------------------------- refusals
-
-
 def without(tensors, name):
     return {k: x for k, x in tensors.items() if k != name}
 
@@ -453,10 +387,7 @@ BIAS = Q.replace("1", "0").replace("weight", "bias")
 REFUSED = {
     "missing": (lambda t: without(t, Q), rf"'{Q}' is missing; use"),
     "unexpected": (lambda t: t | {BIAS: t[LAST_NORM]}, r"q_proj.bias' has no place"),
-    "a layer too many": (
-        lambda t: t | {Q.replace("1", "2"): t[Q]},
-        r"layers.2.self_attn.q_proj.weight' has no",
-    ),
+    "a layer too many": (lambda t: t | {Q.replace("1", "2"): t[Q]}, r"layers.2.self_attn.q_proj.weight' has"),
     "misshapen": (lambda t: t | {Q: t[Q][:16]}, r"q_proj.weight' has shape \[16, 32\], not \[32, 32\]"),
     "quantized": (lambda t: t | {Q: t[Q].astype(np.int8)}, r"q_proj.weight' holds int8, but only float64, "),
     "many": (lambda t: {}, r"'lm_head.weight' is missing; .*; and 18 more"),

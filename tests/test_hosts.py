@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from shared import TABLES, program_text
+from shared import CASES, TABLES, program_text
 from test_launch import gone_after_a_kill
 
 from llmpar.launch import wire
@@ -40,8 +39,6 @@ needs_wire = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
 WITHIN = 0.02
 BASE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
 
-# ------------------------------------------------------------------------------------------------- prediction
-
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all", "reduce-scatter"])
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -68,8 +65,7 @@ PLANS += [Plan("sp=4 tp=2"), Plan("pp=2 dp=2 tp=2", zero=0, microbatches=4)]
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_one_device_a_host_sends_its_whole_traffic(plan):
-    """Then everything leaves: the sum over hosts is the sum over devices, but for pieces on their way home
-    and the ends of a pipeline, which send one way only."""
+    """The sum over hosts is that over devices, but for pieces on their way home and a pipeline's ends."""
     config = preset("tiny")
     found = leaving_bytes(plan.resolve(config), 16, 64, range(8))
     stages = [step_traffic(plan.resolve(config), 16, 64, stage) for stage in range(plan.mesh.pp)]
@@ -98,9 +94,6 @@ def test_the_ends_of_a_pipeline_send_one_way():
     assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
-# ------------------------------------------------------------------------------------------- the recorded run
-
-
 def test_the_recorded_run_sent_what_is_predicted_today():
     """Both hosts, each placement at each rate; and one loss for all."""
     document = hosts.recorded()
@@ -110,19 +103,6 @@ def test_the_recorded_run_sent_what_is_predicted_today():
         for sent, expected in zip(run["sent"], hosts.leaving(run["placement"]), strict=True):
             assert 0 <= sent / expected - 1 < WITHIN, run
         assert np.allclose(run["losses"], document["runs"][0]["losses"], rtol=1e-5, atol=0)
-
-
-def test_on_a_slow_wire_the_recorded_seconds_follow_from_the_bytes():
-    """No step is faster than its bytes on the wire; tp across costs several times what dp across costs."""
-    runs = {(run["placement"], run["rate"]): run for run in hosts.recorded()["runs"]}
-    slow = min({rate for _, rate in runs}, key=wire.bytes_per_s)
-    for (name, rate), run in runs.items():
-        burst = 0.98 * max(run["sent"]) - 2 * 128 * 1024
-        assert run["step_s"] > burst / wire.bytes_per_s(rate), (name, rate)
-    assert runs["tp across", slow]["step_s"] > 2.5 * runs["dp across", slow]["step_s"]
-
-
-# ----------------------------------------------------------------------------------------------------- a wire
 
 
 @needs_wire
@@ -141,17 +121,13 @@ def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
         assert np.allclose(losses, losses[0], rtol=1e-5, atol=0)
 
 
-SENDER = program_text("sender")
-TAKER = program_text("taker")
-
-
 @needs_wire
 def test_a_wire_has_its_rate_and_its_own_addresses():
     with Wire(2, "50mbit") as hosts_:
-        python = [sys.executable, "-c"]
-        with subprocess.Popen(hosts_.command(1, [*python, TAKER]), stdout=subprocess.PIPE) as other:
+        sender, taker = ([sys.executable, "-c", program_text(name)] for name in ("sender", "taker"))
+        with subprocess.Popen(hosts_.command(1, taker), stdout=subprocess.PIPE) as other:
             assert other.stdout.readline() == b"on\n"
-            subprocess.run(hosts_.command(0, [*python, SENDER, hosts_.address(1)]), check=True, timeout=60)
+            subprocess.run(hosts_.command(0, [*sender, hosts_.address(1)]), check=True, timeout=60)
             assert other.wait(60) == 0
         assert 2_500_000 < hosts_.sent_bytes(0) < 2_600_000
         assert [wire.bytes_per_s(rate) for rate in ("8kbit", "2.5gbit")] == [1e3, 312.5e6]
@@ -162,26 +138,10 @@ def test_a_wire_has_its_rate_and_its_own_addresses():
 
 @needs_wire
 def test_a_killed_program_leaves_no_hosts_behind():
-    program = """
-        import time
-        from llmpar.launch.wire import Wire
-        with Wire(2) as made:
-            print(*(holder.pid for holder in made._holders), flush=True)
-            time.sleep(600)
-    """
-    gone_after_a_kill(textwrap.dedent(program), 3)
+    gone_after_a_kill(program_text("holds_hosts"), 3)
 
 
-@pytest.mark.parametrize(
-    "program, sentence",
-    [
-        ("", "hosts cannot be simulated on this machine: unshare is missing; use Linux"),
-        (
-            "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1",
-            "hosts cannot be simulated on this machine: unshare: unshare failed: Operation not permitted; be",
-        ),
-    ],
-)
+@pytest.mark.parametrize("program, sentence", CASES["no_wire"])
 def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_path, monkeypatch):
     if program:
         for tool in wire.TOOLS:
@@ -195,9 +155,6 @@ def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_p
         Wire(1)
 
 
-# ----------------------------------------------------------------------------------------------------- a team
-
-
 def place():
     return jax.process_index(), len(jax.local_devices()), jax.device_count()
 
@@ -206,16 +163,6 @@ def fails_on_one():
     if jax.process_index() == 1:
         raise KeyError("planted")
     multihost_utils.sync_global_devices("never")
-
-
-def leaves_early():
-    if jax.process_index() == 0:
-        multihost_utils.sync_global_devices("never")
-
-
-def dies():
-    if jax.process_index() == 1:
-        os.kill(os.getpid(), 9)
 
 
 @pytest.mark.processes
@@ -231,18 +178,6 @@ def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
         assert "has not come back; it stands in" in error.value.ends[0]
         with pytest.raises(RuntimeError, match="this team is over; start another"):
             team.run(place)
-
-
-@pytest.mark.nightly  # other ways to fail, of the same answers
-@pytest.mark.processes
-def test_a_team_whose_process_does_not_come_to_a_collective_or_is_killed_is_over():
-    with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
-        team.run(leaves_early, timeout_s=8)
-    assert error.value.ends[1] == "has come back"
-    assert "sync_global_devices" in error.value.ends[0] or "leaves_early" in error.value.ends[0]
-    with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
-        team.run(dies)
-    assert error.value.ends[1].startswith("was ended by SIGKILL")
 
 
 def test_without_cloudpickle_a_team_names_the_extra_that_brings_it(monkeypatch):
