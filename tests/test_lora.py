@@ -190,8 +190,6 @@ def test_what_does_not_go_with_adapters_says_what_would_work(plan, layers, said)
         plan.resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
 
 
-# ---------------------------------------------------------------------------------------------------- planned
-
 ALL = "lora_targets=" + ",".join(ADAPTABLE)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+import plans
 import pytest
 from parity import (
     BATCH,
@@ -20,13 +21,13 @@ from parity import (
     by_arrow,
     check,
     emulated_ragged_all_to_all,
-    family,
     name,
     predicted,
     ragged_on_cpus,
     spread,
 )
 from plans import DEEPSEEK
+from shared import CASES
 
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped
@@ -41,11 +42,6 @@ from llmpar.predict.traffic import full_share, step_traffic
 from llmpar.training.step import Step
 
 HERE = Solo()
-
-
-def later(*plans):
-    """Plans that cheaper tests see almost all of."""
-    return [pytest.param(*pair, marks=pytest.mark.long) for pair in plans]
 
 
 CONVENTIONS = {
@@ -111,9 +107,6 @@ def expected(how, values):
         return jax.tree.map(np.asarray, with_gradients(in_float64, how, given))
 
 
-# ------------------------------------------------------------------------------------------------- one device
-
-
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_a_layer_is_what_the_oracle_computes(convention):
     """Whoever the router prefers. The bias takes part in choosing alone."""
@@ -146,9 +139,6 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     want = (one * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(jnp.bfloat16)
     # the sums in float32 round otherwise once in 2^16
     assert y.dtype == jnp.bfloat16 and (y == want).mean() > 0.99
-
-
-# ------------------------------------------------------------------------------------------------------ costs
 
 
 def test_slots_and_blocks_hold_the_worst_case_and_little_more():
@@ -188,14 +178,10 @@ def test_an_empty_slot_is_of_no_expert_of_its_rank():
     assert expert.reshape(4, 4, 2).tolist() == [[[0, 1]] * 4] + [[[2, 2]] * 4] * 3
 
 
-def test_a_capacity_leaves_fewer_slots():
-    """8 ranks of 8 experts, k = 2, 1.25 times an even share: of 1024 tokens 40 an expert, 320 a rank."""
-    assert ExpertConfig(64, 2, capacity_factor=1.25).slots(1024, 1, 8) == 320
-    assert ExpertConfig(64, 2).slots(1024, 1, 8) == 1024
-
-
 def test_the_share_of_slots_that_an_even_routing_fills():
-    """Against draws of 8 of 128 experts on 8 ranks; and with a capacity, which leaves fewer slots."""
+    """Against draws of 8 of 128 experts on 8 ranks; and with a capacity, which leaves fewer slots: of 8 ranks
+    of 8 experts, k = 2, 1.25 times an even share of 1024 tokens are 40 an expert."""
+    assert [ExpertConfig(64, 2, capacity_factor=x).slots(1024, 1, 8) for x in (None, 1.25)] == [1024, 320]
     how, draw = ExpertConfig(128, 8), np.random.default_rng(0)
     chosen = np.argsort(draw.random((20_000, 128)), axis=1)[:, :8] // 16
     assert full_share(how, 1024, 8) == pytest.approx((chosen == 3).any(1).mean(), abs=0.01)
@@ -287,20 +273,14 @@ def test_memory_is_linear_in_the_tokens_and_of_a_layers_slots_two_products_are_h
     assert 2.5 < (six - three) / 3 / array < 3.5
 
 
-# ----------------------------------------------------------------------------------------------- many devices
-
-
 def with_experts(**changes):
     return dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **changes))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "mesh, more",
-    (("fsdp=2 ep=2 tp=2", {}), ("fsdp=2 ep=2 tp=2", {"expert_copies": 2}), ("ep=8", {"ep_node": 4})),
-)
-def test_drops_are_those_of_one_device_where_no_row_is_cut(mesh, more):
-    assert_same(with_experts(capacity_factor=0.5), Plan(mesh, **more))
+@pytest.mark.parametrize("fields", ({}, {"expert_copies": 2}, {"mesh": "ep=8", "ep_node": 4}), ids=str)
+def test_drops_are_those_of_one_device_where_no_row_is_cut(fields):
+    assert_same(with_experts(capacity_factor=0.5), Plan(**{"mesh": "fsdp=2 ep=2 tp=2"} | fields))
 
 
 @pytest.mark.long
@@ -309,9 +289,6 @@ def test_drops_are_the_same_whoever_of_tp_sends():
     want, got = spread(config, whole), spread(config, dataclasses.replace(whole, tp_dispatch=True))
     for one, other in zip(*map(jax.tree.leaves, (want, got)), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * np.abs(one).max())
-
-
-# ------------------------------------------------------------------------------------- what accelerators have
 
 
 @pytest.mark.long
@@ -392,9 +369,6 @@ def test_every_layout_gives_the_same_output_and_gradients(way):
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
-# --------------------------------------------------------------------------------------------------- balance
-
-
 def test_the_summary_and_the_flow_of_a_step():
     """By hand: 2 layers, 4 experts on 2 ranks, 8 tokens with k = 1."""
     metrics = {
@@ -410,9 +384,6 @@ def test_the_summary_and_the_flow_of_a_step():
     }
 
 
-# --------------------------------------------------------------------------------------- presets and refusals
-
-
 def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="cannot run here: layers of model_type 'deepseek_v32' are counted"):
         model_graph(preset("deepseek-v3.2"))
@@ -426,75 +397,23 @@ def test_what_cannot_run_says_so():
         ExpertConfig(8, 3, num_groups=4)
 
 
-# -------------------------------------------------------------- tokens divided over tp; copies of hot experts
-
-WITH_SHARED = dataclasses.replace(MOE, experts=DEEPSEEK)
-OWN, COPY = {"tp_sequence": True, "tp_dispatch": True}, {"expert_copies": 1}
-DIVIDED = [(MOE, Plan("ep=2 tp=2", **OWN)), (WITH_SHARED, Plan("ep=2 sp=2 tp=2", mode="explicit", **OWN))]
-DIVIDED += later(
-    (WITH_SHARED, Plan("ep=2 tp=4", **OWN)),
-    (MOE, Plan("ep=4 tp=2", mode="auto", **OWN)),
-    (WITH_SHARED, Plan("dp=2 ep=2 tp=2", remat="block", tp_comm_overlap=True, **OWN)),
-    (WITH_SHARED, Plan("ep=2 sp=2 tp=2", remat="selective", microbatches=2, **OWN)),
-    (family("gpt_oss"), Plan("fsdp=2 ep=2 tp=2", **OWN)),
-    (family("deepseek_v3"), Plan("fsdp=2 ep=2 tp=2", zero=1, remat="ffn", **OWN)),
-)
-COPIED = [(MOE, Plan("fsdp=2 ep=2 tp=2", **COPY)), (family("gpt_oss"), Plan("ep=2 fsdp=2", zero=1, **COPY))]
-COPIED += later(
-    (WITH_SHARED, Plan("dp=2 ep=4", remat="block", expert_copies=3)),
-    (WITH_SHARED, Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="selective", microbatches=2, **COPY)),
-    (MOE, Plan("ep=4 tp=2", mode="auto", expert_copies=2)),
-    (WITH_SHARED, Plan("ep=2 fsdp=2", mode="explicit", zero=2, **COPY)),
-    (family("llama4_text"), Plan("fsdp=2 ep=2", **COPY)),
-    (MOE, Plan("pp=2 ep=2 dp=2", microbatches=2, **COPY)),
-)
-
-
-@pytest.mark.parametrize("config, plan", DIVIDED, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
-def test_ranks_of_tp_that_send_their_own_tokens_give_one_devices_answer(config, plan):
-    """And send over ep a tp-th of what they send together, for more over tp, to the byte."""
-    check(config, plan, 2.5)
-    sent = []
-    for each in (plan, dataclasses.replace(plan, tp_dispatch=False)):
-        rows = step_traffic(each.resolve(config), BATCH, SEQ).items()
-        sent.append({kind: row.bytes_sent for (axes, kind), row in rows if axes == "ep"})
-    assert plan.mesh.tp * sent[0]["all-to-all"] == sent[1]["all-to-all"]
-
-
-@pytest.mark.parametrize("config, plan", COPIED, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
-def test_copies_of_hot_experts_give_one_devices_answer(config, plan):
-    check(config, plan, 2.5)
-
-
-TWO_HOPS = {"ep_node": 2}
-HOPS = [(MOE, Plan("ep=4 tp=2", **TWO_HOPS)), (WITH_SHARED, Plan("ep=4 fsdp=2", remat="block", **TWO_HOPS))]
-HOPS += later(
-    (MOE, Plan("ep=8", zero=2, ep_node=4)),
-    (MOE, Plan("ep=4 tp=2", mode="auto", tp_sequence=True, **TWO_HOPS)),
-    (WITH_SHARED, Plan("ep=4 fsdp=2", mode="explicit", **TWO_HOPS)),
-    (family("gpt_oss"), Plan("dp=2 ep=4", zero=1, expert_copies=1, **TWO_HOPS)),
-    (MOE, Plan("pp=2 ep=4", microbatches=4, schedule="zb-h1", **TWO_HOPS)),
-)
-HOPS += [
-    pytest.param(config, plan, marks=pytest.mark.nightly)
-    for config, plan in (
-        (WITH_SHARED, Plan("ep=4 sp=2", remat="selective", microbatches=2, **TWO_HOPS)),
-        (family("llama4_text"), Plan("ep=4 fsdp=2", zero_axes="fsdp", **TWO_HOPS)),
-        (MOE, Plan("pp=2 ep=4", microbatches=2, **TWO_HOPS)),
-    )
+OTHERWISE = [
+    pytest.param(line, marks=() if when == "gate" else getattr(pytest.mark, when))
+    for when, lines in CASES["experts_sent"].items()
+    for line in lines
 ]
 
 
-@pytest.mark.parametrize("config, plan", HOPS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
-def test_two_hops_give_one_devices_answer(config, plan):
-    """And send between nodes one padded buffer for each node, where one hop sends one for each rank."""
+@pytest.mark.parametrize("line", OTHERWISE)
+def test_two_hops_own_tokens_of_tp_and_copies_give_one_devices_answer(line):
+    """Over ep, to the byte: each rank of tp sends its own part; two hops send a buffer for each node."""
+    config, plan = plans.build(line)
     check(config, plan, 2.5)
-    sent = []
-    for each in (plan, dataclasses.replace(plan, ep_node=1)):
-        rows = step_traffic(each.resolve(config), BATCH, SEQ).items()
-        sent.append({kind: row.bytes_sent for (axes, kind), row in rows if axes == "ep"}["all-to-all"])
-    ranks, near = plan.mesh.ep, plan.ep_node
-    assert near * sent[0] * (ranks - 1) == sent[1] * (ranks - near)
+    both = plan, dataclasses.replace(plan, tp_dispatch=False, ep_node=1)
+    traffic = (step_traffic(each.resolve(config), BATCH, SEQ) for each in both)
+    sent, plain = (rows["ep", "all-to-all"].bytes_sent for rows in traffic)
+    parts, ranks, near = (plan.mesh.tp if plan.tp_dispatch else 1), plan.mesh.ep, plan.ep_node
+    assert near * parts * sent * (ranks - 1) == plain * (ranks - near)
 
 
 def test_the_experts_that_most_tokens_of_all_ranks_chose_are_copied_and_their_tokens_stay():
@@ -520,16 +439,7 @@ def test_copies_even_out_the_loads_of_ranks():
     assert np.median(after / before) < 0.7 and (after <= before).mean() > 0.9
 
 
-@pytest.mark.parametrize(
-    "more, says",
-    [
-        ({"expert_copies": 8}, "expert_copies=8 of 8 experts; use fewer"),
-        (OWN | COPY, "needs the tokens of all"),
-        (OWN | {"mesh": "ep=4 tp=2", "ep_node": 2}, "ep_node=2 does not go with tp_dispatch=True"),
-        ({"ep_node": 2}, "ep_node=2 does not cut ep=2 into two or more nodes; use a divisor of 2 below"),
-        ({"mesh": "ep=8", "ep_node": 3}, "ep_node=3 does not cut ep=8 into two"),
-    ],
-)
-def test_copies_that_cannot_be_are_refused(more, says):
+@pytest.mark.parametrize("fields, says", CASES["experts_refused"])
+def test_copies_that_cannot_be_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
-        Plan(**{"mesh": "ep=2 tp=2"} | more).resolve(MOE, "cpu", BATCH, SEQ)
+        Plan(**{"mesh": "ep=2 tp=2"} | fields).resolve(MOE, "cpu", BATCH, SEQ)

@@ -50,9 +50,6 @@ def symbolic(expected, formula, points):
     return expected
 
 
-# ---------------------------------------------------------------- memory
-
-
 def zero_table(params, dp, param_bytes, grad_bytes, optim_bytes):
     each = (param_bytes, grad_bytes, optim_bytes)
     return {f"stage{z}": formulas.zero_bytes(params, dp, z, *each) / 1e9 for z in (1, 2, 3)}
@@ -98,18 +95,12 @@ def argument_gib(params, n=None, devices=None, bytes_per_param=12):
     return {"gib": formulas.zero_bytes(params, n or devices, 3, bytes_per_param, 0, 0) / GIB}
 
 
-# ---------------------------------------------------------------- parameters, FLOPs, utilization
-
-
 def ptdp_days(tokens, params, gpus, flops):
     return {"days": formulas.train_seconds(params, tokens, gpus, flops, flops_per_param_token=8) / 86400}
 
 
 def book_days_70b(chips, mfu, params=70e9, tokens=15e12):
     return {"days": formulas.train_seconds(params, tokens, chips, mfu * chip("v5p").flops_per_s) / 86400}
-
-
-# ---------------------------------------------------------------- what moves, and for how long
 
 
 def ring_collectives(expected):
@@ -154,9 +145,6 @@ def book_two_nodes():
     return {"bound": min(rate, key=rate.get), "gbps": min(rate.values()) / 1e9}
 
 
-# ---------------------------------------------------------------- thresholds, decoding
-
-
 def ring_table_2(tflops, gbps):
     block = formulas.ring_min_block(tflops * 1e12, gbps * 1e9)
     return {"c_k": block / 1e3, "s_k": 6 * block / 1e3}
@@ -199,9 +187,6 @@ def book_gpu_dp(C):
 def book_kv_70b(layers=80, kv_heads=8, head_dim=128):
     sizes = dict(num_layers=layers, num_kv_heads=kv_heads, head_width=head_dim)
     return {"bytes": serving.cache_bytes(replace(preset("llama3-70b"), **sizes), bits=8)}
-
-
-# ---------------------------------------------------------------- hardware
 
 
 def chip_row(chip_name, expected):

@@ -42,9 +42,6 @@ def trace(config, plan, rows=BATCH, seq=SEQ):
     return jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(rows, seq))
 
 
-# ------------------------------------------------------------------------------------------- what is computed
-
-
 def program_flops(schedule, saves="input"):
     """The FLOPs of the programs F, B and W of a pipeline of four stages and eight microbatches."""
     counts = {}
@@ -91,9 +88,6 @@ def test_w_is_the_weights_products_and_nothing_runs_twice():
     assert zero_bubble["B"] + zero_bubble["W"] == joint
     assert saved["F"] + saved["B"] == joint and saved["W"] == 0
     assert both["F"] + both["B"] + both["W"] == joint
-
-
-# ------------------------------------------------------------------------------------------- where layers lie
 
 
 def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():

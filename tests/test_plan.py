@@ -31,9 +31,6 @@ def arrows(arrow: Arrow) -> list[str]:
     return [str(move) for move in arrow.moves]
 
 
-# ---------------------------------------------------------------------------------------------------- regions
-
-
 def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
     """Its cells are axes, and dims that tp cuts; ``[,tp]`` with tp_sequence."""
     plans = [Plan("dp=2 fsdp=2 ep=2 sp=2 tp=2", tp_sequence=cut).resolve() for cut in (False, True)]
@@ -72,8 +69,6 @@ def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_seq
     assert arrows(Plan(MIXED, tp_sequence=True).resolve().physical(logical)) == with_sequence
     assert arrows(Plan("dp=4 fsdp=2").resolve().physical(logical)) == []
 
-
-# ------------------------------------------------------------------------------------------------------- ZeRO
 
 DIMS = "ffn l d m"
 
@@ -115,9 +110,6 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     assert fewer.layouts_of("ffn l d m").replica_axes == ("dp", "ep")
     uncut, other = Plan("sp=2", zero=0).resolve(), Plan("sp=2", zero_axes="fsdp").resolve()
     assert uncut.stored(DIMS) == other.stored(DIMS)
-
-
-# --------------------------------------------------------------------------------------------------- refusals
 
 
 HERE = Path(__file__).parent

@@ -413,9 +413,6 @@ def test_the_first_of_equals_is_not_both_slower_and_fuller_than_another():
     assert planner.why(tied[1], [tied[1], tied[0]]).startswith("as fast as any but for 0.5%, and simpler")
 
 
-# ------------------------------------------------------------------------------------------------ the command
-
-
 def call(capsys, *words):
     status = main(["plan", *words])
     out, err = capsys.readouterr()
@@ -495,9 +492,6 @@ def test_a_ring_in_the_order_that_windows_want_is_offered():
         assert (plan.context_parallel, plan.sequence_order) == ("ring", order)
 
 
-# ----------------------------------------------------------------------------- two meshes, one machine
-
-
 @pytest.mark.parametrize("name, row", [("llama3-8b", "h100"), ("qwen3-30b-a3b", "v5p")])
 def test_the_terms_of_two_meshes_add_up_to_their_difference(name, row):
     q = question(name, 64, 128, row=chip(row))
@@ -558,8 +552,6 @@ def test_an_exchange_of_tokens_that_takes_much_of_a_step_is_said():
         answer = planner.Answer(q, [planner.on_mesh(q, parse_mesh(mesh))], [], 1)
         assert any("on their way to experts" in line for line in notes(answer)) is slow
 
-
-# ------------------------------------------------------------------------------------------- other frameworks
 
 LINES = tomllib.loads((HERE / "launch_lines.toml").read_text())
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}

@@ -99,9 +99,6 @@ OFTEN += "sequence_order dispatch".split()
 """Idle on most meshes, so drawn more often."""
 
 
-# ---------------------------------------------------------------------------------------------------- drawing
-
-
 def draw_family(rng, pick, wild) -> dict:
     """A family or none, what its ``config.json`` says that is no size, and the order of kinds of layers."""
     if rng.random() > OF_FAMILIES_SHARE:
@@ -312,9 +309,6 @@ def tell(asked: dict) -> str:
     return f"Plan({', '.join([repr(str(plan.mesh)), *changed])}) {rest} {model}"
 
 
-# ---------------------------------------------------------------------------------------------------- running
-
-
 def batch_of(asked: dict, rng) -> dict:
     """Random tokens; documents end anywhere, positions go on or begin again; some targets are left out."""
     shape = b, s = asked["batch"], asked["seq"]
@@ -498,9 +492,6 @@ def allowed(asked: dict, name: str) -> float:
     return {"tokens": 0.0, "load": 0.0, "dropped": 0.0, "weights": 1e-4}.get(name, 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------ tests
-
-
 def pytest_generate_tests(metafunc):
     if "plan_seed" in metafunc.fixturenames:
         plans, seed = (metafunc.config.getoption(name) for name in ("--plans", "--seed"))
@@ -588,9 +579,6 @@ def test_what_is_refused_says_what_was_asked_and_each_way_out_of_it_works(reques
                 again = refused(asked | change)
                 assert about(again) != about(why), f"{why}\nand after {change}:\n{again}"
     assert len(kinds) > 30
-
-
-# ----------------------------------------------------------------------------------------------------- faults
 
 
 def plain(**changes) -> dict:

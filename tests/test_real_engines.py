@@ -182,9 +182,6 @@ def running(command, folder: Path, **options):
             process.wait()
 
 
-# -------------------------------------------------------------------------------------------------------- MPI
-
-
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
     programs = installed(mpi)
@@ -201,9 +198,6 @@ def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     version = said(programs / "mpirun", "--version", env=env)
     record({"openmpi": "Open MPI", "mpich": "MPICH"}[mpi], version, start_s=first)
-
-
-# ------------------------------------------------------------------------------------------------------ SLURM
 
 
 @pytest.fixture
@@ -298,9 +292,6 @@ def test_slurm_requeues_a_job_whose_node_fails(slurm, alone, tmp_path, record):
     record("SLURM, a node lost", said("slurmctld", "-V"), again_s=again)
 
 
-# --------------------------------------------------------------------------------------------------- torchrun
-
-
 def whole(folder: Path) -> dict:
     """The weights of the newest checkpoint, as no device holds them."""
     found = [path for path in (folder / "kept").glob("*") if path.name.isdigit()]
@@ -340,9 +331,6 @@ def test_torchrun_goes_on_with_one_host_and_again_with_two(hosts, alone, tmp_pat
     jax.tree.map(same, whole(tmp_path), whole(alone))
     version = said(programs / "python", "-c", "import torch; print(torch.__version__)")
     record("torchrun, two hosts", version, start_s=first, less_s=less, more_s=more)
-
-
-# -------------------------------------------------------------------------------------------------------- Ray
 
 
 @pytest.fixture

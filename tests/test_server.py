@@ -126,9 +126,6 @@ def text_of(events):
     return "".join(choice.get("text", "") for event in events[:-1] for choice in event["choices"])
 
 
-# --------------------------------------------------------------------------------------------------- text
-
-
 def told(prompt, tokens, stops=(), echo=False, decode=BYTES.decode):
     """The pieces of text of an answer, and why it ended."""
     choice = server.Choice(decode, prompt, stops, echo)
@@ -170,9 +167,6 @@ def test_the_space_that_a_tokenizer_drops_at_the_beginning_of_a_text_is_kept():
     decode = lambda ids: "".join(words[x] for x in ids).replace("▁", " ").removeprefix(" ")
     assert "".join(told([9, 1], [2, 3, 9], decode=decode)[0]) == " cats"
     assert "".join(told([9, 1], [2, 3, 9], echo=True, decode=decode)[0]) == "the cats"
-
-
-# ------------------------------------------------------------------------------------------------- the API
 
 
 @pytest.fixture(scope="module")
@@ -288,9 +282,6 @@ def test_a_key_is_asked_for_where_there_is_one():
             assert ask(port, {"prompt": "say a"}, Authorization=f"{scheme} secret")[0].status == 200
         assert ask(port, {"prompt": "say a"}, Authorization="Basic secret")[0].status == 401
         assert ask(port, None, "/v1/models")[0].status == 401 and ask(port, None, "/health")[0].status == 200
-
-
-# ------------------------------------------------------------------------------------------------- clients
 
 
 def until(holds):
@@ -545,9 +536,6 @@ def test_garbage_never_ends_the_server(port):
         connect(port).sendall(rng.randbytes(rng.randint(1, 2000)))
     until(lambda: ask(port, None, "/health")[1]["running"] == 0)
     assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
-
-
-# ------------------------------------------------------------------------------ the command, on eight devices
 
 
 @pytest.fixture(scope="module")

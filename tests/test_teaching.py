@@ -111,9 +111,6 @@ def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):
         lessons.read_lessons(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------- pages
-
-
 def links(text):
     """The targets of links and pictures."""
     return re.findall(r'(?:href|src)="([^"#]+)"', text)
@@ -138,9 +135,6 @@ def test_the_pages_are_accessible(tab, tmp_path):
         tab.emulate_media(color_scheme=scheme)
         tab.goto((tmp_path / "page.html").as_uri())
         assert violations(tab) == [], name
-
-
-# ------------------------------------------------------------------------------------------------------ quiz
 
 
 def right_answers():
@@ -230,9 +224,6 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     assert file.read_text() == noted
 
 
-# -------------------------------------------------------------------------------------------------- the rest
-
-
 @pytest.mark.parametrize("name", ["INSTRUCTOR.md", "CONTRIBUTING.md"])
 def test_pages_for_people_name_targets_and_files_that_exist(name):
     text, makefile = (ROOT / name).read_text(), (ROOT / "Makefile").read_text()
@@ -242,9 +233,6 @@ def test_pages_for_people_name_targets_and_files_that_exist(name):
         find(exercise)  # or it is refused
     for path in re.findall(r"`((?:notebooks|slides|tests|llmpar)/[\w./]+)`", text):
         assert (ROOT / path).exists() or path.startswith("slides/_build"), path
-
-
-# --------------------------------------------------------------------------------------------- start anywhere
 
 
 def extras_of(text):

@@ -27,8 +27,6 @@ from llmpar.training.step import Step
 
 QUANTITIES = tuple(SPREAD_NAMES)
 
-# ------------------------------------------------------------------------------------------------------- laws
-
 
 # ------------------------------------------------------------------------------------------------------- runs
 
@@ -118,9 +116,6 @@ def test_a_wrong_scale_of_one_part_in_ten_thousand_is_caught():
     for of_loss, of_gradient, said in ((1.0, 1 + 2e-5, "^gradient"), (1 + 1e-5, 1.0, "^loss")):
         with pytest.raises(AssertionError, match=said):
             compare(of_loss, of_gradient)
-
-
-# ----------------------------------------------------------------------------------------------------- report
 
 
 def test_each_cut_has_its_term():

@@ -83,9 +83,6 @@ def kill_at(step: int):
     return on_step
 
 
-# ------------------------------------------------------------------------------------------------------- runs
-
-
 def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     log, seen = tmp_path / "logs" / "run.jsonl", []
     note = lambda number, report: seen.append((number, report.losses[-1]))
@@ -160,9 +157,6 @@ def test_all_devices_share_the_ideal_step(monkeypatch):
     many, one = (ideal_step_s(SMALL, step, make_mesh(plan.mesh)) for plan in (MIXED, Plan()))
     useful = sum(memory.flops(SMALL, 8, 16).values())
     assert one == 4 * many and math.isclose(one * hardware.chip("h100").flops_per_s, useful)
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -643,9 +637,6 @@ def test_checksums_are_of_the_bits_on_any_mesh(whole):
     assert [k for k in sums if changed[k] != sums[k]] == ["['params']['head']"]
 
 
-# ------------------------------------------------------------------------------------------------- what stops
-
-
 def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_checkpoint(tmp_path):
     """The update of step 1 overflows the loss of step 2; a checkpoint that holds those weights is dropped."""
     wild = OptimizerConfig("sgd", learning_rate=1e30, warmup=1)
@@ -658,9 +649,6 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_check
     with pytest.raises(FloatingPointError, match=kept):
         run(Plan(), options=wild, folder=tmp_path, every=1)
     assert Checkpoints(str(tmp_path)).latest == 1
-
-
-# ------------------------------------------------------------------------------------------------- optimizers
 
 
 def rates(steps, warmup, count, decay="cosine"):
