@@ -10,7 +10,7 @@ import threading
 import tomllib
 
 import pytest
-from shared import CASES, HERE
+from shared import CASES, HERE, TABLES
 
 from llmpar.cli import main
 from llmpar.cli.commands import parse
@@ -27,7 +27,6 @@ from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.time import beside_flops, step_time
-from llmpar.predict.traffic import most_traffic
 from llmpar.training.optimizer import fitted
 
 H100 = chip("h100")
@@ -356,36 +355,6 @@ def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
     assert answered > 5
 
 
-def test_a_field_that_decides_nothing_is_not_priced():
-    """Random plans, whatever is set: bytes, traffic and time are those of what would run."""
-    rng, same = random.Random(8), 0
-    kinds = look.OFFERED | {"unroll": {"options": [0, 1, 2]}, "attention_block": {"options": [None, 256]}}
-    while same < 15:
-        name, row = rng.choice(["llama3-8b", "qwen3-30b-a3b"]), chip(rng.choice(["h100", "v5p", "mi250x"]))
-        sizes = dict.fromkeys(AXES, 1)
-        for axis in rng.choices([*AXES], k=4):
-            sizes[axis] *= 2
-        given = {k: rng.choice(kinds[k].get("options", [1, 2, 4])) for k in rng.sample(sorted(kinds), 6)}
-        q = question(name, 16, 64, 2048, row)
-        plan = Plan(MeshShape(**sizes), **{k: v for k, v in given.items() if k != "memory_share"})
-        try:
-            plan.resolve(q.config, None, 64, 2048)
-            runs = plan.resolve(q.config, q.platform)
-        except ValueError:
-            continue
-        same += 1
-        other, fits = plan.resolve(q.config, None).effective, planner.least_recompute(q, plan)
-        again = other.resolve(q.config, q.platform)
-        parts = [memory.parts_bytes(one, q.batch_size, q.seq_len) for one in (runs, again)]
-        assert parts[0] == parts[1], plan
-        assert most_traffic(runs, 64, 2048) == most_traffic(again, 64, 2048), plan
-        for exact in (False, True):
-            times = [step_time(q.run(one), simulate=exact) for one in (plan, other, runs)]
-            assert times[0] == times[1] == times[2], plan
-        priced = fits.plan.resolve(q.config, None).effective.resolve(q.config, q.platform)
-        assert fits.memory_bytes == memory.parts_bytes(priced, q.batch_size, q.seq_len), plan
-
-
 def test_fields_that_are_set_are_timed():
     """Uncut state is updated whole, float32 is slower but on TPUs, padded buffers travel whole."""
     priced = lambda mesh, row, own: planner.on_mesh(question(row=row, **own), parse_mesh(mesh))
@@ -553,18 +522,8 @@ def test_an_exchange_of_tokens_that_takes_much_of_a_step_is_said():
         assert any("on their way to experts" in line for line in notes(answer)) is slow
 
 
-LINES = tomllib.loads((HERE / "launch_lines.toml").read_text())
+LINES = tomllib.loads((HERE / "launch_lines.toml").read_text())["line"]
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
-PLANS = [
-    ("llama3-70b", Plan("fsdp=8 tp=8", tp_sequence=True, remat="block", microbatches=2)),
-    ("llama3-70b", Plan("pp=4 fsdp=4 tp=4", zero=1, microbatches=4, **INTERLEAVED)),
-    ("llama3-8b", Plan("dp=2 fsdp=8 sp=4", context_parallel="gather", loss_chunks=8)),
-    ("llama3-8b", Plan("dp=64", remat="ffn")),
-    ("llama3-8b", Plan("dp=2 fsdp=32", zero=2)),
-    ("qwen3-30b-a3b", Plan("ep=8 fsdp=8", zero=2, remat="selective")),
-    ("llama3-8b lora_rank=1 lora_targets=q,v", Plan("fsdp=64")),
-    ("llama3-8b lora_rank=16 lora_targets=q,k,v,o,gate,up,down", Plan("fsdp=16 tp=4", tp_sequence=True)),
-]
 
 
 def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen():
@@ -586,20 +545,10 @@ def drawn_plans(number):
         for axis in lot.sample(("pp", "dp", "ep", "sp", "tp"), 5):
             sizes[axis] = lot.choice([x for x in (1, 1, 1, 2, 4, 8) if rest % x == 0])
             rest //= sizes[axis]
-        fields = {
-            "zero": lot.choice((0, 1, 2, 3, 3)),
-            "tp_sequence": lot.choice((False, True)),
-            "tp_comm_overlap": lot.choice((False, True)),
-            "microbatches": lot.choice((1, 2, 4, 8)),
-            "remat": lot.choice(("none", "selective", "ffn", "block")),
-            "reshard_after_forward": lot.choice((False, True)),
-            "dtype": lot.choice(("bfloat16", "bfloat16", "float32")),
-            "context_parallel": lot.choice(("ring", "gather", "ulysses")),
-            "loss_chunks": lot.choice((1, 1, 8)),
-        }
+        fields = {name: lot.choice(values) for name, values in TABLES["drawn_for_export"].items()}
         if fields["zero"] == 0:  # fsdp is one more axis of replicas
             sizes["dp"], rest = sizes["dp"] * rest, 1
-        fields |= lot.choice(({}, {"schedule": "interleaved", "virtual_stages": 2}))
+        fields |= lot.choice(({}, INTERLEAVED))
         q = question(model, devices, devices * lot.choice((1, 2, 4)), lot.choice((2048, 8192)))
         plan = Plan(MeshShape(fsdp=rest, **sizes), **fields)
         try:
@@ -610,22 +559,11 @@ def drawn_plans(number):
         yield q, plan
 
 
-NO_WORD = {  # what a framework cannot say where it can say the mesh
-    "torchtitan": "lora_rank lora_targets remat context_parallel loss_chunks tp_sequence virtual_stages zero",
-    "megatron": "lora_rank lora_targets loss_chunks reshard_after_forward",
-    "nemo": "lora_targets loss_chunks reshard_after_forward dtype",
-    "maxtext": "lora_rank lora_targets remat reshard_after_forward tp_sequence tp_comm_overlap schedule zero",
-    "deepspeed": "lora_rank lora_targets remat reshard_after_forward context_parallel tp_sequence"
-    " tp_comm_overlap loss_chunks",
-    "accelerate": "remat context_parallel tp_sequence tp_comm_overlap loss_chunks",
-}
-
-
 @pytest.mark.parametrize("name", frameworks.EXPORTS)
 def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
-    plans = [(question(model, 64, 128), dataclasses.replace(x, dtype="bfloat16")) for model, x in PLANS]
+    chosen = [(question(model, 64, 128), Plan(dtype="bfloat16", **x)) for model, x in TABLES["exported"]]
     whole = 0
-    for q, plan in [*plans, *drawn_plans(200)]:
+    for q, plan in [*chosen, *drawn_plans(200)]:
         text = frameworks.export(q, plan, name)
         found, known, unread = frameworks.facts_in(text)
         assert (found, unread) == (name, []), text
@@ -635,7 +573,9 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
         whole += 1
         devices, batch_size, back = frameworks.planned_by(known, q.num_devices)
         assert (devices, batch_size) == (q.num_devices, q.batch_size), text
-        assert known.get("seq_len", q.seq_len) == q.seq_len and lost <= {*NO_WORD[name].split()}, text
+        assert known.get("seq_len", q.seq_len) == q.seq_len and lost <= {
+            *TABLES["without_a_word"][name].split()
+        }, text
         adapters = {"lora_rank": q.config.lora and q.config.lora.rank}
         adapters["lora_targets"] = q.config.lora and ",".join(q.config.lora.targets)
         assert not {x for x, value in adapters.items() if x not in lost and known.get(x) != value}, text
@@ -651,30 +591,13 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
 
 
 def test_an_export_has_what_a_framework_would_take_otherwise():
-    rows = [  # each an assertion of the framework, or another plan without a word, where it is left out
-        ("torchtitan", Plan("fsdp=64"), 64, "--training.local_batch_size 1 "),
-        ("torchtitan", Plan("pp=2 fsdp=32"), 64, "fsdp_reshard_after_forward always"),
-        ("torchtitan", Plan("fsdp=8 tp=8"), 64, "# not expressed: tp_sequence=False"),
-        ("accelerate", Plan("dp=2 fsdp=16 tp=2"), 32, "--use_parallelism_config "),
-        ("megatron", Plan("fsdp=64", zero=2), 64, "--ckpt-format fsdp_dtensor"),
-        (
-            "megatron",
-            Plan("fsdp=64", reshard_after_forward=False),
-            64,
-            "expressed: reshard_after_forward=False",
-        ),
-        ("maxtext", Plan("pp=4 fsdp=16", microbatches=4), 64, "num_layers_per_pipeline_stage=8 "),
-        ("maxtext", Plan("pp=4 fsdp=16", microbatches=4), 64, "num_pipeline_repeats=1 "),
-        ("maxtext", Plan("pp=4 fsdp=16", microbatches=2), 64, "# not expressed: pp=4"),
-        ("nemo", Plan("fsdp=64"), 64, "# not expressed: dtype=float32"),
-        ("deepspeed", Plan("fsdp=16 sp=4"), 64, "# not expressed: context_parallel=ring"),
-    ]
-    for name, plan, batch_size, text in rows:
-        assert text in frameworks.export(question("llama3-8b", plan.mesh.size, batch_size), plan, name), text
+    for name, fields, batch_size, text in TABLES["exports_with"]:
+        q = question("llama3-8b", Plan(fields["mesh"]).mesh.size, batch_size)
+        assert text in frameworks.export(q, Plan(**fields), name), text
 
 
 def test_launch_lines_are_the_right_plan_or_the_right_complaint():
-    for row in LINES["line"]:
+    for row in LINES:
         try:
             name, known, unread = frameworks.facts_in(row["text"])
             given = row.get("devices", None if "each" in known else 16)
@@ -690,16 +613,6 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
         assert mesh.keys() == {word.partition("=")[0] for word in words} & {*AXES}, row
         for key, _, value in (word.partition("=") for word in words):
             assert str(read[key]) == value, (key, read[key], row)
-
-
-@pytest.mark.parametrize("row", LINES["launch"], ids=lambda row: row["engine"])
-def test_launch_lines_and_files_of_all_forms_are_read(row):
-    found, known, unread = frameworks.facts_in(row["text"])
-    devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" or "each" in known else 64)
-    read = {"engine": found, "devices": devices, "batch": batch, "left": unread}
-    assert read == {name: row[name] for name in read} and plan.mesh == parse_mesh(row["mesh"])
-    more = {"reshard_after_forward": True} | row.get("more", {})
-    assert {name: getattr(plan, name) for name in more} == more  # SHARD_GRAD_OP keeps what was gathered
 
 
 def test_a_launch_line_is_priced_and_translated(capsys):
