@@ -6,17 +6,15 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import house
 import pytest
 import yaml
 from costs import Cost, grown
-from shared import TABLES
+from shared import ROOT, TABLES
 
 import llmpar
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 # Around it: a folder names those that it may import besides.

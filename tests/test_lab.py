@@ -11,10 +11,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from shared import ROOT
 
 from llmpar.cli.commands import command_class
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from shared import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = {
     "rules": ["-m", "ruff", "check", "."],
     "format": ["-m", "ruff", "format", "--check", "."],

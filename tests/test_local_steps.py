@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
+from shared import TABLES
 
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
 from llmpar.model.weights import trainable_params
@@ -20,7 +21,7 @@ from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.plan.plan import Plan
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
-from llmpar.predict.traffic import outer_traffic, step_traffic
+from llmpar.predict.traffic import outer_traffic
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.local_steps import LocalSteps
@@ -81,30 +82,11 @@ def test_an_average_after_each_step_of_a_linear_optimizer_is_data_parallelism():
     assert apart(got, want) < 1e-6 < 1e-3 < apart(want, start)
 
 
-def test_the_workers_send_what_is_predicted_and_nothing_over_dp_between_outer_steps():
-    """Of a step; outer steps are below."""
-    step = workers().steps[1]
-    found = by_arrow(census_hlo(read_program(step.lower(BATCH // 2, SEQ))[1], step.mesh))
-    worker = PLAN.resolve(LLAMA).worker.resolve(LLAMA)
-    assert found == predicted_by_arrow(step_traffic(worker, BATCH // 2, SEQ))
-    assert not any("dp" in axes.split(",") for axes, *_ in found)
-
-
-@pytest.mark.parametrize(
-    "plan, every, count, outer, says",
-    [
-        (Plan("fsdp=2"), 10, 1, None, "dp=1 workers in the mode manual, .*; use dp=2 or more"),
-        (Plan("dp=2", mode="auto"), 10, 1, None, "dp=2 workers in the mode auto, .* mode='manual'"),
-        (Plan("dp=2"), 0, 1, None, "joined every 0 steps, .* 1 step or more"),
-        (Plan("dp=2"), 5, 2, None, "due 5/2 = 2.5 steps after another; use a number that divides 5"),
-        (Plan("dp=2"), 6, 3, None, "fragments=3 of 2 layers .* is at most 2"),
-        (Plan("dp=2 pp=2"), 4, 2, None, "on pp=2, .* and pp=1"),
-        (Plan("dp=2"), 4, 2, optax.adam(1e-3), "an outer optimizer that counts its steps"),
-    ],
-)
-def test_what_are_no_workers_or_fragments_is_refused(plan, every, count, outer, says):
+@pytest.mark.parametrize("fields, every, count, says", TABLES["no_workers"])
+def test_what_are_no_workers_or_fragments_is_refused(fields, every, count, says):
+    plan, outer = Plan(**fields), optax.adam(1e-3) if "counts" in says else optax.sgd(1.0)
     with pytest.raises(ValueError, match=says):
-        LocalSteps(LLAMA, plan, make_mesh(plan.mesh), LINEAR, every, outer or optax.sgd(1.0), None, count)
+        LocalSteps(LLAMA, plan, make_mesh(plan.mesh), LINEAR, every, outer, None, count)
 
 
 def test_fragments_together_send_what_all_at_once_does_and_each_is_averaged_in_its_own_step():

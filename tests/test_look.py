@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shared import ROOT
+from shared import HERE, TABLES
 
 import llmpar
 from llmpar.cli import main
@@ -272,7 +272,7 @@ def command(line, capsys):
 
 
 def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
+    monkeypatch.chdir(HERE / "fixtures" / "mine")
     for name in ("text.hlo", "drawn.svg"):
         monkeypatch.setenv(name.partition(".")[0].upper(), str(tmp_path / name))
     named = ["--dims", "x = b d; params['up'] = d m; params['down'] = m d"]
@@ -286,22 +286,9 @@ def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkey
     (tmp_path / "text.hlo").write_text(TEXT)
     status, out, _ = command(f"--hlo {tmp_path / 'text.hlo'} --mesh X=4,Y=2", capsys)
     assert status == 0 and "all-reduce X" in out
-    for line, says in COMMANDS_REFUSED.items():
+    for line, says in TABLES["inspect_refuses"]:
         status, out, err = command(line.replace("TEXT", str(tmp_path / "text.hlo")), capsys)
         assert (status, out) == (1, "") and says in err, line
-
-
-COMMANDS_REFUSED = {
-    "--program train:look_at --mesh X=4": "--svg and --json; leave out --mesh",
-    "--program train:look_at --zero 1 --types": "leave out --types --zero",
-    "--target h100:1x8": "give one of the two",
-    "--program train:look_at --hlo TEXT": "give one of the two",
-    "--program train:nobody": "train:nobody: AttributeError: module 'train' has no attribute 'nobody'",
-    "--program nowhere:step": "ModuleNotFoundError: No module named 'nowhere'",
-    "--program train:loss": "train:loss: TypeError: loss() missing 1 required positional argument",
-    "--hlo TEXT": "a text does not name its mesh, and the program has 8",
-    "--hlo TEXT --mesh X=3,Y=2": "has 6 devices, and the program has 8; give its own",
-}
 
 
 def test_a_helper_that_jax_keeps_names_the_lines_of_each_program():
@@ -462,40 +449,14 @@ def test_a_dim_that_may_be_another_has_no_letter():
     }
 
 
-@pytest.mark.parametrize(
-    "dims, says",
-    [
-        ({"y": "b d"}, "dims names 'y', and the program uses no argument of that name; it has x"),
-        ({"x": "b"}, "dims gives 'b' for 'x', which has 2 dims; give a letter for each"),
-        ({"x": "b b"}, "every letter once, as 'b s d'"),
-        ({"x": 2}, "dims gives 2 for 'x'"),
-    ],
-)
+@pytest.mark.parametrize("dims, says", TABLES["letters_refused"])
 def test_letters_that_do_not_fit_are_refused(dims, says):
     with pytest.raises(ValueError, match=says):
         look(total, X, dims=dims)
 
 
-SCHEDULED = """HloModule jit_f, is_scheduled=true, num_partitions=2
-
-ENTRY %main (x: f32[4,8], w: f32[4,8]) -> f32[4,8] {
-  %x = f32[4,8] parameter(0)
-  %w = f32[4,8] parameter(1)
-  %g = (f32[4,8], f32[8,8]) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}
-  %d = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
-  %gd = f32[8,8] all-gather-done(%g)
-  %e = f32[4,8] dot(%x, %gd), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %h = (f32[4,8], f32[8,8]) all-gather-start(%e), replica_groups={{0,1}}, dimensions={0}
-  %hd = f32[8,8] all-gather-done(%h)
-  %r = f32[4,8] all-reduce(%e), replica_groups={{0,1}}, to_apply=%sum
-  %n = f32[4,8] negate(%r)
-  ROOT %t = f32[4,8] add(%n, %r)
-}
-"""
-
-
 def test_a_schedule_is_read_in_its_order_with_what_is_alive_counted_by_hand():
-    read = look(SCHEDULED, {"X": 2}).schedule
+    read = look((HERE / "fixtures" / "hlo" / "scheduled.hlo").read_text(), {"X": 2}).schedule
     steps = [(s["lane"], s["name"], s["begin"], s["end"], s["exposed"], s["count"]) for s in read["steps"]]
     assert steps == [
         ("X", "all-gather", 0, 1, False, 1),  # beside the first matmul

@@ -16,6 +16,7 @@ import pytest
 from make_hf_fixtures import FIXTURES
 from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
+from shared import TABLES
 
 from llmpar.cli import main
 from llmpar.cli.commands import parse
@@ -176,18 +177,10 @@ def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
     assert read == down | ups | heads
 
 
-@pytest.mark.parametrize(
-    "plan, layers, said",
-    [
-        (Plan("tp=2", mode="explicit"), 2, "does not go with LoRA and tp = 2: .* use mode='manual'"),
-        (Plan("fsdp=2", unroll=0), 2, "unroll=0 with LoRA and 2 layers is no loop, .* use unroll=1"),
-        (Plan("fsdp=2"), 1, "LoRA of 1 layer: .* use 2 layers"),
-        (Plan("fsdp=8"), 2, "head width 4 is not a multiple of fsdp = 8"),
-    ],
-)
-def test_what_does_not_go_with_adapters_says_what_would_work(plan, layers, said):
+@pytest.mark.parametrize("fields, layers, said", TABLES["adapters_refused"])
+def test_what_does_not_go_with_adapters_says_what_would_work(fields, layers, said):
     with pytest.raises(ValueError, match=said):
-        plan.resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
+        Plan(**fields).resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
 
 
 ALL = "lora_targets=" + ",".join(ADAPTABLE)
@@ -264,29 +257,14 @@ def test_adapters_fit_where_all_weights_do_not_and_their_mesh_is_compared():
     assert sum(compared["terms"].values()) == pytest.approx(compared["difference_s"])
 
 
-# QwenLM/Qwen 03cd81f, README.md, "Profiling of Memory and Speed": LoRA of rank 64 on all matrices, A100s of
-# 80 GB, 8 microbatches of a sequence, all recomputed; seconds of a step of 2048, 4096 and 8192 tokens.
-QWEN_STEPS = {
-    "llama2-7b width=2048 num_layers=24 num_heads=16 num_kv_heads=16 ffn_width=5504": (1, 1.7, 3.3, 6.8),
-    "llama2-7b": (1, 5.2, 10.1, 21.3),
-    "llama2-13b ffn_width=13696": (1, 8.4, 17.0, 36.0),
-    "llama2-70b num_kv_heads=64 ffn_width=24576": (4, 45.7, 83.4, 161.5),
-}
-
-
-# NVIDIA-NeMo/Automodel, docs/performance-summary.md, "Finetuning (LoRA) Performance": rank 16 on all
-# matrices, one H100, 16 microbatches of two sequences of 4,096, nothing recomputed.
-NEMO_STEPS = {"llama3-8b": 10.51, "qwen2.5-7b": 9.29}
-
-
 def test_published_steps_of_adapters_that_no_constant_was_fitted_to():
     """Within 16 %, half of them within 5."""
     errors, soft = [], workload.SOFTWARE["fsdp"]
-    for name, seconds in NEMO_STEPS.items():
+    for name, seconds in TABLES["adapters_nemo"].items():
         config = preset(f"{name} lora_rank=16 {ALL}")
         run = workload.Run(config, chip("h100"), MeshShape(), 4096, 2, 16, soft)
         errors.append(step_time(run).step_s / seconds - 1)
-    for name, (gpus, *measured) in QWEN_STEPS.items():
+    for name, (gpus, *measured) in TABLES["adapters_qwen"].items():
         config = preset(f"{name} vocab_size=151936 lora_rank=64 {ALL}")
         for seq, seconds in zip((2048, 4096, 8192), measured, strict=True):
             mesh = MeshShape(fsdp=gpus)

@@ -3,16 +3,15 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import fit_rates
 import measured_table
 import pytest
+from shared import HERE
 
 from llmpar.planner import measured
 from llmpar.predict.hardware import chip
 
-HERE = Path(__file__).parent
 FILE = HERE / "measured.json"
 
 

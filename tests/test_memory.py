@@ -11,6 +11,7 @@ import jax
 import optax
 import pytest
 from compare_memory import argument_bytes as given
+from shared import TABLES
 
 from llmpar.inspect.census import compiled_memory
 from llmpar.parallel._jax import scan_parts
@@ -242,14 +243,7 @@ def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
     assert kept("tiny-moe", mesh="dp=2") < kept(mesh="dp=2")
 
 
-IN_SLOTS = {
-    "zb-h1": ("llama3-8b", 4, {"schedule": "zb-h1"}),
-    "1f1b, uneven": ("llama3-8b", 5, {"schedule": "1f1b"}),
-    "zb-h1, experts": ("mixtral-8x7b", 4, {"schedule": "zb-h1"}),
-    "zb-v, norms of queries": ("qwen3-30b-a3b", 8, {"schedule": "zb-v"}),
-    "zb-h1, inputs": ("llama3-8b", 4, {"schedule": "zb-h1", "stage_saves": "input"}),
-    "zb-h1, pieces": ("llama3-8b", 4, {"schedule": "zb-h1", "stage_saves": "input", "ffn_chunks": 2}),
-}
+IN_SLOTS = TABLES["in_slots"]
 
 
 @pytest.mark.parametrize("name", IN_SLOTS)

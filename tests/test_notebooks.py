@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +16,11 @@ import nbformat
 import numpy as np
 import pytest
 from jax import P, lax
-from shared import load
+from shared import ROOT, load
 
 from llmpar import lessons
 from llmpar.lessons import judge
 from llmpar.plan.schedules import make
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 

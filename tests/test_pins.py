@@ -12,12 +12,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shared import HERE
+from shared import HERE, ROOT
 
 from llmpar import look
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-ROOT = HERE.parent
 
 
 def on(shape, *cuts):

@@ -5,13 +5,12 @@ import dataclasses
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import plans
 import pytest
 from parity import LLAMA
-from shared import CASES, TABLES
+from shared import CASES, HERE, TABLES
 
 from llmpar.cli import main
 from llmpar.cli.commands import parse
@@ -112,7 +111,6 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     assert uncut.stored(DIMS) == other.stored(DIMS)
 
 
-HERE = Path(__file__).parent
 REFUSED = (HERE / "refused.txt").read_text().splitlines()
 """What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said.
 tests/test_random_plans.py follows the advice of such sentences."""

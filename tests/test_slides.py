@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 from html.parser import HTMLParser
-from pathlib import Path
 
 import jupytext
 import nbformat
 import pytest
-from shared import CASES, HERE, load
+from shared import CASES, HERE, ROOT, load
 
 from llmpar import draw
 from llmpar.cli.commands import parse
@@ -19,7 +18,6 @@ from llmpar.draw.scene import DECK
 from llmpar.plan.schedules import make
 from llmpar.plan.timetable import timetable
 
-ROOT = Path(__file__).resolve().parent.parent
 slides = load("slides/build.py")
 
 BROWSER = slides.find_browser()

@@ -5,10 +5,9 @@ import io
 import json
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
-from shared import CASES, load, violations
+from shared import CASES, ROOT, load, violations
 
 from llmpar.cli import lab as lessons
 from llmpar.cli.commands import command_class
@@ -21,7 +20,6 @@ from llmpar.plan.timetable import timetable
 from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas
 
-ROOT = Path(__file__).resolve().parent.parent
 LESSONS = {lesson.number: lesson for lesson in lessons.read_lessons(ROOT / "notebooks")}
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
 BESIDE = ("00b", "12", "13", "14", "15", "16", "17", "18", "19")  # for some of the learners

@@ -152,16 +152,11 @@ def test_the_report_tells_every_term_and_what_other_devices_round():
     assert "bound: 8 times" in text and "not counted" in text and "sum of losses" in text
 
 
-@pytest.mark.parametrize(
-    "platform, precision, unit",
-    [
-        ("cpu", None, "float32"),
-        ("gpu", None, "tf32"),
-        ("gpu", "highest", "float32"),
-        ("tpu", "default", "bfloat16"),
-        ("tpu", "high", "tf32"),
-    ],
-)
+ROUNDED = [("cpu", None, "float32"), ("gpu", None, "tf32"), ("gpu", "highest", "float32")]
+ROUNDED += [("tpu", "default", "bfloat16"), ("tpu", "high", "tf32")]
+
+
+@pytest.mark.parametrize("platform, precision, unit", ROUNDED)
 def test_products_are_rounded_as_the_devices_do_and_jax_is_told(platform, precision, unit):
     with jax.default_matmul_precision(precision):
         assert rounded_products(platform) == unit
