@@ -133,13 +133,9 @@ def test_an_orthogonalisation_has_the_flops_of_the_formula_and_singular_values_n
     assert executed_flops(program.as_text()) == 3 * newton_schulz_flops(24, 40)
     values = np.linalg.svd(np.asarray(program(x)), compute_uv=False)
     assert 0.6 < values.min() and values.max() < 1.3
-    config = FOUR
-    total = {way: muon_flops(Plan("fsdp=2 tp=2", zero=1, muon=way).resolve(config)) for way in WAYS}
-    assert total["gather"] == 4 * total["owner"] == 4 * total["layer"] > 0
-    assert not muon_flops(Plan("fsdp=2").resolve(config))
-
-
-WAYS = "gather", "owner", "layer"
+    flops = lambda way: muon_flops(Plan("fsdp=2 tp=2", zero=1, muon=way).resolve(FOUR))
+    assert flops("gather") == 4 * flops("owner") == 4 * flops("layer") > 0
+    assert not muon_flops(Plan("fsdp=2").resolve(FOUR))
 
 
 def test_the_batch_at_which_its_bytes_are_fsdps_is_the_formulas():

@@ -12,7 +12,7 @@ from shared import TABLES
 from test_notation import random_layout
 
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.parallel.collectives import vary, varying
+from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.parallel.modes import Manual
 from llmpar.parallel.partitioned import Auto
@@ -46,18 +46,13 @@ def carried(arrow):
     return jax.shard_map(inside, mesh=MESH, in_specs=spec(arrow.before), out_specs=spec(arrow.after))
 
 
-def census(f, *args, plan=PLAN):
-    """The collectives that a function names when it is traced."""
-    return census_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, plan.mesh.sizes)
-
-
 @pytest.mark.parametrize("text, kinds", TABLES["arrow_kinds"].items())
 def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text, kinds):
     arrow, x = parse_arrow(text), value(8, 8)
     run = carried(arrow)
     np.testing.assert_allclose(jax.jit(run)(x), x, rtol=1e-5, atol=1e-5)  # 3x - 2x is not x to the last bit
     assert [m.kind for m in arrow.moves] == kinds.split()
-    sent = [(c.kind, c.arrow) for c in census(run, x)]
+    sent = [(c.kind, c.arrow) for c in census_jaxpr(jax.make_jaxpr(run)(x).jaxpr, PLAN.mesh.sizes)]
     assert sent == [(kind, str(arrow)) for kind in kinds.split() if kind != "slice"]
 
 
@@ -87,54 +82,6 @@ def test_a_maximum_over_devices_is_the_largest():
     run = jax.shard_map(largest, mesh=MESH, in_specs=cut, out_specs=whole)
     x = value(4, 3, 8)
     np.testing.assert_array_equal(jax.jit(run)(x), x.max(-1))
-
-
-TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
-LINEAR = ["b s +tp -> b s/tp", "b s/tp -> b s", "b/tp s -> b s/tp", "b/dp s/tp -> b/dp s"]
-
-
-@pytest.mark.parametrize("text", LINEAR)
-def test_the_transpose_of_a_collective_sends_the_same_bytes_and_keeps_its_arrow(text):
-    """Each is one logical identity, so its pullback gives the cotangent back."""
-    arrow, x, weight = parse_arrow(text), value(8, 8), value(8, 8) + 1
-
-    def inside(x, w):
-        out = Manual(PLAN).carry_out(vary(x, arrow.before.sums), arrow)
-        return lax.psum(jnp.sum(out * w), tuple(varying(out)))
-
-    def loss(x, w):
-        specs = spec(arrow.before), spec(arrow.after)
-        return jax.shard_map(inside, mesh=MESH, in_specs=specs, out_specs=spec(parse_layout("whole")))(x, w)
-
-    # both devices of tp hold the same x, or the same result
-    copies = 1 if arrow.moves[0].kind == "all-to-all" else 2
-    grad = jax.jit(jax.grad(loss))(x, weight)
-    np.testing.assert_allclose(grad, copies * weight, rtol=1e-6)
-    forward, back = (c for c in census(jax.grad(loss), x, weight) if c.kind != "all-reduce")
-    (move,) = arrow.moves
-    assert (forward.kind, back.kind) == (move.kind, TRANSPOSE[move.kind])
-    for c in (forward, back):
-        assert (c.axes, c.bytes_sent, c.arrow) == (move.axes, forward.bytes_sent, str(arrow))
-
-
-def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce():
-    """Megatron's f: the identity forward, an all-reduce backward."""
-    plan = Plan("tp=2")
-    par, mesh, x, w = Manual(plan.resolve()), make_mesh("tp=2"), value(4, 6), value(4, 6)
-    f = "stream b d -> ffn b d"
-
-    def inside(x, w):
-        y = par.move(x, f)
-        term = jnp.sum(y * w * jnp.array([1.0, 2.0])[lax.axis_index("tp")])
-        return par.carry_out(term, parse_arrow("+tp -> whole"))
-
-    whole = spec(parse_layout("whole"))
-    loss = jax.shard_map(inside, mesh=mesh, in_specs=(whole, whole), out_specs=whole)
-    # (1 + 2) w, summed over both devices
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x, w), 3 * w, rtol=1e-6)
-    assert [c.arrow for c in census(loss, x, w, plan=plan)] == ["+tp -> whole"], "nothing is sent forward"
-    back = [c for c in census(jax.grad(loss), x, w, plan=plan) if c.arrow == f]
-    assert [(c.kind, c.shape) for c in back] == [("all-reduce", (4, 6))]
 
 
 @pytest.mark.parametrize("text", ["b s/tp -> b s", "b s +tp -> b s", "b/dp s +tp -> b s/tp"])

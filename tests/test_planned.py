@@ -149,10 +149,7 @@ def test_a_planned_model_says_that_it_does_not_run(name):
     assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
 
 
-NOT_RUN = CASES["not_run"]
-
-
-@pytest.mark.parametrize("name, mesh, fields, why", NOT_RUN)
+@pytest.mark.parametrize("name, mesh, fields, why", CASES["not_run"])
 def test_a_plan_that_is_priced_and_does_not_run_says_why(name, mesh, fields, why):
     plan = Plan(mesh, **fields).resolve(PRESETS[name], "gpu")
     assert why in checks.why_not_run(plan)
@@ -178,10 +175,7 @@ def sent(plan, value):
     return [pair for row in rows for pair in row.messages.items() if pair[0].value == value]
 
 
-LATENTS = "kimi-k2", "deepseek-v3"
-
-
-@pytest.mark.parametrize("name", LATENTS)
+@pytest.mark.parametrize("name", ["kimi-k2", "deepseek-v3"])
 @pytest.mark.parametrize("way", ["ring", "gather"])
 def test_what_heads_share_is_all_that_a_sequence_sends(name, way):
     """576 numbers a token and layer, and no more for 64 heads than for 128."""
@@ -253,10 +247,7 @@ def test_a_window_bounds_what_is_computed_and_read():
     assert read(8192) / read(4096) == pytest.approx((8192 + 128) / (4096 + 128))
 
 
-QUESTIONS = CASES["planned_questions"]
-
-
-@pytest.mark.parametrize("name, kind, devices, batch, seq, mesh", QUESTIONS)
+@pytest.mark.parametrize("name, kind, devices, batch, seq, mesh", CASES["planned_questions"])
 def test_the_planner_answers_and_offers_no_command_that_would_be_refused(
     name, kind, devices, batch, seq, mesh
 ):

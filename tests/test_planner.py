@@ -196,10 +196,7 @@ def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried():
     assert planner.decide(question(name, 12, seq=seq), 1).plans
 
 
-PARTS = CASES["parts_of_memory"]
-
-
-@pytest.mark.parametrize("name, devices, mesh, fields", PARTS, ids=lambda x: str(x))
+@pytest.mark.parametrize("name, devices, mesh, fields", CASES["parts_of_memory"], ids=lambda x: str(x))
 def test_a_part_of_memory_is_what_it_is_called(name, devices, mesh, fields):
     """Activations grow with the tokens, and nothing else but the batch does; the parts are the total."""
     q, plan = question(name, devices), Plan(mesh, dtype="bfloat16", **fields)

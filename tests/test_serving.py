@@ -141,10 +141,7 @@ def test_a_few_tokens_read_few_experts():
     assert reads[-1] / reads[0] == pytest.approx(config.num_params / config.active_params, rel=0.01)
 
 
-GUIDE = CASES["engine_cuts"]
-
-
-@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), GUIDE)
+@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), CASES["engine_cuts"])
 def test_an_engine_is_cut_as_its_guide_says(model, gpu, nodes, gpus, tokens, tp, pp):
     assert serving.cut(preset(model), chip(gpu), nodes, gpus, tokens)[:2] == (tp, pp)
 

@@ -22,7 +22,7 @@ from steps import train
 
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
-from llmpar.model.weights import init_params, weight_dims
+from llmpar.model.weights import weight_dims
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
@@ -405,15 +405,6 @@ def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, chan
     assert "\n" not in str(caught.value)
 
 
-def test_anyway_goes_on_and_says_so(whole):
-    folder, state, _ = whole
-    messages = []
-    resumed, report = run(folder=folder, seed=7, anyway=True, tell=messages.append)
-    assert same_bits(resumed, state) and report.start == 6 and report.losses == []
-    assert messages[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)"
-    assert len(messages) == 2
-
-
 def described(whole, folder, change):
     """A copy of the checkpoint of step 6 with another description."""
     shutil.copytree(whole[0] / "6", folder / "6")
@@ -444,17 +435,18 @@ CURVES = {
     "dtype float32 (asked: bfloat16)": dict(plan=dataclasses.replace(MIXED, dtype="bfloat16")),
     "reduce_dtype same (asked: bfloat16)": dict(plan=dataclasses.replace(MIXED, reduce_dtype="bfloat16")),
     "dtype None (asked: float32), flavour float32 (asked: None)": {},  # known to one alone
+    "seed 0 (asked: 7)": dict(seed=7, anyway=True),
 }
 
 
 @pytest.mark.parametrize("had", CURVES)
-def test_what_makes_another_curve_goes_on_and_is_said(whole, tmp_path, had):
+def test_what_makes_another_curve_or_run_that_is_asked_for_goes_on_and_is_said(whole, tmp_path, had):
     rename = lambda made: made.update(flavour=made.pop("dtype")) if "flavour" in had else None
     messages, folder = [], described(whole, tmp_path, lambda about: rename(about["made"]))
-    resumed, _ = run(folder=folder, tell=messages.append, **CURVES[had])
-    assert same_bits(resumed, whole[1])
+    resumed, report = run(folder=folder, tell=messages.append, **CURVES[had])
+    assert same_bits(resumed, whole[1]) and report.start == 6 and report.losses == []
     assert messages == [
-        f"from step 6 on this is another curve than was begun: it had {had}",
+        f"from step 6 on this is another {'run' if 'seed' in had else 'curve'} than was begun: it had {had}",
         "goes on from the checkpoint of step 6; nothing is left to do",
     ]
 
@@ -588,42 +580,15 @@ def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan):
     assert int(tokens) == counted and abs(float(loss) / want - 1) < 1e-6  # float32 sums of some 100 losses
 
 
-@functools.cache
-def talks(file, plan: Plan, part: str = "train") -> Batches:
-    """Conversations of very different lengths, some rows without an answer."""
-    rng = np.random.default_rng(0)
-    words = lambda least, most: " ".join("abc"[i] * 3 for i in rng.integers(0, 3, rng.integers(least, most)))
-    rows = [{"prompt": words(1, 15), "answer": words(1, 4) if i % 3 else words(20, 30)} for i in range(90)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    source = DataConfig((str(file),), seq_len=16, batch_size=8, held_out=4)
-    order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp)
-    return Batches(read_corpus(source), source, part, order)
-
-
-def test_answers_alone_are_learned_alike_on_every_mesh(tmp_path):
-    """Microbatches and devices have unequally many targets, or none. 1e-4: six steps of float32 rounding."""
-    dealt = functools.partial(talks, tmp_path / "x.jsonl")
-    more = dict(eval_every=2, eval_batches=3)
-    of = lambda plan: {"text": dealt(plan), "held_out": dealt(plan, "held_out")}
-    alone, many = (run(plan, **of(plan), **more)[1] for plan in (Plan(), BALANCED))
-    batches = [dealt(Plan()).batch(i) for i in range(4)]
-    counts = [(batch["targets"] >= 0).sum(1) for batch in batches]
-    assert any(0 in rows and rows.max() > 12 for rows in counts), "unequal"
-    np.testing.assert_allclose(many.losses, alone.losses, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(many.eval_losses, alone.eval_losses, rtol=0, atol=1e-4)
-    loss, counted = independent_loss(SMALL, jax.jit(lambda: init_params(SMALL, 0))(), batches[0])
-    assert abs(loss / counted - alone.losses[0]) < 1e-5 and counted == counts[0].sum()
-
-
 def test_a_held_out_part_without_an_answer_is_refused_before_the_first_step(tmp_path):
-    text = talks(tmp_path / "x.jsonl", Plan())
-    begin, counted = Batches(text.corpus, text.config, "held_out")._bounds[0], text.corpus.counted.copy()
+    (tmp_path / "x.jsonl").write_text('{"prompt": "aaa bbb ccc", "answer": "abc"}\n' * 90)
+    config = DataConfig((str(tmp_path / "x.jsonl"),), seq_len=16, batch_size=1, held_out=4)
+    corpus = read_corpus(config)
+    begin, counted = Batches(corpus, config, "held_out")._bounds[0], corpus.counted.copy()
     counted[begin : begin + 33] = False  # two rows
-    corpus = dataclasses.replace(text.corpus, counted=counted)
-    config = dataclasses.replace(text.config, batch_size=1)
+    evaluated = Batches(dataclasses.replace(corpus, counted=counted), config, "held_out")
     with pytest.raises(ValueError, match="no answer is in the first 2 held-out batches; use"):
-        evaluated = Batches(corpus, config, "held_out")
-        run(text=text, held_out=evaluated, eval_every=1, eval_batches=2, plan=Plan())
+        run(text=Batches(corpus, config), held_out=evaluated, eval_every=1, eval_batches=2, plan=Plan())
 
 
 def test_checksums_are_of_the_bits_on_any_mesh(whole):
