@@ -47,11 +47,7 @@ trees = functools.partial(house.parse, ROOT)  # every file of the package, parse
 
 
 def imports(name, tree):
-    """List what a file imports, as (names inside this package, top names outside it).
-
-    A picture of oneself is exempt: `_repr_svg_` and its kin may draw; Jupyter calls them, nothing that
-    computes does.
-    """
+    """List what a file imports: names of this package, and top names outside it; `_repr_svg_` may draw."""
     known, inside, outside, queue = set(trees()), set(), set(), [tree]
     while queue:
         node = queue.pop()

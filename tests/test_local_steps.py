@@ -1,5 +1,4 @@
-"""Workers that train apart and average every H steps: when that is data parallelism, what it sends, and who
-has what after an outer step."""
+"""Workers that train apart and average every H steps: data parallelism, what is sent, who has what after."""
 
 import dataclasses
 import functools
@@ -143,8 +142,7 @@ def corpus():
 
 
 def train_to(stop: int, mesh: str, folder=None, **more):
-    """Train six steps, or to an earlier stop, with a fragment due after every second one: loss by loss, of
-    held-out text after six, and the weights. (An evaluation on the way would take the state apart, too.)"""
+    """Train six steps, or to an earlier stop: loss by loss, of held-out text after six, and the weights."""
     config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
     text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
     keep = Checkpoints(str(folder), 100) if folder else None
@@ -161,8 +159,7 @@ def train_to(stop: int, mesh: str, folder=None, **more):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
-    """Outer momentum, what the workers moved since the last outer step, and their own optimizers come back:
-    stopped after three steps of a period of four, one after a fragment's outer step."""
+    """Momentum, moves since the last outer step and own optimizers come back, from the midst of a period."""
     losses, scores, params = train_to(0, "dp=2 tp=2")
     first, none, _ = train_to(3, "dp=2 tp=2", tmp_path)
     assert first == losses[:3] and not none

@@ -1,8 +1,4 @@
-"""`look` on programs that are not llmpar's: what they send, hold and lack, against counts by hand.
-
-A row is (arrow, collective, axes, count, bytes): a ring of g moves (g-1)/g of a message, twice that for an
-all-reduce; a permute all of it. float32 has 4 bytes.
-"""
+"""`look` on programs of others, against counts by hand: rows are (arrow, collective, axes, count, bytes)."""
 
 import functools
 import itertools

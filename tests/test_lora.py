@@ -1,7 +1,4 @@
-"""Adapters: the same losses and weights as `peft`, from a fixture that ``python tests/make_lora_fixture.py``
-makes; merged or beside their weights, a model says the same. What a step with them sends and holds is in the
-lines of plans_once.txt that have ``lora``, and in random plans.
-"""
+"""Adapters: losses and weights of `peft` (make_lora_fixture.py); merged or not, a model says the same."""
 
 import dataclasses
 import json

@@ -1,5 +1,4 @@
-"""The memory formula against what compilers of clusters said (`compare_memory.py`), and against three small
-programs that are compiled here."""
+"""The memory formula against compilers of clusters (`compare_memory.py`) and small programs of CPUs."""
 
 import dataclasses
 import json
@@ -59,9 +58,7 @@ OTHER_GPUS = {"a100-80:8x8": 0.28, "l4:8x8": 0.28, "b200:8x8": 0.25, "t4:8x8": 0
 
 @pytest.mark.parametrize("target", OTHER_GPUS)
 def test_the_formula_on_gpus_that_it_was_not_made_for(target):
-    """Half within 8 % (7 while experts had kernels of ours), two of three within 15 %, and the worst. (T4s
-    have no bfloat16: XLA computes in float32, and pipelines hold more than is said. B200s hold the gradient
-    of all logits twice, where the loss is computed in one piece.)"""
+    """T4s have no bfloat16, and XLA computes in float32; B200s hold the gradient of all logits twice."""
     found = errors(target)
     assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
     assert statistics.median(map(abs, found.values())) <= 0.08
@@ -117,8 +114,7 @@ def verdicts(target, capacity):
 
 @pytest.mark.parametrize("gib", [59.3, 75.1, 79.1])  # what JAX takes by default, at .95, and all there is
 def test_verdicts_on_a_gpu(gib):
-    """Nothing that does not fit is called feasible, and nothing refused that fits with room; but one plan
-    is, of 75.6 GiB where there are 75.1. (The planner leaves `FREE_SHARE` free, and refuses it.)"""
+    """But one plan, of 75.6 GiB where there are 75.1; the planner refuses it: it leaves `FREE_SHARE` free."""
     assert verdicts(H100, gib * GIB) == ["pp4-zb-h1 is called feasible"] * (gib == 75.1)
 
 
@@ -132,8 +128,7 @@ def test_verdicts_on_a_tpu(target):
 
 
 def test_gathered_keys_are_whole_on_every_rank():
-    """A layer that recomputes nothing keeps them so: of 15 other ranks keys and values, 2,048 positions of
-    4,096 numbers in 16 bits each, are 480 MiB. (Else one block at a time gathers them again.)"""
+    """Of 15 other ranks keys and values, 2,048 positions of 4,096 numbers in 16 bits each, are 480 MiB."""
     ring, gather = (
         Plan("fsdp=4 sp=16", context_parallel=way, dtype="bfloat16").resolve(preset("llama2-7b"), "gpu")
         for way in ("ring", "gather")
@@ -205,8 +200,7 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
 
 @pytest.mark.long
 def test_layers_that_cpus_write_out_recompute_nothing():
-    """XLA finds what a loop would compute again: no policy holds less. (In a loop 'block' holds half.) JAX
-    0.12's holds a quarter less than 0.10's."""
+    """XLA finds what a loop would compute again: no policy holds less. (JAX 0.12's holds a quarter less.)"""
     error = 0.25 if jax.__version_info__ < (0, 12) else 0.4
     config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
     for unroll, remat in ((0, "block"), (2, "ffn")):
@@ -233,8 +227,7 @@ def test_shared_experts_keep_their_own_hidden_values():
 
 
 def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
-    """Of 4 layers, 512 tokens, compiled: six hidden arrays where gathered weights go, pieces or not; of
-    experts two; and bfloat16 as float32."""
+    """Six hidden arrays where gathered weights go, pieces or not; of experts two; and bfloat16 as float32."""
     kept = lambda model="tiny", on="cpu", **plan: memory.kept_bytes(
         Plan(**plan).resolve(preset(model), on), 8, 256
     )["none"]
@@ -271,11 +264,7 @@ def test_what_a_slot_holds_is_what_is_traced(name, monkeypatch):
 
 
 def test_random_plans_that_the_formula_once_missed():
-    """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.4 times: unrolled
-    layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU;
-    layers without a loop, experts beside pieces, pieces of the loss, a ring of few tiles, hops as
-    all-to-alls, Muon by owner under XLA's partitioner, kinds of layers in turn, experts' rows that wait in
-    slots; tiles that are unrolled, scores of Ulysses, weights that a loop copies, stages of both ways."""
+    """What XLA's compiler for an H100 said of plans by lot that were once off by more than 1.4 times."""
     rows = json.loads(compare_memory.RECORD.with_name("missed_memory.json").read_text())
     for row in rows:
         config = described_model("by lot", row["file"]) if "file" in row else from_dict(row["config"])

@@ -1,5 +1,4 @@
-"""Meshes: which devices, in which order, and how many bytes of a value each of them holds; and on recorded
-topologies: every device once, fast axes on fast links, and what `links` says of it."""
+"""Meshes: which devices, in which order, with how many bytes; on recorded topologies, on which links."""
 
 import functools
 import inspect
@@ -135,9 +134,7 @@ def test_shard_bytes_are_what_jax_gives_every_device():
 
 
 RECORDED = json.loads((HERE / "topologies.json").read_text())
-"""By topology what `jax.experimental.topologies` gave for it with libtpu 0.0.42.1 and the CUDA plugin 0.10.2,
-one device a row: id, process, slice, x, y, z, core (-1: it has none). Of a v4 that is two cores, and with
-chip_config_name="megacore", as Cloud runs it, one device."""
+"""What `jax.experimental.topologies` gave, a device a row: id, process, slice, x, y, z, core (-1: none)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,8 +198,7 @@ def factorizations(n: int) -> list[MeshShape]:
 
 
 def check(shape: MeshShape, made, devices) -> None:
-    """Every device once; a fast axis stays in its domain where it can; on a torus groups are boxes, and the
-    innermost axis has neighbours on one link."""
+    """Each device once; fast axes in their domain; on a torus boxes, the innermost by neighbours."""
     assert made.shape == tuple(shape.sizes.values())
     assert len({d.id for d in made.flat}) == shape.size and set(made.flat) <= set(devices)
     found, inner = read(made), 1

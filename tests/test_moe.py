@@ -125,8 +125,7 @@ def test_a_layer_is_what_the_oracle_computes(convention):
 
 
 def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
-    """Experts without weights, in bfloat16: what comes out is what each gives times the sum of the token's
-    weights, rounded once. (All get as many rows: what is beyond an expert's slots is rounded once more.)"""
+    """Experts without weights: what each gives times the sum of the token's weights, rounded once."""
     how = ExpertConfig(8, 3, renormalise=False)
     values = layer(how, (4, 32))
     x = jnp.asarray(values["x"], jnp.bfloat16)
@@ -179,8 +178,7 @@ def test_an_empty_slot_is_of_no_expert_of_its_rank():
 
 
 def test_the_share_of_slots_that_an_even_routing_fills():
-    """Against draws of 8 of 128 experts on 8 ranks; and with a capacity, which leaves fewer slots: of 8 ranks
-    of 8 experts, k = 2, 1.25 times an even share of 1024 tokens are 40 an expert."""
+    """Against draws of 8 of 128 experts on 8 ranks; with a capacity, which leaves fewer slots."""
     assert [ExpertConfig(64, 2, capacity_factor=x).slots(1024, 1, 8) for x in (None, 1.25)] == [1024, 320]
     how, draw = ExpertConfig(128, 8), np.random.default_rng(0)
     chosen = np.argsort(draw.random((20_000, 128)), axis=1)[:, :8] // 16
@@ -223,8 +221,7 @@ def executed(how, tokens, chosen=None, d=16, m=32):
 
 @pytest.mark.long
 def test_executed_products_are_near_k_of_e_of_all_experts():
-    """64 experts, k = 8, nothing dropped: 9 products, and an eighth more if all experts get as many rows; and
-    blocks besides for a router that has learnt nothing."""
+    """64 experts, k = 8: 9 products, an eighth more if all get as many rows; more of an untrained router."""
     how, even = ExpertConfig(64, 8), np.arange(2048 * 8).reshape(1, 2048, 8) % 64
     assert executed(how, 2048, even) == 9 * 9 / 8
     assert 9 <= executed(how, 2048) <= 1.6 * 9
@@ -239,8 +236,7 @@ def test_an_expert_with_twice_its_share_costs_three_blocks_more_and_not_all_expe
 
 
 def test_of_fewer_visits_than_experts_only_those_that_are_visited_are_multiplied():
-    """As when one token is decoded: 2 of 64 experts, a block of 8 rows each, both at a time. Of three tokens
-    the 6 visits are one part too, in which blocks stay empty if experts are visited twice."""
+    """2 of 64 experts, a block of 8 rows each, both at a time; 6 visits of three tokens are one part too."""
     assert executed(ExpertConfig(64, 2), 1, [[[5, 40]]]) == 2 * 8 * 9 / 2
     assert executed(ExpertConfig(64, 2), 3, [[[5, 40], [5, 41], [5, 40]]]) == 6 * 8 * 9 / 6
 
@@ -263,10 +259,8 @@ def temporary_bytes(tokens, num_layers):
 
 
 def test_memory_is_linear_in_the_tokens_and_of_a_layers_slots_two_products_are_held():
-    """Nearly in proportion, from 1024 to 2048: nothing is tokens × tokens or tokens × experts × width.
-
-    A layer more adds its rows, a quarter of an array of visits; its products with gate and up, nine eighths
-    each; and numbers for visits and slots. No array of slots besides, and none of the worst case."""
+    """Nothing is tokens × tokens or tokens × experts × width. A layer more adds its rows, a quarter of an
+    array of visits, and its products with gate and up, nine eighths each: no array of slots besides."""
     three, six, many = temporary_bytes(1024, 3), temporary_bytes(1024, 6), temporary_bytes(2048, 3)
     assert many < 2.5 * three
     array = 1024 * 4 * 32 * 4

@@ -1,5 +1,4 @@
-"""Muon on cut state: the numbers of Optax on one device, the same on every mesh; bytes, memory and FLOPs as
-predicted; and the batch at which its bytes are FSDP's."""
+"""Muon on cut state: the numbers of Optax, the same on every mesh; bytes, memory and FLOPs as predicted."""
 
 import dataclasses
 import functools

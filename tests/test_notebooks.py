@@ -1,8 +1,4 @@
-"""Every lesson runs, is in step with its source and follows the rules; every exercise answers as it should.
-
-nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would
-starve.
-"""
+"""Every lesson runs, is in step with its source and follows the rules; exercises answer as they should."""
 
 import math
 import os
@@ -211,8 +207,7 @@ done = subprocess.run(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
 sys.exit(done.returncode)
 """
-"""Runs a command, and writes the memory of its largest process. (What a worker of pytest starts begins with
-that of the worker as its largest.)"""
+"""Runs a command, and writes the memory of its largest process; not that of a worker of pytest."""
 
 
 def nbval(notebook):

@@ -1,10 +1,4 @@
-"""Every published number with a formula in `formulas` or `hardware`: the row's inputs go in, never the
-answer.
-
-A case is dispatched by the family of its id to a function that takes the row's inputs by name. Defaults are
-those that the row's text states in words. `TESTED_ELSEWHERE` names the remaining ids; together they must
-cover the file exactly. What no paper has are identities, limits and small worlds that are played through.
-"""
+"""Published numbers by formulas: a row's inputs go in, never its answer; and identities."""
 
 import functools
 import inspect

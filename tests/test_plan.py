@@ -112,8 +112,7 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
 
 
 REFUSED = (HERE / "refused.txt").read_text().splitlines()
-"""What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said.
-tests/test_random_plans.py follows the advice of such sentences."""
+"""What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said."""
 
 
 def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:

@@ -1,5 +1,4 @@
-"""Models that are planned alone: by their rows they are priced as models that run, and kinds of layers add up
-to one model."""
+"""Models that are planned alone: priced as models that run, and kinds of layers add up to one model."""
 
 import dataclasses
 import json
@@ -57,8 +56,7 @@ def twin(config: ModelConfig) -> ModelConfig:
 
 
 def in_two_kinds(config: ModelConfig) -> ModelConfig:
-    """The same planned model, told as if its layers were of two kinds, three of the second after each of the
-    first, and two of the second ahead."""
+    """The same planned model as if its layers were of two kinds, in an order with a lead and a period."""
     kinds = tuple(dataclasses.replace(config, num_layers=1) for _ in range(2))
     return dataclasses.replace(config, kinds=kinds, lead=(1, 1), period=(0, 1, 1, 1))
 
@@ -193,8 +191,7 @@ FURTHER = ["deepseek-ai--DeepSeek-V3", "Qwen--Qwen3.5-35B-A3B", "XiaomiMiMo--MiM
 
 @pytest.mark.parametrize("name", FURTHER)
 def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
-    """One of them adds a layer like the last, a join of twice the width, three norms, and a second use of the
-    embedding and of the head. The model itself does not change."""
+    """A layer like the last, a join of twice the width, three norms, a second use of embedding and head."""
     raw = next(families.text_part(case["config"]) for case in PUBLISHED if name in case["names"])
     bare = {
         key: x for key, x in raw.items() if key not in ("num_nextn_predict_layers", "mtp_num_hidden_layers")

@@ -1,7 +1,4 @@
-"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, some that were
-recorded on TPUs and GPUs (fixtures/traces/README.md says where), and some that are made, in the form of
-xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc), and in JSON as XProf writes it (openxla/xprof,
-xprof/convert/xplane_to_trace_container.cc)."""
+"""What a profile measured beside the lines of `look`: fresh, recorded (fixtures/traces), and made."""
 
 import dataclasses
 import gzip
@@ -235,8 +232,7 @@ def test_kernels_of_a_graph_that_hides_their_operation_are_in_no_line(tmp_path):
 
 @pytest.mark.parametrize("name, mesh, spans, times", TABLES["tpu_gathers"])
 def test_a_tpu_gathers_in_fusions_or_on_its_sparse_cores(tmp_path, name, mesh, spans, times):
-    """The programs are as the TPU compiler wrote them, the traces are made of their operations' names. The
-    first begins in a gather, whose end is not that of the next."""
+    """Programs as the TPU compiler wrote them; the traces are made of their operations' names."""
     events = [(f"%{op.rstrip('.')} = bf16[8]", "", *span) for op, span in spans.items()]
     devices = [f"/device:TPU:{i}" for i in range(int(mesh[2:]))]
     folder = profile(tmp_path, devices, "XLA Ops", [events] * len(devices))

@@ -89,8 +89,7 @@ def random_mesh(rng):
 
 
 def random_body(rng, mesh, depth, differentiable):
-    """A function of a local f32[840, 2] to one of its shape, and what it sends: kind and axes to times and
-    bytes. It counts as it is made: nothing of the package is asked. 840 rows are cut by every mesh here."""
+    """A function of a local f32[840, 2] to its shape, and what it sends, counted while it is made."""
     rows = 840
     steps, sent = [], Counter()
     for _ in range(rng.randint(1, 3)):

@@ -1,14 +1,5 @@
-"""The option space is the contract: random plans, models and batches, from all fields there are.
-
-What `Plan.resolve` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send
-what `traffic` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice
-must end that complaint.
-
-    pytest tests/test_random_plans.py                           the plans of `SEEDS`, always the same ones
-    pytest tests/test_random_plans.py -m nightly                two hundred, others every day
-    pytest tests/test_random_plans.py --plans 400 --seed 7      seeds 7 to 406
-    … --plans-log plans.jsonl         a line per plan; what has passed there is not run again
-"""
+"""Random plans, models and batches, from all fields: what is accepted gives the answer of `oracle` and sends
+what `traffic` says; what is refused is refused with advice that works. (--plans, --seed, --plans-log)"""
 
 import contextlib
 import dataclasses
@@ -361,8 +352,7 @@ def optimizer_of(rule: dict):
 
 @contextlib.contextmanager
 def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
-    """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the
-    other. JAX writes both kernels with mixed dtypes."""
+    """CPUs lack the ragged all-to-all, which is emulated, and cuDNN, for which XLA's own kernel stands in."""
     plain, kernels = jax.nn.dot_product_attention, SUITS["attention_kernel"]
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
@@ -392,8 +382,7 @@ def places_of(plan: Plan, segments):
 
 
 def run(config, plan, asked, data, weights, num_steps=2):
-    """Steps under the plan from these weights: metrics of each; gradients of the first and weights after it;
-    the jaxpr; and the plan as it was decided."""
+    """Metrics of each step; gradients of the first and weights after it; the jaxpr; the plan as decided."""
     step = step_of(config, plan, optimizer_of(RULES[asked["rule"]]), asked["clip"])
     abstract = step.abstract_state, step.abstract_batch(asked["batch"], asked["seq"])
     with as_on_accelerators(plan):
@@ -544,8 +533,7 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
 
 
 def test_every_field_is_drawn_from_all_its_values():
-    """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere. So
-    is every family that runs."""
+    """A new field, choice or family is drawn, and accepted somewhere, or this fails."""
     assert OF_FAMILIES.keys() == set(families.RUNNING)
     for cls, table in FIELDS.items():
         assert set(table) == {f.name for f in dataclasses.fields(cls)} >= set(DRAWN[cls.__name__])

@@ -1,10 +1,5 @@
-"""The same command gives the same weights under engines that are installed: tests/install_engines.sh FOLDER.
-
-    LLMPAR_ENGINES=FOLDER python -m pytest tests/test_real_engines.py -m engines -n0 [--record-engines]
-
-Hosts are network namespaces of this machine (small_cluster.py): SLURM, Ray and torchrun need root.
-Every job file is what `llmpar launch` writes. --record-engines keeps the times that engines.md shows.
-"""
+"""The same command gives the same weights under engines that tests/install_engines.sh has installed (SLURM,
+Ray and torchrun need root): `make engines`. Hosts are network namespaces (small_cluster.py)."""
 
 import contextlib
 import datetime
@@ -123,10 +118,7 @@ def installed(name: str) -> Path:
 
 
 def listening(told: str, among: set[int] | None = None) -> dict[str, set[str]]:
-    """On which addresses programs listen, as `ss -ltnpH` told; ``among`` are the processes that count.
-
-    MPICH's processes inherit a socket from their launcher: it is that of the eldest.
-    """
+    """Addresses on which programs listen, as `ss -ltnpH` told; a socket is that of its eldest process."""
     found: dict[str, set[str]] = {}
     for line in told.splitlines():
         holders = [(int(pid), name) for name, pid in re.findall(r'"([^"]+)",pid=(\d+)', line)]

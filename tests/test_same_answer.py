@@ -22,8 +22,7 @@ HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_head
 
 
 def curve(mesh: str):
-    """Losses of 20 steps, of an optimizer that looks at whole rows and columns and then cuts its updates to
-    a global norm, to which every element must count once, copies of a KV head too."""
+    """Losses of 20 steps; the optimizer looks at whole rows and columns, and cuts by a global norm."""
     rule = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.clip_by_global_norm(0.1))
     step = Step(HEADS, Plan(mesh, zero=2), make_mesh(mesh), rule, clip=None)
     state, losses = state_of(step), []

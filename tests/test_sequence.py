@@ -1,5 +1,4 @@
-"""Long sequences under a plan: what is gathered, what is held, and that documents do not leak; and packed
-documents in balanced order: every rank has as many positions, and the same causal work."""
+"""Long sequences: what is held, documents that do not leak; and balanced order of packed documents."""
 
 import dataclasses
 

@@ -187,8 +187,7 @@ def test_a_cut_fits_and_no_smaller_one_would(model):
 
 V3 = preset("deepseek-v3")
 VLLM_51454 = {"one engine, tp 8": 20.43, "a replica, dp 8": 19.62}
-"""Requests of a million tokens that DeepSeek-V4-Flash has room for on 8 B200 (vllm-project/vllm#51454): it
-too keeps one vector for all heads."""
+"""Requests of a million tokens for which DeepSeek-V4-Flash has room on 8 B200 (vllm-project/vllm#51454)."""
 
 
 def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():

@@ -1,5 +1,4 @@
-"""The laws of time and memory against sums by hand, the fit of chips' rates, and one layer in time, which
-computes, sends and hides what a step counts for it."""
+"""Laws of time and memory against sums by hand; one layer in time is what a step counts for it."""
 
 import dataclasses
 import itertools

@@ -89,11 +89,7 @@ def observed(config, plan: Plan):
 @pytest.mark.long
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: getattr(x, "name", None) or name(x))
 def test_what_is_seen_lies_below_the_bound_and_not_far_below(config, plan):
-    """With fresh weights and with trained ones. Not far: the largest seen is more than a hundredth, of the
-    gradient's elements and of the loss or the norm. Either of those is one number, and may come out exact: by
-    luck, or because a plan that cuts the batch alone keeps the bits of each token.
-    Elements of a gradient with fresh weights only: training balances the terms of their sums, and what is
-    left of them is small beside their roundings."""
+    """Not far: a hundredth at least; elements with fresh weights only: training balances their sums."""
     share = dict.fromkeys(QUANTITIES, 0.0)
     for kind, off, bound in observed(config, plan):
         print(kind, {what: f"{off[what]:.1e} of {bound[what]:.1e}" for what in QUANTITIES})
