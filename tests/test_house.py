@@ -299,3 +299,13 @@ def test_a_fifth_more_programs_is_seen():
     one, two = grown(rows, {"moe": Cost(44, 2001), "few": Cost(9, 520)})
     assert one == "few compiles 520 programs, 420 more" and two == "moe compiles 2001 programs, 1 more"
     assert grown(rows, {"moe": Cost(39, 9999), "few": Cost(9, 520)}) == []  # of a part
+
+
+QUESTIONS = {"rules": ["ruff", "check", "."], "format": ["ruff", "format", "--check", "."], "types": ["mypy"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", QUESTIONS.values(), ids=QUESTIONS)
+def test_what_make_lint_asks(words):
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """What the planner chooses, why others lose, and what it refuses."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -533,8 +534,8 @@ def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen(
     assert fixed["schedule"] == "1f1b" and fixed["tp_sequence"] is True and fixed["zero"] == 1
 
 
-def drawn_plans(number):
-    """Draw legal plans, with all fields that a framework may have words for."""
+def drawn_plans(number, choices, chips=(H100,)):
+    """Draw questions and legal plans, with fields of these choices."""
     lot = random.Random(0)
     while number:
         devices, model = lot.choice((8, 16, 64)), lot.choice(("llama3-8b", "llama3-70b", "qwen3-30b-a3b"))
@@ -542,25 +543,26 @@ def drawn_plans(number):
         for axis in lot.sample(("pp", "dp", "ep", "sp", "tp"), 5):
             sizes[axis] = lot.choice([x for x in (1, 1, 1, 2, 4, 8) if rest % x == 0])
             rest //= sizes[axis]
-        fields = {name: lot.choice(values) for name, values in TABLES["drawn_for_export"].items()}
+        fields = {name: lot.choice(values) for name, values in choices.items()}
         if fields["zero"] == 0:  # fsdp is one more axis of replicas
             sizes["dp"], rest = sizes["dp"] * rest, 1
         fields |= lot.choice(({}, INTERLEAVED))
-        q = question(model, devices, devices * lot.choice((1, 2, 4)), lot.choice((2048, 8192)))
-        plan = Plan(MeshShape(fsdp=rest, **sizes), **fields)
-        try:
+        rows, seq = devices * lot.choice((1, 2, 4)), lot.choice((2048, 8192))
+        q, plan = (
+            question(model, devices, rows, seq, lot.choice(chips)),
+            Plan(MeshShape(fsdp=rest, **sizes), **fields),
+        )
+        with contextlib.suppress(ValueError):
             q.resolved(plan, None).check(q.batch_size, q.seq_len)
-        except ValueError:
-            continue
-        number -= 1
-        yield q, plan
+            number -= 1
+            yield q, plan
 
 
 @pytest.mark.parametrize("name", frameworks.EXPORTS)
 def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
     chosen = [(question(model, 64, 128), Plan(dtype="bfloat16", **x)) for model, x in TABLES["exported"]]
     whole = 0
-    for q, plan in [*chosen, *drawn_plans(200)]:
+    for q, plan in [*chosen, *drawn_plans(200, TABLES["drawn_for_export"])]:
         text = frameworks.export(q, plan, name)
         found, known, unread = frameworks.facts_in(text)
         assert (found, unread) == (name, []), text

@@ -59,6 +59,12 @@ def alone(config, dtype):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+def error(got, want) -> float:
+    """The largest difference of a leaf, by its largest element."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in pairs)
+
+
 def length(tree) -> float:
     return math.sqrt(sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(tree)))
 
@@ -76,11 +82,10 @@ def observed(config, plan: Plan):
             grads = natural(step, jax.tree.map(np.asarray, grads))
             (want_loss, logits), want = alone(config, plan.dtype)(params, batch(seed))
             want, want_loss = jax.tree.map(np.asarray, want), float(want_loss)
-            leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True)
             off = {
                 "loss": abs(float(metrics["loss"]) / want_loss - 1),
                 "grad_norm": abs(float(metrics["grad_norm"]) / length(want) - 1),
-                "gradient": max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in leaves),
+                "gradient": error(grads, want),
             }
             told = tolerance(plan.resolve(config), BATCH, SEQ, logits=float(logits), loss=want_loss)
             yield kind, off, {what: told.bound(what) for what in QUANTITIES}
