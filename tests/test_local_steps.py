@@ -13,12 +13,11 @@ from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
 from shared import TABLES
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
 from llmpar.model.weights import trainable_params
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
-from llmpar.plan.plan import Plan
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
 from llmpar.predict.traffic import outer_traffic
 from llmpar.training.checkpoint import Checkpoints
@@ -26,7 +25,6 @@ from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.local_steps import LocalSteps
 from llmpar.training.loop import Callbacks, Evaluation, train
 from llmpar.training.muon import muon
-from llmpar.training.step import Step
 
 PLAN = Plan("dp=2 fsdp=2 tp=2")
 LINEAR = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05, momentum=0.9))

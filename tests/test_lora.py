@@ -15,15 +15,14 @@ from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 from shared import TABLES
 
+from llmpar import Plan, make_mesh
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.export import Export
 from llmpar.cli.options import StepOptions
 from llmpar.model.weights import described, joined, trainable_params
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, matrix_dims
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import from_hugging_face, preset
 from llmpar.planner import planner, service
 from llmpar.planner.planner import memory_verdict

@@ -12,17 +12,15 @@ import pytest
 from compare_memory import argument_bytes as given
 from shared import TABLES
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import compiled_memory
 from llmpar.parallel._jax import scan_parts
-from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline import executor
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig, from_dict
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model, preset
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.predict.workload import POLICIES
-from llmpar.training.step import Step
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
 H100, V5E, V5P = "h100:8x8", "v5e:4x8", "v5p:4x4x4"

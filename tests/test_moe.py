@@ -29,17 +29,14 @@ from parity import (
 from plans import DEEPSEEK
 from shared import CASES
 
+from llmpar import Plan, Step, make_mesh, preset
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped
 from llmpar.model import moe
 from llmpar.model.weights import model_graph
-from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.predict.traffic import full_share, step_traffic
-from llmpar.training.step import Step
 
 HERE = Solo()
 

@@ -13,19 +13,17 @@ from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, dealt, predicted_by_arrow, put, state_of, weights
 from shared import CASES
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.model.weights import trainable_params, weight_dims
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import OptimizerConfig, matrix_dims
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.muon import equal_batch_tokens, muon_and_fsdp_bytes, muon_flops, newton_schulz_flops
 from llmpar.training.muon import muon, newton_schulz
 from llmpar.training.optimizer import fitted
-from llmpar.training.step import Step
 
 FOUR, ROUTED = (dataclasses.replace(config, num_layers=4) for config in (LLAMA, MOE))
 RATE = 0.01

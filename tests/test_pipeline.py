@@ -13,14 +13,12 @@ import pytest
 from optax.contrib import schedule_free
 from parity import BATCH, LLAMA, SEQ, family, state_of, weights
 
-from llmpar.parallel.mesh import make_mesh
+from llmpar import Plan, Step, make_mesh
 from llmpar.pipeline import executor as pipeline
 from llmpar.pipeline import stage as stage_file
 from llmpar.plan import places
-from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import deal, make
 from llmpar.training import layer_order as layer_order_file
-from llmpar.training.step import Step
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
 

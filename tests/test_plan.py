@@ -12,13 +12,12 @@ import pytest
 from parity import LLAMA
 from shared import CASES, HERE, TABLES
 
+from llmpar import Plan, preset
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict import memory
 from llmpar.predict.traffic import step_traffic

@@ -12,6 +12,7 @@ import tomllib
 import pytest
 from shared import CASES, HERE, TABLES
 
+from llmpar import Plan, preset
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
@@ -20,8 +21,6 @@ from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import OptimizerConfig
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.planner import frameworks, planner
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip

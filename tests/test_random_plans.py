@@ -23,14 +23,13 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from parity import emulated_ragged_all_to_all, live, natural, padded, ragged_on_cpus
 
+from llmpar import Plan, make_mesh
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import checks, families, schedules
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, LoraConfig, ModelConfig, RopeScaling
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import traffic

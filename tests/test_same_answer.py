@@ -11,11 +11,8 @@ import optax
 import pytest
 from parity import BATCH, LLAMA, SEQ, answer, batch, gradients_of, state_of
 
-from llmpar.parallel.mesh import make_mesh, use_devices
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
+from llmpar import Plan, Step, make_mesh, preset, use_devices
 from llmpar.training.state import check_mesh
-from llmpar.training.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)

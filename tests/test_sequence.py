@@ -9,17 +9,16 @@ import pytest
 from flax import nnx
 from parity import LLAMA, dealt, name, predicted, weights
 
+from llmpar import Plan, Step
 from llmpar.inspect.census import compiled_memory
 from llmpar.model import attention
 from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh, spec
 from llmpar.parallel.modes import Manual
-from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.predict.ring import pairs_by_step
 from llmpar.training import balance
 from llmpar.training.balance import balanced_order, row_orders, work
-from llmpar.training.step import Step
 
 
 @pytest.mark.long

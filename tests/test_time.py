@@ -8,9 +8,8 @@ import pytest
 from shared import CASES, TABLES
 from test_planner import drawn_plans
 
+from llmpar import Plan, preset
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.planner import measured
 from llmpar.predict import formulas, hardware, layer, time, workload
 from llmpar.predict.hardware import Rates, chip

@@ -16,14 +16,12 @@ import rich.console
 from flax import nnx
 from parity import BATCH, LLAMA, MOE, SEQ, batch, compare_leaves, name, natural, padded, state_of, weights
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.report import SPREAD_NAMES, rounded_products, spread, spread_table
 from llmpar.model.weights import model_graph
-from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
-from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import FACTOR, tolerance
-from llmpar.training.step import Step
 
 QUANTITIES = tuple(SPREAD_NAMES)
 

@@ -10,11 +10,10 @@ from flax import nnx
 from parity import LLAMA, QWEN
 from shared import CASES
 
+from llmpar import Plan, preset
 from llmpar.inspect.census import executed_flops
 from llmpar.model.weights import init_params, model_graph
 from llmpar.parallel.modes import Solo
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.predict import memory, traffic
 
 BATCH, SEQ = 4, 32

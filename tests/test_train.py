@@ -20,12 +20,11 @@ from flax.traverse_util import flatten_dict
 from parity import LLAMA, logits_of, state_of, weights
 from steps import train
 
+from llmpar import Plan, make_mesh
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
 from llmpar.model.weights import weight_dims
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ExpertConfig
-from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums

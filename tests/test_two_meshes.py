@@ -14,18 +14,15 @@ import pytest
 from parity import LLAMA
 from shared import TABLES
 
-from llmpar import draw, look, two_meshes
+from llmpar import Plan, Step, draw, look, make_mesh, two_meshes
 from llmpar.cli.rl import Rl
 from llmpar.model import llama
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import Dim, Layout, parse_arrow
-from llmpar.plan.plan import Plan
 from llmpar.plan.two_meshes import TwoMeshes
 from llmpar.predict.hardware import chip
 from llmpar.predict.two_meshes import link_loads, rounds_seconds
 from llmpar.serve.engine import Engine
 from llmpar.serve.two_meshes import Mover, Permutes
-from llmpar.training.step import Step
 
 ARROW = "d/fsdp m/tp @train -> d m/tp @serve"
 MESHES = {"train": "fsdp=2 tp=2", "serve": "tp=4"}

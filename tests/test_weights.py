@@ -12,13 +12,10 @@ from safetensors.numpy import load_file, save_file
 from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import OURS, random_params, same, state_dict, stored
 
+from llmpar import Plan, Step, make_mesh, preset
 from llmpar.cli.weights import ModelOptions, open_weights
-from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
-from llmpar.training.step import Step
 
 BESIDE = {
     "tokenizer_config.json": {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"},

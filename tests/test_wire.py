@@ -26,16 +26,14 @@ from parity import (
 from shared import CASES
 from test_tolerance import alone, error
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.parallel.collectives import vary
-from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import SCALED, WIRES, parse_arrow
-from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict.tolerance import tolerance
 from llmpar.predict.traffic import step_traffic
-from llmpar.training.step import Step
 
 HALF = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 FEW, MORE = CASES["wire_plans"][:3], CASES["wire_plans"][3:]
