@@ -167,18 +167,7 @@ def awake(chromium, saved):
 
 def ask(shown, asked):
     """What the page's Python answers, one question after the other; of an error its text."""
-    return shown.evaluate(
-        """async (asked) => {
-            const found = [];
-            for (const [kind, given, state] of asked) {
-                Object.assign(llmpar.doc, { kind, given });
-                found.push(await llmpar.ask(state).catch((error) => String(error)));
-            }
-            Object.assign(llmpar.doc, { kind: "mesh", given: null });
-            return found;
-        }""",
-        asked,
-    )
+    return shown.evaluate((HERE / "fixtures" / "ask_page.js").read_text(), asked)
 
 
 def rounded(answer):

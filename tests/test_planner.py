@@ -120,13 +120,7 @@ def test_a_strategy_waits_for_a_faster_one_that_is_refused_and_takes_its_place()
 
 def test_pieces_of_the_loss_are_chosen_where_they_are_needed():
     """They are computed again, so one piece is faster; and it holds less where tokens are few."""
-    for name, mesh, batch, seq in (
-        ("llama3-70b", "pp=4 fsdp=4 tp=4", 16, 8192),
-        ("llama3-8b", "dp=8 tp=8", 64, 8192),
-        ("llama3-8b", "fsdp=64", 512, 2048),
-        ("gemma-3-27b", "fsdp=64", 64, 65536),
-        ("llama3.1-405b", "sp=4 fsdp=16", 16, 32768),
-    ):
+    for name, mesh, batch, seq in TABLES["losses_in_pieces"]:
         own = [{}, {"loss_chunks": 1}, {"loss_chunks": 8}]
         free, *others = (planner.on_mesh(question(name, 64, batch, seq, **x), parse_mesh(mesh)) for x in own)
         fit = [x.time.step_s for x in others if not x.why_not]
@@ -251,14 +245,7 @@ def test_a_change_that_rescues_does():
     assert memory.parts_bytes(rescued, q.batch_size, q.seq_len)["total"] <= q.capacity_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (dict(pp=8, fsdp=2), "8 devices cannot be cut by 'pp=8 fsdp=2'"),
-        (dict(devices=64, pp=64), "no mesh of 64 h100 with pp=64 suits 'llama3-8b'"),
-        (dict(colour="red"), "a plan has no field colour"),
-    ],
-)
+@pytest.mark.parametrize("options, sentence", TABLES["no_plan"])
 def test_questions_without_an_answer_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         planner.decide(question(**options))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from parity import BATCH, LLAMA, SEQ, answer, batch, gradients_of, state_of
+from shared import TABLES
 
 from llmpar import Plan, Step, make_mesh, preset, use_devices
 from llmpar.training.state import check_mesh
@@ -113,14 +114,7 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     assert int(step.run(state, batch())[0].step) == 2
 
 
-APART = [
-    ("does not go with ZeRO 1", {"zero": 1, "reduce": "bucket"}),
-    ("once per microbatch", {"zero": 0, "reduce": "layer", "microbatches": 2}),
-    ("cuts a sequence into 2·sp = 8 parts", {"mesh": "dp=2 sp=4", "sequence_order": "zigzag"}),
-]
-
-
-@pytest.mark.parametrize("says,fields", APART, ids=str)
+@pytest.mark.parametrize("says, fields", TABLES["apart"], ids=str)
 def test_a_step_refuses_fields_and_sizes_that_do_not_go_together(says, fields):
     """A command knows its sizes when it resolves the plan; a `Step` sees those of its batch."""
     mesh = fields.get("mesh", MIXED)

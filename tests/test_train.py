@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -110,18 +111,15 @@ def test_experts_are_evaluated_without_their_own_loss_and_the_log_says_how_even_
         assert 0 < row["router_entropy"] <= math.log(4) + 1e-5
 
 
-class Full:
+def log_for(rows: int):
     """A log whose disk takes so many rows."""
+    left = iter(range(rows))
 
-    name = "run.jsonl"
-
-    def __init__(self, room: int):
-        self.room = room
-
-    def write(self, line: bytes) -> None:
-        self.room -= 1
-        if self.room < 0:
+    def write(line: bytes) -> None:
+        if next(left, None) is None:
             raise OSError(28, "No space left on device")
+
+    return contextlib.nullcontext(types.SimpleNamespace(name="run.jsonl", write=write))
 
 
 @pytest.mark.parametrize("why", ["a full log", "a notebook's button"])
@@ -132,7 +130,7 @@ def test_every_way_out_but_a_failed_step_saves(why, tmp_path, whole, monkeypatch
         if number == 2 and why != "a full log":
             raise KeyboardInterrupt
 
-    full = contextlib.nullcontext(Full(2 if why == "a full log" else 9))
+    full = log_for(2 if why == "a full log" else 9)
     error = ValueError if why == "a full log" else KeyboardInterrupt
     with monkeypatch.context() as patched:
         patched.setattr("llmpar.training.loop._opened", lambda path: full)
