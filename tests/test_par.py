@@ -95,10 +95,6 @@ def test_an_arrow_that_starts_cut_where_the_value_is_the_same_is_refused(text):
         jax.eval_shape(run, jnp.zeros((8, 8)))
 
 
-def weight(dims, *shape):
-    return nnx.Param(jnp.asarray(value(*shape)), dims=dims)
-
-
 def test_auto_pins_what_an_arrow_ends_in():
     par = Auto(PLAN, MESH)
     out = jax.jit(lambda x: par.move(x, "attention b s d +n -> stream b s d"))(jnp.zeros((8, 4, 4)))

@@ -48,7 +48,8 @@ RUNNING = {name: dataclasses.replace(PRESETS[name], num_layers=8) for name in NA
 RUNNING["qwen3-30b-a3b"] = dataclasses.replace(  # what a file may say of losses changes no size
     RUNNING["qwen3-30b-a3b"], experts=ExpertConfig(128, 8)
 )
-EQUAL = [(name, mesh) for name in RUNNING for mesh in (*MESHES, "fsdp=2 ep=4", "ep=2 tp=2 sp=2")]
+EQUAL = [(name, mesh) for name in RUNNING for mesh in MESHES]
+EQUAL += [("qwen3-30b-a3b", mesh) for mesh in ("fsdp=2 ep=4", "ep=2 tp=2 sp=2")]
 
 
 def twin(config: ModelConfig) -> ModelConfig:
@@ -89,19 +90,16 @@ def assert_equal(one, other, rel=1e-9):
 @pytest.mark.parametrize("name, mesh", EQUAL)
 def test_a_planned_model_is_priced_as_the_one_that_runs(name, mesh):
     config = RUNNING[name]
-    if "ep=" in mesh and not config.experts:
-        pytest.skip("no experts")
     fields = {"microbatches": 8} if "pp=" in mesh else {}
     if "tp=" in mesh:
         fields |= {"tp_sequence": True}
     assert_equal(quantities(config, mesh, **fields), quantities(twin(config), mesh, **fields))
 
 
-@pytest.mark.parametrize("name, mesh", EQUAL)
+@pytest.mark.parametrize("name, mesh", [pair for pair in EQUAL if "pp=4" not in pair[1]])
 def test_kinds_of_layers_add_up_to_the_model(name, mesh):
+    """But not on four stages: one of two layers is no loop."""
     whole = twin(RUNNING[name])
-    if "ep=" in mesh and not whole.experts or "pp=4" in mesh:  # a stage of two layers is no loop
-        pytest.skip("no experts")
     # a stage has one period of two kinds, and so no loop; what it saves is stacked as a loop's
     fields = {"microbatches": 8, "stage_saves": "residuals"} if "pp=" in mesh else {}
     one, two = (quantities(x, mesh, **fields) for x in (whole, in_two_kinds(whole)))
