@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counted import calls
-from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,28 +58,16 @@ def twice(x, n):
     return lax.scan(lambda x, _: (lax.fori_loop(0, n[0], once, x), None), x, None, length=5)[0]
 
 
-def hop(x, _):
-    return lax.ppermute(x, "X", RING), None
-
-
-def nested(x):
-    inner = jax.shard_map(lambda y: lax.psum(y, "Y"), in_specs=P("Y"), out_specs=P(), axis_names={"Y"})
-    return lax.psum(inner(x), "X")
-
-
 def branches(x, n):
     more = lambda x: lax.psum(lax.psum(x, "X"), "Y")
     return lax.cond(n[0] > 0, lambda x: lax.psum(x, "X"), more, x)
 
 
-outer = functools.partial(jax.shard_map, mesh=AUTO, in_specs=P("X"), out_specs=P(), axis_names={"X"})
 COUNT = jnp.array([3])
 TWO = P("X"), P()
 in_own = jax.jit(total, in_shardings=NamedSharding(AUTO, P("X")))
-ringed = lambda x: lax.scan(hop, x, None, 3)[0]
 scattered = lambda x: lax.psum_scatter(x, "X", scatter_dimension=1, tiled=True)
 some = lambda x: lax.psum(x, "X", axis_index_groups=[[0, 1], [2, 3]])
-again = jax.grad(lambda w, x: jax.checkpoint(lambda w: jnp.tanh(x @ w).sum())(w))
 pmapped = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
 
 
@@ -110,22 +97,12 @@ PROGRAMS = {  # a program, and its rows: the arrow; the collective, its axes, ho
     ),
     "largest": (blocks_of(lambda x: lax.pmax(x, ("X", "Y")), P()), "; all-reduce X,Y 1 112"),
     "part of an axis": (blocks_of(some), "among 2 of X's 4; all-reduce other 1 64"),
-    "ring in a scan": (blocks_of(ringed), "hop along X; collective-permute X 3 192"),
     "unknown trip count": ((manual(twice, TWO, P("X")), X, COUNT), "hop along X; collective-permute X 5 320"),
-    "nested": (
-        (outer(nested), X),
-        "f32[2,4]{U:X} -> f32[2,4]; all-reduce X 1 48 | f32[2,4]{U:Y} -> f32[2,4]; all-reduce Y 1 32",
-    ),
     "branches": (  # the last row is the other branch's
         (manual(branches, TWO, P()), X, COUNT),
         "f32[4,4]{U:X} -> f32[4,4]; all-reduce X 1 96 | f32[4,4]{U:Y} -> f32[4,4]; all-reduce Y 1 64"
         " | f32[4,4]{U:X} -> f32[4,4]; all-reduce X 0 0",
     ),
-    "recomputed": (
-        (again, lie((16, 32), "Y"), lie((8, 16), "X")),
-        "f32[32,8]{U:X} -> f32[32,8]; all-reduce X 1 1536 | f32[2,32]{U:Y} -> f32[2,32]; all-reduce Y 1 256",
-    ),
-    "Flax's jit": ((nnx.jit(total), X), ONE),
     "pmap": ((pmapped, jnp.ones((8, 4))), "f32[4]{U:i} -> f32[4]; all-reduce i 1 28"),
     "one device": ((lambda x: x @ x, jnp.ones((8, 8))), ""),
 }
