@@ -428,9 +428,3 @@ def test_copies_even_out_the_loads_of_ranks():
     tails = np.random.default_rng(0).pareto(1.2, (200, 32))
     before, after = (moe.rank_loads(tails, 8, copies).max(1) for copies in (0, 4))
     assert np.median(after / before) < 0.7 and (after <= before).mean() > 0.9
-
-
-@pytest.mark.parametrize("fields, says", CASES["experts_refused"])
-def test_copies_that_cannot_be_are_refused(fields, says):
-    with pytest.raises(ValueError, match=says):
-        Plan(**{"mesh": "ep=2 tp=2"} | fields).resolve(MOE, "cpu", BATCH, SEQ)

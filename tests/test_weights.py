@@ -136,8 +136,6 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(tmp_path, call, monke
         "leave --model out": ["train", "--from", str(folder), "--model", "llama3-8b"],
         "leave --checkpoints out": ["generate", "--from", str(folder), "--checkpoints", "kept"],
         "not one of checkpoints": ["train", "--from", str(folder), "--checkpoints", str(folder)],
-        "holds a model already": ["export", "kept", str(folder)],
-        "there is no checkpoint in": ["export", str(tmp_path / "kept"), str(tmp_path / "out")],
         "of 32,769 tokens does not fit into the 32,768 positions": ["generate", "a" * 32_768],
         "has 300 tokens": ["generate", "--from", str(folder), "--tokenizer", str(tmp_path)],
     }
