@@ -151,8 +151,8 @@ def test_parts_share_a_kernel_and_no_names_and_each_thing_goes_where_it_belongs(
     assert "42" in text and "hidden = " not in text and "shown = hidden + 1" in text
     assert slides.count_slides(page) == 6
     steps = [f"Step {number} of 3. A a box t" for number in (1, 2, 3)]
-    alts = ["A line from one to two", 'A line, as "printed"', *steps]
-    assert [alt[:22] for alt in alts(page)] == alts
+    want = ["A line from one to two", 'A line, as "printed"', *steps]
+    assert [alt[:22] for alt in alts(page)] == want
     assert re.findall(r'class="figure *(step.*?)"', page) == ["step", "step fragment", "step fragment"]
 
 
