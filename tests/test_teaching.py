@@ -109,11 +109,6 @@ def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):
         lessons.read_lessons(tmp_path)
 
 
-def links(text):
-    """The targets of links and pictures."""
-    return re.findall(r'(?:href|src)="([^"#]+)"', text)
-
-
 def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
     handout = load("slides/handout.py")
     made = handout.build(tmp_path)  # refuses a sheet that needs two pages
