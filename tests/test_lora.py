@@ -186,11 +186,6 @@ def question(model, row="h100", devices=8, seq=4096):
     return planner.Question(preset(model), chip(row), devices, devices, seq, model=model)
 
 
-def adapters_of(model):
-    """The model's parameters in adapters."""
-    return preset(model).trained_params
-
-
 @pytest.mark.parametrize("name", ["llama3-8b", "gemma-3-1b"])
 def test_adapters_are_priced_by_what_is_computed(name):
     """At a device's peak: four FLOPs of a frozen matrix, six of an adapter, of all tokens; by either text."""
@@ -221,7 +216,7 @@ def test_a_model_with_adapters_is_planned(capsys):
     document = json.loads(capsys.readouterr().out)
     (row,) = document["plans"]
     model = "llama3-8b lora_rank=16 lora_targets=q,v"
-    adapters, config = adapters_of(model), preset(model)
+    adapters, config = preset(model).trained_params, preset(model)
     assert document["model"] == model and "4 for each frozen one" in document["mfu_is"]
     held = row["memory_bytes"]
     assert held["params"] == (2 * (config.num_params - adapters) + 4 * adapters) / 8

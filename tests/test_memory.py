@@ -30,16 +30,12 @@ COMPARED = [name for name, row in RECORD[H100]["plans"].items() if row["temp"] <
 """What is too large by a half is left out: there the compiler computes again what the program keeps."""
 
 
-def formula(target):
-    return lambda case: compare_memory.formula(case, target)
-
-
 def errors(target):
     """Of the formula, by plan; for GPUs of those in `COMPARED`."""
     rows = RECORD[target]["plans"]
     cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
     cases = [c for c in cases if compare_memory.devices_of(target) == "tpu" or c.name in COMPARED]
-    return {case.name: formula(target)(case) / rows[case.name]["temp"] - 1 for case in cases}
+    return {case.name: compare_memory.formula(case, target) / rows[case.name]["temp"] - 1 for case in cases}
 
 
 @pytest.mark.parametrize("target", [H100, V5E, V5P])
@@ -101,7 +97,7 @@ def verdicts(target, capacity):
     for case in compare_memory.cases(target):
         if (row := rows.get(case.name)) is None:
             continue
-        predicted = given(case) + formula(target)(case)
+        predicted = given(case) + compare_memory.formula(case, target)
         needs = row["total"] if row["refused"] else given(case) + row["temp"]
         if predicted <= capacity and needs > capacity:
             wrong.append(f"{case.name} is called feasible")

@@ -35,12 +35,6 @@ def deck(tmp_path_factory):
     return slides.build(out=out)
 
 
-def sources_slides():
-    """Count the slides that the sources announce."""
-    text = "".join(source.read_text() for source in sorted((ROOT / "slides" / "src").glob("*.py")))
-    return len(re.findall(r'^# %%.*tags=\[[^\]]*"(?:slide|subslide)"', text, re.M))
-
-
 def parts_of_slides():
     """Split the sources into slides: what is said of each, its notes, and whether it ends the talk."""
     slides = []
@@ -205,7 +199,7 @@ def test_slides_are_laid_out_offline_without_overlaps_and_legibly(deck, tab):
     slide_of = operator.itemgetter("slide")
     boxes = sorted(tab.evaluate((HERE / "fixtures" / "measure_slides.js").read_text()), key=slide_of)
     measured = {title: [*found] for title, found in itertools.groupby(boxes, slide_of)}
-    assert len(measured) == sources_slides()
+    assert len(measured) == len(SLIDES)
     for faults in misplaced, illegible:
         assert {title: found for title, boxes in measured.items() if (found := faults(boxes))} == {}
 
@@ -214,4 +208,4 @@ def test_slides_are_laid_out_offline_without_overlaps_and_legibly(deck, tab):
 def test_reveal_starts_from_a_local_file(deck, tab):
     tab.goto(deck.as_uri())
     tab.locator("section.present").first.wait_for()
-    assert tab.locator(".slide-number-b").inner_text() == str(sources_slides())
+    assert tab.locator(".slide-number-b").inner_text() == str(len(SLIDES))
