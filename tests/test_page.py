@@ -80,15 +80,6 @@ def test_what_a_page_brings_needs_neither_jax_nor_numpy_and_answers_the_same(tmp
     assert len(modules()) > 30
 
 
-def test_a_module_that_needs_numpy_is_seen(tmp_path, monkeypatch):
-    brought = page.sources() | {"llmpar/draw/new.py": "import numpy"}
-    monkeypatch.setattr(page, "sources", lambda: brought)
-    done = alone(tmp_path, ["llmpar.draw.new"], [])
-    assert done.returncode and "numpy is blocked" in done.stderr
-    del brought["llmpar/plan/layout.py"]
-    assert "llmpar.plan.layout" in alone(tmp_path / "less", ["llmpar.plan.plan"], []).stderr
-
-
 class Two:
     """An explorer in miniature: two numbers, each a click away from its neighbours."""
 
