@@ -11,7 +11,8 @@ import pytest
 from shared import CASES
 
 from llmpar.plan import checks, families, places
-from llmpar.plan.model_config import ExpertConfig, ModelConfig
+from llmpar.plan.config_json import write_config
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, described_model
 from llmpar.planner import planner
@@ -27,33 +28,14 @@ MESHES = "dp=2 fsdp=4", "fsdp=2 sp=2 tp=2", "pp=2 fsdp=2 tp=2", "pp=4 sp=2"
 """Of eight devices."""
 
 
-def as_file(config: ModelConfig) -> dict:
-    """The config.json of a small model that runs, for a family that is planned."""
-    raw = {
-        "model_type": "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "qwen2",
-        "vocab_size": config.vocab_size, "hidden_size": config.width, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width, "intermediate_size": config.ffn_width,
-        "tie_word_embeddings": config.tied,
-    }  # fmt: skip
-    if experts := config.experts:
-        more = {"num_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
-        raw |= more | {"moe_intermediate_size": config.ffn_width, "decoder_sparse_step": 1}
-        raw |= {"router_aux_loss_coef": experts.aux_loss, "norm_topk_prob": experts.renormalise}
-    return raw
-
-
 NAMES = "qwen2.5-14b", "qwen3-0.6b", "qwen3-30b-a3b"
 RUNNING = {name: dataclasses.replace(PRESETS[name], num_layers=8) for name in NAMES}
-RUNNING["qwen3-30b-a3b"] = dataclasses.replace(  # what a file may say of losses changes no size
-    RUNNING["qwen3-30b-a3b"], experts=ExpertConfig(128, 8)
-)
 EQUAL = [(name, mesh) for name in RUNNING for mesh in MESHES]
 EQUAL += [("qwen3-30b-a3b", mesh) for mesh in ("fsdp=2 ep=4", "ep=2 tp=2 sp=2")]
 
 
 def twin(config: ModelConfig) -> ModelConfig:
-    return described_model(config.name, as_file(config))
+    return described_model(config.name, write_config(dataclasses.asdict(config)))
 
 
 def in_two_kinds(config: ModelConfig) -> ModelConfig:
