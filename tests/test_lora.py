@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from make_hf_fixtures import FIXTURES
 from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
@@ -45,7 +46,7 @@ def tuned(folder):
     (folder / "config.json").write_text(str(base["config"]))
     config = dataclasses.replace(from_hugging_face(str(folder / "config.json")), lora=ADAPTED.lora)
     tensors = {name.removeprefix("weight:"): base[name] for name in base if name.startswith("weight:")}
-    params = jax.tree.map(np.asarray, hf.from_state_dict(tensors, config))
+    params = flatten_dict(jax.tree.map(np.asarray, hf.from_state_dict(tensors, config)), sep=".")
 
     def adapter(path, shape):
         _, part, _, name = path.split(".")
@@ -53,14 +54,8 @@ def tuned(folder):
         theirs = [ours[f"{module.format(i)}.default.weight"].T for i in range(config.num_layers)]
         return np.stack(theirs).reshape(shape)
 
-    rows = {path: w for path, w in config.weights().items() if not w.frozen}
-    for path, weight in rows.items():
-        *parts, name = path.split(".")
-        node = params
-        for part in parts:
-            node = node.setdefault(part, {})
-        node[name] = adapter(path, weight.shape)
-    return config, params, ours
+    params |= {path: adapter(path, w.shape) for path, w in config.weights().items() if not w.frozen}
+    return config, unflatten_dict(params, sep="."), ours
 
 
 @pytest.mark.long
