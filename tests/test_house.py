@@ -19,18 +19,7 @@ from llmpar.cli import doctor
 
 PACKAGE = ROOT / "llmpar"
 
-# Around it: a folder names those that it may import besides.
-AROUND = {
-    "predict": set(),  # what would it cost?
-    "draw": {"predict"},  # show a value
-    "inspect": {"predict", "draw"},  # what did the compiler make of it?
-    "planner": {"predict", "draw", "inspect"},  # which mesh, and why not the others?
-    "explore": {"predict", "planner", "draw", "inspect"},  # explorers
-    "serve": set(),  # answer requests
-    "launch": set(),  # on a cluster
-    "lessons": {"predict", "planner", "draw", "inspect", "launch"},  # judge an answer
-    "cli": set("predict planner draw inspect serve launch explore lessons".split()),  # from a terminal
-}
+AROUND = {folder: set(names.split()) for folder, names in CASES["imports_around"].items()}
 TOP = {"files"}  # beside the folders: what anyone may import
 NO_JAX_FOLDERS = {"files", "plan", "predict", "draw", "planner"}
 NO_JAX_FILES = {"kernels.tiles"}

@@ -511,22 +511,18 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
     again = f"pytest tests/test_random_plans.py --plans 1 --seed {plan_seed}"
     text, start = tell(asked), time.process_time()
     print(f"{again}\n{text}")
-    write(seed=plan_seed, ok=False, plan=text, why="did not come back")
-    try:
+    write(seed=plan_seed, ok=False, plan=text, why="raised, or did not come back")
+    found = compare(plan_seed, asked)
+    wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
+    near = 1e-4 if asked["dtype"] == "float32" else math.inf
+    if wrong and near == math.inf and found.get("load"):  # in bfloat16 a router chose another expert
+        asked = asked | {"dtype": "float32"}
         found = compare(plan_seed, asked)
         wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
-        near = 1e-4 if asked["dtype"] == "float32" else math.inf
-        if wrong and near == math.inf and found.get("load"):  # in bfloat16 a router chose another expert
-            asked = asked | {"dtype": "float32"}
-            found = compare(plan_seed, asked)
-            wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
-        elif wrong and all(k != "sent" and v < near for k, v in wrong.items()):
-            # an ill-conditioned model? ask one device
-            lonely = compare(plan_seed, asked, alone=True)
-            wrong = {k: v for k, v in wrong.items() if v > 3 * lonely[k]}
-    except Exception as error:
-        write(seed=plan_seed, ok=False, plan=text, why=f"{type(error).__name__}: {error}"[:2000])
-        raise
+    elif wrong and all(k != "sent" and v < near for k, v in wrong.items()):
+        # an ill-conditioned model? ask one device
+        lonely = compare(plan_seed, asked, alone=True)
+        wrong = {k: v for k, v in wrong.items() if v > 3 * lonely[k]}
     write(seed=plan_seed, ok=not wrong, plan=text, cpu_s=round(time.process_time() - start, 1), **found)
     assert not wrong, f"{wrong}\n{text}\n{again}"
 

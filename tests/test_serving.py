@@ -9,7 +9,7 @@ import re
 import statistics
 
 import pytest
-from shared import CASES, HERE
+from shared import CASES, HERE, TABLES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli import main
@@ -32,10 +32,6 @@ def seconds(terms):
 
 
 ENGINE_RUNS = (HERE / "engine_runs.txt").read_text().splitlines()[2:]
-NIM_RUNS = {1: (18.58, 51.67), 25: (38.75, 623.4), 50: (59.73, 814.37)}
-"""By requests at once: milliseconds between tokens, and tokens/s, of Llama 3.3 70B in 8 bits with tp=2 on two
-H100, 5,000 tokens in and 500 out (NVIDIA, NIM LLMs Benchmarking 1.0.0, "Performance", NIM 1.8.0). From 100 on
-requests queue."""
 
 
 def served(gpu, bits, model, batch, tp, prompt, answer):
@@ -53,10 +49,10 @@ def test_half_of_what_engines_published_is_within_what_is_said():
     assert max(errors) < 1.4, "long answers of Llama 2 70B, of whose heads that version did not share keys"
 
 
-@pytest.mark.parametrize("batch", NIM_RUNS)
+@pytest.mark.parametrize("batch", TABLES["nim_runs"])
 def test_a_token_takes_its_own_step_and_its_share_of_others_prompts(batch):
-    between, rate = NIM_RUNS[batch]
-    row = served("h100", 8, "llama3-70b", batch, 2, 5000, 500)
+    between, rate = TABLES["nim_runs"][batch]
+    row = served("h100", 8, "llama3-70b", int(batch), 2, 5000, 500)
     assert 1e3 / row["tokens_per_s_user"] == pytest.approx(between, rel=0.1)
     assert 2 * row["tokens_per_s_device"] == pytest.approx(rate, rel=0.1)
 
@@ -186,8 +182,6 @@ def test_a_cut_fits_and_no_smaller_one_would(model):
 
 
 V3 = preset("deepseek-v3")
-VLLM_51454 = {"one engine, tp 8": 20.43, "a replica, dp 8": 19.62}
-"""Requests of a million tokens for which DeepSeek-V4-Flash has room on 8 B200 (vllm-project/vllm#51454)."""
 
 
 def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
@@ -196,7 +190,8 @@ def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
     assert serving.cache_bytes(V3, 1000, 8) == 1000 * 70_272 / 2
     one, eight = (serving.decode_seconds(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
     assert one["keys and values read"] == eight["keys and values read"] == 32_768 * 70_272 / 4.8e12
-    published = 8 * VLLM_51454["a replica, dp 8"] / VLLM_51454["one engine, tp 8"]
+    one, replicas = TABLES["vllm_51454"].values()
+    published = 8 * replicas / one
     assert published == pytest.approx(7.7, rel=0.01)  # less than 8: replicas hold attention's weights whole
     assert published == pytest.approx(8 / serving.cache_cuts(V3, 8), rel=0.05)
     assert serving.cache_cuts(preset("llama3-70b"), 8) == 8 == serving.cache_cuts(preset("llama3-70b"), 16)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
+from shared import TABLES
 from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import OURS, random_params, same, state_dict, stored
 
@@ -17,11 +18,7 @@ from llmpar.cli.weights import ModelOptions, open_weights
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
 
-BESIDE = {
-    "tokenizer_config.json": {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"},
-    "special_tokens_map.json": {"eos_token": "</s>"},
-    "generation_config.json": {"eos_token_id": [2, 0], "temperature": 0.6},
-}
+BESIDE = TABLES["beside_a_tokenizer"]
 
 
 def put_tokenizer(folder):
