@@ -212,6 +212,11 @@ with Processes([sys.executable, "-c", {one!r}], 2) as processes:
     print(*(process.pid for process in processes.running), flush=True)
     time.sleep(600)
 """
+    gone_after_a_kill(program, 2)
+
+
+def gone_after_a_kill(program: str, num: int) -> None:
+    """Kill a program that prints the numbers of processes; they must end."""
 
     def alive(pid):
         stat = Path(f"/proc/{pid}/stat")
@@ -219,7 +224,7 @@ with Processes([sys.executable, "-c", {one!r}], 2) as processes:
 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=ENVIRON) as one:
         pids = [int(pid) for pid in one.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
+        assert len(pids) == num and all(map(alive, pids))
         one.kill()
     until(lambda: not any(map(alive, pids)), f"processes {pids} end")
 
