@@ -68,9 +68,6 @@ WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
 WITH_EXPERTS += ["gpt_oss", "llama4_text", "qwen3_next"]
-NOT_DRAWN = {"documents": {"whole"}, "muon": {"gather", "owner", "layer"}}
-NOT_DRAWN |= {"gather_dtype": {"bfloat16", "float8"}, "reduce_dtype": {"bfloat16"}}
-NOT_DRAWN |= {"matmul_dtype": {"same", "float8"}}
 
 
 def values(cls) -> dict[str, list]:
@@ -84,9 +81,6 @@ def values(cls) -> dict[str, list]:
 FIELDS = {cls: values(cls) for cls in (Plan, ModelConfig, ExpertConfig)}
 FIELDS[Plan]["schedule"] = [*schedules.SCHEDULES, WRITTEN]
 FIELDS[ModelConfig]["rope_scaling"] = [x and RopeScaling(**x) for x in FIELDS[ModelConfig]["rope_scaling"]]
-OFTEN = "zero zero_axes tp_sequence tp_comm_overlap reduce reshard_after_forward context_parallel hop".split()
-OFTEN += "sequence_order dispatch".split()
-"""Idle on most meshes, so drawn more often."""
 
 
 def draw_family(rng, pick, wild) -> dict:
@@ -131,7 +125,7 @@ def draw_all(rng) -> dict:
     tables = *FIELDS.values(), BATCH
     some = [(name, xs) for table in tables for name, xs in table.items() if xs]
     asked = {name: pick(xs if rng.random() < wild else xs[:1]) for name, xs in some}
-    asked |= {field: pick(FIELDS[Plan][field]) for field in OFTEN if rng.random() < 0.7}
+    asked |= {field: pick(FIELDS[Plan][field]) for field in DRAWN["often"].split() if rng.random() < 0.7}
     asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35} | of_family
     if family := asked["family"]:
         asked |= {"experts": family in WITH_EXPERTS, "num_layers": pick((3, 4, 5))}
@@ -146,17 +140,9 @@ def draw_all(rng) -> dict:
         asked |= {"schedule": pick(FIELDS[Plan]["schedule"]), "mode": "manual"}
         asked["microbatches"] = asked["pp"] * pick((1, 2))
         asked |= {"mode": "auto"} if rng.random() < 0.05 else {}
-    for cut, parts in {
-        "batch": ("dp", "fsdp", "ep", "microbatches"),
-        "seq": ("sp", "sp", "tp"),
-        "num_experts": ("ep",),
-        "num_kv_heads": ("tp",),
-        "ffn_width": ("tp",),
-        "vocab_size": ("tp",),
-        "width": ("fsdp", "ep", "sp"),
-        "head_width": ("fsdp",) if asked["qk_norm"] or asked["qkv_bias"] else (),
-    }.items():  # most sizes fit the mesh
-        parts = math.prod(asked[part] for part in parts)
+    for cut, parts in DRAWN["cuts"].items():  # most sizes fit the mesh
+        idle = cut == "head_width" and not (asked["qk_norm"] or asked["qkv_bias"])
+        parts = 1 if idle else math.prod(asked[part] for part in parts)
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
     if asked["tp"] > 1 and rng.random() < 0.25:  # copies of KV heads
         asked["num_kv_heads"] = pick([n for n in range(1, asked["tp"]) if asked["tp"] % n == 0])
@@ -534,7 +520,7 @@ def test_every_field_is_drawn_from_all_its_values():
         assert set(table) == {f.name for f in dataclasses.fields(cls)} >= set(DRAWN[cls.__name__])
         for name, hint in typing.get_type_hints(cls).items():
             if typing.get_origin(hint) is typing.Literal:
-                choices = set(typing.get_args(hint)) - NOT_DRAWN.get(name, set())
+                choices = set(typing.get_args(hint)).difference(DRAWN["not_drawn"].get(name, ()))
                 assert set(table[name]) == choices, f"{name} is drawn from some of its values only"
     drawn = [draw(seed)[0] for seed in range(240)]
     for name, choices in (FIELDS[Plan] | BATCH).items():
