@@ -166,6 +166,7 @@ def test_what_heads_share_is_all_that_a_sequence_sends(name, way):
     assert times == (2 if way == "ring" else 1) * 61 * (3 if way == "ring" else 1)
 
 
+FURTHER_KEYS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 FURTHER = ["deepseek-ai--DeepSeek-V3", "Qwen--Qwen3.5-35B-A3B", "XiaomiMiMo--MiMo-7B-Base"]
 
 
@@ -173,9 +174,7 @@ FURTHER = ["deepseek-ai--DeepSeek-V3", "Qwen--Qwen3.5-35B-A3B", "XiaomiMiMo--MiM
 def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     """A layer like the last, a join of twice the width, three norms, a second use of embedding and head."""
     raw = next(families.text_part(case["config"]) for case in PUBLISHED if name in case["names"])
-    bare = {
-        key: x for key, x in raw.items() if key not in ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    }
+    bare = {key: x for key, x in raw.items() if key not in FURTHER_KEYS}
     config, without = described_model(name, raw), described_model(name, bare)
     assert without.with_further() is without and config.num_params == without.num_params
     more, last, d = config.with_further(), config.blocks[config.layer_kinds[-1]][1], config.width
@@ -225,9 +224,7 @@ def test_a_window_bounds_what_is_computed_and_read():
 
 
 @pytest.mark.parametrize("name, kind, devices, batch, seq, mesh", CASES["planned_questions"])
-def test_the_planner_answers_and_offers_no_command_that_would_be_refused(
-    name, kind, devices, batch, seq, mesh
-):
+def test_the_planner_offers_no_command_that_would_be_refused(name, kind, devices, batch, seq, mesh):
     q = planner.Question(PRESETS[name], chip(kind), devices, batch, seq, Plan(mesh).mesh.user_sizes)
     answer = planner.document(planner.decide(q))
     best = answer["plans"][0]

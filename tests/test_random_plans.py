@@ -147,9 +147,8 @@ def draw_all(rng) -> dict:
     if asked["tp"] > 1 and rng.random() < 0.25:  # copies of KV heads
         asked["num_kv_heads"] = pick([n for n in range(1, asked["tp"]) if asked["tp"] % n == 0])
     if rng.random() < 0.3:
-        names = pick(
-            (ADAPTABLE[:4], ("q", "v"), ("o",)) + (ADAPTABLE, ("k", "down")) * (not asked["experts"])
-        )
+        of_ffn = (ADAPTABLE, ("k", "down")) * (not asked["experts"])
+        names = pick((ADAPTABLE[:4], ("q", "v"), ("o",), *of_ffn))
         asked["lora"] = LoraConfig(pick((3, 1)), 4.0, names)
     parts = math.lcm(asked["num_kv_heads"], asked["tp"] if asked["num_kv_heads"] < asked["tp"] else 1)
     asked["num_heads"] = -(-asked["num_heads"] // parts) * parts
@@ -329,9 +328,7 @@ def held_back():
 def optimizer_of(rule: dict):
     if rule["kind"] == "sgd":
         return optax.chain(held_back(), optax.sgd(rule["rate"], momentum=rule["b1"]))
-    adam = optax.adamw(
-        rule["rate"], b1=rule["b1"], b2=rule["b2"], eps=rule["eps"], weight_decay=rule["decay"]
-    )
+    adam = optax.adamw(*(rule[name] for name in ("rate", "b1", "b2", "eps")), weight_decay=rule["decay"])
     return optax.chain(held_back(), adam)
 
 
@@ -436,9 +433,8 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     if not config.experts or next_experts["closest"].min() > 1e-5:
         found["next loss"] = abs(told[1]["loss"] - next_loss) / max(1, abs(next_loss))
     if config.experts:
-        found |= {
-            k: furthest({k: told[0][k]}, {k: experts[k]})[0] for k in ("load", "dropped", "router_entropy")
-        }
+        for k in ("load", "dropped", "router_entropy"):
+            found[k] = furthest({k: told[0][k]}, {k: experts[k]})[0]
     sent = {}
     for stage in range(plan.mesh.pp) if plan.mode == "manual" else ():
         taken = branch_shares(plan.pipeline, config.layer_kinds)[stage]

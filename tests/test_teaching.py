@@ -84,10 +84,8 @@ def test_no_lesson_is_claimed_to_take_less_than_the_driver_takes():
     pilot = load("notebooks/pilot.py")
     rows = re.findall(r"^\| (\d\d\w?) \|" + r" ([\d,]+) \|" * 5 + "$", GUIDE, re.M)
     assert [row[0] for row in rows] == list(LESSONS) and "**No person was timed.**" in GUIDE
-    for source, (number, words, exercises, _, driver, claimed) in zip(
-        pilot.build.sources(), rows, strict=True
-    ):
-        notebook, least = pilot.core_of(source)
+    cores = map(pilot.core_of, pilot.build.sources())
+    for (notebook, least), (number, words, exercises, _, driver, claimed) in zip(cores, rows, strict=True):
         told = sum(bool(pilot.ATTEMPT.search(cell.source)) for cell in notebook.cells)
         assert least < int(words.replace(",", "")) < 4 * least and told == int(exercises), number
         assert int(driver) < int(claimed) == LESSONS[number].teaching, number
