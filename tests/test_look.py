@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counted import calls
-from jax import lax
+from jax import P, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from shared import HERE, TABLES
 
 import llmpar

@@ -9,9 +9,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from shared import HERE, ROOT
 
 from llmpar import look

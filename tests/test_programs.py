@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import P, lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 
 from llmpar import look
