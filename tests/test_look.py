@@ -14,7 +14,6 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shared import HERE, TABLES
 
-import llmpar
 from llmpar.cli import main
 from llmpar.inspect.census import partitioned_hlo
 from llmpar.inspect.look import look
@@ -128,7 +127,7 @@ def sends(found):
 
 
 def test_what_a_device_holds_and_could_hold_less_of():
-    found = llmpar.look(lambda x, w: x @ w, on(AUTO, (64, 32), "Y", "X"), lie((32, 16), "X"))
+    found = look(lambda x, w: x @ w, on(AUTO, (64, 32), "Y", "X"), lie((32, 16), "X"))
     assert sends(found) == [("f32[32,16]{U:X} -> f32[32,16]", "all-reduce", "X", 1, 2 * 3 * 4 * 32 * 16 // 4)]
     assert found.flops == 2 * 32 * 8 * 16 and found.memory["argument_bytes"] == 4 * (32 * 8 + 8 * 16)
     assert found.links == dict.fromkeys("XY", "simulated: shared memory")
