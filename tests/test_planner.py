@@ -475,15 +475,11 @@ def test_a_tie_is_broken_by_memory_and_then_by_axes():
     assert planner.versus(q, full, far)["because"] == "it fits, and the other does not"
 
 
-def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
+def test_a_machine_by_flags_is_that_of_a_file():
     """Per device and one way; a chip of two devices has twice as much."""
-    (tmp_path / "mine.toml").write_text(
-        'base = "h100"\nname = "h100"\nlink_bytes_per_s = 900e9\ndcn_bytes_per_s = 12.5e9\n'
-        f"node_size = 72\nusable_hbm_gib = 180.0\nhbm_bytes = {180.0 * 2**30}\n"
-    )
     flags = hardware.in_machine(H100, node_link=900, network=12.5, node_size=72, hbm=180)
     mesh = parse_mesh("fsdp=16 tp=4")
-    rows = flags, chip(str(tmp_path / "mine.toml"))
+    rows = flags, chip(str(HERE / "fixtures" / "machine.toml"))
     seconds = [planner.on_mesh(question("llama3-8b", 64, row=row), mesh) for row in rows]
     assert seconds[0].time == seconds[1].time and seconds[0].memory_bytes == seconds[1].memory_bytes
     assert seconds[0].time.step_s < planner.on_mesh(question("llama3-8b", 64), mesh).time.step_s

@@ -19,6 +19,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import LLAMA, logits_of, state_of, weights
+from shared import program_text
 from steps import train
 
 from llmpar import Plan, make_mesh
@@ -497,11 +498,7 @@ def test_a_folder_that_is_no_longer_the_one_that_was_locked_gets_nothing(tmp_pat
 
 def test_the_lock_of_a_killed_process_is_no_lock(tmp_path):
     """And what it left half written goes."""
-    code = (
-        "import fcntl, sys, time\nfile = open(sys.argv[1], 'a+')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print('process 1 on x', end='', file=file, flush=True)\nprint(flush=True)\ntime.sleep(99)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    command = [sys.executable, "-c", program_text("locks"), str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         keep = Checkpoints(str(tmp_path))
