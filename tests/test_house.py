@@ -2,35 +2,24 @@
 
 import ast
 import functools
+import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import house
 import pytest
 import yaml
 from costs import Cost, grown
-from shared import TABLES
+from shared import CASES, ROOT, TABLES
 
 import llmpar
+from llmpar.cli import doctor
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
-# Around it: a folder names those that it may import besides.
-AROUND = {
-    "predict": set(),  # what would it cost?
-    "draw": {"predict"},  # show a value
-    "inspect": {"predict", "draw"},  # what did the compiler make of it?
-    "planner": {"predict", "draw", "inspect"},  # which mesh, and why not the others?
-    "explore": {"predict", "planner", "draw", "inspect"},  # explorers
-    "serve": set(),  # answer requests
-    "launch": set(),  # on a cluster
-    "lessons": {"predict", "planner", "draw", "inspect", "launch"},  # judge an answer
-    "cli": set("predict planner draw inspect serve launch explore lessons".split()),  # from a terminal
-}
+AROUND = {folder: set(names.split()) for folder, names in CASES["imports_around"].items()}
 TOP = {"files"}  # beside the folders: what anyone may import
 NO_JAX_FOLDERS = {"files", "plan", "predict", "draw", "planner"}
 NO_JAX_FILES = {"kernels.tiles"}
@@ -49,11 +38,7 @@ trees = functools.partial(house.parse, ROOT)  # every file of the package, parse
 
 
 def imports(name, tree):
-    """List what a file imports, as (names inside this package, top names outside it).
-
-    A picture of oneself is exempt: `_repr_svg_` and its kin may draw; Jupyter calls them, nothing that
-    computes does.
-    """
+    """List what a file imports: names of this package, and top names outside it; `_repr_svg_` may draw."""
     known, inside, outside, queue = set(trees()), set(), set(), [tree]
     while queue:
         node = queue.pop()
@@ -273,7 +258,7 @@ def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
     assert dict(map(requirement, conda)) == wanted
 
 
-def test_extra_dev_repeats_the_groups():
+def test_extra_dev_repeats_the_groups_and_a_rank_of_a_job_installs_no_notebook():
     groups = project()["dependency-groups"]
 
     def members(name):
@@ -284,13 +269,9 @@ def test_extra_dev_repeats_the_groups():
     assert sorted(extras["dev"]) == sorted(members("dev"))
     assert {*extras["hf"], *extras["serve"]} <= {*extras["dev"]}
     assert sorted(extras["lab"]) == sorted(members("lab")) and set(extras["lab"]) <= set(extras["dev"])
-
-
-def test_a_rank_of_a_job_installs_no_notebook():
-    plain = {requirement(text)[0] for text in project()["project"]["dependencies"]}
-    lab = {requirement(text)[0] for text in project()["project"]["optional-dependencies"]["lab"]}
-    notebooks = {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib", "cloudpickle"}
-    assert not plain & lab and lab == notebooks
+    listed = project()["project"]["dependencies"], extras["lab"]
+    plain, lab = ({requirement(text)[0] for text in group} for group in listed)
+    assert not plain & lab and "jupyterlab" in lab
 
 
 def test_constraints_pin_every_dependency_without_addresses():
@@ -309,3 +290,67 @@ def test_a_fifth_more_programs_is_seen():
     one, two = grown(rows, {"moe": Cost(44, 2001), "few": Cost(9, 520)})
     assert one == "few compiles 520 programs, 420 more" and two == "moe compiles 2001 programs, 1 more"
     assert grown(rows, {"moe": Cost(39, 9999), "few": Cost(9, 520)}) == []  # of a part
+
+
+OLDEST = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-min.txt").read_text(), re.M))
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    """jaxlib is JAX's own; a bound may leave out the last zeros."""
+    extras = project()["project"]["optional-dependencies"]
+    listed = project()["project"]["dependencies"] + extras["lab"] + extras["serve"]
+    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in listed)
+    assert OLDEST.keys() - bounds == {"jaxlib"} and OLDEST["jax"] == OLDEST["jaxlib"]
+    for name, bound in bounds.items():
+        assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", OLDEST[name]), name
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="constraints-min.txt is for Python 3.11")
+def test_the_oldest_versions_run_the_commands(tmp_path):
+    """Installed into an environment of their own, which takes the network and minutes."""
+
+    def run(*words, **how):
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, **how)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    run(sys.executable, "-m", "venv", "old")
+    python = tmp_path / "old" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints-min.txt", f"{ROOT}[lab,serve]")
+    plain = {"PATH": str(python.parent), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
+    llmpar = lambda *words: run(python, "-m", "llmpar", *words, env=plain)
+    assert f"jax {OLDEST['jax']}, " in llmpar("doctor")
+    assert "all-gather" in llmpar("inspect", "--mesh", "fsdp=2 tp=2", "--seq-len", "32")
+    llmpar("train", "--mesh", "dp=2 tp=2", "--steps", "2", "--seq-len", "32", "--checkpoints", "kept")
+    assert llmpar("generate", "--checkpoints", "kept", "--tokens", "4", "--mesh", "tp=2")
+    see = "from llmpar import MeshExplorer; print(len(MeshExplorer(mesh='fsdp=2 tp=2')._repr_mimebundle_()))"
+    assert run(python, "-c", see, env=plain)
+
+
+@pytest.mark.parametrize("installed, said", CASES["jax_versions"])
+def test_doctor_compares_versions_with_the_declared_bounds(monkeypatch, installed, said):
+    """And names nothing of an extra that nobody asked for."""
+    needs = ["jax<0.13,>=0.10.2", "pytest<1; extra == 'dev'", "matplotlib>=3.8.4; extra == 'lab'", "gone>=1"]
+    version = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
+    here = lambda name: installed if name == "jax" else version(name)
+    monkeypatch.setattr("importlib.metadata.version", here)
+    assert doctor.misfits() == [said] * bool(said)
+
+
+def test_doctor_refuses_a_flax_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax.nnx", None)
+    said = r"^flax.nnx cannot be imported \(ModuleNotFoundError: .*\); if versions are the reason, python -m"
+    with pytest.raises(ValueError, match=said):
+        doctor.Doctor(json=True).run()
+
+
+QUESTIONS = {"rules": ["ruff", "check", "."], "format": ["ruff", "format", "--check", "."], "types": ["mypy"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", QUESTIONS.values(), ids=QUESTIONS)
+def test_what_make_lint_asks(words):
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from shared import ROOT
 
 from llmpar.cli.commands import command_class
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def open_lab(tmp_path, monkeypatch):
     return start
 
 
-def test_copies_are_the_lessons_without_outputs(open_lab, tmp_path):
+def test_copies_are_the_lessons_without_outputs_and_git_sees_none(open_lab, tmp_path):
     command, env = open_lab()
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         copy, lesson = (nbformat.read(p, as_version=4) for p in (tmp_path / "lessons" / path.name, path))
@@ -46,6 +45,9 @@ def test_copies_are_the_lessons_without_outputs(open_lab, tmp_path):
         assert not any(cell.outputs or cell.execution_count for cell in code)
     assert "lessons" in command and "--LabApp.default_url=/lab/tree/start.ipynb" in command
     assert env["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / ".jax_cache")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    status = ["git", "status", "--porcelain", "--untracked-files=all"]
+    assert b"lessons" not in subprocess.run(status, cwd=tmp_path, capture_output=True, check=True).stdout
     # Saved notebooks keep their widgets: else one that is opened again says "model not found".
     settings = Path(env["JUPYTER_CONFIG_PATH"].split(os.pathsep)[-1]) / "labconfig"
     kept = json.loads((settings / "default_setting_overrides.json").read_text())
@@ -99,45 +101,21 @@ def test_the_start_page_names_each_lesson_with_its_question_and_minutes(open_lab
         seen.add(name[:2])
 
 
-def test_git_sees_no_copies(tmp_path, open_lab):
-    open_lab()
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    done = ["git", "status", "--porcelain", "--untracked-files=all"]
-    seen = subprocess.run(done, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert "lessons" not in seen
+REFUSED = [  # options, files that are there (not even root writes into a file), and what is said
+    ({"copies": str(ROOT / "notebooks")}, {}, "is where the lessons are; name another"),
+    ({"copies": "."}, {"README.md": "mine", ".gitignore": "*.log"}, "has files, and no start.ipynb of ours"),
+    ({"copies": "notes"}, {"notes": "mine"}, r"cannot write 'notes' \(.*\); give --copies a folder that you"),
+    ({"folder": "."}, {}, "there are no lessons in"),
+]
 
 
-def foreign(tmp_path):
-    """A folder with somebody's files."""
-    (tmp_path / "README.md").write_text("mine")
-    (tmp_path / ".gitignore").write_text("*.log\n")
-    return {"copies": "."}
-
-
-def locked(tmp_path):
-    """A file where the folder should be: not even root can write into it."""
-    (tmp_path / "notes").write_text("mine")
-    return {"copies": "notes"}
-
-
-REFUSED = {
-    "beside the lessons": (
-        lambda _: {"copies": os.path.relpath(ROOT / "notebooks")},
-        "is where the lessons are; name another",
-    ),
-    "somebody's folder": (foreign, "has files, and no start.ipynb of ours; give --copies a new or empty"),
-    "not writable": (locked, r"cannot write 'notes' \(.*\); give --copies a folder that you may write to"),
-    "no lessons": (lambda here: {"folder": str(here)}, "there are no lessons in"),
-}
-
-
-@pytest.mark.parametrize("plant, sentence", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_and_nothing_is_written(plant, sentence, open_lab, tmp_path):
-    options = plant(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+@pytest.mark.parametrize("options, files, sentence", REFUSED)
+def test_what_cannot_be_is_refused_and_nothing_is_written(options, files, sentence, open_lab, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=sentence):
         open_lab(**options)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 def test_a_page_of_the_learner_s_is_kept_and_ours_is_renewed(open_lab, tmp_path):

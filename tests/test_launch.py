@@ -43,12 +43,6 @@ def two():
     return answer(2, 4, "plans:2x4+moved+rows+listens+smaller+stopped+doctor")
 
 
-@pytest.mark.processes
-def test_processes_give_the_loss_and_gradients_of_one_device(two):
-    """Each kind of collective between processes: sums, gathers, scatters, exchanges and stages."""
-    assert two["plans"] == dict.fromkeys(PLANS["2x4"], "same")
-
-
 def moves_are_right(moved: dict, num: int) -> None:
     """Bits, and each process' bytes, which in all are what receivers lack; refusals."""
     for name in MOVES:
@@ -63,14 +57,20 @@ def moves_are_right(moved: dict, num: int) -> None:
 
 
 @pytest.mark.processes
-def test_values_go_from_a_mesh_to_one_of_other_processes_bit_for_bit_and_no_byte_twice(two):
+def test_processes_give_the_answers_of_one_device_and_values_go_between_meshes_bit_for_bit(two):
+    """Each kind of collective between processes; no byte is sent twice."""
+    assert two["plans"] == dict.fromkeys(PLANS["2x4"], "same")
     moves_are_right(two["moved"], 2)
 
 
-@pytest.mark.nightly  # what a process does with its part is seen above
+@pytest.mark.nightly  # by simulated devices: test_plans.py, test_weights.py
 @pytest.mark.processes
-def test_values_go_between_meshes_of_four_processes(four):
-    moves_are_right(four["moved"], 4)
+def test_so_do_four_processes_and_one_writes_a_model_that_all_read(tmp_path):
+    found = answer(4, 2, "plans:4x2+moved+handed", HANDED=str(tmp_path))
+    assert found["plans"] == dict.fromkeys(PLANS["4x2"], "same")
+    moves_are_right(found["moved"], 4)
+    for same, files in found["handed on"].values():
+        assert same == [1, 1, 1, 1] and files > 3
 
 
 def learning(devices: int, *words: str) -> local.Processes:
@@ -103,26 +103,6 @@ def test_a_sampler_that_is_killed_ends_the_trainer_in_a_sentence():
         ended = processes.wait(300)
     assert ended.statuses == (joined.FAILED, -signal.SIGKILL)
     assert "llmpar: another process ended, or could not be reached" in ended.words[0]
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """What four processes of two devices found of other plans, and when they hand a model on."""
-    return answer(4, 2, "plans:4x2+moved+handed", HANDED=str(tmp_path_factory.mktemp("handed")))
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_other_plans_on_more_processes_too(four):
-    """What a plan does is seen on simulated devices (test_plans.py), that processes do it above."""
-    assert four["plans"] == dict.fromkeys(PLANS["4x2"], "same")
-
-
-@pytest.mark.nightly  # test_weights.py sees it on simulated devices
-@pytest.mark.processes
-def test_a_model_cut_over_processes_is_written_by_one_and_read_by_all(four):
-    for same, files in four["handed on"].values():
-        assert same == [1, 1, 1, 1] and files > 3
 
 
 @pytest.mark.processes

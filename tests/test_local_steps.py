@@ -1,5 +1,4 @@
-"""Workers that train apart and average every H steps: when that is data parallelism, what it sends, and who
-has what after an outer step."""
+"""Workers that train apart and average every H steps: data parallelism, what is sent, who has what after."""
 
 import dataclasses
 import functools
@@ -12,21 +11,20 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
+from shared import TABLES
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
 from llmpar.model.weights import trainable_params
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
-from llmpar.plan.plan import Plan
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
-from llmpar.predict.traffic import outer_traffic, step_traffic
+from llmpar.predict.traffic import outer_traffic
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.local_steps import LocalSteps
 from llmpar.training.loop import Callbacks, Evaluation, train
 from llmpar.training.muon import muon
-from llmpar.training.step import Step
 
 PLAN = Plan("dp=2 fsdp=2 tp=2")
 LINEAR = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05, momentum=0.9))
@@ -81,30 +79,11 @@ def test_an_average_after_each_step_of_a_linear_optimizer_is_data_parallelism():
     assert apart(got, want) < 1e-6 < 1e-3 < apart(want, start)
 
 
-def test_the_workers_send_what_is_predicted_and_nothing_over_dp_between_outer_steps():
-    """Of a step; outer steps are below."""
-    step = workers().steps[1]
-    found = by_arrow(census_hlo(read_program(step.lower(BATCH // 2, SEQ))[1], step.mesh))
-    worker = PLAN.resolve(LLAMA).worker.resolve(LLAMA)
-    assert found == predicted_by_arrow(step_traffic(worker, BATCH // 2, SEQ))
-    assert not any("dp" in axes.split(",") for axes, *_ in found)
-
-
-@pytest.mark.parametrize(
-    "plan, every, count, outer, says",
-    [
-        (Plan("fsdp=2"), 10, 1, None, "dp=1 workers in the mode manual, .*; use dp=2 or more"),
-        (Plan("dp=2", mode="auto"), 10, 1, None, "dp=2 workers in the mode auto, .* mode='manual'"),
-        (Plan("dp=2"), 0, 1, None, "joined every 0 steps, .* 1 step or more"),
-        (Plan("dp=2"), 5, 2, None, "due 5/2 = 2.5 steps after another; use a number that divides 5"),
-        (Plan("dp=2"), 6, 3, None, "fragments=3 of 2 layers .* is at most 2"),
-        (Plan("dp=2 pp=2"), 4, 2, None, "on pp=2, .* and pp=1"),
-        (Plan("dp=2"), 4, 2, optax.adam(1e-3), "an outer optimizer that counts its steps"),
-    ],
-)
-def test_what_are_no_workers_or_fragments_is_refused(plan, every, count, outer, says):
+@pytest.mark.parametrize("fields, every, count, says", TABLES["no_workers"])
+def test_what_are_no_workers_or_fragments_is_refused(fields, every, count, says):
+    plan, outer = Plan(**fields), optax.adam(1e-3) if "counts" in says else optax.sgd(1.0)
     with pytest.raises(ValueError, match=says):
-        LocalSteps(LLAMA, plan, make_mesh(plan.mesh), LINEAR, every, outer or optax.sgd(1.0), None, count)
+        LocalSteps(LLAMA, plan, make_mesh(plan.mesh), LINEAR, every, outer, None, count)
 
 
 def test_fragments_together_send_what_all_at_once_does_and_each_is_averaged_in_its_own_step():
@@ -161,8 +140,7 @@ def corpus():
 
 
 def train_to(stop: int, mesh: str, folder=None, **more):
-    """Train six steps, or to an earlier stop, with a fragment due after every second one: loss by loss, of
-    held-out text after six, and the weights. (An evaluation on the way would take the state apart, too.)"""
+    """Train six steps, or to an earlier stop: loss by loss, of held-out text after six, and the weights."""
     config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
     text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
     keep = Checkpoints(str(folder), 100) if folder else None
@@ -179,8 +157,7 @@ def train_to(stop: int, mesh: str, folder=None, **more):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
-    """Outer momentum, what the workers moved since the last outer step, and their own optimizers come back:
-    stopped after three steps of a period of four, one after a fragment's outer step."""
+    """Momentum, moves since the last outer step and own optimizers come back, from the midst of a period."""
     losses, scores, params = train_to(0, "dp=2 tp=2")
     first, none, _ = train_to(3, "dp=2 tp=2", tmp_path)
     assert first == losses[:3] and not none

@@ -1,7 +1,4 @@
-"""Adapters: the same losses and weights as `peft`, from a fixture that ``python tests/make_lora_fixture.py``
-makes; merged or beside their weights, a model says the same. What a step with them sends and holds is in the
-lines of plans_once.txt that have ``lora``, and in random plans.
-"""
+"""Adapters: losses and weights of `peft` (make_lora_fixture.py); merged or not, a model says the same."""
 
 import dataclasses
 import json
@@ -13,19 +10,20 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from make_hf_fixtures import FIXTURES
 from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
+from shared import TABLES
 
+from llmpar import Plan, make_mesh
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.export import Export
 from llmpar.cli.options import StepOptions
 from llmpar.model.weights import described, joined, trainable_params
-from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.mesh_shape import MeshShape, parse_mesh
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, matrix_dims
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import from_hugging_face, preset
 from llmpar.planner import planner, service
 from llmpar.planner.planner import memory_verdict
@@ -48,7 +46,7 @@ def tuned(folder):
     (folder / "config.json").write_text(str(base["config"]))
     config = dataclasses.replace(from_hugging_face(str(folder / "config.json")), lora=ADAPTED.lora)
     tensors = {name.removeprefix("weight:"): base[name] for name in base if name.startswith("weight:")}
-    params = jax.tree.map(np.asarray, hf.from_state_dict(tensors, config))
+    params = flatten_dict(jax.tree.map(np.asarray, hf.from_state_dict(tensors, config)), sep=".")
 
     def adapter(path, shape):
         _, part, _, name = path.split(".")
@@ -56,14 +54,8 @@ def tuned(folder):
         theirs = [ours[f"{module.format(i)}.default.weight"].T for i in range(config.num_layers)]
         return np.stack(theirs).reshape(shape)
 
-    rows = {path: w for path, w in config.weights().items() if not w.frozen}
-    for path, weight in rows.items():
-        *parts, name = path.split(".")
-        node = params
-        for part in parts:
-            node = node.setdefault(part, {})
-        node[name] = adapter(path, weight.shape)
-    return config, params, ours
+    params |= {path: adapter(path, w.shape) for path, w in config.weights().items() if not w.frozen}
+    return config, unflatten_dict(params, sep="."), ours
 
 
 @pytest.mark.long
@@ -176,32 +168,17 @@ def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
     assert read == down | ups | heads
 
 
-@pytest.mark.parametrize(
-    "plan, layers, said",
-    [
-        (Plan("tp=2", mode="explicit"), 2, "does not go with LoRA and tp = 2: .* use mode='manual'"),
-        (Plan("fsdp=2", unroll=0), 2, "unroll=0 with LoRA and 2 layers is no loop, .* use unroll=1"),
-        (Plan("fsdp=2"), 1, "LoRA of 1 layer: .* use 2 layers"),
-        (Plan("fsdp=8"), 2, "head width 4 is not a multiple of fsdp = 8"),
-    ],
-)
-def test_what_does_not_go_with_adapters_says_what_would_work(plan, layers, said):
+@pytest.mark.parametrize("fields, layers, said", TABLES["adapters_refused"])
+def test_what_does_not_go_with_adapters_says_what_would_work(fields, layers, said):
     with pytest.raises(ValueError, match=said):
-        plan.resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
+        Plan(**fields).resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
 
-
-# ---------------------------------------------------------------------------------------------------- planned
 
 ALL = "lora_targets=" + ",".join(ADAPTABLE)
 
 
 def question(model, row="h100", devices=8, seq=4096):
     return planner.Question(preset(model), chip(row), devices, devices, seq, model=model)
-
-
-def adapters_of(model):
-    """The model's parameters in adapters."""
-    return preset(model).trained_params
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gemma-3-1b"])
@@ -234,7 +211,7 @@ def test_a_model_with_adapters_is_planned(capsys):
     document = json.loads(capsys.readouterr().out)
     (row,) = document["plans"]
     model = "llama3-8b lora_rank=16 lora_targets=q,v"
-    adapters, config = adapters_of(model), preset(model)
+    adapters, config = preset(model).trained_params, preset(model)
     assert document["model"] == model and "4 for each frozen one" in document["mfu_is"]
     held = row["memory_bytes"]
     assert held["params"] == (2 * (config.num_params - adapters) + 4 * adapters) / 8
@@ -253,42 +230,23 @@ def test_a_model_with_adapters_is_planned(capsys):
         service.serve(service.Service(config, chip("h100"), 8, 64, 8))
 
 
-def test_adapters_fit_where_all_weights_do_not_and_their_mesh_is_compared():
+def test_adapters_fit_where_all_weights_do_not():
     fits = lambda model: planner.decide(question(model)).plans[0]
     assert memory_verdict(question("llama3-70b"), fits("llama3-70b lora_rank=16")).words == "fits"
     with pytest.raises(ValueError, match="fits on no mesh of 8 h100"):
         fits("llama3-70b")
     with pytest.raises(ValueError, match="fits on no mesh of 2 l40s.*; it does on 4"):
         planner.decide(question("llama3-70b lora_rank=16", "l40s", 2))
-    q = question("llama3-8b lora_rank=16")
-    one, other = (planner.on_mesh(q, parse_mesh(mesh)) for mesh in ("fsdp=8", "tp=8"))
-    compared = planner.versus(q, one, other)
-    assert sum(compared["terms"].values()) == pytest.approx(compared["difference_s"])
-
-
-# QwenLM/Qwen 03cd81f, README.md, "Profiling of Memory and Speed": LoRA of rank 64 on all matrices, A100s of
-# 80 GB, 8 microbatches of a sequence, all recomputed; seconds of a step of 2048, 4096 and 8192 tokens.
-QWEN_STEPS = {
-    "llama2-7b width=2048 num_layers=24 num_heads=16 num_kv_heads=16 ffn_width=5504": (1, 1.7, 3.3, 6.8),
-    "llama2-7b": (1, 5.2, 10.1, 21.3),
-    "llama2-13b ffn_width=13696": (1, 8.4, 17.0, 36.0),
-    "llama2-70b num_kv_heads=64 ffn_width=24576": (4, 45.7, 83.4, 161.5),
-}
-
-
-# NVIDIA-NeMo/Automodel, docs/performance-summary.md, "Finetuning (LoRA) Performance": rank 16 on all
-# matrices, one H100, 16 microbatches of two sequences of 4,096, nothing recomputed.
-NEMO_STEPS = {"llama3-8b": 10.51, "qwen2.5-7b": 9.29}
 
 
 def test_published_steps_of_adapters_that_no_constant_was_fitted_to():
     """Within 16 %, half of them within 5."""
     errors, soft = [], workload.SOFTWARE["fsdp"]
-    for name, seconds in NEMO_STEPS.items():
+    for name, seconds in TABLES["adapters_nemo"].items():
         config = preset(f"{name} lora_rank=16 {ALL}")
         run = workload.Run(config, chip("h100"), MeshShape(), 4096, 2, 16, soft)
         errors.append(step_time(run).step_s / seconds - 1)
-    for name, (gpus, *measured) in QWEN_STEPS.items():
+    for name, (gpus, *measured) in TABLES["adapters_qwen"].items():
         config = preset(f"{name} vocab_size=151936 lora_rank=64 {ALL}")
         for seq, seconds in zip((2048, 4096, 8192), measured, strict=True):
             mesh = MeshShape(fsdp=gpus)

@@ -3,16 +3,15 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import fit_rates
 import measured_table
 import pytest
+from shared import HERE
 
 from llmpar.planner import measured
 from llmpar.predict.hardware import chip
 
-HERE = Path(__file__).parent
 FILE = HERE / "measured.json"
 
 
@@ -111,14 +110,9 @@ def test_rank_correlation_by_hand():
     assert measured.spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
 
 
-def some_cases():
-    cases, _ = measured.read_runs(FILE)
-    return [c for c in cases if c.run.chip.name in ("h200", "v6e")]
-
-
 def test_the_fit_sees_chips_only():
     """Other names of groups, sources and models change nothing; and time knows a chip's row alone."""
-    cases = some_cases()
+    cases = [case for case in measured.read_runs(FILE)[0] if case.run.chip.name in ("h200", "v6e")]
     sized = {c.group: sum(d.group == c.group for d in cases) for c in cases}
     assert set(sized.values()) == {1}, "each of these is a group by itself, so that renaming keeps weights"
     names = random.Random(0)

@@ -1,5 +1,4 @@
-"""The memory formula against what compilers of clusters said (`compare_memory.py`), and against three small
-programs that are compiled here."""
+"""The memory formula against compilers of clusters (`compare_memory.py`) and small programs of CPUs."""
 
 import dataclasses
 import json
@@ -11,18 +10,17 @@ import jax
 import optax
 import pytest
 from compare_memory import argument_bytes as given
+from shared import TABLES
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import compiled_memory
 from llmpar.parallel._jax import scan_parts
-from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline import executor
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig, from_dict
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model, preset
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.predict.workload import POLICIES
-from llmpar.training.step import Step
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
 H100, V5E, V5P = "h100:8x8", "v5e:4x8", "v5p:4x4x4"
@@ -32,16 +30,12 @@ COMPARED = [name for name, row in RECORD[H100]["plans"].items() if row["temp"] <
 """What is too large by a half is left out: there the compiler computes again what the program keeps."""
 
 
-def formula(target):
-    return lambda case: compare_memory.formula(case, target)
-
-
 def errors(target):
     """Of the formula, by plan; for GPUs of those in `COMPARED`."""
     rows = RECORD[target]["plans"]
     cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
     cases = [c for c in cases if compare_memory.devices_of(target) == "tpu" or c.name in COMPARED]
-    return {case.name: formula(target)(case) / rows[case.name]["temp"] - 1 for case in cases}
+    return {case.name: compare_memory.formula(case, target) / rows[case.name]["temp"] - 1 for case in cases}
 
 
 @pytest.mark.parametrize("target", [H100, V5E, V5P])
@@ -58,9 +52,7 @@ OTHER_GPUS = {"a100-80:8x8": 0.28, "l4:8x8": 0.28, "b200:8x8": 0.25, "t4:8x8": 0
 
 @pytest.mark.parametrize("target", OTHER_GPUS)
 def test_the_formula_on_gpus_that_it_was_not_made_for(target):
-    """Half within 8 % (7 while experts had kernels of ours), two of three within 15 %, and the worst. (T4s
-    have no bfloat16: XLA computes in float32, and pipelines hold more than is said. B200s hold the gradient
-    of all logits twice, where the loss is computed in one piece.)"""
+    """T4s have no bfloat16, and XLA computes in float32; B200s hold the gradient of all logits twice."""
     found = errors(target)
     assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
     assert statistics.median(map(abs, found.values())) <= 0.08
@@ -82,21 +74,15 @@ def test_arguments_are_exact():
         for case in compare_memory.cases(target):
             row = kept["plans"].get(case.name, {})
             if "arguments" in row:
-                padding = (
-                    1e-3 if compare_memory.devices_of(target) == "tpu" else 0
-                )  # TPUs pad vectors to whole tiles
+                padding = 1e-3 * (compare_memory.devices_of(target) == "tpu")  # vectors of whole tiles
                 assert row["arguments"] == pytest.approx(given(case), rel=padding, abs=0), case.name
 
 
 def test_bytes_are_exact():
     """Per axis, collective and arrow, in every program that a compiler took."""
-    rows = {
-        (target, name): row
-        for target, kept in RECORD.items()
-        for name, row in kept["plans"].items()
-        if not row["refused"]
-    }
-    assert len(rows) >= 220 and not [name for name, row in rows.items() if not row["as_predicted"]]
+    rows = {(target, name): row for target in RECORD for name, row in RECORD[target]["plans"].items()}
+    taken = {name: row["as_predicted"] for name, row in rows.items() if not row["refused"]}
+    assert len(taken) >= 220 and [name for name, same in taken.items() if not same] == []
 
 
 def verdicts(target, capacity):
@@ -105,7 +91,7 @@ def verdicts(target, capacity):
     for case in compare_memory.cases(target):
         if (row := rows.get(case.name)) is None:
             continue
-        predicted = given(case) + formula(target)(case)
+        predicted = given(case) + compare_memory.formula(case, target)
         needs = row["total"] if row["refused"] else given(case) + row["temp"]
         if predicted <= capacity and needs > capacity:
             wrong.append(f"{case.name} is called feasible")
@@ -116,8 +102,7 @@ def verdicts(target, capacity):
 
 @pytest.mark.parametrize("gib", [59.3, 75.1, 79.1])  # what JAX takes by default, at .95, and all there is
 def test_verdicts_on_a_gpu(gib):
-    """Nothing that does not fit is called feasible, and nothing refused that fits with room; but one plan
-    is, of 75.6 GiB where there are 75.1. (The planner leaves `FREE_SHARE` free, and refuses it.)"""
+    """But one plan, of 75.6 GiB where there are 75.1; the planner refuses it: it leaves `FREE_SHARE` free."""
     assert verdicts(H100, gib * GIB) == ["pp4-zb-h1 is called feasible"] * (gib == 75.1)
 
 
@@ -131,16 +116,13 @@ def test_verdicts_on_a_tpu(target):
 
 
 def test_gathered_keys_are_whole_on_every_rank():
-    """A layer that recomputes nothing keeps them so: of 15 other ranks keys and values, 2,048 positions of
-    4,096 numbers in 16 bits each, are 480 MiB. (Else one block at a time gathers them again.)"""
+    """Of 15 other ranks keys and values, 2,048 positions of 4,096 numbers in 16 bits each, are 480 MiB."""
     ring, gather = (
         Plan("fsdp=4 sp=16", context_parallel=way, dtype="bfloat16").resolve(preset("llama2-7b"), "gpu")
         for way in ("ring", "gather")
     )
-    more = {
-        x: y - memory.kept_bytes(ring, 4, 32768)[x] for x, y in memory.kept_bytes(gather, 4, 32768).items()
-    }
-    assert more == {"none": 480 << 20, "selective": 0, "ffn": 0, "block": 0}
+    few, more = (memory.kept_bytes(plan, 4, 32768) for plan in (ring, gather))
+    assert more == few | {"none": few["none"] + (480 << 20)}
     assert memory.temp_bytes(gather, 4, 32768) - memory.temp_bytes(ring, 4, 32768) == 32 * (480 << 20)
 
 
@@ -148,9 +130,7 @@ def test_a_policy_keeps_what_it_says_it_keeps():
     """All results of matmuls but those that nothing reads again: 11.5 times the stream of Llama 3 8B."""
     llama = Plan("fsdp=8", dtype="bfloat16").resolve(preset("llama3-8b"), "gpu")
     mib = {name: size / 2**20 for name, size in memory.kept_bytes(llama, 8, 8192).items()}
-    assert {name: mib[name] for name in ("selective", "ffn", "block")} == {
-        "selective": 736, "ffn": 288, "block": 64
-    }  # fmt: skip
+    assert mib | {"selective": 736, "ffn": 288, "block": 64} == mib
     config, held, shape = dataclasses.replace(preset("tiny"), num_layers=3), {}, (2, 256)
     for remat in ("selective", "block"):
         plan = Plan("dp=1", remat=remat)
@@ -204,8 +184,7 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
 
 @pytest.mark.long
 def test_layers_that_cpus_write_out_recompute_nothing():
-    """XLA finds what a loop would compute again: no policy holds less. (In a loop 'block' holds half.) JAX
-    0.12's holds a quarter less than 0.10's."""
+    """XLA finds what a loop would compute again: no policy holds less. (JAX 0.12's holds a quarter less.)"""
     error = 0.25 if jax.__version_info__ < (0, 12) else 0.4
     config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
     for unroll, remat in ((0, "block"), (2, "ffn")):
@@ -232,8 +211,7 @@ def test_shared_experts_keep_their_own_hidden_values():
 
 
 def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
-    """Of 4 layers, 512 tokens, compiled: six hidden arrays where gathered weights go, pieces or not; of
-    experts two; and bfloat16 as float32."""
+    """Six hidden arrays where gathered weights go, pieces or not; of experts two; and bfloat16 as float32."""
     kept = lambda model="tiny", on="cpu", **plan: memory.kept_bytes(
         Plan(**plan).resolve(preset(model), on), 8, 256
     )["none"]
@@ -242,14 +220,7 @@ def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
     assert kept("tiny-moe", mesh="dp=2") < kept(mesh="dp=2")
 
 
-IN_SLOTS = {
-    "zb-h1": ("llama3-8b", 4, {"schedule": "zb-h1"}),
-    "1f1b, uneven": ("llama3-8b", 5, {"schedule": "1f1b"}),
-    "zb-h1, experts": ("mixtral-8x7b", 4, {"schedule": "zb-h1"}),
-    "zb-v, norms of queries": ("qwen3-30b-a3b", 8, {"schedule": "zb-v"}),
-    "zb-h1, inputs": ("llama3-8b", 4, {"schedule": "zb-h1", "stage_saves": "input"}),
-    "zb-h1, pieces": ("llama3-8b", 4, {"schedule": "zb-h1", "stage_saves": "input", "ffn_chunks": 2}),
-}
+IN_SLOTS = TABLES["in_slots"]
 
 
 @pytest.mark.parametrize("name", IN_SLOTS)
@@ -277,11 +248,7 @@ def test_what_a_slot_holds_is_what_is_traced(name, monkeypatch):
 
 
 def test_random_plans_that_the_formula_once_missed():
-    """What XLA's compiler for an H100 said of plans by lot that were off by more than 1.4 times: unrolled
-    layers, adapters, weights that travel in 8 bits, matrices of Muon, pieces in a pipeline's slots, GELU;
-    layers without a loop, experts beside pieces, pieces of the loss, a ring of few tiles, hops as
-    all-to-alls, Muon by owner under XLA's partitioner, kinds of layers in turn, experts' rows that wait in
-    slots; tiles that are unrolled, scores of Ulysses, weights that a loop copies, stages of both ways."""
+    """What XLA's compiler for an H100 said of plans by lot that were once off by more than 1.4 times."""
     rows = json.loads(compare_memory.RECORD.with_name("missed_memory.json").read_text())
     for row in rows:
         config = described_model("by lot", row["file"]) if "file" in row else from_dict(row["config"])

@@ -1,5 +1,4 @@
-"""Meshes: which devices, in which order, and how many bytes of a value each of them holds; and on recorded
-topologies: every device once, fast axes on fast links, and what `links` says of it."""
+"""Meshes: which devices, in which order, with how many bytes; on recorded topologies, on which links."""
 
 import functools
 import inspect
@@ -17,6 +16,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from shared import CASES, HERE, TABLES
+from test_notation import random_layout
 
 from llmpar.inspect.links import axis_links
 from llmpar.parallel.devices import POOL_SIZE
@@ -30,8 +30,8 @@ from llmpar.parallel.mesh import (
     use_devices,
 )
 from llmpar.parallel.placement import device_grid, link_domain
-from llmpar.plan.layout import DIMS, Dim, Layout, parse_layout
-from llmpar.plan.mesh_shape import AXES, MeshShape
+from llmpar.plan.layout import DIMS, parse_layout
+from llmpar.plan.mesh_shape import AXES, MeshShape, near_meshes
 
 ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if math.prod(sizes) <= 8]
 
@@ -119,13 +119,8 @@ def test_shard_bytes_are_what_jax_gives_every_device():
     rng = random.Random(0)
     for _ in range(100):
         shape = rng.choice(ALL)
-        letters = rng.sample(list(DIMS), rng.randrange(1, 4))
-        axes = rng.sample(list(AXES), rng.randrange(len(AXES) + 1))
-        homes = [rng.randrange(len(letters)) for _ in axes]
-        cuts = [
-            tuple(a for a, home in zip(axes, homes, strict=True) if home == i) for i in range(len(letters))
-        ]
-        layout = Layout(tuple(map(Dim, letters, cuts)))
+        layout = random_layout(rng, rng.sample(list(DIMS), rng.randrange(1, 4)), region=False, sums=False)
+        cuts = [dim.axes for dim in layout.dims]
         value = tuple(math.prod(shape.sizes[a] for a in cut) * rng.choice([1, 3, 8]) for cut in cuts)
         mesh = make_mesh(shape)
         itemsize = rng.choice([1, 2, 4])
@@ -139,9 +134,7 @@ def test_shard_bytes_are_what_jax_gives_every_device():
 
 
 RECORDED = json.loads((HERE / "topologies.json").read_text())
-"""By topology what `jax.experimental.topologies` gave for it with libtpu 0.0.42.1 and the CUDA plugin 0.10.2,
-one device a row: id, process, slice, x, y, z, core (-1: it has none). Of a v4 that is two cores, and with
-chip_config_name="megacore", as Cloud runs it, one device."""
+"""What `jax.experimental.topologies` gave, a device a row: id, process, slice, x, y, z, core (-1: none)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,30 +187,18 @@ TOPOLOGIES = {name: recorded(name) for name in RECORDED} | {
 GRID = inspect.unwrap(device_grid)  # types are checked, and stand-ins are no JAX devices
 
 
-@pytest.fixture
-def grid():
-    return GRID
-
-
 def read(made) -> dict:
     return axis_links(SimpleNamespace(devices=made, axis_names=tuple(AXES)))
 
 
 @functools.cache
-def factorizations(n: int) -> list[tuple[int, ...]]:
-    """All ways to give six axes sizes whose product is n."""
-
-    def ways(n, num_axes):
-        if num_axes == 1:
-            return [(n,)]
-        return [(m, *rest) for m in range(1, n + 1) if n % m == 0 for rest in ways(n // m, num_axes - 1)]
-
-    return ways(n, len(AXES))
+def factorizations(n: int) -> list[MeshShape]:
+    """All meshes of n devices."""
+    return list(near_meshes(MeshShape().sizes, n))
 
 
 def check(shape: MeshShape, made, devices) -> None:
-    """Every device once; a fast axis stays in its domain where it can; on a torus groups are boxes, and the
-    innermost axis has neighbours on one link."""
+    """Each device once; fast axes in their domain; on a torus boxes, the innermost by neighbours."""
     assert made.shape == tuple(shape.sizes.values())
     assert len({d.id for d in made.flat}) == shape.size and set(made.flat) <= set(devices)
     found, inner = read(made), 1
@@ -230,37 +211,32 @@ def check(shape: MeshShape, made, devices) -> None:
         if made.flat[0].platform == "tpu":
             assert math.prod(row["dims"]) == row["size"] / row["domains"], (str(shape), axis, row)
     if found and made.flat[0].platform == "tpu":
-        assert row_of_innermost(found)["hops"] <= 1, (str(shape), found)
-
-
-def row_of_innermost(found: dict) -> dict:
-    return found[list(found)[-1]]
+        assert [*found.values()][-1]["hops"] <= 1, (str(shape), found)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_every_mesh_of_all_devices_follows_their_links(grid, name):
+def test_every_mesh_of_all_devices_follows_their_links(name):
     """Fifteen factorizations of the number of devices, and each axis alone."""
     devices = TOPOLOGIES[name]
     rng = random.Random(name)
     every = factorizations(len(devices))
-    sizes = rng.sample(every, min(15, len(every)))
-    sizes += [tuple(len(devices) if i == k else 1 for i in range(6)) for k in range(6)]
-    for shape in (MeshShape(*one) for one in sizes):
-        check(shape, grid(shape, devices), devices)
+    shapes = rng.sample(every, min(15, len(every)))
+    for shape in shapes + [MeshShape(**{axis: len(devices)}) for axis in AXES]:
+        check(shape, GRID(shape, devices), devices)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_smaller_mesh_takes_devices_that_lie_together(grid, name):
+def test_a_smaller_mesh_takes_devices_that_lie_together(name):
     """GPUs: every one is laid out. TPUs: every one that fits a box; others are refused with what works."""
     devices, rng = TOPOLOGIES[name], random.Random(name)
     for _ in range(10):
         size = rng.randint(1, len(devices))
-        shape = MeshShape(*rng.choice(factorizations(size)))
+        shape = rng.choice(factorizations(size))
         try:
-            made = grid(shape, devices)
+            made = GRID(shape, devices)
         except ValueError as error:
             assert devices[0].platform == "tpu" and str(error).endswith(f"'!{shape}' for plain order")
-            assert grid(f"!{shape}", devices).ravel().tolist() == devices[: shape.size]
+            assert GRID(f"!{shape}", devices).ravel().tolist() == devices[: shape.size]
             continue
         assert len({d.id for d in made.flat}) == shape.size
         if made.flat[0].platform == "tpu":
@@ -268,20 +244,20 @@ def test_a_smaller_mesh_takes_devices_that_lie_together(grid, name):
 
 
 @pytest.mark.parametrize("name, mesh, hosts, domains", TABLES["few_hosts"])
-def test_a_smaller_mesh_uses_few_hosts_and_few_domains(grid, name, mesh, hosts, domains):
-    made = grid(mesh, TOPOLOGIES[name])
+def test_a_smaller_mesh_uses_few_hosts_and_few_domains(name, mesh, hosts, domains):
+    made = GRID(mesh, TOPOLOGIES[name])
     assert len({d.process_index for d in made.flat}) == hosts
     assert len({link_domain(d) for d in made.flat}) == domains
-    innermost = row_of_innermost(read(made))
+    *_, innermost = read(made).values()
     assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
 
 
 @pytest.mark.parametrize("name, mesh, said", TABLES["links_said"])
-def test_links_are_said_in_words(grid, name, mesh, said):
-    assert {axis: row["link"] for axis, row in read(grid(mesh, TOPOLOGIES[name])).items()} == said
+def test_links_are_said_in_words(name, mesh, said):
+    assert {axis: row["link"] for axis, row in read(GRID(mesh, TOPOLOGIES[name])).items()} == said
 
 
-def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works(grid):
+def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works():
     v5p, two = TOPOLOGIES["v5p:4x4x4"], TOPOLOGIES["2 x v5e:4x8"]
     uneven = [*two, *(replace(d, id=900 + d.id, slice_index=2) for d in two[:4])]
     for devices, mesh, many in (
@@ -290,25 +266,25 @@ def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advic
     ):
         said = rf"mesh '{mesh}' was asked for on {many} x TPU v5.* no equal boxes .* '!{mesh}'"
         with pytest.raises(ValueError, match=said):
-            grid(mesh, devices)
-        assert grid("!" + mesh, devices).ravel().tolist() == devices
+            GRID(mesh, devices)
+        assert GRID("!" + mesh, devices).ravel().tolist() == devices
 
 
-def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
+def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be():
     """2 + 1 + 1 GPUs, and 8 + 8 + 4: the fast axis stays inside a host where it can."""
     few = [d for d in gpus(H100, 3, 2) if d.id not in (3, 5)]
     some = [d for d in gpus(H100, 3, 8) if d.id < 20]
-    pairs = grid("dp=2 tp=2", few).reshape(2, 2)
+    pairs = GRID("dp=2 tp=2", few).reshape(2, 2)
     assert sorted(len({d.process_index for d in pair}) for pair in pairs) == [1, 2]
     for mesh, domains in {"dp=5 tp=4": {"dp": 3, "tp": 1}, "fsdp=20": {"fsdp": 3}}.items():
-        assert {axis: row["domains"] for axis, row in read(grid(mesh, some)).items()} == domains
+        assert {axis: row["domains"] for axis, row in read(GRID(mesh, some)).items()} == domains
 
 
 @pytest.mark.parametrize("name", ["v5e:2x4", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x4", "v6e:16x16", "v3:4x4"])
-def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(grid, name):
+def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(name):
     """Ring attention sends to the next rank: every hop is one link, the last one back to the first, too."""
     devices = TOPOLOGIES[name]
-    ring = grid(f"sp={len(devices)}", devices).ravel()
+    ring = GRID(f"sp={len(devices)}", devices).ravel()
     for d, e in zip(ring, [*ring[1:], ring[0]], strict=True):
         hops = sum(abs(a - b) for a, b in zip(d.coords, e.coords, strict=True))
         assert hops in (0, 1)  # 0: between the cores of a chip

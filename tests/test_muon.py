@@ -1,5 +1,4 @@
-"""Muon on cut state: the numbers of Optax on one device, the same on every mesh; bytes, memory and FLOPs as
-predicted; and the batch at which its bytes are FSDP's."""
+"""Muon on cut state: the numbers of Optax, the same on every mesh; bytes, memory and FLOPs as predicted."""
 
 import dataclasses
 import functools
@@ -14,19 +13,17 @@ from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, dealt, predicted_by_arrow, put, state_of, weights
 from shared import CASES
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.model.weights import trainable_params, weight_dims
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import OptimizerConfig, matrix_dims
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.muon import equal_batch_tokens, muon_and_fsdp_bytes, muon_flops, newton_schulz_flops
 from llmpar.training.muon import muon, newton_schulz
 from llmpar.training.optimizer import fitted
-from llmpar.training.step import Step
 
 FOUR, ROUTED = (dataclasses.replace(config, num_layers=4) for config in (LLAMA, MOE))
 RATE = 0.01
@@ -133,13 +130,9 @@ def test_an_orthogonalisation_has_the_flops_of_the_formula_and_singular_values_n
     assert executed_flops(program.as_text()) == 3 * newton_schulz_flops(24, 40)
     values = np.linalg.svd(np.asarray(program(x)), compute_uv=False)
     assert 0.6 < values.min() and values.max() < 1.3
-    config = FOUR
-    total = {way: muon_flops(Plan("fsdp=2 tp=2", zero=1, muon=way).resolve(config)) for way in WAYS}
-    assert total["gather"] == 4 * total["owner"] == 4 * total["layer"] > 0
-    assert not muon_flops(Plan("fsdp=2").resolve(config))
-
-
-WAYS = "gather", "owner", "layer"
+    flops = lambda way: muon_flops(Plan("fsdp=2 tp=2", zero=1, muon=way).resolve(FOUR))
+    assert flops("gather") == 4 * flops("owner") == 4 * flops("layer") > 0
+    assert not muon_flops(Plan("fsdp=2").resolve(FOUR))
 
 
 def test_the_batch_at_which_its_bytes_are_fsdps_is_the_formulas():

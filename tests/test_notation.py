@@ -1,6 +1,5 @@
 """Layouts, arrows and mesh strings: what they mean, how they print, where the caret stands if nothing."""
 
-import itertools
 import math
 import random
 
@@ -34,9 +33,6 @@ def refusal(parse, text, *more):
     return why, shown[carets.index("^") : len(carets)]
 
 
-# ---------------------------------------------------------------------------------------------------- layouts
-
-
 def test_the_layout_of_the_design_is_read():
     dims = Dim("b", ("dp", "fsdp")), Dim("s", ("sp",)), Dim("d")
     assert parse_layout("b/dp,fsdp s/sp d +tp") == Layout(dims, ("tp",))
@@ -57,10 +53,9 @@ def random_layout(rng: random.Random, dims=None, region: bool | None = None, sum
     return Layout(cut, left, "stream" if region else "")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_printing_and_parsing_are_each_others_inverse(seed):
-    rng = random.Random(seed)
-    for _ in range(20):
+def test_printing_and_parsing_are_each_others_inverse():
+    rng = random.Random(0)
+    for _ in range(80):
         layout = random_layout(rng)
         assert parse_layout(str(layout)) == layout
         spaced = "  ".join(["", *str(layout).split(), ""])
@@ -84,9 +79,9 @@ def test_a_text_with_line_breaks_is_shown_on_one_line():
 
 
 def test_an_axis_or_dim_without_a_name_is_refused_at_its_place():
-    for text, column in {"b/": 2, "b/dp,": 5, "b +": 3, "/dp": 0}.items():
+    for text, column in {"b/": 2, "b/dp,": 5, "b +": 3, "/dp": 0, "b/tp s -> b/tp s/tp": 17}.items():
         with pytest.raises(NotationError) as caught:
-            parse_layout(text)
+            (parse_arrow if "->" in text else parse_layout)(text)
         assert str(caught.value).split("\n")[2].index("^") == 2 + column
 
 
@@ -99,8 +94,6 @@ def test_shard_shape_divides_each_dim_by_the_product_of_its_axes():
         parse_layout("b s").shard_shape((3,), sizes)
 
 
-# ----------------------------------------------------------------------------------------------------- arrows
-
 TABLE = dict(TABLES["arrows"])
 
 
@@ -112,13 +105,8 @@ def test_an_arrow_is_exactly_these_moves(text):
 
 @pytest.mark.parametrize("text, marked, why", TABLES["arrows_refused"])
 def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
-    with pytest.raises(NotationError) as caught:
-        parse_arrow(text)
-    message, shown, carets = str(caught.value).split("\n")
-    assert why in message and shown == "  " + text
-    assert shown[carets.index("^") : len(carets)] == marked
-    if "/tp s/tp" in text:
-        assert carets.index("^") == 2 + len("b/tp s -> b/tp s/")
+    message, shown = refusal(parse_arrow, text)
+    assert shown == marked and why in message
 
 
 @pytest.mark.parametrize("text, dim", CASES["reordered"])
@@ -132,82 +120,14 @@ def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
     assert Arrow(arrow.before, between).moves and Arrow(between, arrow.after).moves
 
 
-SIZES = {"pp": 1, "dp": 2, "fsdp": 2, "ep": 1, "sp": 1, "tp": 2}
-DEVICES = [dict(zip(SIZES, place, strict=True)) for place in itertools.product(*map(range, SIZES.values()))]
-
-
-def block(x, layout: Layout, device: dict[str, int]):
-    """What ``device`` holds of ``x``, whole sums given: its block, and of an unfinished sum over g devices
-    this device's term (all terms differ, and sum to the value)."""
-    for i, dim in enumerate(layout.dims):
-        index, parts = 0, 1
-        for axis in dim.axes:
-            index, parts = index * SIZES[axis] + device[axis], parts * SIZES[axis]
-        x = np.split(x, parts, axis=i)[index]
-    for axis in layout.sums:
-        x = x * ((1,) if SIZES[axis] == 1 else (3, -2))[device[axis]]
-    return x
-
-
-def play(held: list, move, letters: str) -> list:
-    """One move, by the definition of its collective, on what every device holds."""
-    out = []
-    for device, mine in zip(DEVICES, held, strict=True):
-        # the group's members, outermost axis first
-        places = itertools.product(*(range(SIZES[a]) for a in move.axes))
-        members = [DEVICES.index(device | dict(zip(move.axes, place, strict=True))) for place in places]
-        group, rank = [held[i] for i in members], members.index(DEVICES.index(device))
-        gathers, cuts = letters.find(move.gathers or "?"), letters.find(move.cuts or "?")
-        match move.kind:
-            case "all-reduce":
-                out.append(sum(group))
-            case "all-gather":
-                out.append(np.concatenate(group, gathers))
-            case "reduce-scatter":
-                out.append(np.split(sum(group), len(group), cuts)[rank])
-            case "all-to-all":
-                out.append(np.concatenate([np.split(x, len(group), cuts)[rank] for x in group], gathers))
-            case "slice":
-                out.append(np.split(mine, len(group), cuts)[rank])
-    return out
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_moves_carry_any_layout_into_any_other_or_are_refused(seed):
-    """Random arrows over b, s, d on dp=2 fsdp=2 tp=2, played by hand on eight devices."""
-    rng = random.Random(seed)
-    value, played, kinds = np.arange(8.0**3).reshape(8, 8, 8), 0, set()
-    for _ in range(80):
-        before, after = (random_layout(rng, list("bsd"), region=False) for _ in range(2))
-        after = Layout(after.dims, tuple(a for a in after.sums if a in before.sums))
-        arrow = Arrow(before, after)
-        try:
-            moves = arrow.moves
-        except ValueError as error:
-            assert "would reorder the blocks" in str(error)
-            continue
-        held = [block(value, before, device) for device in DEVICES]
-        for move in moves:
-            held = play(held, move, "bsd")
-        for device, x in zip(DEVICES, held, strict=True):
-            np.testing.assert_array_equal(x, block(value, after, device), str(arrow))
-        played += 1
-        kinds |= {move.kind for move in moves}
-    assert played > 15 and len(kinds) >= 4
-
-
-# ----------------------------------------------------------------------------------------------------- meshes
-
-
 @pytest.mark.parametrize("text, devices, want", TABLES["meshes"])
 def test_every_spelling_of_a_mesh(text, devices, want):
     assert parse_mesh(text, devices or None) == MeshShape(**want)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_meshes_print_as_they_are_read(seed):
-    rng = random.Random(seed)
-    for _ in range(20):
+def test_meshes_print_as_they_are_read():
+    rng = random.Random(0)
+    for _ in range(40):
         shape = MeshShape(*[rng.choice([1, 1, 2, 3, 8]) for _ in AXES], reshape=rng.random() < 0.3)
         assert parse_mesh(str(shape)) == shape == parse_mesh(shape)
         assert shape.size == math.prod(shape.sizes.values())

@@ -1,15 +1,10 @@
-"""Every lesson runs, is in step with its source and follows the rules; every exercise answers as it should.
-
-nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would
-starve.
-"""
+"""Every lesson runs, is in step with its source and follows the rules; exercises answer as they should."""
 
 import math
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +12,11 @@ import nbformat
 import numpy as np
 import pytest
 from jax import P, lax
-from shared import load
+from shared import ROOT, load, program_text
 
 from llmpar import lessons
 from llmpar.lessons import judge
 from llmpar.plan.schedules import make
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 
@@ -209,23 +201,13 @@ def run_lesson(source):
     assert peak <= build.MAX_KERNEL_BYTES, f"the kernel took {peak / 1e9:.2f} GB"
 
 
-LARGEST = """
-import resource, subprocess, sys
-done = subprocess.run(sys.argv[1:])
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
-sys.exit(done.returncode)
-"""
-"""Runs a command, and writes the memory of its largest process. (What a worker of pytest starts begins with
-that of the worker as its largest.)"""
-
-
 def nbval(notebook):
     """Run a notebook as a user's `pytest --nbval-lax` does; give the memory of the largest process, too."""
     options = "--nbval-lax --nbval-current-env --nbval-cell-timeout=600 -q -p no:cacheprovider".split()
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, str(notebook)]
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
     env = os.environ | {"XLA_FLAGS": flags}  # a lesson says how many devices it wants
-    command = [sys.executable, "-c", LARGEST, *command]
+    command = [sys.executable, "-c", program_text("largest"), *command]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )

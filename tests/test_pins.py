@@ -9,15 +9,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from shared import HERE
+from shared import HERE, ROOT
 
 from llmpar import look
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-ROOT = HERE.parent
 
 
 def on(shape, *cuts):
@@ -109,21 +107,18 @@ def test_assertions_hold_fail_and_show_that_they_can():
         right.forbids("all-gather", "rows")
 
 
-GRID = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
 def seen(f):
-    """A look at a function of the blocks of an array that is cut over X."""
-    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=jax.NamedSharding(GRID, jax.P("X")))
-    return look(jax.shard_map(f, mesh=GRID, in_specs=jax.P("X"), out_specs=jax.P("X"), check_vma=False), x)
+    """A look at a function of the blocks of an array that is cut over data."""
+    run = jax.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    return look(run, on((64, 8), "data"))
 
 
 def test_what_is_forbidden_is_in_no_branch_and_in_no_part_of_an_axis():
     pairs = [[0, 1], [2, 3]]
-    part = seen(lambda x: lax.all_gather(x, "X", axis_index_groups=pairs, tiled=True))
-    with pytest.raises(AssertionError, match="sends 0 B by all-gather over X"):
-        part.forbids("all-gather", "X")
-    summed, gathered = lambda x: lax.psum(x, "X"), lambda x: lax.all_gather(x, "X", tiled=True)[:16]
+    part = seen(lambda x: lax.all_gather(x, "data", axis_index_groups=pairs, tiled=True))
+    with pytest.raises(AssertionError, match="sends 0 B by all-gather over data"):
+        part.forbids("all-gather", "data")
+    summed, gathered = lambda x: lax.psum(x, "data"), lambda x: lax.all_gather(x, "data", tiled=True)[:16]
     branches = seen(lambda x: lax.cond(x.sum() > 0, summed, gathered, x))
     assert "in another branch" in str(branches)
     for kind in ("all-reduce", "all-gather"):
@@ -133,11 +128,11 @@ def test_what_is_forbidden_is_in_no_branch_and_in_no_part_of_an_axis():
 
 
 def test_bytes_of_one_iteration_are_not_those_of_a_run():
-    body = lambda x: lax.psum(x, "X") * 0.1
+    body = lambda x: lax.psum(x, "data") * 0.1
     loop = seen(lambda x: lax.while_loop(lambda x: x.sum() > 1e-3, body, x))
-    loop.sends("all-reduce", "X")
+    loop.sends("all-reduce", "data")
     with pytest.raises(ValueError, match="loop of unknown trip count"):
-        loop.sends("all-reduce", "X", at_most=1e6)
+        loop.sends("all-reduce", "data", at_most=1e6)
 
 
 def test_two_programs_are_compared_as_text_and_as_markdown():

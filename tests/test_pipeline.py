@@ -13,14 +13,12 @@ import pytest
 from optax.contrib import schedule_free
 from parity import BATCH, LLAMA, SEQ, family, state_of, weights
 
-from llmpar.parallel.mesh import make_mesh
+from llmpar import Plan, Step, make_mesh
 from llmpar.pipeline import executor as pipeline
 from llmpar.pipeline import stage as stage_file
 from llmpar.plan import places
-from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import deal, make
 from llmpar.training import layer_order as layer_order_file
-from llmpar.training.step import Step
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
 
@@ -40,9 +38,6 @@ def trace(config, plan, rows=BATCH, seq=SEQ):
     """The traced gradients of a step, nothing compiled."""
     step = step_of(config, plan)
     return jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(rows, seq))
-
-
-# ------------------------------------------------------------------------------------------- what is computed
 
 
 def program_flops(schedule, saves="input"):
@@ -91,9 +86,6 @@ def test_w_is_the_weights_products_and_nothing_runs_twice():
     assert zero_bubble["B"] + zero_bubble["W"] == joint
     assert saved["F"] + saved["B"] == joint and saved["W"] == 0
     assert both["F"] + both["B"] + both["W"] == joint
-
-
-# ------------------------------------------------------------------------------------------- where layers lie
 
 
 def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():

@@ -1,5 +1,4 @@
-"""Copies of hot experts: never worse than a greedy placement, never better than the lower bound; and what
-tokens send in one hop and in two, against counted choices."""
+"""Copies of hot experts between greedy placement and bound; what one hop and two send, as counted."""
 
 import itertools
 import random

@@ -5,21 +5,19 @@ import dataclasses
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import plans
 import pytest
 from parity import LLAMA
-from shared import CASES, TABLES
+from shared import CASES, HERE, TABLES
 
+from llmpar import Plan, preset
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict import memory
 from llmpar.predict.traffic import step_traffic
@@ -29,9 +27,6 @@ MIXED = "dp=2 fsdp=2 tp=2"
 
 def arrows(arrow: Arrow) -> list[str]:
     return [str(move) for move in arrow.moves]
-
-
-# ---------------------------------------------------------------------------------------------------- regions
 
 
 def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
@@ -72,8 +67,6 @@ def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_seq
     assert arrows(Plan(MIXED, tp_sequence=True).resolve().physical(logical)) == with_sequence
     assert arrows(Plan("dp=4 fsdp=2").resolve().physical(logical)) == []
 
-
-# ------------------------------------------------------------------------------------------------------- ZeRO
 
 DIMS = "ffn l d m"
 
@@ -117,13 +110,8 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     assert uncut.stored(DIMS) == other.stored(DIMS)
 
 
-# --------------------------------------------------------------------------------------------------- refusals
-
-
-HERE = Path(__file__).parent
 REFUSED = (HERE / "refused.txt").read_text().splitlines()
-"""What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said.
-tests/test_random_plans.py follows the advice of such sentences."""
+"""What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said."""
 
 
 def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:

@@ -10,8 +10,9 @@ import threading
 import tomllib
 
 import pytest
-from shared import CASES, HERE
+from shared import CASES, HERE, TABLES
 
+from llmpar import Plan, preset
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
@@ -20,14 +21,11 @@ from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import OptimizerConfig
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.planner import frameworks, planner
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.time import beside_flops, step_time
-from llmpar.predict.traffic import most_traffic
 from llmpar.training.optimizer import fitted
 
 H100 = chip("h100")
@@ -122,13 +120,7 @@ def test_a_strategy_waits_for_a_faster_one_that_is_refused_and_takes_its_place()
 
 def test_pieces_of_the_loss_are_chosen_where_they_are_needed():
     """They are computed again, so one piece is faster; and it holds less where tokens are few."""
-    for name, mesh, batch, seq in (
-        ("llama3-70b", "pp=4 fsdp=4 tp=4", 16, 8192),
-        ("llama3-8b", "dp=8 tp=8", 64, 8192),
-        ("llama3-8b", "fsdp=64", 512, 2048),
-        ("gemma-3-27b", "fsdp=64", 64, 65536),
-        ("llama3.1-405b", "sp=4 fsdp=16", 16, 32768),
-    ):
+    for name, mesh, batch, seq in TABLES["losses_in_pieces"]:
         own = [{}, {"loss_chunks": 1}, {"loss_chunks": 8}]
         free, *others = (planner.on_mesh(question(name, 64, batch, seq, **x), parse_mesh(mesh)) for x in own)
         fit = [x.time.step_s for x in others if not x.why_not]
@@ -197,10 +189,7 @@ def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried():
     assert planner.decide(question(name, 12, seq=seq), 1).plans
 
 
-PARTS = CASES["parts_of_memory"]
-
-
-@pytest.mark.parametrize("name, devices, mesh, fields", PARTS, ids=lambda x: str(x))
+@pytest.mark.parametrize("name, devices, mesh, fields", CASES["parts_of_memory"], ids=lambda x: str(x))
 def test_a_part_of_memory_is_what_it_is_called(name, devices, mesh, fields):
     """Activations grow with the tokens, and nothing else but the batch does; the parts are the total."""
     q, plan = question(name, devices), Plan(mesh, dtype="bfloat16", **fields)
@@ -256,14 +245,7 @@ def test_a_change_that_rescues_does():
     assert memory.parts_bytes(rescued, q.batch_size, q.seq_len)["total"] <= q.capacity_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (dict(pp=8, fsdp=2), "8 devices cannot be cut by 'pp=8 fsdp=2'"),
-        (dict(devices=64, pp=64), "no mesh of 64 h100 with pp=64 suits 'llama3-8b'"),
-        (dict(colour="red"), "a plan has no field colour"),
-    ],
-)
+@pytest.mark.parametrize("options, sentence", TABLES["no_plan"])
 def test_questions_without_an_answer_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         planner.decide(question(**options))
@@ -356,36 +338,6 @@ def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
     assert answered > 5
 
 
-def test_a_field_that_decides_nothing_is_not_priced():
-    """Random plans, whatever is set: bytes, traffic and time are those of what would run."""
-    rng, same = random.Random(8), 0
-    kinds = look.OFFERED | {"unroll": {"options": [0, 1, 2]}, "attention_block": {"options": [None, 256]}}
-    while same < 15:
-        name, row = rng.choice(["llama3-8b", "qwen3-30b-a3b"]), chip(rng.choice(["h100", "v5p", "mi250x"]))
-        sizes = dict.fromkeys(AXES, 1)
-        for axis in rng.choices([*AXES], k=4):
-            sizes[axis] *= 2
-        given = {k: rng.choice(kinds[k].get("options", [1, 2, 4])) for k in rng.sample(sorted(kinds), 6)}
-        q = question(name, 16, 64, 2048, row)
-        plan = Plan(MeshShape(**sizes), **{k: v for k, v in given.items() if k != "memory_share"})
-        try:
-            plan.resolve(q.config, None, 64, 2048)
-            runs = plan.resolve(q.config, q.platform)
-        except ValueError:
-            continue
-        same += 1
-        other, fits = plan.resolve(q.config, None).effective, planner.least_recompute(q, plan)
-        again = other.resolve(q.config, q.platform)
-        parts = [memory.parts_bytes(one, q.batch_size, q.seq_len) for one in (runs, again)]
-        assert parts[0] == parts[1], plan
-        assert most_traffic(runs, 64, 2048) == most_traffic(again, 64, 2048), plan
-        for exact in (False, True):
-            times = [step_time(q.run(one), simulate=exact) for one in (plan, other, runs)]
-            assert times[0] == times[1] == times[2], plan
-        priced = fits.plan.resolve(q.config, None).effective.resolve(q.config, q.platform)
-        assert fits.memory_bytes == memory.parts_bytes(priced, q.batch_size, q.seq_len), plan
-
-
 def test_fields_that_are_set_are_timed():
     """Uncut state is updated whole, float32 is slower but on TPUs, padded buffers travel whole."""
     priced = lambda mesh, row, own: planner.on_mesh(question(row=row, **own), parse_mesh(mesh))
@@ -411,9 +363,6 @@ def test_the_first_of_equals_is_not_both_slower_and_fuller_than_another():
     tied[1] = one("fsdp=64", 66.4, 48.0)  # simpler and no fuller
     assert planner.ranked(tied)[0] is tied[1]
     assert planner.why(tied[1], [tied[1], tied[0]]).startswith("as fast as any but for 0.5%, and simpler")
-
-
-# ------------------------------------------------------------------------------------------------ the command
 
 
 def call(capsys, *words):
@@ -495,9 +444,6 @@ def test_a_ring_in_the_order_that_windows_want_is_offered():
         assert (plan.context_parallel, plan.sequence_order) == ("ring", order)
 
 
-# ----------------------------------------------------------------------------- two meshes, one machine
-
-
 @pytest.mark.parametrize("name, row", [("llama3-8b", "h100"), ("qwen3-30b-a3b", "v5p")])
 def test_the_terms_of_two_meshes_add_up_to_their_difference(name, row):
     q = question(name, 64, 128, row=chip(row))
@@ -529,15 +475,11 @@ def test_a_tie_is_broken_by_memory_and_then_by_axes():
     assert planner.versus(q, full, far)["because"] == "it fits, and the other does not"
 
 
-def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
+def test_a_machine_by_flags_is_that_of_a_file():
     """Per device and one way; a chip of two devices has twice as much."""
-    (tmp_path / "mine.toml").write_text(
-        'base = "h100"\nname = "h100"\nlink_bytes_per_s = 900e9\ndcn_bytes_per_s = 12.5e9\n'
-        f"node_size = 72\nusable_hbm_gib = 180.0\nhbm_bytes = {180.0 * 2**30}\n"
-    )
     flags = hardware.in_machine(H100, node_link=900, network=12.5, node_size=72, hbm=180)
     mesh = parse_mesh("fsdp=16 tp=4")
-    rows = flags, chip(str(tmp_path / "mine.toml"))
+    rows = flags, chip(str(HERE / "fixtures" / "machine.toml"))
     seconds = [planner.on_mesh(question("llama3-8b", 64, row=row), mesh) for row in rows]
     assert seconds[0].time == seconds[1].time and seconds[0].memory_bytes == seconds[1].memory_bytes
     assert seconds[0].time.step_s < planner.on_mesh(question("llama3-8b", 64), mesh).time.step_s
@@ -559,20 +501,8 @@ def test_an_exchange_of_tokens_that_takes_much_of_a_step_is_said():
         assert any("on their way to experts" in line for line in notes(answer)) is slow
 
 
-# ------------------------------------------------------------------------------------------- other frameworks
-
-LINES = tomllib.loads((HERE / "launch_lines.toml").read_text())
+LINES = tomllib.loads((HERE / "launch_lines.toml").read_text())["line"]
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
-PLANS = [
-    ("llama3-70b", Plan("fsdp=8 tp=8", tp_sequence=True, remat="block", microbatches=2)),
-    ("llama3-70b", Plan("pp=4 fsdp=4 tp=4", zero=1, microbatches=4, **INTERLEAVED)),
-    ("llama3-8b", Plan("dp=2 fsdp=8 sp=4", context_parallel="gather", loss_chunks=8)),
-    ("llama3-8b", Plan("dp=64", remat="ffn")),
-    ("llama3-8b", Plan("dp=2 fsdp=32", zero=2)),
-    ("qwen3-30b-a3b", Plan("ep=8 fsdp=8", zero=2, remat="selective")),
-    ("llama3-8b lora_rank=1 lora_targets=q,v", Plan("fsdp=64")),
-    ("llama3-8b lora_rank=16 lora_targets=q,k,v,o,gate,up,down", Plan("fsdp=16 tp=4", tp_sequence=True)),
-]
 
 
 def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen():
@@ -585,8 +515,8 @@ def test_what_a_launch_line_leaves_out_is_the_frameworks_default_and_not_chosen(
     assert fixed["schedule"] == "1f1b" and fixed["tp_sequence"] is True and fixed["zero"] == 1
 
 
-def drawn_plans(number):
-    """Draw legal plans, with all fields that a framework may have words for."""
+def drawn_plans(number, choices, chips=(H100,)):
+    """Draw questions and legal plans, with fields of these choices."""
     lot = random.Random(0)
     while number:
         devices, model = lot.choice((8, 16, 64)), lot.choice(("llama3-8b", "llama3-70b", "qwen3-30b-a3b"))
@@ -594,21 +524,12 @@ def drawn_plans(number):
         for axis in lot.sample(("pp", "dp", "ep", "sp", "tp"), 5):
             sizes[axis] = lot.choice([x for x in (1, 1, 1, 2, 4, 8) if rest % x == 0])
             rest //= sizes[axis]
-        fields = {
-            "zero": lot.choice((0, 1, 2, 3, 3)),
-            "tp_sequence": lot.choice((False, True)),
-            "tp_comm_overlap": lot.choice((False, True)),
-            "microbatches": lot.choice((1, 2, 4, 8)),
-            "remat": lot.choice(("none", "selective", "ffn", "block")),
-            "reshard_after_forward": lot.choice((False, True)),
-            "dtype": lot.choice(("bfloat16", "bfloat16", "float32")),
-            "context_parallel": lot.choice(("ring", "gather", "ulysses")),
-            "loss_chunks": lot.choice((1, 1, 8)),
-        }
+        fields = {name: lot.choice(values) for name, values in choices.items()}
         if fields["zero"] == 0:  # fsdp is one more axis of replicas
             sizes["dp"], rest = sizes["dp"] * rest, 1
-        fields |= lot.choice(({}, {"schedule": "interleaved", "virtual_stages": 2}))
-        q = question(model, devices, devices * lot.choice((1, 2, 4)), lot.choice((2048, 8192)))
+        fields |= lot.choice(({}, INTERLEAVED))
+        rows, seq = devices * lot.choice((1, 2, 4)), lot.choice((2048, 8192))
+        q = question(model, devices, rows, seq, lot.choice(chips))
         plan = Plan(MeshShape(fsdp=rest, **sizes), **fields)
         try:
             q.resolved(plan, None).check(q.batch_size, q.seq_len)
@@ -618,22 +539,11 @@ def drawn_plans(number):
         yield q, plan
 
 
-NO_WORD = {  # what a framework cannot say where it can say the mesh
-    "torchtitan": "lora_rank lora_targets remat context_parallel loss_chunks tp_sequence virtual_stages zero",
-    "megatron": "lora_rank lora_targets loss_chunks reshard_after_forward",
-    "nemo": "lora_targets loss_chunks reshard_after_forward dtype",
-    "maxtext": "lora_rank lora_targets remat reshard_after_forward tp_sequence tp_comm_overlap schedule zero",
-    "deepspeed": "lora_rank lora_targets remat reshard_after_forward context_parallel tp_sequence"
-    " tp_comm_overlap loss_chunks",
-    "accelerate": "remat context_parallel tp_sequence tp_comm_overlap loss_chunks",
-}
-
-
 @pytest.mark.parametrize("name", frameworks.EXPORTS)
 def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
-    plans = [(question(model, 64, 128), dataclasses.replace(x, dtype="bfloat16")) for model, x in PLANS]
+    chosen = [(question(model, 64, 128), Plan(dtype="bfloat16", **x)) for model, x in TABLES["exported"]]
     whole = 0
-    for q, plan in [*plans, *drawn_plans(200)]:
+    for q, plan in [*chosen, *drawn_plans(200, TABLES["drawn_for_export"])]:
         text = frameworks.export(q, plan, name)
         found, known, unread = frameworks.facts_in(text)
         assert (found, unread) == (name, []), text
@@ -643,7 +553,9 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
         whole += 1
         devices, batch_size, back = frameworks.planned_by(known, q.num_devices)
         assert (devices, batch_size) == (q.num_devices, q.batch_size), text
-        assert known.get("seq_len", q.seq_len) == q.seq_len and lost <= {*NO_WORD[name].split()}, text
+        assert known.get("seq_len", q.seq_len) == q.seq_len and lost <= {
+            *TABLES["without_a_word"][name].split()
+        }, text
         adapters = {"lora_rank": q.config.lora and q.config.lora.rank}
         adapters["lora_targets"] = q.config.lora and ",".join(q.config.lora.targets)
         assert not {x for x, value in adapters.items() if x not in lost and known.get(x) != value}, text
@@ -659,30 +571,13 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
 
 
 def test_an_export_has_what_a_framework_would_take_otherwise():
-    rows = [  # each an assertion of the framework, or another plan without a word, where it is left out
-        ("torchtitan", Plan("fsdp=64"), 64, "--training.local_batch_size 1 "),
-        ("torchtitan", Plan("pp=2 fsdp=32"), 64, "fsdp_reshard_after_forward always"),
-        ("torchtitan", Plan("fsdp=8 tp=8"), 64, "# not expressed: tp_sequence=False"),
-        ("accelerate", Plan("dp=2 fsdp=16 tp=2"), 32, "--use_parallelism_config "),
-        ("megatron", Plan("fsdp=64", zero=2), 64, "--ckpt-format fsdp_dtensor"),
-        (
-            "megatron",
-            Plan("fsdp=64", reshard_after_forward=False),
-            64,
-            "expressed: reshard_after_forward=False",
-        ),
-        ("maxtext", Plan("pp=4 fsdp=16", microbatches=4), 64, "num_layers_per_pipeline_stage=8 "),
-        ("maxtext", Plan("pp=4 fsdp=16", microbatches=4), 64, "num_pipeline_repeats=1 "),
-        ("maxtext", Plan("pp=4 fsdp=16", microbatches=2), 64, "# not expressed: pp=4"),
-        ("nemo", Plan("fsdp=64"), 64, "# not expressed: dtype=float32"),
-        ("deepspeed", Plan("fsdp=16 sp=4"), 64, "# not expressed: context_parallel=ring"),
-    ]
-    for name, plan, batch_size, text in rows:
-        assert text in frameworks.export(question("llama3-8b", plan.mesh.size, batch_size), plan, name), text
+    for name, fields, batch_size, text in TABLES["exports_with"]:
+        q = question("llama3-8b", Plan(fields["mesh"]).mesh.size, batch_size)
+        assert text in frameworks.export(q, Plan(**fields), name), text
 
 
 def test_launch_lines_are_the_right_plan_or_the_right_complaint():
-    for row in LINES["line"]:
+    for row in LINES:
         try:
             name, known, unread = frameworks.facts_in(row["text"])
             given = row.get("devices", None if "each" in known else 16)
@@ -698,16 +593,6 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
         assert mesh.keys() == {word.partition("=")[0] for word in words} & {*AXES}, row
         for key, _, value in (word.partition("=") for word in words):
             assert str(read[key]) == value, (key, read[key], row)
-
-
-@pytest.mark.parametrize("row", LINES["launch"], ids=lambda row: row["engine"])
-def test_launch_lines_and_files_of_all_forms_are_read(row):
-    found, known, unread = frameworks.facts_in(row["text"])
-    devices, batch, plan = frameworks.planned_by(known, None if found == "maxtext" or "each" in known else 64)
-    read = {"engine": found, "devices": devices, "batch": batch, "left": unread}
-    assert read == {name: row[name] for name in read} and plan.mesh == parse_mesh(row["mesh"])
-    more = {"reshard_after_forward": True} | row.get("more", {})
-    assert {name: getattr(plan, name) for name in more} == more  # SHARD_GRAD_OP keeps what was gathered
 
 
 def test_a_launch_line_is_priced_and_translated(capsys):

@@ -1,5 +1,4 @@
-"""One program, all questions: each plan of a covering array is compiled once. Its gradients are one device's,
-it sends what is predicted, stage by stage and arrow by arrow, and it is given as many bytes."""
+"""Each plan of a covering array, compiled once: one device's gradients; sends and holds what is predicted."""
 
 import dataclasses
 import itertools
@@ -34,8 +33,7 @@ def test_a_plan_gives_one_devices_answer_and_sends_and_holds_what_is_predicted(c
 
 
 def every():
-    """All meshes of eight devices in every mode with two pipeline orders and every way of attention; dp,
-    fsdp and tp at every ZeRO stage; all pipelines."""
+    """All meshes of eight devices in every mode, order and way of attention; ZeRO stages; all pipelines."""
     sizes = itertools.product((1, 2, 4, 8), repeat=len(AXES))
     for config, mesh in itertools.product((LLAMA, MOE), (MeshShape(*size) for size in sizes)):
         if mesh.size == 8 and (mesh.ep == 1 or config.experts):

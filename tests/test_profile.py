@@ -1,7 +1,4 @@
-"""What a profile measured, beside the lines of `look`: a fresh one of simulated devices, some that were
-recorded on TPUs and GPUs (fixtures/traces/README.md says where), and some that are made, in the form of
-xplane (openxla/xla, xla/tsl/profiler/utils/xplane_schema.cc), and in JSON as XProf writes it (openxla/xprof,
-xprof/convert/xplane_to_trace_container.cc)."""
+"""What a profile measured beside the lines of `look`: fresh, recorded (fixtures/traces), and made."""
 
 import dataclasses
 import gzip
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 from jax.sharding import PartitionSpec as P
-from shared import HERE
+from shared import HERE, TABLES
 
 from llmpar.inspect.look import look
 from llmpar.inspect.profile import measure_rows, read_profile
@@ -233,19 +230,9 @@ def test_kernels_of_a_graph_that_hides_their_operation_are_in_no_line(tmp_path):
     assert "profile once without them: XLA_FLAGS=--xla_gpu_enable_command_buffer=" in str(found)
 
 
-FUSED = {"async-collective-done": (0, 1), "async-collective-start": (10, 1), "fusion.11": (11, 40),
-         "async-collective-done.": (51, 4), "all-gather.18": (60, 5), "fusion": (70, 7)}  # fmt: skip
-CALLED = {"all-gather.7.cloned.1.call-start": (0, 1), "all-gather.9.cloned.1.call-start": (1, 1),
-          "all-gather.7.cloned.1.call-done": (9, 2), "all-gather.9.cloned.1.call-done": (20, 5)}  # fmt: skip
-
-
-@pytest.mark.parametrize("name, mesh, spans, times", [
-    ("v5e", "X=4", FUSED, {"small.py:15": (5, 0), "small.py:16": (45, 4), "all-reduce": (7, 0)}),
-    ("tpu7x", "X=8", CALLED, {"small.py:15": (11, 2), "small.py:16": (24, 5)}),
-])  # fmt: skip
+@pytest.mark.parametrize("name, mesh, spans, times", TABLES["tpu_gathers"])
 def test_a_tpu_gathers_in_fusions_or_on_its_sparse_cores(tmp_path, name, mesh, spans, times):
-    """The programs are as the TPU compiler wrote them, the traces are made of their operations' names. The
-    first begins in a gather, whose end is not that of the next."""
+    """Programs as the TPU compiler wrote them; the traces are made of their operations' names."""
     events = [(f"%{op.rstrip('.')} = bf16[8]", "", *span) for op, span in spans.items()]
     devices = [f"/device:TPU:{i}" for i in range(int(mesh[2:]))]
     folder = profile(tmp_path, devices, "XLA Ops", [events] * len(devices))

@@ -1,10 +1,5 @@
-"""The same command gives the same weights under engines that are installed: tests/install_engines.sh FOLDER.
-
-    LLMPAR_ENGINES=FOLDER python -m pytest tests/test_real_engines.py -m engines -n0 [--record-engines]
-
-Hosts are network namespaces of this machine (small_cluster.py): SLURM, Ray and torchrun need root.
-Every job file is what `llmpar launch` writes. --record-engines keeps the times that engines.md shows.
-"""
+"""The same command gives the same weights under engines that tests/install_engines.sh has installed (SLURM,
+Ray and torchrun need root): `make engines`. Hosts are network namespaces (small_cluster.py)."""
 
 import contextlib
 import datetime
@@ -123,10 +118,7 @@ def installed(name: str) -> Path:
 
 
 def listening(told: str, among: set[int] | None = None) -> dict[str, set[str]]:
-    """On which addresses programs listen, as `ss -ltnpH` told; ``among`` are the processes that count.
-
-    MPICH's processes inherit a socket from their launcher: it is that of the eldest.
-    """
+    """Addresses on which programs listen, as `ss -ltnpH` told; a socket is that of its eldest process."""
     found: dict[str, set[str]] = {}
     for line in told.splitlines():
         holders = [(int(pid), name) for name, pid in re.findall(r'"([^"]+)",pid=(\d+)', line)]
@@ -182,9 +174,6 @@ def running(command, folder: Path, **options):
             process.wait()
 
 
-# -------------------------------------------------------------------------------------------------------- MPI
-
-
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
     programs = installed(mpi)
@@ -201,9 +190,6 @@ def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     version = said(programs / "mpirun", "--version", env=env)
     record({"openmpi": "Open MPI", "mpich": "MPICH"}[mpi], version, start_s=first)
-
-
-# ------------------------------------------------------------------------------------------------------ SLURM
 
 
 @pytest.fixture
@@ -298,9 +284,6 @@ def test_slurm_requeues_a_job_whose_node_fails(slurm, alone, tmp_path, record):
     record("SLURM, a node lost", said("slurmctld", "-V"), again_s=again)
 
 
-# --------------------------------------------------------------------------------------------------- torchrun
-
-
 def whole(folder: Path) -> dict:
     """The weights of the newest checkpoint, as no device holds them."""
     found = [path for path in (folder / "kept").glob("*") if path.name.isdigit()]
@@ -340,9 +323,6 @@ def test_torchrun_goes_on_with_one_host_and_again_with_two(hosts, alone, tmp_pat
     jax.tree.map(same, whole(tmp_path), whole(alone))
     version = said(programs / "python", "-c", "import torch; print(torch.__version__)")
     record("torchrun, two hosts", version, start_s=first, less_s=less, more_s=more)
-
-
-# -------------------------------------------------------------------------------------------------------- Ray
 
 
 @pytest.fixture

@@ -10,20 +10,17 @@ import numpy as np
 import optax
 import pytest
 from parity import BATCH, LLAMA, SEQ, answer, batch, gradients_of, state_of
+from shared import TABLES
 
-from llmpar.parallel.mesh import make_mesh, use_devices
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
+from llmpar import Plan, Step, make_mesh, preset, use_devices
 from llmpar.training.state import check_mesh
-from llmpar.training.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
 
 
 def curve(mesh: str):
-    """Losses of 20 steps, of an optimizer that looks at whole rows and columns and then cuts its updates to
-    a global norm, to which every element must count once, copies of a KV head too."""
+    """Losses of 20 steps; the optimizer looks at whole rows and columns, and cuts by a global norm."""
     rule = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.clip_by_global_norm(0.1))
     step = Step(HEADS, Plan(mesh, zero=2), make_mesh(mesh), rule, clip=None)
     state, losses = state_of(step), []
@@ -117,14 +114,7 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     assert int(step.run(state, batch())[0].step) == 2
 
 
-APART = [
-    ("does not go with ZeRO 1", {"zero": 1, "reduce": "bucket"}),
-    ("once per microbatch", {"zero": 0, "reduce": "layer", "microbatches": 2}),
-    ("cuts a sequence into 2·sp = 8 parts", {"mesh": "dp=2 sp=4", "sequence_order": "zigzag"}),
-]
-
-
-@pytest.mark.parametrize("says,fields", APART, ids=str)
+@pytest.mark.parametrize("says, fields", TABLES["apart"], ids=str)
 def test_a_step_refuses_fields_and_sizes_that_do_not_go_together(says, fields):
     """A command knows its sizes when it resolves the plan; a `Step` sees those of its batch."""
     mesh = fields.get("mesh", MIXED)

@@ -1,29 +1,20 @@
 """What serving costs: published numbers, and laws that must hold for every model."""
 
 import dataclasses
-import importlib
-import inspect
 import itertools
 import json
 import math
-import pkgutil
 import random
 import re
 import statistics
-import typing
 
 import pytest
-from shared import CASES, HERE
+from shared import CASES, HERE, TABLES
 from shared import NUMBERS as ROWS
 
-import llmpar.inspect
-import llmpar.predict
 from llmpar.cli import main
-from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import preset
-from llmpar.planner import planner, service
+from llmpar.planner import service
 from llmpar.predict import serving
 from llmpar.predict.hardware import Rates, chip
 
@@ -41,10 +32,6 @@ def seconds(terms):
 
 
 ENGINE_RUNS = (HERE / "engine_runs.txt").read_text().splitlines()[2:]
-NIM_RUNS = {1: (18.58, 51.67), 25: (38.75, 623.4), 50: (59.73, 814.37)}
-"""By requests at once: milliseconds between tokens, and tokens/s, of Llama 3.3 70B in 8 bits with tp=2 on two
-H100, 5,000 tokens in and 500 out (NVIDIA, NIM LLMs Benchmarking 1.0.0, "Performance", NIM 1.8.0). From 100 on
-requests queue."""
 
 
 def served(gpu, bits, model, batch, tp, prompt, answer):
@@ -62,10 +49,10 @@ def test_half_of_what_engines_published_is_within_what_is_said():
     assert max(errors) < 1.4, "long answers of Llama 2 70B, of whose heads that version did not share keys"
 
 
-@pytest.mark.parametrize("batch", NIM_RUNS)
+@pytest.mark.parametrize("batch", TABLES["nim_runs"])
 def test_a_token_takes_its_own_step_and_its_share_of_others_prompts(batch):
-    between, rate = NIM_RUNS[batch]
-    row = served("h100", 8, "llama3-70b", batch, 2, 5000, 500)
+    between, rate = TABLES["nim_runs"][batch]
+    row = served("h100", 8, "llama3-70b", int(batch), 2, 5000, 500)
     assert 1e3 / row["tokens_per_s_user"] == pytest.approx(between, rel=0.1)
     assert 2 * row["tokens_per_s_device"] == pytest.approx(rate, rel=0.1)
 
@@ -150,10 +137,7 @@ def test_a_few_tokens_read_few_experts():
     assert reads[-1] / reads[0] == pytest.approx(config.num_params / config.active_params, rel=0.01)
 
 
-GUIDE = CASES["engine_cuts"]
-
-
-@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), GUIDE)
+@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), CASES["engine_cuts"])
 def test_an_engine_is_cut_as_its_guide_says(model, gpu, nodes, gpus, tokens, tp, pp):
     assert serving.cut(preset(model), chip(gpu), nodes, gpus, tokens)[:2] == (tp, pp)
 
@@ -198,10 +182,6 @@ def test_a_cut_fits_and_no_smaller_one_would(model):
 
 
 V3 = preset("deepseek-v3")
-INDEXED = preset("deepseek-v3.2")
-VLLM_51454 = {"one engine, tp 8": 20.43, "a replica, dp 8": 19.62}
-"""Requests of a million tokens that DeepSeek-V4-Flash has room for on 8 B200 (vllm-project/vllm#51454): it
-too keeps one vector for all heads."""
 
 
 def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
@@ -210,7 +190,8 @@ def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
     assert serving.cache_bytes(V3, 1000, 8) == 1000 * 70_272 / 2
     one, eight = (serving.decode_seconds(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
     assert one["keys and values read"] == eight["keys and values read"] == 32_768 * 70_272 / 4.8e12
-    published = 8 * VLLM_51454["a replica, dp 8"] / VLLM_51454["one engine, tp 8"]
+    one, replicas = TABLES["vllm_51454"].values()
+    published = 8 * replicas / one
     assert published == pytest.approx(7.7, rel=0.01)  # less than 8: replicas hold attention's weights whole
     assert published == pytest.approx(8 / serving.cache_cuts(V3, 8), rel=0.05)
     assert serving.cache_cuts(preset("llama3-70b"), 8) == 8 == serving.cache_cuts(preset("llama3-70b"), 16)
@@ -232,44 +213,3 @@ def test_tp_cuts_no_matrix_that_all_heads_of_latent_attention_share():
     assert read * chip("h200").flops_per_s / 2e5 == pytest.approx(whole + (V3.active_params - whole) / 8)
     prompt = serving.prefill_seconds(V3, ideal("h200"), 4096, tp=8)["matmuls"] * chip("h200").flops_per_s
     assert prompt / 2 / 4096 == pytest.approx(whole + (V3.active_params - whole) / 8)
-
-
-def of_a_model():
-    """Public functions of what predicts and inspects that get a model, or a plan resolved for one."""
-    for wing in (llmpar.predict, llmpar.inspect):
-        for info in pkgutil.iter_modules(wing.__path__):
-            module = importlib.import_module(f"{wing.__name__}.{info.name}")
-            for name, f in inspect.getmembers(module, lambda f: inspect.isfunction(inspect.unwrap(f))):
-                hints = typing.get_type_hints(inspect.unwrap(f))
-                kinds = {kind for key, kind in hints.items() if key != "return"}
-                if name[0] != "_" and f.__module__ == module.__name__ and kinds & {ModelConfig, Resolved}:
-                    yield f
-
-
-COUNT, NO_VALUES = CASES["count_latents"], CASES["latents_no_values"]
-"""Who counts latent attention; and how often a layer runs, or who sends to whom."""
-RESOLVED = Plan(MeshShape(tp=8)).resolve(INDEXED)
-LATENT = {
-    "config": INDEXED, "block": INDEXED,
-    "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64,
-    "prompt": 64, "batch": 8, "nodes": 1, "gpus": 8, "tp": 8, "ep": 1, "platform": "cpu", "hosts": [0] * 8,
-    "text": "",
-    "mesh": None, "partitioned": "", "branches": [], "target": None,
-    "q": planner.Question(INDEXED, H100, 8, 64, 8),
-}  # fmt: skip
-
-
-def test_no_function_answers_for_latent_attention_as_if_it_were_plain():
-    """Those that take a model, or a plan resolved for one, count it (`COUNT`), or refuse it by name."""
-    found = dict[str, str]()
-    for f in of_a_model():
-        needed = [name for name, one in inspect.signature(f).parameters.items() if one.default is one.empty]
-        given = {name: LATENT.get(name, RESOLVED) for name in needed}
-        try:
-            found[f.__name__] = f"answers {f(**given)}"
-        except ValueError as error:
-            found[f.__name__] = str(error)
-    why = "latent attention", "layers of model_type 'deepseek_v32'"
-    named = {name: says for name, says in found.items() if "'deepseek-v3.2'" in says}
-    refused = {x for x, says in named.items() if says[:7] != "answers" and any(map(says.__contains__, why))}
-    assert found.keys() - refused == {*COUNT, *NO_VALUES}, found

@@ -5,10 +5,9 @@ import io
 import json
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
-from shared import CASES, load, violations
+from shared import CASES, ROOT, load, violations
 
 from llmpar.cli import lab as lessons
 from llmpar.cli.commands import command_class
@@ -21,7 +20,6 @@ from llmpar.plan.timetable import timetable
 from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas
 
-ROOT = Path(__file__).resolve().parent.parent
 LESSONS = {lesson.number: lesson for lesson in lessons.read_lessons(ROOT / "notebooks")}
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
 BESIDE = ("00b", "12", "13", "14", "15", "16", "17", "18", "19")  # for some of the learners
@@ -86,10 +84,8 @@ def test_no_lesson_is_claimed_to_take_less_than_the_driver_takes():
     pilot = load("notebooks/pilot.py")
     rows = re.findall(r"^\| (\d\d\w?) \|" + r" ([\d,]+) \|" * 5 + "$", GUIDE, re.M)
     assert [row[0] for row in rows] == list(LESSONS) and "**No person was timed.**" in GUIDE
-    for source, (number, words, exercises, _, driver, claimed) in zip(
-        pilot.build.sources(), rows, strict=True
-    ):
-        notebook, least = pilot.core_of(source)
+    cores = map(pilot.core_of, pilot.build.sources())
+    for (notebook, least), (number, words, exercises, _, driver, claimed) in zip(cores, rows, strict=True):
         told = sum(bool(pilot.ATTEMPT.search(cell.source)) for cell in notebook.cells)
         assert least < int(words.replace(",", "")) < 4 * least and told == int(exercises), number
         assert int(driver) < int(claimed) == LESSONS[number].teaching, number
@@ -111,14 +107,6 @@ def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):
         lessons.read_lessons(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------- pages
-
-
-def links(text):
-    """The targets of links and pictures."""
-    return re.findall(r'(?:href|src)="([^"#]+)"', text)
-
-
 def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
     handout = load("slides/handout.py")
     made = handout.build(tmp_path)  # refuses a sheet that needs two pages
@@ -138,9 +126,6 @@ def test_the_pages_are_accessible(tab, tmp_path):
         tab.emulate_media(color_scheme=scheme)
         tab.goto((tmp_path / "page.html").as_uri())
         assert violations(tab) == [], name
-
-
-# ------------------------------------------------------------------------------------------------------ quiz
 
 
 def right_answers():
@@ -230,9 +215,6 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     assert file.read_text() == noted
 
 
-# -------------------------------------------------------------------------------------------------- the rest
-
-
 @pytest.mark.parametrize("name", ["INSTRUCTOR.md", "CONTRIBUTING.md"])
 def test_pages_for_people_name_targets_and_files_that_exist(name):
     text, makefile = (ROOT / name).read_text(), (ROOT / "Makefile").read_text()
@@ -242,9 +224,6 @@ def test_pages_for_people_name_targets_and_files_that_exist(name):
         find(exercise)  # or it is refused
     for path in re.findall(r"`((?:notebooks|slides|tests|llmpar)/[\w./]+)`", text):
         assert (ROOT / path).exists() or path.startswith("slides/_build"), path
-
-
-# --------------------------------------------------------------------------------------------- start anywhere
 
 
 def extras_of(text):

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from shared import CASES
+from shared import CASES, HERE, ROOT
 
 import llmpar
 from llmpar.plan.presets import preset
@@ -16,7 +16,6 @@ from llmpar.planner.terms import FORMULAS, LINES, terms
 from llmpar.predict.hardware import chip
 from llmpar.predict.traffic import LATE, most_traffic
 
-ROOT = Path(__file__).parent
 CASES = CASES["explained"]
 
 
@@ -62,7 +61,7 @@ def test_the_numbers_are_those_of_the_plan(explained):
 
 
 def test_lessons_and_files_that_are_named_exist():
-    lessons = {path.stem for path in (ROOT.parent / "notebooks" / "src").glob("*.py")}
+    lessons = {path.stem for path in (ROOT / "notebooks" / "src").glob("*.py")}
     assert {row["lesson"] for row in FORMULAS.values()} <= lessons
     for arrow, name in LINES.items():
         text = (Path(llmpar.__file__).parent / name).read_text()
@@ -85,7 +84,7 @@ def test_summands_have_their_words_and_add_up(explained):
 
 def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
     """By data sheets alone 64 H100s gather as fast as 8: what is reached of links differs."""
-    text = (ROOT.parent / "docs/site/calculators/collectives.md").read_text()
+    text = (ROOT / "docs/site/calculators/collectives.md").read_text()
     exec(re.search(r"```\{run\}\n(.*?)```", text, re.S)[1], {})
     rows = re.findall(r"^(\S+) +(\d+) devices +(\S+) ms: (.*)$", capsys.readouterr().out, re.M)
     took = {(kind, int(n)): (float(ms), levels) for kind, n, ms, levels in rows}
@@ -95,7 +94,7 @@ def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
 
 
 def test_runs_that_people_know_are_answered_beside_what_was_published():
-    cases = [case for name in ("published", "measured") for case in read_runs(ROOT / f"{name}.json")[0]]
+    cases = [case for name in ("published", "measured") for case in read_runs(HERE / f"{name}.json")[0]]
     errors = {}
     for row, q, mesh in planner.published_runs():
         one = planner.on_mesh(q, mesh)

@@ -1,17 +1,15 @@
-"""The laws of time and memory against sums by hand, the fit of chips' rates, and one layer in time, which
-computes, sends and hides what a step counts for it."""
+"""Laws of time and memory against sums by hand; one layer in time is what a step counts for it."""
 
 import dataclasses
 import itertools
-import random
 from collections import Counter
 
 import pytest
-from shared import CASES
+from shared import CASES, TABLES
+from test_planner import drawn_plans
 
+from llmpar import Plan, preset
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.planner import measured
 from llmpar.predict import formulas, hardware, layer, time, workload
 from llmpar.predict.hardware import Rates, chip
@@ -179,33 +177,15 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts():
     assert measured.activation_bytes(block)[0] == by_hand
 
 
-def random_runs(num, seed):
-    """Plans of ours on chips with rates, with the axes and fields that change what a layer sends."""
-    rng, out = random.Random(seed), []
-    while len(out) < num:
-        config = preset(name := rng.choice(("llama3-8b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")))
-        axes = ("pp", "dp", "fsdp", "sp", "tp") + ("ep",) * bool(config.experts)
-        sizes = {axis: rng.choice((1, 1, 2, 4, 8)) for axis in axes}
-        fields = {"zero": rng.randrange(4), "remat": rng.choice(("none", "block")), "microbatches": 8}
-        fields |= {name: rng.random() < 0.5 for name in ("tp_sequence", "tp_comm_overlap")}
-        fields["context_parallel"] = rng.choice(("ring", "ulysses", "gather", "usp"))
-        fields |= {"ffn_chunks": rng.choice((1, 2)), "reshard_after_forward": rng.random() < 0.7}
-        mesh = " ".join(f"{axis}={n}" for axis, n in sizes.items()) or "dp=1"
-        try:
-            plan = Plan(mesh, dtype="bfloat16", **fields).resolve(config, None).effective
-            plan.resolve(config, None, batch := 8 * plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, 4096)
-        except ValueError:
-            continue
-        chip = hardware.chip(rng.choice(("h100", "b200", "v5p")))
-        out.append((name, workload.of_plan(config, plan, chip, batch, 4096)))
-    return out
+CHIPS = [chip(name) for name in ("h100", "b200", "v5p")]
+RUNS = {
+    f"{q.model} {plan.mesh}": q.run(q.resolved(plan, None).effective)
+    for q, plan in drawn_plans(20, TABLES["drawn_for_layers"], CHIPS)
+}
 
 
-RUNS = random_runs(20, 3)
-
-
-@pytest.mark.parametrize("name, run", RUNS, ids=[f"{name} {run.mesh}" for name, run in RUNS])
-def test_a_layer_in_time_is_what_the_step_counts(name, run):
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_layer_in_time_is_what_the_step_counts(run):
     segments, clock = layer.layer_segments(run), Clock(run)
     terms = dict(clock.layer(False, 0.0)[0].terms)
     computed = [one for one in segments if one.lane == "compute"]

@@ -80,9 +80,7 @@ def names(inputs):
     return {{"p": "num_stages", "m": "num_microbatches", "v": "num_chunks"}[k]: n for k, n in inputs.items()}
 
 
-@pytest.mark.parametrize(
-    "row", ["zb.t2.1F1B", "zb.t2.ZB-H1", "zb.t2.ZB-H2", "dualpipe.1F1B", "dualpipe.DualPipe"]
-)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.startswith(("zb.t2.", "dualpipe."))])
 def test_symbolic_rows_of_the_papers(row):
     # each expression as printed; DualPipe's B is the whole backward, and F&B is the sum without overlap
     printed = {
@@ -172,8 +170,11 @@ def test_the_sentence_names_the_stage_and_the_cell_that_were_mutilated(kind):
 TORCH = json.loads((FIXTURES / "torch_orders.json").read_text())["orders"]
 
 
-def check_torch(name, p, m, v, text):
-    """Our order of that name is torch's, cell by cell, or both refuse the sizes."""
+@pytest.mark.parametrize("key", TORCH)
+def test_torch_s_file_of_an_order_is_read_and_is_ours_cell_by_cell(key):
+    """Or both refuse the sizes."""
+    name, *sizes = key.removeprefix("lowered ").split()
+    (p, m, v), text = map(int, sizes), TORCH[key]
     chunks = v if name in torch_orders.INTERLEAVED else None
     if text == torch_orders.REFUSED:
         with pytest.raises(ValueError, match=f"{m} is no multiple of {m // p}, use") as error:
@@ -192,12 +193,6 @@ def check_torch(name, p, m, v, text):
         timetable(read)
     else:  # torch's LoopedBFS takes the microbatches of a backward in the opposite order
         assert timetable(read).makespan == timetable(make("breadth-first", p, m, v)).makespan
-
-
-@pytest.mark.parametrize("key", TORCH)
-def test_torch_s_file_of_an_order_is_read_and_is_ours_cell_by_cell(key):
-    name, *sizes = key.removeprefix("lowered ").split()
-    check_torch(name, *map(int, sizes), TORCH[key])
 
 
 @pytest.mark.parametrize("text, said", CASES["torch_files_refused"])

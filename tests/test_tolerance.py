@@ -16,18 +16,14 @@ import rich.console
 from flax import nnx
 from parity import BATCH, LLAMA, MOE, SEQ, batch, compare_leaves, name, natural, padded, state_of, weights
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.report import SPREAD_NAMES, rounded_products, spread, spread_table
 from llmpar.model.weights import model_graph
-from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
-from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import FACTOR, tolerance
-from llmpar.training.step import Step
 
 QUANTITIES = tuple(SPREAD_NAMES)
-
-# ------------------------------------------------------------------------------------------------------- laws
 
 
 # ------------------------------------------------------------------------------------------------------- runs
@@ -61,6 +57,12 @@ def alone(config, dtype):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+def error(got, want) -> float:
+    """The largest difference of a leaf, by its largest element."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in pairs)
+
+
 def length(tree) -> float:
     return math.sqrt(sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(tree)))
 
@@ -78,11 +80,10 @@ def observed(config, plan: Plan):
             grads = natural(step, jax.tree.map(np.asarray, grads))
             (want_loss, logits), want = alone(config, plan.dtype)(params, batch(seed))
             want, want_loss = jax.tree.map(np.asarray, want), float(want_loss)
-            leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True)
             off = {
                 "loss": abs(float(metrics["loss"]) / want_loss - 1),
                 "grad_norm": abs(float(metrics["grad_norm"]) / length(want) - 1),
-                "gradient": max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in leaves),
+                "gradient": error(grads, want),
             }
             told = tolerance(plan.resolve(config), BATCH, SEQ, logits=float(logits), loss=want_loss)
             yield kind, off, {what: told.bound(what) for what in QUANTITIES}
@@ -91,11 +92,7 @@ def observed(config, plan: Plan):
 @pytest.mark.long
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: getattr(x, "name", None) or name(x))
 def test_what_is_seen_lies_below_the_bound_and_not_far_below(config, plan):
-    """With fresh weights and with trained ones. Not far: the largest seen is more than a hundredth, of the
-    gradient's elements and of the loss or the norm. Either of those is one number, and may come out exact: by
-    luck, or because a plan that cuts the batch alone keeps the bits of each token.
-    Elements of a gradient with fresh weights only: training balances the terms of their sums, and what is
-    left of them is small beside their roundings."""
+    """Not far: a hundredth at least; elements with fresh weights only: training balances their sums."""
     share = dict.fromkeys(QUANTITIES, 0.0)
     for kind, off, bound in observed(config, plan):
         print(kind, {what: f"{off[what]:.1e} of {bound[what]:.1e}" for what in QUANTITIES})
@@ -118,9 +115,6 @@ def test_a_wrong_scale_of_one_part_in_ten_thousand_is_caught():
     for of_loss, of_gradient, said in ((1.0, 1 + 2e-5, "^gradient"), (1 + 1e-5, 1.0, "^loss")):
         with pytest.raises(AssertionError, match=said):
             compare(of_loss, of_gradient)
-
-
-# ----------------------------------------------------------------------------------------------------- report
 
 
 def test_each_cut_has_its_term():
@@ -157,16 +151,11 @@ def test_the_report_tells_every_term_and_what_other_devices_round():
     assert "bound: 8 times" in text and "not counted" in text and "sum of losses" in text
 
 
-@pytest.mark.parametrize(
-    "platform, precision, unit",
-    [
-        ("cpu", None, "float32"),
-        ("gpu", None, "tf32"),
-        ("gpu", "highest", "float32"),
-        ("tpu", "default", "bfloat16"),
-        ("tpu", "high", "tf32"),
-    ],
-)
+ROUNDED = [("cpu", None, "float32"), ("gpu", None, "tf32"), ("gpu", "highest", "float32")]
+ROUNDED += [("tpu", "default", "bfloat16"), ("tpu", "high", "tf32")]
+
+
+@pytest.mark.parametrize("platform, precision, unit", ROUNDED)
 def test_products_are_rounded_as_the_devices_do_and_jax_is_told(platform, precision, unit):
     with jax.default_matmul_precision(precision):
         assert rounded_products(platform) == unit

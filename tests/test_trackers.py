@@ -9,6 +9,7 @@ import types
 
 import jax
 import pytest
+from shared import TABLES
 from test_train import Killed, kill_at, run, stream
 
 from llmpar.plan.plan import Plan
@@ -41,15 +42,7 @@ def rows_of(name, calls):
     return [(step, row) for (step, _), row in rows.items()]
 
 
-ENDS = {
-    "wandb": (("finish", {}), ("finish", {"exit_code": 1})),
-    "trackio": (("finish", {}), ("finish", {})),
-    "mlflow": (("end_run", {}), ("end_run", {"status": "FAILED"})),
-    "tensorboard": (("close", {}), ("close", {})),
-}
-
-
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", TABLES["tracker_ends"])
 def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fails(
     name, tmp_path, monkeypatch
 ):
@@ -71,8 +64,8 @@ def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fai
         assert about["model"] == "small-test" and about["learning_rate"] == 3e-3 and "peak" in about["mfu"]
     with pytest.raises(Killed):
         run(Plan(), 2, **more, on_step=kill_at(0))
-    ends = [(what, more) for what, _, more in calls if what in ("finish", "end_run", "close")]
-    assert ends == [*ENDS[name]]
+    ends = [[what, more] for what, _, more in calls if what in ("finish", "end_run", "close")]
+    assert ends == TABLES["tracker_ends"][name]
 
 
 def test_a_tracker_that_is_not_installed_or_refuses_its_settings_is_a_sentence(monkeypatch):

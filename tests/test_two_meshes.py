@@ -12,19 +12,17 @@ import numpy as np
 import optax
 import pytest
 from parity import LLAMA
+from shared import TABLES
 
-from llmpar import draw, look, two_meshes
+from llmpar import Plan, Step, draw, look, make_mesh, two_meshes
 from llmpar.cli.rl import Rl
 from llmpar.model import llama
-from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import Dim, Layout, parse_arrow
-from llmpar.plan.plan import Plan
 from llmpar.plan.two_meshes import TwoMeshes
 from llmpar.predict.hardware import chip
 from llmpar.predict.two_meshes import link_loads, rounds_seconds
 from llmpar.serve.engine import Engine
 from llmpar.serve.two_meshes import Mover, Permutes
-from llmpar.training.step import Step
 
 ARROW = "d/fsdp m/tp @train -> d m/tp @serve"
 MESHES = {"train": "fsdp=2 tp=2", "serve": "tp=4"}
@@ -162,30 +160,10 @@ def test_what_is_transferred_is_the_matrix_and_the_values_are_those_of_device_pu
             assert (np.asarray(a.data).view(np.uint32) == np.asarray(b.data).view(np.uint32)).all()
 
 
-@pytest.mark.parametrize(
-    "arrow, meshes, shape, why",
-    [
-        (ARROW, MESHES, (63, 128), "d = 63 in .* is not a multiple of fsdp = 2"),
-        (ARROW, MESHES, (64,), "has 2 dims but the shape"),
-        (ARROW, {"train": "fsdp=2"}, (64, 128), "between meshes train; each arrow needs"),
-        ("d @a -> d", {"a": "dp=2"}, (8,), "names a mesh on both sides, or on neither"),
-        ("d -> d", {"a": "dp=2"}, (8,), "all the same two of these meshes"),
-        ("d +tp @train -> d @serve", MESHES, (8,), "a sum be finished before it is sent"),
-        (ARROW, {"train": ("fsdp=2 tp=2", [0, 1, 2, 2]), "serve": "tp=4"}, (64, 128), "4 different devices"),
-        (ARROW, {"train": ("fsdp=2 tp=2", [-1, 0, 1, 2]), "serve": "tp=4"}, (64, 128), "from 0 on"),
-        ([ARROW, ARROW], MESHES, [(64, 128)], "2 arrows .* and 1 shapes"),
-        (ARROW, MESHES, (-64, 128), "use whole numbers, of bytes and devices 1 or more"),
-    ],
-)
-def test_what_cannot_be_is_refused(arrow, meshes, shape, why):
+@pytest.mark.parametrize("given, why", TABLES["two_meshes_refused"])
+def test_what_cannot_be_is_refused(given, why):
     with pytest.raises(ValueError, match=why):
-        two_meshes(arrow, meshes, shape)
-
-
-@pytest.mark.parametrize("sizes", [{"itemsize": 0}, {"itemsize": 0.5}, {"node_size": 0}, {"node_size": -1}])
-def test_bytes_and_nodes_are_whole_numbers(sizes):
-    with pytest.raises(ValueError, match="use whole numbers, of bytes and devices 1 or more"):
-        two_meshes(ARROW, MESHES, (64, 128), **sizes)
+        two_meshes(**{"arrow": ARROW, "meshes": MESHES, "shape": (64, 128)} | given)
 
 
 def test_other_code_does_not_drop_the_name_of_a_mesh():

@@ -9,22 +9,16 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
+from shared import TABLES
 from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import OURS, random_params, same, state_dict, stored
 
+from llmpar import Plan, Step, make_mesh, preset
 from llmpar.cli.weights import ModelOptions, open_weights
-from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.plan import Plan
-from llmpar.plan.presets import preset
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
-from llmpar.training.step import Step
 
-BESIDE = {
-    "tokenizer_config.json": {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"},
-    "special_tokens_map.json": {"eos_token": "</s>"},
-    "generation_config.json": {"eos_token_id": [2, 0], "temperature": 0.6},
-}
+BESIDE = TABLES["beside_a_tokenizer"]
 
 
 def put_tokenizer(folder):
@@ -50,11 +44,10 @@ def put_fixture(folder, kind):
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan"),
-    [("qwen3_moe", Plan("ep=2 tp=2")), ("llama", Plan("pp=2 tp=2", schedule="gpipe", microbatches=4))],
-    ids=lambda x: x if isinstance(x, str) else str(x.mesh),
-)
+STAGES = Plan("pp=2 tp=2", schedule="gpipe", microbatches=4)
+
+
+@pytest.mark.parametrize("kind, plan", [("qwen3_moe", Plan("ep=2 tp=2")), ("llama", STAGES)])
 def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kind, plan):  # noqa: F811
     source, kept, out = (tmp_path / name for name in ("source", "kept", "out"))
     tensors = put_fixture(source, kind)
@@ -139,8 +132,6 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(tmp_path, call, monke
         "leave --model out": ["train", "--from", str(folder), "--model", "llama3-8b"],
         "leave --checkpoints out": ["generate", "--from", str(folder), "--checkpoints", "kept"],
         "not one of checkpoints": ["train", "--from", str(folder), "--checkpoints", str(folder)],
-        "holds a model already": ["export", "kept", str(folder)],
-        "there is no checkpoint in": ["export", str(tmp_path / "kept"), str(tmp_path / "out")],
         "of 32,769 tokens does not fit into the 32,768 positions": ["generate", "a" * 32_768],
         "has 300 tokens": ["generate", "--from", str(folder), "--tokenizer", str(tmp_path)],
     }

@@ -1,16 +1,13 @@
 """The dtype on an arrow: a NumPy oracle rounds the same, and the compiled program sends what is predicted."""
 
-import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import plans
 import pytest
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
 from parity import (
@@ -27,18 +24,16 @@ from parity import (
     weights,
 )
 from shared import CASES
+from test_tolerance import alone, error
 
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, read_program
-from llmpar.model.weights import model_graph
 from llmpar.parallel.collectives import vary
-from llmpar.parallel.mesh import make_mesh
-from llmpar.parallel.modes import Manual, Solo
+from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import SCALED, WIRES, parse_arrow
-from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict.tolerance import tolerance
 from llmpar.predict.traffic import step_traffic
-from llmpar.training.step import Step
 
 HALF = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 FEW, MORE = CASES["wire_plans"][:3], CASES["wire_plans"][3:]
@@ -81,23 +76,6 @@ def as_gathered(config, plan):
     return unflatten_dict(flat, sep=".")
 
 
-@functools.cache
-def alone(config):
-    """Loss and gradients of (weights, batch) on one device."""
-
-    def loss(params, batch):
-        total = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        return nnx.merge(model_graph(config), params).loss(batch, Solo())[0] / total
-
-    return jax.jit(jax.value_and_grad(loss))
-
-
-def error(got, want) -> float:
-    """The largest difference of a leaf, by its largest element."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in pairs)
-
-
 @pytest.mark.parametrize("config, plan", PLANS)
 def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config, plan):
     mesh = make_mesh(str(plan.mesh))
@@ -111,13 +89,13 @@ def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config
     assert {WIRES[plan.gather_dtype], WIRES[plan.reduce_dtype]} - {""} <= named
     state, metrics = compiled(state_of(step), put(batch(), step.batch_sharding))
     grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
-    loss, exact = alone(config)(as_gathered(config, plan), batch())
+    (loss, _), exact = alone(config, "float32")(as_gathered(config, plan), batch())
     if plan.dtype == "float32":
         assert abs(float(metrics["loss"]) - loss) < 1e-5 * loss
     spread = tolerance(step.plan, BATCH, SEQ, logits=0.5, loss=math.log(256))
     strict = plan.reduce_dtype == "same"
     assert error(grads, exact) < (1e-5 if strict else spread.bound("gradient"))
-    whole_loss, whole = alone(config)(weights(config), batch())
+    (whole_loss, _), whole = alone(config, "float32")(weights(config), batch())
     assert abs(float(metrics["loss"]) - whole_loss) < spread.bound("loss") * whole_loss
     assert error(grads, whole) < spread.bound("gradient")
 
