@@ -3,16 +3,25 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmpar.plan import checks
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import BATCH_AXES, Plan, Resolved
 
-CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""The cache of keys and values, and the arrows of the logits and of the chosen tokens. The last
-dim of these has the chosen token, the likeliest tokens, and the bits of their log-probabilities."""
+LOGITS, CHOSEN = "vocab b v -> data b v", "data s b n -> s b n"
+"""The arrows of the logits and of the chosen tokens. The last dim of these has the chosen token, the likeliest
+tokens, and the bits of their log-probabilities."""
 BEST = 20
 """A step of serving returns at most this many likeliest tokens of a vocabulary."""
+
+
+class Cache(NamedTuple):
+    """One array of a cache: its region and dims, its shape, and the kind of its numbers."""
+
+    dims: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +34,30 @@ class Serving(Resolved):
         """Region to dim to the axes that cut it."""
         live, table = self.mesh.live, super().regions
         table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
-        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
+        return table | {
+            "cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")},
+            "state": {"b": table["data"]["b"], "n": live("tp", "kv"), "z": live("tp", "kv")},
+        }
 
-    @property
-    def num_caches(self) -> int:
-        """How many caches a layer has: two, of keys and of values, or one of latents, which are both."""
-        return 1 if self.config.has_latent_attention else 2
-
-    def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
-        """The shape of a cache. A rank of sp has its share of the positions, rounded up. Each copy of a KV
-        head has its own cache, and each rank of tp its own copy of the latents."""
-        config, mesh = self.config, self.mesh
-        if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
-            raise ValueError(
-                f"'{config.name}' has layers whose caches differ, and a cache here is alike in all; use"
-                " another model"
-            )
-        positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
-        one = (
-            (mesh.tp, config.cache_width)
-            if config.has_latent_attention
-            else (heads, config.head_width)
-        )
-        return config.num_layers, num_rows, positions, *one
+    def caches(self, num_rows: int, length: int) -> list[tuple[Cache, ...]]:
+        """Return, of each kind of layers, the caches of all its layers. A rank of sp has its share of the
+        positions, rounded up. Each copy of a KV head has its own cache, and each rank of tp its own copy of
+        latents, which are keys and values. A recurrent layer keeps the last inputs of its convolutions, side
+        by side as a rank of tp has them, and its state in float32; every rank of sp has both."""
+        mesh, result = self.mesh, list[tuple[Cache, ...]]()
+        positions = -(-length // mesh.sp) * mesh.sp
+        for count, block in self.config.blocks:
+            n, w, rows = block.num_heads, block.head_width, (count, num_rows)
+            heads, width, num = block.num_kv_heads * mesh.kv, w, 2
+            if block.has_latent_attention:
+                heads, width, num = mesh.tp, block.cache_width, 1
+            kept = Cache("cache l b t k h", (*rows, positions, heads, width), self.dtype)
+            inputs = (*rows, block.positions_before, block.convolved)
+            before = Cache("state l b t z", inputs, self.dtype)
+            state = Cache("state l b n h u", (*rows, n, block.state_size // (n * w), w), "float32")
+            is_recurrent = block.mixer == "recurrent"
+            result.append((before, state) if is_recurrent else (kept,) * num)
+        return result
 
 
 def serving_plan(
@@ -81,6 +91,7 @@ def serving_plan(
     fields = (field.name for field in dataclasses.fields(resolved))
     serving = Serving(**{name: getattr(resolved, name) for name in fields})
     checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
-    serving.check(num_rows, plan.mesh.sp)  # no region cuts positions: any multiple of sp does
-    serving.cache(num_rows, length)  # refuses layers whose caches differ
+    # no region cuts positions: any multiple of sp does, if a convolution finds its positions in a part
+    before = max(block.positions_before for _, block in config.blocks)
+    serving.check(num_rows, plan.mesh.sp * max(1, before))
     return serving

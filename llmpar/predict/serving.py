@@ -9,12 +9,13 @@ ahead. No constant is fitted to serving: `tests/test_serving.py` holds the formu
 published.
 """
 
+import itertools
 import math
 from collections import Counter
 
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig, Weight
-from llmpar.plan.serving import CACHE, Serving
+from llmpar.plan.serving import Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import LATER, Clock
@@ -59,8 +60,10 @@ def cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) ->
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
     """Return the bytes of the cache of `llmpar.serve` on each device."""
-    shape = plan.place(CACHE).shard_shape(plan.cache(num_rows, length), plan.mesh.sizes)
-    return plan.num_caches * ITEMSIZE[plan.dtype] * math.prod(shape)
+    bytes_of = lambda x: ITEMSIZE[x.dtype] * math.prod(
+        plan.place(x.dims).shard_shape(x.shape, plan.mesh.sizes)
+    )
+    return sum(map(bytes_of, itertools.chain(*plan.caches(num_rows, length))))
 
 
 def device_flops(
@@ -76,12 +79,14 @@ def device_flops(
             size = local_size(weight.dims, *weight.shape)
             routed = experts if " e " in weight.dims else None
             weights += size * routed.top_k * plan.mesh.ep // routed.num_experts if routed else size
-    positions = plan.cache(rows, length)[2] // plan.mesh.sp
-    width_of = config.cache_width if config.has_latent_attention else config.head_width
-    heads = config.num_layers * local_size("attention n h", config.num_heads, width_of)
+    heads = 0
+    for count, block in config.blocks:
+        kept = block.cache_width if block.has_latent_attention else block.head_width
+        own = count * local_size("attention n h", block.num_heads, kept)
+        heads += own * (block.mixer == "attention")
     logits = local_size("data b s", rows, width if echo else 1)
     logits *= local_size("vocab v d", config.vocab_size, config.width)
-    attention = 4 * tokens * heads * positions
+    attention = 4 * tokens * heads * -(-length // plan.mesh.sp)
     return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
 
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from llmpar.kernels.flash import KV, Q
-from llmpar.model import attention
+from llmpar.model import attention, gated_delta
 from llmpar.model.llama import logits_of
 from llmpar.model.weights import Tree, model_graph, weight_dims
 from llmpar.parallel.collectives import at, scope, vary
@@ -32,7 +32,7 @@ from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
-from llmpar.plan.serving import BEST, CACHE, CHOSEN, LOGITS, Serving, serving_plan
+from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving, serving_plan
 
 
 class DecoderInput(NamedTuple):
@@ -65,16 +65,16 @@ class Decoder:
     ):
         self.plan = plan = serving_plan(plan, config, num_rows, length, platform_of(mesh))
         place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
-        cut = plan.place(CACHE)
+        caches = plan.caches(num_rows, length)
+        cut = [tuple(plan.place(cache.dims) for cache in kind) for kind in caches]
         stored, whole = jax.tree.map(plan.stored, stored), Layout(())
-        shape = plan.cache(num_rows, length)
-        zeros = lambda: (jnp.zeros(shape, plan.dtype),) * plan.num_caches
-        self.empty = jax.jit(zeros, out_shardings=place(cut))
+        zeros = lambda: [tuple(jnp.zeros(x.shape, x.dtype) for x in kind) for kind in caches]
+        self.empty = jax.jit(zeros, out_shardings=jax.tree.map(place, cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
         takes, gives = (
             jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut))
         )
-        on_mesh = partial(jax.shard_map, mesh=place(cut).mesh, in_specs=takes, out_specs=gives)
+        on_mesh = partial(jax.shard_map, mesh=place(whole).mesh, in_specs=takes, out_specs=gives)
         run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(
             params, cache, rows
         )
@@ -115,44 +115,66 @@ class Decoder:
             return choose_tokens(logits_bv, each[1], each[2], rows)
 
         numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
-        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), par.both
+        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), par.caches
 
 
 class _Cached(Manual):
-    """A reading in which a layer writes its keys and values, where a token is, and attends to the cache."""
+    """A reading in which a layer writes its keys and values, where a token is, and attends to the cache; or
+    continues its state."""
 
-    def __init__(self, plan: Serving, cache, is_token):
+    def __init__(self, plan: Serving, caches, is_token):
         super().__init__(plan)
-        self.cache, self.both, self.is_token, self.layer = self, cache, is_token, jnp.zeros((), int)
+        self.cache, self.caches, self.is_token = self, caches, is_token
+        self.done = 0  # layers
+        self.kind: int = 0
+        self.layer: Any = 0  # the layer that runs: its kind, and its number among those of this kind
 
     def layers(self, blocks, x, stack):
         times = jax.tree.leaves(stack)[0].shape[0]
-        numbers = self.layer + jnp.arange(times * len(blocks)).reshape(times, -1)
+        order = self.plan.config.layer_kinds[: self.done + times * len(blocks)]
+        numbers = [order[:i].count(kind) for i, kind in enumerate(order)][self.done :]
+        kinds, self.done = order[self.done :][: len(blocks)], len(order)
 
         def layer(carry, each):
-            (x, self.both), (weights, numbers) = carry, each
+            (x, self.caches), (weights, numbers) = carry, each
             for i, block in enumerate(blocks):
-                self.layer = numbers[i]
+                self.kind, self.layer = kinds[i], numbers[i]
                 x = block(x, weights)[0]
-            return (x, self.both), None
+            return (x, self.caches), None
 
-        (x, self.both), _ = lax.scan(layer, (x, self.both), (stack, numbers))
-        self.layer = numbers[-1, -1] + 1
+        stack = stack, jnp.array(numbers).reshape(times, -1)
+        (x, self.caches), _ = lax.scan(layer, (x, self.caches), stack)
         return x, None
 
     def attend(self, q, k, v, positions, mask, sinks=None):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
-        slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
+        own = self.caches[self.kind]
+        slots, rows = jnp.arange(own[0].shape[2]), jnp.arange(len(positions))[:, None]
         is_own = self.is_token & (positions % size == rank)
         # dropped past the end
         where = (self.layer, rows, jnp.where(is_own, positions // size, len(slots)))
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
-        self.both = tuple(map(write, self.both, (k, v) if v is not None else (k,)))
+        own = self._keep(map(write, own, (k, v) if v is not None else (k,)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
         seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
-        keys, *values = at(self.both, self.layer)
+        keys, *values = at(own, self.layer)
         seen |= {"axis": axes, "mask": mask, "sinks": sinks}
         return attend_cache(q, keys, *values or [keys], **seen)
+
+    def resume(self, positions, *inputs):
+        """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an
+        earlier request."""
+        own, begins = self.caches[self.kind], (positions[:, 0] == 0)
+        kept = (jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x) for x in at(own, self.layer))
+        y, kept = gated_delta.resume(*kept, self.is_token, *inputs)
+        self._keep(cache.at[self.layer].set(x) for cache, x in zip(own, kept, strict=True))
+        return y
+
+    def _keep(self, caches):
+        """Replace the caches of the kind of the layer that runs."""
+        own = tuple(caches)
+        self.caches = [own if i == self.kind else kind for i, kind in enumerate(self.caches)]
+        return own
 
     def attend_latents(self, q, latent, up_cnh, config: ModelConfig, positions):
         """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
