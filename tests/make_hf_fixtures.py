@@ -6,7 +6,8 @@ in an environment with torch and transformers (dependency group `parity`). Each 
 of its config.json), ``versions``, ``ids``, ``logits`` and ``weight:NAME`` for every tensor. Weights are
 multiples of 1/64, so that they are the same in bfloat16 and float32 and the files compress well. Those of
 `WITH_GRADIENTS` also have ``grad:NAME`` for every parameter: the gradient of the mean cross-entropy of
-``ids[:, 1:]`` given what precedes.
+``ids[:, 1:]`` given what precedes. Those with a recurrent state have ``greedy``: the 12 likeliest tokens behind the
+first five of each row, one after the other.
 """
 
 import pathlib
@@ -29,6 +30,7 @@ def arguments(row):
 
 MODELS = {name: arguments(row) for name, row in TABLE["model"].items()}
 WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3", "llama4_text", "qwen3_next")
+WITH_STATES = "qwen3_next", "qwen3_5"
 LENGTHS = {"qwen3_next": 72}
 """Positions where 24 would not do: two chunks of a gated delta net."""
 
@@ -110,6 +112,10 @@ def example(name, seed=0, batch_size=2):
     if name in WITH_GRADIENTS:
         slopes = gradients(model, torch.tensor(ids, dtype=torch.long))
         arrays |= {f"grad:{path}": slopes[path] for path in sorted(slopes)}
+    if name.startswith(WITH_STATES):
+        prompt = torch.tensor(ids[:, :5], dtype=torch.long)
+        made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        arrays["greedy"] = made[:, 5:].numpy()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return dict(config=text, versions=versions, ids=ids, logits=logits) | arrays
 
