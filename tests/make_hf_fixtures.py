@@ -6,8 +6,8 @@ in an environment with torch and transformers (dependency group `parity`). Each 
 of its config.json), ``versions``, ``ids``, ``logits`` and ``weight:NAME`` for every tensor. Weights are
 multiples of 1/64, so that they are the same in bfloat16 and float32 and the files compress well. Those of
 `WITH_GRADIENTS` also have ``grad:NAME`` for every parameter: the gradient of the mean cross-entropy of
-``ids[:, 1:]`` given what precedes. Those with a recurrent state have ``greedy``: the 12 likeliest tokens behind the
-first five of each row, one after the other.
+``ids[:, 1:]`` given what precedes. Those with a recurrent state have ``greedy``: behind the first five
+of each row the likeliest token, twelve times.
 """
 
 import pathlib

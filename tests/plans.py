@@ -30,9 +30,8 @@ MODELS = {
     "experts": dataclasses.replace(MOE, experts=DEEPSEEK),
 }
 MODELS |= {"mixtral": MOE}
-FAMILIES = (
-    "gemma2 gemma3_text olmo2 cohere2 gpt_oss deepseek_v2 deepseek_v3 glm4_moe llama4_text qwen3_next".split()
-)
+FAMILIES = "gemma2 gemma3_text olmo2 cohere2 gpt_oss deepseek_v2 deepseek_v3 glm4_moe llama4_text".split()
+FAMILIES += ["qwen3_next", "qwen3_5_moe_text"]
 MODELS |= {name: family(name) for name in FAMILIES}
 AXES = dict(pp=(1, 2), dp=(1, 2), fsdp=(1, 2), ep=(1, 2), sp=(1, 2, 4), tp=(1, 2))
 FIELDS = dict(

@@ -7,7 +7,7 @@ the value of its key (Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq
     S = α S + kᵀ β (v - k α S)        out = q S
 
 Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the values', is SiLU of a
-weighted sum of its own last few positions (`convolved`). Of documents that share a row each begins with a
+weighted sum of its own last few positions (`tokens_of`). Of documents that share a row each begins with a
 state of zeros, and with nothing before its first token.
 
 Tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
@@ -77,13 +77,13 @@ def mix(
     taps, num, dtype = q_conv.shape[-1], q.shape[1], v.dtype
     padded = jnp.concatenate([jnp.repeat(segments[:, :1] - 1, taps, 1), segments], 1)
     documents = lax.dynamic_slice_in_dim(padded, along.rank * num, num + taps, 1)
-    x = side_by_side(q, k, v)
+    x = numbers_of(q, k, v)
     before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
     if along.axes:  # in one message
         before = along.hop(x[:, num - taps + 1 :], "halo b s -> the next rank")
     x = jnp.concatenate([before, x], 1)
-    inputs = convolved(x, (q, k, v), (q_conv, k_conv, v_conv), documents)
-    tokens = *inputs, *rates_of(rate_logit, forget, a_log, dt_bias)
+    weights = q_conv, k_conv, v_conv, a_log, dt_bias
+    tokens = tokens_of(x, (q, k, v, rate_logit, forget), weights, documents)
     out, _ = chunked(along, tokens, documents[:, taps - 1 :])
     next_document, next_position = jnp.diff(segments), jnp.diff(positions)
     in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
@@ -94,69 +94,59 @@ def resume(
     before: Float[Array, "b _ z"],
     state: Float[Array, "b n h w"],
     is_token: Bool[Array, "b s"],
-    q: Float[Array, "b s k h"],
-    k: Float[Array, "b s k h"],
-    v: Float[Array, "b s n w"],
-    rate_logit: Float[Array, "b s n"],
-    forget: Float[Array, "b s n"],
-    *weights: Array,
-) -> tuple[Float[Array, "b s n w"], tuple[Array, Array]]:
+    inputs: tuple[Array, ...],
+    weights: tuple[Array, ...],
+) -> tuple[Float[Array, "b s n w"], tuple[Float[Array, "b _ z"], Float[Array, "b n h w"]]]:
     """Run `mix` on from what each row kept of earlier tokens: the convolutions' last t - 1 inputs, and the
     state. Return its result, and what the row keeps now. A row's tokens are its first positions; what fills
-    the others changes nothing that is kept."""
-    *convs, a_log, dt_bias = weights
-    x = jnp.concatenate([before, side_by_side(q, k, v)], 1)
+    the others changes nothing that is kept. ``inputs`` and ``weights`` are those of `mix`, five each."""
+    x = jnp.concatenate([before, numbers_of(*inputs[:3])], 1)
     last = is_token.sum(1)[:, None] + jnp.arange(before.shape[1])[None]
     kept = jnp.take_along_axis(x, last[..., None], 1)
     documents = jnp.zeros((len(x), x.shape[1] + 1), int)
-    inputs = convolved(x, (q, k, v), tuple(convs), documents)
-    rates = rates_of(rate_logit, forget, a_log, dt_bias)
-    log_decay, beta = (jnp.where(is_token[..., None], rate, 0) for rate in rates)
-    tokens = *inputs, log_decay, beta
-    out, state = chunked(Along((), ""), tokens, documents[:, before.shape[1] :], state)
-    return out.astype(v.dtype), (kept, state)
+    *qkv, log_decay, beta = tokens_of(x, inputs, weights, documents)
+    rates = (jnp.where(is_token[..., None], rate, 0) for rate in (log_decay, beta))
+    out, state = chunked(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
+    return out.astype(inputs[2].dtype), (kept, state)
 
 
-def side_by_side(*inputs: Float[Array, "b s _ _"]) -> Float[Array, "b s z"]:
+def numbers_of(*inputs: Float[Array, "b s _ _"]) -> Float[Array, "b s z"]:
     """Return all numbers of each position."""
     return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in inputs], -1)
 
 
-def rates_of(
-    rate_logit: Array, forget: Array, a_log: Array, dt_bias: Array
-) -> tuple[Float[Array, "b s n"], Float[Array, "b s n"]]:
-    """Return log α and β, in float32."""
+def tokens_of(
+    x: Float[Array, "b _ z"],
+    inputs: tuple[Array, ...],
+    weights: tuple[Array, ...],
+    documents: Int[Array, "b _"],
+) -> tuple[Array, ...]:
+    """Return queries, keys, values, log α and β of each position, in float32. The first three are SiLU of
+    each number's weighted sum over its last t positions in its document, itself included. ``x`` has these
+    numbers, and of t - 1 positions more before the others; ``documents`` has t more."""
+    q, k, v, rate_logit, forget = inputs
+    *convs, a_log, dt_bias = weights
+    taps, sizes = convs[0].shape[-1], [y[0, 0].size for y in (q, k, v)]
+    y = jax.checkpoint(weighted)(
+        x, jnp.concatenate([w.reshape(-1, taps) for w in convs]), documents
+    )
+    parts = jnp.split(y, [*itertools.accumulate(sizes)][:-1], -1)
+    q, k, v = (y.reshape(like.shape) for y, like in zip(parts, (q, k, v), strict=True))
+    # with an epsilon, as in `transformers`
+    q, k = (y * lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
     forget, a_log, dt_bias, rate_logit = (
         y.astype(jnp.float32) for y in (forget, a_log, dt_bias, rate_logit)
     )
     log_decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(forget + dt_bias[None, None])
     # exp(-104) is 0: below it nothing changes, but sums of a chunk's would lose digits
-    return jnp.maximum(log_decay, -104.0), jax.nn.sigmoid(rate_logit)
-
-
-def convolved(
-    x: Float[Array, "b _ z"],
-    inputs: tuple[Array, ...],
-    convs: tuple[Array, ...],
-    documents: Int[Array, "b _"],
-) -> tuple[Array, Array, Array]:
-    """Return queries, keys and values in float32: SiLU of each number's weighted sum over its last t
-    positions in its document, itself included; queries and keys scaled. ``x`` has t - 1 positions more than
-    the ``inputs``, before these, and ``documents`` has t."""
-    taps, sizes = convs[0].shape[-1], [x[0, 0].size for x in inputs]
-    weights = jnp.concatenate([w.reshape(-1, taps) for w in convs])
-    y = jax.checkpoint(weighted)(x, weights, documents)
-    parts = jnp.split(y, [*itertools.accumulate(sizes)][:-1], -1)
-    q, k, v = (y.reshape(like.shape) for y, like in zip(parts, inputs, strict=True))
-    # with an epsilon, as in `transformers`
-    q, k = (y * lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    return q * q.shape[-1] ** -0.5, k, v
+    log_decay = jnp.maximum(log_decay, -104.0)
+    return q * q.shape[-1] ** -0.5, k, v, log_decay, jax.nn.sigmoid(rate_logit)
 
 
 def weighted(
     x: Float[Array, "b _ z"], weights: Float[Array, "z t"], documents: Int[Array, "b _"]
 ) -> Float[Array, "b s z"]:
-    """Return the sums of `convolved`, behind SiLU. What it makes for each tap is computed again for
+    """Return the sums of `tokens_of`, behind SiLU. What it makes for each tap is computed again for
     gradients."""
     taps, total = weights.shape[-1], jnp.zeros((), jnp.float32)
     num = documents.shape[1] - taps

@@ -278,7 +278,11 @@ class GatedDelta(Attention):
             *["ids b s"] * 2,
         ]
         mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
-        y = par.cache.resume(ids[0], *inputs) if par.cache else mix(*inputs, *ids[2:])
+        y = (
+            par.cache.resume(ids[0], inputs[:5], inputs[5:])
+            if par.cache
+            else mix(*inputs, *ids[2:])
+        )
         y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)

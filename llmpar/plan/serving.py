@@ -9,16 +9,17 @@ from llmpar.plan import checks
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import BATCH_AXES, Plan, Resolved
 
-LOGITS, CHOSEN = "vocab b v -> data b v", "data s b n -> s b n"
-"""The arrows of the logits and of the chosen tokens. The last dim of these has the chosen token, the likeliest
-tokens, and the bits of their log-probabilities."""
+CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
+"""The cache of keys and values, and the arrows of the logits and of the chosen tokens. The last
+dim of these has the chosen token, the likeliest tokens, and the bits of their log-probabilities."""
 BEST = 20
 """A step of serving returns at most this many likeliest tokens of a vocabulary."""
 
 
 class Cache(NamedTuple):
-    """One array of a cache: its region and dims, its shape, and the kind of its numbers."""
+    """One array of a cache: its kind of layers, its region and dims, its shape, and its dtype."""
 
+    kind: int
     dims: str
     shape: tuple[int, ...]
     dtype: str
@@ -39,24 +40,25 @@ class Serving(Resolved):
             "state": {"b": table["data"]["b"], "n": live("tp", "kv"), "z": live("tp", "kv")},
         }
 
-    def caches(self, num_rows: int, length: int) -> list[tuple[Cache, ...]]:
-        """Return, of each kind of layers, the caches of all its layers. A rank of sp has its share of the
-        positions, rounded up. Each copy of a KV head has its own cache, and each rank of tp its own copy of
-        latents, which are keys and values. A recurrent layer keeps the last inputs of its convolutions, side
-        by side as a rank of tp has them, and its state in float32; every rank of sp has both."""
-        mesh, result = self.mesh, list[tuple[Cache, ...]]()
+    def caches(self, num_rows: int, length: int) -> list[Cache]:
+        """Return the arrays of a cache, each of all layers of a kind: keys and values, or latents, which are
+        both. A rank of sp has its share of the positions, rounded up. Each copy of a KV head has its own
+        cache, and each rank of tp its own copy of latents. A recurrent layer keeps the last inputs of its
+        convolutions, side by side as a rank of tp has them, and its state; every rank of sp has both."""
+        mesh, result = self.mesh, list[Cache]()
         positions = -(-length // mesh.sp) * mesh.sp
-        for count, block in self.config.blocks:
-            n, w, rows = block.num_heads, block.head_width, (count, num_rows)
-            heads, width, num = block.num_kv_heads * mesh.kv, w, 2
-            if block.has_latent_attention:
-                heads, width, num = mesh.tp, block.cache_width, 1
-            kept = Cache("cache l b t k h", (*rows, positions, heads, width), self.dtype)
-            inputs = (*rows, block.positions_before, block.convolved)
-            before = Cache("state l b t z", inputs, self.dtype)
-            state = Cache("state l b n h u", (*rows, n, block.state_size // (n * w), w), "float32")
-            is_recurrent = block.mixer == "recurrent"
-            result.append((before, state) if is_recurrent else (kept,) * num)
+        for kind, (count, block) in enumerate(self.config.blocks):
+            rows, n, w = (count, num_rows), block.num_heads, block.head_width
+            if block.mixer == "recurrent":
+                inputs = *rows, block.positions_before, block.convolved
+                state = *rows, n, block.state_size // (n * w), w
+                result.append(Cache(kind, "state l b t z", inputs, self.dtype))
+                result.append(Cache(kind, "state l b n h u", state, "float32"))
+                continue
+            latent = block.has_latent_attention
+            one = (mesh.tp, block.cache_width) if latent else (block.num_kv_heads * mesh.kv, w)
+            kept = Cache(kind, CACHE, (*rows, positions, *one), self.dtype)
+            result += [kept] if latent else [kept, kept]
         return result
 
 

@@ -9,12 +9,12 @@ ahead. No constant is fitted to serving: `tests/test_serving.py` holds the formu
 published.
 """
 
-import itertools
 import math
 from collections import Counter
 
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig, Weight
+from llmpar.plan.sequence_order import CHUNK
 from llmpar.plan.serving import Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
@@ -60,10 +60,8 @@ def cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) ->
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
     """Return the bytes of the cache of `llmpar.serve` on each device."""
-    bytes_of = lambda x: ITEMSIZE[x.dtype] * math.prod(
-        plan.place(x.dims).shard_shape(x.shape, plan.mesh.sizes)
-    )
-    return sum(map(bytes_of, itertools.chain(*plan.caches(num_rows, length))))
+    part = lambda x: plan.place(x.dims).shard_shape(x.shape, plan.mesh.sizes)
+    return sum(ITEMSIZE[x.dtype] * math.prod(part(x)) for x in plan.caches(num_rows, length))
 
 
 def device_flops(
@@ -79,15 +77,27 @@ def device_flops(
             size = local_size(weight.dims, *weight.shape)
             routed = experts if " e " in weight.dims else None
             weights += size * routed.top_k * plan.mesh.ep // routed.num_experts if routed else size
-    heads = 0
+    heads = states = 0
     for count, block in config.blocks:
         kept = block.cache_width if block.has_latent_attention else block.head_width
-        own = count * local_size("attention n h", block.num_heads, kept)
-        heads += own * (block.mixer == "attention")
+        if block.state_size:
+            states += count * tokens // width * _delta_flops(block, width) // plan.mesh.tp
+        else:
+            heads += count * local_size("attention n h", block.num_heads, kept)
     logits = local_size("data b s", rows, width if echo else 1)
     logits *= local_size("vocab v d", config.vocab_size, config.width)
     attention = 4 * tokens * heads * -(-length // plan.mesh.sp)
-    return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
+    parts = {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
+    return parts | ({"states": states} if states else {})
+
+
+def _delta_flops(config: ModelConfig, num: int) -> int:
+    """Count the FLOPs of a gated delta net's matmuls for so many positions of a row, in chunks: three with
+    the state, and those of a chunk's positions with one another (`llmpar.model.gated_delta`)."""
+    i, n, w = min(CHUNK, num), config.num_heads, config.head_width
+    keys, h = config.block_weights()["mixer.q_conv"].shape[:2]
+    among = i**2 * (2 * keys * h + n * (h + 2 * w)) + 2 * n * i**3 * (i - 1).bit_length()
+    return -(-num // i) * 2 * (3 * i * n * h * w + among)
 
 
 def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:

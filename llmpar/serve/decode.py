@@ -11,6 +11,7 @@ rounding.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,9 +67,9 @@ class Decoder:
         self.plan = plan = serving_plan(plan, config, num_rows, length, platform_of(mesh))
         place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
         caches = plan.caches(num_rows, length)
-        cut = [tuple(plan.place(cache.dims) for cache in kind) for kind in caches]
+        cut = tuple(plan.place(cache.dims) for cache in caches)
         stored, whole = jax.tree.map(plan.stored, stored), Layout(())
-        zeros = lambda: [tuple(jnp.zeros(x.shape, x.dtype) for x in kind) for kind in caches]
+        zeros = lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in caches)
         self.empty = jax.jit(zeros, out_shardings=jax.tree.map(place, cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
         takes, gives = (
@@ -115,7 +116,8 @@ class Decoder:
             return choose_tokens(logits_bv, each[1], each[2], rows)
 
         numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
-        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), par.caches
+        caches = tuple(itertools.chain(*par.caches.values()))
+        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), caches
 
 
 class _Cached(Manual):
@@ -124,10 +126,13 @@ class _Cached(Manual):
 
     def __init__(self, plan: Serving, caches, is_token):
         super().__init__(plan)
-        self.cache, self.caches, self.is_token = self, caches, is_token
-        self.done = 0  # layers
-        self.kind: int = 0
-        self.layer: Any = 0  # the layer that runs: its kind, and its number among those of this kind
+        kinds = [cache.kind for cache in plan.caches(1, 1)]
+        pairs = [*zip(kinds, caches, strict=True)]
+        self.cache, self.is_token = self, is_token
+        self.caches = {kind: [x for i, x in pairs if i == kind] for kind in kinds}
+        # how many layers are done; of the one that runs the kind, and its number among those of this kind
+        self.done = self.kind = 0
+        self.layer: Any = 0
 
     def layers(self, blocks, x, stack):
         times = jax.tree.leaves(stack)[0].shape[0]
@@ -154,27 +159,23 @@ class _Cached(Manual):
         # dropped past the end
         where = (self.layer, rows, jnp.where(is_own, positions // size, len(slots)))
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
-        own = self._keep(map(write, own, (k, v) if v is not None else (k,)))
+        own = [*map(write, own, (k, v) if v is not None else (k,))]
+        self.caches = self.caches | {self.kind: own}
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
         seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
         keys, *values = at(own, self.layer)
         seen |= {"axis": axes, "mask": mask, "sinks": sinks}
         return attend_cache(q, keys, *values or [keys], **seen)
 
-    def resume(self, positions, *inputs):
+    def resume(self, positions, inputs, weights):
         """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an
         earlier request."""
-        own, begins = self.caches[self.kind], (positions[:, 0] == 0)
+        own, begins = self.caches[self.kind], positions[:, 0] == 0
         kept = (jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x) for x in at(own, self.layer))
-        y, kept = gated_delta.resume(*kept, self.is_token, *inputs)
-        self._keep(cache.at[self.layer].set(x) for cache, x in zip(own, kept, strict=True))
+        y, new = gated_delta.resume(*kept, self.is_token, inputs, weights)
+        own = [cache.at[self.layer].set(x) for cache, x in zip(own, new, strict=True)]
+        self.caches = self.caches | {self.kind: own}
         return y
-
-    def _keep(self, caches):
-        """Replace the caches of the kind of the layer that runs."""
-        own = tuple(caches)
-        self.caches = [own if i == self.kind else kind for i, kind in enumerate(self.caches)]
-        return own
 
     def attend_latents(self, q, latent, up_cnh, config: ModelConfig, positions):
         """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
