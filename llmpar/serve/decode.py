@@ -5,8 +5,9 @@ others the one token that they chose last (chunked prefill: Agrawal et al. 2023,
 every axis that can: its rows by dp, fsdp and ep, its KV heads by tp, its positions by sp, every sp-th one to
 a rank. A token's query goes to all ranks of sp; each looks at its own share, and two small sums per layer
 join what they found (`attend_cache`; Pope et al. 2022 describe the cuts). Nothing of the cache
-travels. Rows know nothing of one another: a request is answered alike whatever runs beside it, but for
-rounding.
+travels. Of layers with a recurrent state a row keeps that, and the last inputs of their convolutions; every
+rank of sp has both (`_Cached.resume`). Rows know nothing of one another: a request is answered alike whatever
+runs beside it, but for rounding.
 """
 
 from __future__ import annotations
