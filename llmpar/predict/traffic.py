@@ -363,13 +363,9 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
             _experts(values, block, block.experts, own)
         if block.mixer != "attention":
             continue
-        k, h = block.num_kv_heads, block.head_width
-        if block.has_latent_attention:  # every rank of tp has the latents
-            k, h = plan.mesh.tp, block.cache_width
-        scores = FLOAT32 * values.local_size(
-            "attention b s k r", num_rows, width, k, block.num_heads // k
-        )
-        sums = {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}
+        kept = block.cache_width if block.has_latent_attention else block.head_width
+        scores = FLOAT32 * values.local_size("attention b s n", num_rows, width, block.num_heads)
+        sums = {"maxima of scores": scores, "sums over the cache": scores * (kept + 1)}
         for value, size in sums.items():
             traffic.add("all-reduce", sp, Transfer(value, text), size, count)
     places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
