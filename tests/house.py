@@ -16,18 +16,18 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_776,
-    "parallel": 1_039,
+    "plan": 2_784,
+    "parallel": 1_031,
     "kernels": 520,
-    "model": 1_171,
+    "model": 1_187,
     "pipeline": 321,
-    "training": 2_570,
-    "predict": 2_620,
-    "planner": 1_866,
+    "training": 2_578,
+    "predict": 2_631,
+    "planner": 1_867,
     "draw": 2_802,
-    "inspect": 4_025,
+    "inspect": 4_023,
     "explore": 1_601,
-    "serve": 910,
+    "serve": 929,
     "launch": 1_191,
     "lessons": 1_529,
     "cli": 2_303,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_427,
-    "statements": 27_385,
+    "statements of the compact package": 6_444,
+    "statements": 27_438,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

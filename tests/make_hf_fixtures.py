@@ -2,8 +2,9 @@
 
     python tests/make_hf_fixtures.py [NAME ...]     with torch and transformers (dependency group `parity`)
 
-A file has ``config``, ``ids``, ``logits``, ``weight:NAME`` of every tensor in multiples of 1/64,
-and for `WITH_GRADIENTS` ``grad:NAME``: of the mean cross-entropy of ``ids[:, 1:]``.
+A file has ``config``, ``ids``, ``logits``, ``weight:NAME`` of every tensor in multiples of 1/64, for
+`WITH_GRADIENTS` ``grad:NAME``: of the mean cross-entropy of ``ids[:, 1:]``, and with a recurrent state
+``greedy``: behind the first five of each row the likeliest token, twelve times.
 """
 
 import pathlib
@@ -26,6 +27,7 @@ def arguments(row):
 
 MODELS = {name: arguments(row) for name, row in TABLE["model"].items()}
 WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3", "llama4_text", "qwen3_next")
+WITH_STATES = "qwen3_next", "qwen3_5"
 LENGTHS = {"qwen3_next": 72}
 """Positions where 24 would not do: two chunks of a gated delta net."""
 
@@ -99,6 +101,10 @@ def example(name, seed=0, batch_size=2):
     if name in WITH_GRADIENTS:
         slopes = gradients(model, torch.tensor(ids, dtype=torch.long))
         arrays |= {f"grad:{path}": slopes[path] for path in sorted(slopes)}
+    if name.startswith(WITH_STATES):
+        prompt = torch.tensor(ids[:, :5], dtype=torch.long)
+        made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        arrays["greedy"] = made[:, 5:].numpy()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return dict(config=text, versions=versions, ids=ids, logits=logits) | arrays
 

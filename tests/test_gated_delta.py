@@ -1,4 +1,5 @@
-"""The gated delta net of Qwen3-Next: chunks are the recurrence of `oracle`, documents keep apart."""
+"""The gated delta net of Qwen3-Next and Qwen3.5: chunks are the recurrence of `oracle`, documents keep apart,
+a cache gives what the whole gives."""
 
 import dataclasses
 import json
@@ -11,13 +12,18 @@ import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, SEQ, batch, family, logits_of, solo, spread, weights
 from shared import CASES
-from test_hf import fixture, from_tensors
+from test_hf import fixture, from_tensors, stored
 
 from llmpar.model import gated_delta
+from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import checks
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model, preset
 from llmpar.plan.serving import serving_plan
+from llmpar.planner import service
+from llmpar.predict.hardware import chip
+from llmpar.predict.serving import device_cache_bytes
+from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 
 CONFIG = family("qwen3_next")
@@ -89,8 +95,55 @@ def test_sizes_that_cannot_be_cut_are_refused_with_those_that_can():
     raw = json.loads(CONFIG.described.file) | {"linear_num_value_heads": 3}
     config = described_model("m", raw)
     assert not config.runs and "is no multiple of linear_num_key_heads" in config.why_planned
-    with pytest.raises(ValueError, match="layers whose caches differ"):
-        serving_plan(Plan("tp=2"), CONFIG, 2, 16)
+    with pytest.raises(ValueError, match="heads of keys 2 is not a multiple of tp = 4"):
+        serving_plan(Plan("tp=4"), CONFIG, 2, 16)
+
+
+LENGTHS = {1: 9, 2: 3, 3: 7, 11: 6, 7: 2, 6: 1}
+"""Of prompts, and how many tokens are added. A convolution has 4 positions, a piece of a prompt too."""
+
+
+def test_slots_with_a_state_begin_anew_and_end_at_different_times():
+    """Two slots for six requests, prompts in pieces of 4 positions, in chunks of 3 and of 1; first from a
+    cache that is not empty."""
+    draw = np.random.default_rng(0)
+    asked = [Request(tuple(draw.integers(0, 256, n).tolist()), LENGTHS[n], echo=True) for n in LENGTHS]
+    run = Engine(CONFIG, Plan("sp=2 tp=2"), make_mesh("sp=2 tp=2"), weights(CONFIG), 2, 24, chunk=4)
+    run.decoder.cache = jax.tree.map(lambda x: x * 0 + 30, run.decoder.cache)
+    found = {run.submit(request): [] for request in asked}
+    with mock.patch.object(gated_delta, "CHUNK", 3):
+        while run.busy:
+            for event in run.step():
+                found[event.ticket].append(event)
+    every = CONFIG.with_experts(capacity_factor=None)
+    for request, events in zip(asked, found.values(), strict=True):
+        tokens = np.array([[event.token for event in events]], np.int32)
+        assert tuple(tokens[0, : len(request.tokens)]) == request.tokens
+        ids = {"positions": np.arange(tokens.size, dtype=np.int32)[None], "segments": np.zeros_like(tokens)}
+        want = logits_of(every)(weights(CONFIG), {"tokens": tokens} | ids)[0]
+        want = np.asarray(jax.nn.log_softmax(want))
+        for at, event in enumerate(events[1:]):
+            assert abs(event.logprob - want[at, event.token]) <= 1e-5 * np.abs(want[at]).max()
+            assert event.of_prompt or event.token == want[at].argmax()
+
+
+KINDS = ["qwen3_5_moe_text", pytest.param("qwen3_next", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("qwen3_5_text", marks=pytest.mark.long)])
+def test_a_cache_gives_the_greedy_tokens_of_transformers(kind):
+    config, tensors, ids, _ = fixture(kind)
+    params, mesh = from_tensors(tensors, config), make_mesh("dp=1")
+    run = Engine(config, Plan("dp=1"), mesh, params, 2, 17, chunk=4)
+    made = generate(run, [Request(tuple(row[:5]), 12) for row in ids.tolist()])
+    assert made == stored(kind)["greedy"].tolist()
+
+
+def test_the_cache_that_is_predicted_for_a_request_is_that_of_a_slot():
+    config = preset("qwen3.5-27b")
+    plan = serving_plan(Plan("dp=1", dtype="bfloat16"), config, 1, 640)
+    asked = service.Service(config, chip("h100"), 1, 600, 40)
+    assert service.request_bytes(asked, 1, 640) == device_cache_bytes(plan, 1, 640)
 
 
 def test_a_device_reads_its_part_of_tensors_that_weights_share():

@@ -242,6 +242,27 @@ def test_shards_are_read_by_their_index_and_what_is_redundant_is_left_out(tmp_pa
         hf.from_state_dict(tensors | {"lm_head.weight": table + 1}, config)
 
 
+def test_published_files_beside_a_part_that_sees_are_read_and_their_text_is_written(tmp_path):
+    """As Qwen3.5's: the text's names have another beginning, and a layer's experts are one tensor."""
+    config, tensors, _, _ = fixture("qwen3_5_moe_text")
+    raw = {"model_type": "qwen3_5_moe", "text_config": json.loads(config.described.file)}
+    seeing = read_config(tmp_path, json.dumps(raw | {"vision_config": {"hidden_size": 8}}))
+    theirs, stacks = {"model.visual.merger.norm.weight": tensors["lm_head.weight"]}, {}
+    for name, x in tensors.items():
+        first, _, last = name.replace("model.", "model.language_model.").partition(".experts.")
+        if last:
+            stacks.setdefault(first, {}).setdefault(last.split(".")[1], []).append(x)
+        else:
+            theirs[first] = x
+    for first, own in stacks.items():
+        gate_up = [np.concatenate(pair) for pair in zip(own["gate_proj"], own["up_proj"], strict=True)]
+        theirs |= {f"{first}.experts.gate_up_proj": np.stack(gate_up)}
+        theirs |= {f"{first}.experts.down_proj": np.stack(own["down_proj"])}
+    params = from_tensors(theirs, seeing)
+    assert same(params, from_tensors(tensors, config))
+    assert same(state_dict(params, seeing), tensors) and "vision_config" not in to_hugging_face(seeing)
+
+
 def test_a_large_model_is_written_in_shards_and_a_folder_of_another_is_refused(tmp_path, monkeypatch):
     config, params = OURS["mixtral"], random_params(OURS["mixtral"])
     monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)

@@ -7,7 +7,7 @@ the value of its key (Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq
     S = α S + kᵀ β (v - k α S)        out = q S
 
 Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the values', is SiLU of a
-weighted sum of its own last few positions (`convolved`). Of documents that share a row each begins with a
+weighted sum of its own last few positions (`tokens_of`). Of documents that share a row each begins with a
 state of zeros, and with nothing before its first token.
 
 Tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
@@ -17,7 +17,8 @@ computed again for gradients.
 
 All of it is linear in the state that enters. So where sp cuts the sequence, each rank runs its own chunks
 from a state of zeros, together with the matrix by which a state that enters would leave; then states are
-handed on from rank to rank, and their results added (`handed_on`).
+handed on from rank to rank, and their results added (`handed_on`). And a row that is continued, as a cache
+does, needs no more of its past than the state, and the last inputs of the convolution (`resume`).
 
 Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r value heads for each of
 them, n value heads, h key width, w value width, t taps of the convolution, z numbers of a position.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.parallel.collectives import hop, scope, vary_alike
 from llmpar.plan.sequence_order import CHUNK, CHUNKS
@@ -76,7 +77,61 @@ def mix(
     taps, num, dtype = q_conv.shape[-1], q.shape[1], v.dtype
     padded = jnp.concatenate([jnp.repeat(segments[:, :1] - 1, taps, 1), segments], 1)
     documents = lax.dynamic_slice_in_dim(padded, along.rank * num, num + taps, 1)
-    q, k, v = convolved(along, (q, k, v), (q_conv, k_conv, v_conv), documents)
+    x = numbers_of(q, k, v)
+    before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
+    if along.axes:  # in one message
+        before = along.hop(x[:, num - taps + 1 :], "halo b s -> the next rank")
+    x = jnp.concatenate([before, x], 1)
+    weights = q_conv, k_conv, v_conv, a_log, dt_bias
+    tokens = tokens_of(x, (q, k, v, rate_logit, forget), weights, documents)
+    out, _ = chunked(along, tokens, documents[:, taps - 1 :])
+    next_document, next_position = jnp.diff(segments), jnp.diff(positions)
+    in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
+    return jnp.where(in_order.all(1)[:, None, None, None], out, jnp.nan).astype(dtype)
+
+
+def resume(
+    before: Float[Array, "b _ z"],
+    state: Float[Array, "b n h w"],
+    is_token: Bool[Array, "b s"],
+    inputs: tuple[Array, ...],
+    weights: tuple[Array, ...],
+) -> tuple[Float[Array, "b s n w"], tuple[Float[Array, "b _ z"], Float[Array, "b n h w"]]]:
+    """Run `mix` on from what each row kept of earlier tokens: the convolutions' last t - 1 inputs, and the
+    state. Return its result, and what the row keeps now. A row's tokens are its first positions; what fills
+    the others changes nothing that is kept. ``inputs`` and ``weights`` are those of `mix`, five each."""
+    x = jnp.concatenate([before, numbers_of(*inputs[:3])], 1)
+    last = is_token.sum(1)[:, None] + jnp.arange(before.shape[1])[None]
+    kept = jnp.take_along_axis(x, last[..., None], 1)
+    documents = jnp.zeros((len(x), x.shape[1] + 1), int)
+    *qkv, log_decay, beta = tokens_of(x, inputs, weights, documents)
+    rates = (jnp.where(is_token[..., None], rate, 0) for rate in (log_decay, beta))
+    out, state = chunked(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
+    return out.astype(inputs[2].dtype), (kept, state)
+
+
+def numbers_of(*inputs: Float[Array, "b s _ _"]) -> Float[Array, "b s z"]:
+    """Return all numbers of each position."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in inputs], -1)
+
+
+def tokens_of(
+    x: Float[Array, "b _ z"],
+    inputs: tuple[Array, ...],
+    weights: tuple[Array, ...],
+    documents: Int[Array, "b _"],
+) -> tuple[Array, ...]:
+    """Return queries, keys, values, log α and β of each position, in float32. The first three are SiLU of
+    each number's weighted sum over its last t positions in its document, itself included. ``x`` has these
+    numbers, and of t - 1 positions more before the others; ``documents`` has t more."""
+    q, k, v, rate_logit, forget = inputs
+    *convs, a_log, dt_bias = weights
+    taps, sizes = convs[0].shape[-1], [y[0, 0].size for y in (q, k, v)]
+    y = jax.checkpoint(weighted)(
+        x, jnp.concatenate([w.reshape(-1, taps) for w in convs]), documents
+    )
+    parts = jnp.split(y, [*itertools.accumulate(sizes)][:-1], -1)
+    q, k, v = (y.reshape(like.shape) for y, like in zip(parts, (q, k, v), strict=True))
     # with an epsilon, as in `transformers`
     q, k = (y * lax.rsqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
     forget, a_log, dt_bias, rate_logit = (
@@ -85,37 +140,13 @@ def mix(
     log_decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(forget + dt_bias[None, None])
     # exp(-104) is 0: below it nothing changes, but sums of a chunk's would lose digits
     log_decay = jnp.maximum(log_decay, -104.0)
-    tokens = q * q.shape[-1] ** -0.5, k, v, log_decay, jax.nn.sigmoid(rate_logit)
-    out = chunked(along, tokens, documents[:, taps - 1 :])
-    next_document, next_position = jnp.diff(segments), jnp.diff(positions)
-    in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
-    return jnp.where(in_order.all(1)[:, None, None, None], out, jnp.nan).astype(dtype)
-
-
-def convolved(
-    along: Along, inputs: tuple[Array, ...], convs: tuple[Array, ...], documents: Int[Array, "b _"]
-) -> list[Array]:
-    """Return SiLU of each number's weighted sum over its last t positions in its document, itself
-    included, in float32. The last
-    positions of the rank before come in one message. ``documents`` has ``t`` positions more, before the
-    others."""
-    taps, (b, s) = convs[0].shape[-1], inputs[0].shape[:2]
-    sizes = [x[0, 0].size for x in inputs]
-    x = jnp.concatenate([x.reshape(b, s, -1) for x in inputs], -1)
-    before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
-    if along.axes:
-        before = along.hop(x[:, s - taps + 1 :], "halo b s -> the next rank")
-    weights = jnp.concatenate([w.reshape(-1, taps) for w in convs])
-    y = jax.checkpoint(weighted)(jnp.concatenate([before, x], 1), weights, documents)
-    ends = list(itertools.accumulate(sizes))
-    parts = zip(jnp.split(y, ends[:-1], -1), inputs, strict=True)
-    return [part.reshape(like.shape) for part, like in parts]
+    return q * q.shape[-1] ** -0.5, k, v, log_decay, jax.nn.sigmoid(rate_logit)
 
 
 def weighted(
     x: Float[Array, "b _ z"], weights: Float[Array, "z t"], documents: Int[Array, "b _"]
 ) -> Float[Array, "b s z"]:
-    """Return the sums of `convolved`, behind SiLU. What it makes for each tap is computed again for
+    """Return the sums of `tokens_of`, behind SiLU. What it makes for each tap is computed again for
     gradients."""
     taps, total = weights.shape[-1], jnp.zeros((), jnp.float32)
     num = documents.shape[1] - taps
@@ -128,9 +159,13 @@ def weighted(
 
 
 def chunked(
-    along: Along, tokens: tuple[Array, ...], documents: Int[Array, "b _"]
-) -> Float[Array, "b s n w"]:
-    """Run the rule on queries, keys, values, log α and β of each position. ``documents`` has one position
+    along: Along,
+    tokens: tuple[Array, ...],
+    documents: Int[Array, "b _"],
+    entering: Float[Array, "b n h w"] | None = None,
+) -> tuple[Float[Array, "b s n w"], Float[Array, "b n h _"]]:
+    """Run the rule on queries, keys, values, log α and β of each position, from the state that enters, zeros
+    if none is given; return what is read, and the state behind the last. ``documents`` has one position
     more, before the others."""
     (b, num, heads, height), width = tokens[0].shape, tokens[2].shape[-1]
     i = min(CHUNK, num)
@@ -143,7 +178,8 @@ def chunked(
     v, log_decay, beta = (x.reshape(*x.shape[:4], heads, -1, *x.shape[5:]) for x in of_values)
     documents = jnp.pad(documents, fill, mode="edge")
     of, of_last = cut(documents[:, 1:]), cut(documents[:, :-1])[..., 0]
-    state = jnp.zeros((b, *v.shape[4:6], height, width), jnp.float32)
+    shape = b, *v.shape[4:6], height, width
+    state = jnp.zeros(shape, jnp.float32) if entering is None else entering.reshape(shape)
     if along.axes:  # further columns, which become the matrix that a state is multiplied by
         eye = jnp.eye(height)
         state = jnp.concatenate([state, jnp.broadcast_to(eye, (*state.shape[:-1], height))], -1)
@@ -159,7 +195,8 @@ def chunked(
     if along.axes:
         out = handed_on(along, state, out, width)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # c b k r i w -> b c i k r w
-    return out.reshape(b, -1, heads * v.shape[5], width)[:, :num]
+    out = out.reshape(b, -1, heads * v.shape[5], width)[:, :num]
+    return out, state.reshape(b, -1, *state.shape[3:])
 
 
 def of_chunks(q, k, v, sums, beta, of, of_last) -> dict[str, Array]:

@@ -267,6 +267,8 @@ class GatedDelta(Attention):
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
         weights, arrow = used_weights(self, par, *"qkvzba"), "stream b s d -> attention b s d"
         *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
+        names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
+        inputs += [rate, forget, *(par.weight(getattr(self, name)) for name in names)]
         along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
         layouts = [
             *["attention b s n h"] * 3,
@@ -276,9 +278,11 @@ class GatedDelta(Attention):
             *["ids b s"] * 2,
         ]
         mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
-        names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
-        vectors = (par.weight(getattr(self, name)) for name in names)
-        y = mix(*inputs, rate, forget, *vectors, *ids[2:])
+        y = (
+            par.cache.resume(ids[0], tuple(inputs[:5]), tuple(inputs[5:]))
+            if par.cache
+            else mix(*inputs, *ids[2:])
+        )
         y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)

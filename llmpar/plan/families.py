@@ -28,7 +28,7 @@ RUNNING = tuple(name for name, own in FAMILIES.items() if own.get("runs"))
 IGNORED, CHANGING = (
     re.compile("|".join(map(fnmatch.translate, TABLES[name]))) for name in ("ignored", "changing")
 )
-_NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors groups".split()
+_NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors groups otherwise".split()
 _MIXER, _FFN = "layer_types | layers_block_type", "mlp_layer_types"
 """Where a file names the mixer and the feed-forward of each layer, if its family does not say."""
 MOST_LAYERS, MOST = 4096, 1 << 40

@@ -14,7 +14,7 @@ from llmpar.files import allowed, read_json, read_toml, refuse
 from llmpar.plan import config_json as hugging_face
 from llmpar.plan import families
 from llmpar.plan.model_config import LLAMA, ExpertConfig, LoraConfig, ModelConfig, from_dict
-from llmpar.plan.running import NotImplementedHere
+from llmpar.plan.running import MEDIA, NotImplementedHere
 
 
 def preset(name: str) -> ModelConfig:
@@ -179,7 +179,8 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"'{config.name}' is no longer what its config.json says; export a model as it was read"
         )
-    return {key: value for key, value in raw.items() if key != "quantization_config"}
+    left_out = "quantization_config", *MEDIA
+    return {key: value for key, value in raw.items() if key not in left_out}
 
 
 _HERE = pathlib.Path(__file__)

@@ -15,6 +15,7 @@ STARTS: dict[str, dict[str, float]] = {
 }
 """How the vectors of a gated delta net start: as in `transformers`, but for its rates of forgetting, whose
 logarithm is A_log. They lie between 0.05 and 20 for most heads."""
+MEDIA = "vision_config", "audio_config"  # of a file that has parts for other media than text
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor"
 
 
@@ -31,7 +32,8 @@ def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) 
         raise NotImplementedHere(
             f"{what} read, not {quantization!r:.60}; use the model in bfloat16"
         )
-    if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
+    media = [key for key in MEDIA if file.get(key)]
+    if media and not family.get("beside_media"):
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
     for key, value in family["needs"].items():
         allowed = value if isinstance(value, list) else [value]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmpar.plan import checks
 from llmpar.plan.model_config import ModelConfig
@@ -15,6 +16,15 @@ BEST = 20
 """A step of serving returns at most this many likeliest tokens of a vocabulary."""
 
 
+class Cache(NamedTuple):
+    """One array of a cache: its kind of layers, its region and dims, its shape, and its dtype."""
+
+    kind: int
+    dims: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving(Resolved):
     """A plan for tokens that arrive a few at a time (`serving_plan`): no region cuts their positions by sp,
@@ -25,29 +35,31 @@ class Serving(Resolved):
         """Region to dim to the axes that cut it."""
         live, table = self.mesh.live, super().regions
         table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
-        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
+        return table | {
+            "cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")},
+            "state": {"b": table["data"]["b"], "n": live("tp", "kv"), "z": live("tp", "kv")},
+        }
 
-    @property
-    def num_caches(self) -> int:
-        """How many caches a layer has: two, of keys and of values, or one of latents, which are both."""
-        return 1 if self.config.has_latent_attention else 2
-
-    def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
-        """The shape of a cache. A rank of sp has its share of the positions, rounded up. Each copy of a KV
-        head has its own cache, and each rank of tp its own copy of the latents."""
-        config, mesh = self.config, self.mesh
-        if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
-            raise ValueError(
-                f"'{config.name}' has layers whose caches differ, and a cache here is alike in all; use"
-                " another model"
-            )
-        positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
-        one = (
-            (mesh.tp, config.cache_width)
-            if config.has_latent_attention
-            else (heads, config.head_width)
-        )
-        return config.num_layers, num_rows, positions, *one
+    def caches(self, num_rows: int, length: int) -> list[Cache]:
+        """Return the arrays of a cache, each of all layers of a kind: keys and values, or latents, which are
+        both. A rank of sp has its share of the positions, rounded up. Each copy of a KV head has its own
+        cache, and each rank of tp its own copy of latents. A recurrent layer keeps the last inputs of its
+        convolutions, side by side as a rank of tp has them, and its state; every rank of sp has both."""
+        mesh, result = self.mesh, list[Cache]()
+        positions = -(-length // mesh.sp) * mesh.sp
+        for kind, (count, block) in enumerate(self.config.blocks):
+            rows, n, w = (count, num_rows), block.num_heads, block.head_width
+            if block.mixer == "recurrent":
+                inputs = *rows, block.positions_before, block.convolved
+                state = *rows, n, block.state_size // (n * w), w
+                result.append(Cache(kind, "state l b t z", inputs, self.dtype))
+                result.append(Cache(kind, "state l b n h u", state, "float32"))
+                continue
+            latent = block.has_latent_attention
+            one = (mesh.tp, block.cache_width) if latent else (block.num_kv_heads * mesh.kv, w)
+            kept = Cache(kind, CACHE, (*rows, positions, *one), self.dtype)
+            result += [kept] if latent else [kept, kept]
+        return result
 
 
 def serving_plan(
@@ -81,6 +93,7 @@ def serving_plan(
     fields = (field.name for field in dataclasses.fields(resolved))
     serving = Serving(**{name: getattr(resolved, name) for name in fields})
     checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
-    serving.check(num_rows, plan.mesh.sp)  # no region cuts positions: any multiple of sp does
-    serving.cache(num_rows, length)  # refuses layers whose caches differ
+    # no region cuts positions: any multiple of sp does, if a convolution finds its positions in a part
+    before = max(block.positions_before for _, block in config.blocks)
+    serving.check(num_rows, plan.mesh.sp * max(1, before))
     return serving

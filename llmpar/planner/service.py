@@ -55,11 +55,13 @@ def data_ranks(s: Service, tp: int) -> int:
 
 
 def request_bytes(s: Service, tp: int, tokens: int) -> float:
-    """Return the bytes that a rank keeps of a request: keys and values that windows leave, and the float32
-    states of recurrent layers, whatever the length."""
-    states = sum(count * block.state_size for count, block in s.config.blocks)
+    """Return the bytes that a rank keeps of a request: keys and values that windows leave, and whatever the
+    length, of recurrent layers the float32 states, and of a gated delta net the last inputs of its
+    convolutions, in 16 bits."""
+    of_a_layer = lambda x: 4 * x.state_size + 2 * x.positions_before * x.convolved
+    states = sum(count * of_a_layer(block) for count, block in s.config.blocks)
     cache = serving.cache_of_a_rank(s.config, tp, tokens)
-    return cache * s.cache_bits / 8 + 4 * states / tp
+    return cache * s.cache_bits / 8 + states / tp
 
 
 def cuts(s: Service) -> Iterator[tuple[int, int, float]]:

@@ -14,7 +14,8 @@ from collections import Counter
 
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig, Weight
-from llmpar.plan.serving import CACHE, Serving
+from llmpar.plan.sequence_order import CHUNK
+from llmpar.plan.serving import Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import LATER, Clock
@@ -59,8 +60,8 @@ def cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) ->
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
     """Return the bytes of the cache of `llmpar.serve` on each device."""
-    shape = plan.place(CACHE).shard_shape(plan.cache(num_rows, length), plan.mesh.sizes)
-    return plan.num_caches * ITEMSIZE[plan.dtype] * math.prod(shape)
+    part = lambda x: plan.place(x.dims).shard_shape(x.shape, plan.mesh.sizes)
+    return sum(ITEMSIZE[x.dtype] * math.prod(part(x)) for x in plan.caches(num_rows, length))
 
 
 def device_flops(
@@ -76,13 +77,27 @@ def device_flops(
             size = local_size(weight.dims, *weight.shape)
             routed = experts if " e " in weight.dims else None
             weights += size * routed.top_k * plan.mesh.ep // routed.num_experts if routed else size
-    positions = plan.cache(rows, length)[2] // plan.mesh.sp
-    width_of = config.cache_width if config.has_latent_attention else config.head_width
-    heads = config.num_layers * local_size("attention n h", config.num_heads, width_of)
+    heads = states = 0
+    for count, block in config.blocks:
+        kept = block.cache_width if block.has_latent_attention else block.head_width
+        if block.state_size:
+            states += count * tokens // width * _delta_flops(block, width) // plan.mesh.tp
+        else:
+            heads += count * local_size("attention n h", block.num_heads, kept)
     logits = local_size("data b s", rows, width if echo else 1)
     logits *= local_size("vocab v d", config.vocab_size, config.width)
-    attention = 4 * tokens * heads * positions
-    return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
+    attention = 4 * tokens * heads * -(-length // plan.mesh.sp)
+    parts = {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
+    return parts | ({"states": states} if states else {})
+
+
+def _delta_flops(config: ModelConfig, num: int) -> int:
+    """Count the FLOPs of a gated delta net's matmuls for so many positions of a row, in chunks: three with
+    the state, and those of a chunk's positions with one another (`llmpar.model.gated_delta`)."""
+    i, n, w = min(CHUNK, num), config.num_heads, config.head_width
+    keys, h = config.block_weights()["mixer.q_conv"].shape[:2]
+    among = i**2 * (2 * keys * h + n * (h + 2 * w)) + 2 * n * i**3 * (i - 1).bit_length()
+    return -(-num // i) * 2 * (3 * i * n * h * w + among)
 
 
 def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:

@@ -347,8 +347,7 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     tokens (with ``echo`` behind every token), and to all devices the chosen tokens with their
     log-probabilities."""
     config, traffic = plan.config, Traffic(plan.mesh)
-    values, layers = Values(traffic, plan, num_rows, width), config.num_layers
-    counts = [n for n, _ in config.blocks]
+    values, counts = Values(traffic, plan, num_rows, width), [n for n, _ in config.blocks]
     for path, (weight, layouts) in plan.layouts_by_path.items():
         times = counts[max(0, kind_of(path))] if path.startswith("blocks.") else 1
         stored = ITEMSIZE[plan.dtype] * math.prod(
@@ -356,23 +355,19 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         )
         of = Transfer("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS)
         traffic.carry(layouts.gather, stored // times, of, times)
-    for kind, (_, block) in enumerate(config.blocks):
-        own = Runs(forward=counts[kind])
+    text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
+    for kind, (count, block) in enumerate(config.blocks):
+        own = Runs(forward=count)
         _activations(values, block, own if kind else replace(own, embed=1, attended=1))
         if block.experts:
             _experts(values, block, block.experts, own)
-    k, h = config.num_kv_heads, config.head_width
-    if config.has_latent_attention:  # every rank of tp has the latents
-        k, h = plan.mesh.tp, config.cache_width
-    scores = FLOAT32 * values.local_size(
-        "attention b s k r", num_rows, width, k, config.num_heads // k
-    )
-    text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
-    for value, size in {
-        "maxima of scores": scores,
-        "sums over the cache": scores * (h + 1),
-    }.items():
-        traffic.add("all-reduce", sp, Transfer(value, text), size, layers)
+        if block.mixer != "attention":
+            continue
+        kept = block.cache_width if block.has_latent_attention else block.head_width
+        scores = FLOAT32 * values.local_size("attention b s n", num_rows, width, block.num_heads)
+        sums = {"maxima of scores": scores, "sums over the cache": scores * (kept + 1)}
+        for value, size in sums.items():
+            traffic.add("all-reduce", sp, Transfer(value, text), size, count)
     places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
     values.carry(
         Transfer("logits", LOGITS), (num_rows, config.vocab_size), places, itemsize=FLOAT32

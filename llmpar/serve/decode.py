@@ -5,12 +5,14 @@ others the one token that they chose last (chunked prefill: Agrawal et al. 2023,
 every axis that can: its rows by dp, fsdp and ep, its KV heads by tp, its positions by sp, every sp-th one to
 a rank. A token's query goes to all ranks of sp; each looks at its own share, and two small sums per layer
 join what they found (`attend_cache`; Pope et al. 2022 describe the cuts). Nothing of the cache
-travels. Rows know nothing of one another: a request is answered alike whatever runs beside it, but for
-rounding.
+travels. Of layers with a recurrent state a row keeps that, and the last inputs of their convolutions; every
+rank of sp has both (`_Cached.resume`). Rows know nothing of one another: a request is answered alike whatever
+runs beside it, but for rounding.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from llmpar.kernels.flash import KV, Q
-from llmpar.model import attention
+from llmpar.model import attention, gated_delta
 from llmpar.model.llama import logits_of
 from llmpar.model.weights import Tree, model_graph, weight_dims
 from llmpar.parallel.collectives import at, scope, vary
@@ -32,7 +34,7 @@ from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
-from llmpar.plan.serving import BEST, CACHE, CHOSEN, LOGITS, Serving, serving_plan
+from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving, serving_plan
 
 
 class DecoderInput(NamedTuple):
@@ -65,16 +67,16 @@ class Decoder:
     ):
         self.plan = plan = serving_plan(plan, config, num_rows, length, platform_of(mesh))
         place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
-        cut = plan.place(CACHE)
+        caches = plan.caches(num_rows, length)
+        cut = tuple(plan.place(cache.dims) for cache in caches)
         stored, whole = jax.tree.map(plan.stored, stored), Layout(())
-        shape = plan.cache(num_rows, length)
-        zeros = lambda: (jnp.zeros(shape, plan.dtype),) * plan.num_caches
-        self.empty = jax.jit(zeros, out_shardings=place(cut))
+        zeros = lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in caches)
+        self.empty = jax.jit(zeros, out_shardings=jax.tree.map(place, cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
         takes, gives = (
             jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut))
         )
-        on_mesh = partial(jax.shard_map, mesh=place(cut).mesh, in_specs=takes, out_specs=gives)
+        on_mesh = partial(jax.shard_map, mesh=place(whole).mesh, in_specs=takes, out_specs=gives)
         run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(
             params, cache, rows
         )
@@ -115,44 +117,66 @@ class Decoder:
             return choose_tokens(logits_bv, each[1], each[2], rows)
 
         numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
-        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), par.both
+        caches = tuple(itertools.chain(*par.caches.values()))
+        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), caches
 
 
 class _Cached(Manual):
-    """A reading in which a layer writes its keys and values, where a token is, and attends to the cache."""
+    """The mode in which a layer writes its keys and values, where a token is, and attends to the cache; or
+    continues its state."""
 
-    def __init__(self, plan: Serving, cache, is_token):
+    def __init__(self, plan: Serving, caches, is_token):
         super().__init__(plan)
-        self.cache, self.both, self.is_token, self.layer = self, cache, is_token, jnp.zeros((), int)
+        kinds = [cache.kind for cache in plan.caches(1, 1)]
+        pairs = [*zip(kinds, caches, strict=True)]
+        self.cache, self.is_token = self, is_token
+        self.caches = {kind: [x for i, x in pairs if i == kind] for kind in kinds}
+        # how many layers are done; of the one that runs the kind, and its number among those of this kind
+        self.done = self.kind = 0
+        self.layer: Any = 0
 
     def layers(self, blocks, x, stack):
         times = jax.tree.leaves(stack)[0].shape[0]
-        numbers = self.layer + jnp.arange(times * len(blocks)).reshape(times, -1)
+        order = self.plan.config.layer_kinds[: self.done + times * len(blocks)]
+        numbers = [order[:i].count(kind) for i, kind in enumerate(order)][self.done :]
+        kinds, self.done = order[self.done :][: len(blocks)], len(order)
 
         def layer(carry, each):
-            (x, self.both), (weights, numbers) = carry, each
+            (x, self.caches), (weights, numbers) = carry, each
             for i, block in enumerate(blocks):
-                self.layer = numbers[i]
+                self.kind, self.layer = kinds[i], numbers[i]
                 x = block(x, weights)[0]
-            return (x, self.both), None
+            return (x, self.caches), None
 
-        (x, self.both), _ = lax.scan(layer, (x, self.both), (stack, numbers))
-        self.layer = numbers[-1, -1] + 1
+        stack = stack, jnp.array(numbers).reshape(times, -1)
+        (x, self.caches), _ = lax.scan(layer, (x, self.caches), stack)
         return x, None
 
     def attend(self, q, k, v, positions, mask, sinks=None):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
-        slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
+        own = self.caches[self.kind]
+        slots, rows = jnp.arange(own[0].shape[2]), jnp.arange(len(positions))[:, None]
         is_own = self.is_token & (positions % size == rank)
         # dropped past the end
         where = (self.layer, rows, jnp.where(is_own, positions // size, len(slots)))
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
-        self.both = tuple(map(write, self.both, (k, v) if v is not None else (k,)))
+        own = [*map(write, own, (k, v) if v is not None else (k,))]
+        self.caches = self.caches | {self.kind: own}
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
         seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
-        keys, *values = at(self.both, self.layer)
+        keys, *values = at(own, self.layer)
         seen |= {"axis": axes, "mask": mask, "sinks": sinks}
         return attend_cache(q, keys, *values or [keys], **seen)
+
+    def resume(self, positions, inputs, weights):
+        """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an
+        earlier request."""
+        own, begins = self.caches[self.kind], positions[:, 0] == 0
+        kept = (jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x) for x in at(own, self.layer))
+        y, new = gated_delta.resume(*kept, self.is_token, inputs, weights)
+        own = [cache.at[self.layer].set(x) for cache, x in zip(own, new, strict=True)]
+        self.caches = self.caches | {self.kind: own}
+        return y
 
     def attend_latents(self, q, latent, up_cnh, config: ModelConfig, positions):
         """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make

@@ -18,7 +18,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ INDEX = "model.safetensors.index.json"
 # Path of each weight here to its name there (``{}`` is the layer, then the expert); `families.toml` has what
 # families call otherwise.
 TENSOR_NAMES = TABLES["weights"]
+LEFT_OUT = "mtp.", "model.visual."  # how names begin of tensors that are not read
 
 
 class _Weight:
@@ -200,15 +201,18 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
     return jax.shard_map(take, mesh=sharding.mesh, in_specs=given, out_specs=own)(stack, at)
 
 
-def _weights(config: ModelConfig) -> dict[str, _Weight]:
+def _weights(config: ModelConfig, tensors: Iterable[str] = ()) -> dict[str, _Weight]:
+    """Return what a model's weights are made of, by their paths; where there are ``tensors``, by the names
+    that these have."""
     base = dataclasses.replace(config, lora=None)
     file = json.loads(config.described.file) if config.described else None
     run = families.family_of(file["model_type"] if file else family(dataclasses.asdict(config)))
-    weights = dict[str, _Weight]()
+    weights, present = dict[str, _Weight](), " ".join(tensors)
+    others = {x: y for x, y in run["otherwise"].items() if y[0].rpartition("{}")[2] in present}
     for path, weight in base.weights().items():
         kind = kind_of(path)
         layers = [i for i, k in enumerate(base.layer_kinds) if k == max(kind, 0)]
-        name, order = _name(path.replace(f"blocks.{kind}.", "blocks."), run["tensors"])
+        name, order = _name(path.replace(f"blocks.{kind}.", "blocks."), run["tensors"] | others)
         weights[path] = _Weight(name, weight, layers, order)
     groups = {name: file[key] for name, key in run["groups"].items() if file}
     for parts in _groups(weights).values():
@@ -262,7 +266,8 @@ def from_state_dict(
     A tensor is an array, or a slice of a safetensors file. Refuses what `check_tensors` does.
     """
     check_tensors(tensors, config)
-    weights = _weights(config)
+    tensors = _of_text(tensors)
+    weights = _weights(config, tensors)
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
     place = lambda path, to: weights[path].place(tensors, to, np.dtype(dtype))
@@ -275,14 +280,16 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Refuse missing, unexpected, misshapen and quantized tensors by name.
 
     Two redundant ones may be there: ``rotary_emb.inv_freq`` of old files (computed here), and a tied model's
-    output head (if it equals the embedding). So may layers that predict further tokens, ``mtp``.
+    output head (if it equals the embedding). So may what is left out: layers that predict further tokens, and
+    a part that sees pictures.
     """
-    weights = _weights(config)
+    tensors = _of_text(tensors)
+    weights = _weights(config, tensors)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
     extra = {
         name
         for name in tensors.keys() - expected.keys()
-        if not name.endswith(".rotary_emb.inv_freq") and not name.startswith("mtp.")
+        if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(LEFT_OUT)
     }
     if config.described and '"num_nextn_predict_layers"' in config.described.file:
         later = f"model.layers.{config.num_layers}."
@@ -305,6 +312,11 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
             f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}; use"
             " the config.json that they came with"
         )
+
+
+def _of_text(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors by the names that they have in a file of text alone."""
+    return {name.replace("model.language_model.", "model."): x for name, x in tensors.items()}
 
 
 def _describe(tensor) -> tuple[tuple[int, ...], str]:
