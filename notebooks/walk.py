@@ -40,12 +40,17 @@ ANSWERS = {
     "00.fits": [('{"dp=16": ..., "dp=2 fsdp=4 tp=2": ...}', '{"dp=16": 7.48, "dp=2 fsdp=4 tp=2": 7.48}',
                  '{"dp=16": 119.7, "dp=2 fsdp=4 tp=2": 14.96}')],
     "00b.collectives": [("= ...", "= 0", "= 1")],
+    "00b.ratio": [("= ...", "= 1", "= 8")],
+    "00b.fsdp": [('"all-gather": ..., "reduce-scatter": ..., "all-reduce": ...',
+                  '"all-gather": 1, "reduce-scatter": 0, "all-reduce": 1',
+                  '"all-gather": 1, "reduce-scatter": 1, "all-reduce": 0')],
     "01.state_gb": [("gigabytes = ...", "gigabytes = 2 * 8.03", "gigabytes = 16 * 8.03")],
     "01.policies": [
         ('{"none": ..., "selective": ..., "block": ...}',
          '{"none": "fits", "selective": "fits", "block": "fits"}',
          '{"none": "too large", "selective": "fits", "block": "fits"}'),
     ],
+    "01.again": [("= ...", "= 2", "= 8 / 6")],
     "01.fits": [("..., ...", "3, 40 - 128.5 / 8", "4, 40 - 128.5 / 8")],
     "01.days": [("= ...", "= 2 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400",
                  "= 6 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400")],
@@ -53,6 +58,7 @@ ANSWERS = {
                       "length = 6 * (8.03e9 - 128256 * 4096) / (12 * 32 * 32 * 128)")],
     "02.scattered": [("= ...", "= 2 * 2**20 * (N - 1) / N", "= 2**20 * (N - 1) / N")],
     "02.sent": [("..., ..., ..., ...", "6, 6, 6, 6", "6, 6, 12, 6")],
+    "02.small": [("= ...", "= 3500", "= 35")],
     "03.exchanged": [("= ...", '= "weights"', '= "gradients"')],
     "03.three_sums": [
         ('{"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}',
@@ -72,6 +78,7 @@ ANSWERS = {
          "    return g * jnp.minimum(1.0, 1.0 / jnp.sqrt((g * g).sum()))"),
     ],
     "04.sent": [("{0: 2, 1: ..., 2: ..., 3: ...}", "{0: 2, 1: 3, 2: 3, 3: 3}", "{0: 2, 1: 2, 2: 2, 3: 3}")],
+    "04.scatters": [("= ...", "= 0", "= 4")],
     "04.accumulated": [
         ("{0: ..., 1: ..., 2: ..., 3: ...}", '{0: "same", 1: "same", 2: "same", 3: "more"}',
          '{0: "same", 1: "same", 2: "more", 3: "more"}'),
@@ -88,6 +95,7 @@ ANSWERS = {
     "05.cut": [
         ('{"W1": ..., "W2": ...}', '{"W1": "rows", "W2": "columns"}', '{"W1": "columns", "W2": "rows"}'),
     ],
+    "05.worst": [("= ...", "= 4", "= 4.5")],
     "05.sequence_bytes": [("= ...", '= "fewer"', '= "as many"')],
     "05.beyond_node": [("= ...", "= 1", "= 2")],
     "05.stack_all_reduces": [("= ...", "= 8", "= 7")],

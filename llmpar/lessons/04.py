@@ -54,5 +54,5 @@ def stage2_accumulated() -> Exercise:
     )
     observe = lambda learner: carried_out(*given(learner)[0], untiled="must match shard count")
     return Exercise(
-        "stretch", solution, wrong, observe, also=dict(exchanged=exchanged), devices=given
+        "core", solution, wrong, observe, also=dict(exchanged=exchanged), devices=given
     )
