@@ -113,13 +113,20 @@ ANSWERS = {
     "06.ring_bytes": [("= ...", "= 2 * OWN * 2 * 16 * 4 * N", "= 2 * OWN * 2 * 16 * 4 * (N - 1)")],
     "06.ring_waits": [('{"rank": ..., "times": ...}', '{"rank": 3, "times": 1.75}',
                        '{"rank": 0, "times": 1.75}')],
-    "06.hop_bytes": [("= ...", "= 2 * 16384 * 32 * 128 * 2", "= 2 * 16384 * 8 * 128 * 2")],
+    "06.deal": [("{0: ..., 1: ..., 2: ..., 3: ...}", "{0: 4, 1: 5, 2: 6, 3: 7}", "{0: 7, 1: 6, 2: 5, 3: 4}")],
+    "06.factors": [
+        ("def factors(top_a, top_b): ...", "def factors(top_a, top_b):\n    return 1.0, 1.0",
+         "def factors(top_a, top_b):\n    top = max(top_a, top_b)\n"
+         "    return np.exp(top_a - top), np.exp(top_b - top)"),
+    ],
     "06.to_heads": [
         ("def to_heads(x): ...", "def to_heads(x):\n    return x",
          'def to_heads(x):\n    return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)'),
     ],
     "07.idle_share": [("= ...", "= 27.3", "= 0.27")],
     "07.microbatches": [("= ...", "= 64", "= 63")],
+    "07.masked": [("= ...", "= 1", "= 11 / 8")],
+    "07.row": [("= ...", '= "F0 F1 F2 · · B0 B1 B2"', '= "· F0 F1 F2 B0 B1 B2 ·"')],
     "08.bets": [
         ('{"first": ..., "holds least": ...}', '{"first": "ZB-H1", "holds least": "1F1B"}',
          '{"first": "ZB-V", "holds least": "1F1B"}'),
