@@ -33,6 +33,10 @@ OUT = ROOT / "notebooks" / "_walk"
 PATIENCE_MS = 240_000  # for one cell, on a busy machine
 
 SCHEDULE = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3"
+GAME = """F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
+F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3
+F0 F1 B0 F2 B1 F3 B2 W0 B3 W1 W2 W3
+F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3"""
 ANSWERS = {
     "00.row": [("[..., ...]", "[6, 7]", "[4, 5]")],
     "00.held": [("bytes_held = ...", "bytes_held = 256", "bytes_held = 512")],
@@ -133,6 +137,7 @@ ANSWERS = {
     ],
     "08.held": [("= ...", "= 16", "= 13")],
     "08.one_f_one_b": [("= ...", '= """' + SCHEDULE.replace("B3", "") + '"""', '= """' + SCHEDULE + '"""')],
+    "08.game": [("= ...", '= """' + SCHEDULE + '"""', '= """' + GAME + '"""')],
     "09.dispatch_bytes": [("= ...", "= 4096", "= 3584")],
     "09.capacity": [("= ...", "= 253", "= 250")],
     "10.share": [("= ...", "= 1 / 16", "= 1 / 8")],

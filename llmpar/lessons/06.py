@@ -49,10 +49,17 @@ def factors() -> Exercise:
         smaller=lambda a, b: (np.exp(a - min(a, b)), np.exp(b - min(a, b))),
         no_top=lambda a, b: (np.exp(a), np.exp(b)),
         no_exp=lambda a, b: (a - max(a, b), b - max(a, b)),
-        shares=lambda a, b: (np.exp(a) / (np.exp(a) + np.exp(b)), np.exp(b) / (np.exp(a) + np.exp(b))),
+        shares=lambda a, b: (
+            np.exp(a) / (np.exp(a) + np.exp(b)),
+            np.exp(b) / (np.exp(a) + np.exp(b)),
+        ),
     )
-    run = lambda function: [[float(x) for x in function(*tops)] for tops in ((3.0, 2.0), (-1.0, 0.5))]
-    return Exercise("core", solution, wrong, run)
+    return Exercise(
+        "core",
+        solution,
+        wrong,
+        lambda function: [[*map(float, function(*tops))] for tops in ((3.0, 2.0), (-1.0, 0.5))],
+    )
 
 
 def to_heads() -> Exercise:

@@ -210,6 +210,7 @@ def factors(top_a, top_b): ...  # for a, and for b
 
 attempt("06.factors", factors)
 
+
 # %% tags=["plumbing"]
 def join(one, other):
     (values_a, total_a, top_a), (values_b, total_b, top_b) = one, other
