@@ -289,8 +289,8 @@ print(f"2 · 7/8 · {knee / 1e6:.2f} MB at 370 GB/s: {bytes_s(knee, 1) * 1e6:.1f
 # %% tags=["plumbing"]
 assert f"{knee / 1e6:.1f}" == "7.4" and round(apart[-1] / near[-1]) == 7
 assert near[2] < 1.02 * near[0], "100 kB as 1 kB"
-assert round(near[0] * 1e6) == round(near[2] * 1e6) == 35, "as the bet says"
-met("02.small", round(near[2] * 1e6), "computed")
+assert int(near[0] * 1e6) == int(near[2] * 1e6) == 35, "as the bet says"
+met("02.small", round(near[2] * 1e6, 1), "computed")
 lines = [
     ("8 nodes, one GPU of each", apart, "network", "o", False),
     ("8 GPUs of one node", near, "tp-line", "o", False),

@@ -147,7 +147,7 @@ met("06.ring_waits", {"rank": 0, "times": 3.5 / 2}, "simulated")
 # ## Deal the parts again
 #
 # The ring takes 3.5 full squares; with even work it would take 2. Rank 0 waits most: most keys come after its queries. So give each
-# rank two parts. Cut the sequence into 8 parts. Part i costs 2i + 1, because its queries see all earlier parts. Ranks 0 to 3 keep the
+# rank two parts. Cut the sequence into 8 parts. Part i costs 2i + 1 half squares, because its queries see all i earlier parts. Ranks 0 to 3 keep the
 # parts 0 to 3. **Which second part must each rank get, so that all have equal work?**
 
 # %%
