@@ -33,6 +33,10 @@ OUT = ROOT / "notebooks" / "_walk"
 PATIENCE_MS = 240_000  # for one cell, on a busy machine
 
 SCHEDULE = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3"
+GAME = """F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
+F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3
+F0 F1 B0 F2 B1 F3 B2 W0 B3 W1 W2 W3
+F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3"""
 ANSWERS = {
     "00.row": [("[..., ...]", "[6, 7]", "[4, 5]")],
     "00.held": [("bytes_held = ...", "bytes_held = 256", "bytes_held = 512")],
@@ -40,12 +44,17 @@ ANSWERS = {
     "00.fits": [('{"dp=16": ..., "dp=2 fsdp=4 tp=2": ...}', '{"dp=16": 7.48, "dp=2 fsdp=4 tp=2": 7.48}',
                  '{"dp=16": 119.7, "dp=2 fsdp=4 tp=2": 14.96}')],
     "00b.collectives": [("= ...", "= 0", "= 1")],
+    "00b.ratio": [("= ...", "= 1", "= 8")],
+    "00b.fsdp": [('"all-gather": ..., "reduce-scatter": ..., "all-reduce": ...',
+                  '"all-gather": 1, "reduce-scatter": 0, "all-reduce": 1',
+                  '"all-gather": 1, "reduce-scatter": 1, "all-reduce": 0')],
     "01.state_gb": [("gigabytes = ...", "gigabytes = 2 * 8.03", "gigabytes = 16 * 8.03")],
     "01.policies": [
         ('{"none": ..., "selective": ..., "block": ...}',
          '{"none": "fits", "selective": "fits", "block": "fits"}',
          '{"none": "too large", "selective": "fits", "block": "fits"}'),
     ],
+    "01.again": [("= ...", "= 2", "= 8 / 6")],
     "01.fits": [("..., ...", "3, 40 - 128.5 / 8", "4, 40 - 128.5 / 8")],
     "01.days": [("= ...", "= 2 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400",
                  "= 6 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400")],
@@ -53,6 +62,7 @@ ANSWERS = {
                       "length = 6 * (8.03e9 - 128256 * 4096) / (12 * 32 * 32 * 128)")],
     "02.scattered": [("= ...", "= 2 * 2**20 * (N - 1) / N", "= 2**20 * (N - 1) / N")],
     "02.sent": [("..., ..., ..., ...", "6, 6, 6, 6", "6, 6, 12, 6")],
+    "02.small": [("= ...", "= 3500", "= 35")],
     "03.exchanged": [("= ...", '= "weights"', '= "gradients"')],
     "03.three_sums": [
         ('{"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}',
@@ -72,6 +82,7 @@ ANSWERS = {
          "    return g * jnp.minimum(1.0, 1.0 / jnp.sqrt((g * g).sum()))"),
     ],
     "04.sent": [("{0: 2, 1: ..., 2: ..., 3: ...}", "{0: 2, 1: 3, 2: 3, 3: 3}", "{0: 2, 1: 2, 2: 2, 3: 3}")],
+    "04.scatters": [("= ...", "= 0", "= 4")],
     "04.accumulated": [
         ("{0: ..., 1: ..., 2: ..., 3: ...}", '{0: "same", 1: "same", 2: "same", 3: "more"}',
          '{0: "same", 1: "same", 2: "more", 3: "more"}'),
@@ -88,6 +99,7 @@ ANSWERS = {
     "05.cut": [
         ('{"W1": ..., "W2": ...}', '{"W1": "rows", "W2": "columns"}', '{"W1": "columns", "W2": "rows"}'),
     ],
+    "05.worst": [("= ...", "= 4", "= 4.5")],
     "05.sequence_bytes": [("= ...", '= "fewer"', '= "as many"')],
     "05.beyond_node": [("= ...", "= 1", "= 2")],
     "05.stack_all_reduces": [("= ...", "= 8", "= 7")],
@@ -105,19 +117,27 @@ ANSWERS = {
     "06.ring_bytes": [("= ...", "= 2 * OWN * 2 * 16 * 4 * N", "= 2 * OWN * 2 * 16 * 4 * (N - 1)")],
     "06.ring_waits": [('{"rank": ..., "times": ...}', '{"rank": 3, "times": 1.75}',
                        '{"rank": 0, "times": 1.75}')],
-    "06.hop_bytes": [("= ...", "= 2 * 16384 * 32 * 128 * 2", "= 2 * 16384 * 8 * 128 * 2")],
+    "06.deal": [("{0: ..., 1: ..., 2: ..., 3: ...}", "{0: 4, 1: 5, 2: 6, 3: 7}", "{0: 7, 1: 6, 2: 5, 3: 4}")],
+    "06.factors": [
+        ("def factors(top_a, top_b): ...", "def factors(top_a, top_b):\n    return 1.0, 1.0",
+         "def factors(top_a, top_b):\n    top = max(top_a, top_b)\n"
+         "    return np.exp(top_a - top), np.exp(top_b - top)"),
+    ],
     "06.to_heads": [
         ("def to_heads(x): ...", "def to_heads(x):\n    return x",
          'def to_heads(x):\n    return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)'),
     ],
     "07.idle_share": [("= ...", "= 27.3", "= 0.27")],
     "07.microbatches": [("= ...", "= 64", "= 63")],
+    "07.masked": [("= ...", "= 1", "= 11 / 8")],
+    "07.row": [("= ...", '= "F0 F1 F2 · · B0 B1 B2"', '= "· F0 F1 F2 B0 B1 B2 ·"')],
     "08.bets": [
         ('{"first": ..., "holds least": ...}', '{"first": "ZB-H1", "holds least": "1F1B"}',
          '{"first": "ZB-V", "holds least": "1F1B"}'),
     ],
     "08.held": [("= ...", "= 16", "= 13")],
     "08.one_f_one_b": [("= ...", '= """' + SCHEDULE.replace("B3", "") + '"""', '= """' + SCHEDULE + '"""')],
+    "08.game": [("= ...", '= """' + SCHEDULE + '"""', '= """' + GAME + '"""')],
     "09.dispatch_bytes": [("= ...", "= 4096", "= 3584")],
     "09.capacity": [("= ...", "= 253", "= 250")],
     "10.share": [("= ...", "= 1 / 16", "= 1 / 8")],

@@ -29,14 +29,14 @@ BUDGETS = {
     "explore": 1_601,
     "serve": 929,
     "launch": 1_191,
-    "lessons": 1_529,
+    "lessons": 1_544,
     "cli": 2_303,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_444,
-    "statements": 27_438,
+    "statements": 27_453,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

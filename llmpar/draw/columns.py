@@ -166,7 +166,10 @@ def _bar(
         low, high = band
         for a, b, stroke in ((low, min(total, high), "black"), (max(total, low), high, "ink")):
             bars += [Rect(per * a, top + 6, per * (b - a), 18, "", stroke, 1, "/")] * (b > a)
-        notes = [*notes, f"Hatched: {text(low)} to {text(high)}, as far as the estimate is off."]
+        notes = [
+            *notes,
+            f"Box with thick lines: {text(low)} to {text(high)}: so far it may be off.",
+        ]
     return _column(title, text(total), [*bars, *items], lines, notes, LEFT, tone)
 
 

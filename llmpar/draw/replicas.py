@@ -219,7 +219,10 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
         sum(life[1] <= at[1] < end for life, end in zip(lives, ends, strict=True)) for at in lives
     )
     key = [
-        ("weights", f"low: this device's 1/{devices} of a layer's weights; tall: all of them"),
+        (
+            "weights",
+            f"low: this device's 1/{devices} of a layer's weights; tall: all of them, waiting or in use",
+        ),
         ("fsdp", "on the links, one message at a time; reduce: a reduce-scatter"),
         ("gradients", f"1/{devices} of the finished gradient"),
     ]

@@ -153,10 +153,7 @@ class TimelineExplorer(Figure):
                 return captioned(stuck, str(error))
             raise
         sentence, more = _words(table)
-        sentence += (
-            " The goals are judged for the order that you wrote, not for the schedule in the menu."
-            * bool(state["order"])
-        )
+        sentence += " The goals are judged for your own order." * bool(state["order"])
         return captioned(timeline(table), sentence, more)
 
     def move(self, state: dict) -> dict:

@@ -53,6 +53,4 @@ def stage2_accumulated() -> Exercise:
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
     observe = lambda learner: carried_out(*given(learner)[0], untiled="must match shard count")
-    return Exercise(
-        "stretch", solution, wrong, observe, also=dict(exchanged=exchanged), devices=given
-    )
+    return Exercise("core", solution, wrong, observe, also=dict(exchanged=exchanged), devices=given)

@@ -57,7 +57,7 @@ def gated_pair() -> Exercise:
     )
     given = lambda learner: [(learner, f"tp={_DEVICES}", x, gate, up, down)]
     observe, also = lambda a: carried_out(*given(a)[0]), dict(in_two_calls=in_two_calls)
-    return Exercise("stretch", solution, wrong, observe, also=also, devices=given)
+    return Exercise("core", solution, wrong, observe, also=also, devices=given)
 
 
 def kv_heads() -> Exercise:

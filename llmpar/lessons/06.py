@@ -35,6 +35,33 @@ def zigzag() -> Exercise:
     return Exercise("stretch", solution, wrong, run)
 
 
+def factors() -> Exercise:
+    """Ask for what two partial softmaxes are multiplied with before they are added."""
+
+    def solution(top_a, top_b):
+        top = np.maximum(top_a, top_b)
+        return np.exp(top_a - top), np.exp(top_b - top)
+
+    wrong = dict(
+        upside_down=lambda a, b: tuple(1 / x for x in solution(a, b)),
+        exchanged=lambda a, b: solution(b, a),
+        ones=lambda a, b: (1.0, 1.0),
+        smaller=lambda a, b: (np.exp(a - min(a, b)), np.exp(b - min(a, b))),
+        no_top=lambda a, b: (np.exp(a), np.exp(b)),
+        no_exp=lambda a, b: (a - max(a, b), b - max(a, b)),
+        shares=lambda a, b: (
+            np.exp(a) / (np.exp(a) + np.exp(b)),
+            np.exp(b) / (np.exp(a) + np.exp(b)),
+        ),
+    )
+    return Exercise(
+        "core",
+        solution,
+        wrong,
+        lambda function: [[*map(float, function(*tops))] for tops in ((3.0, 2.0), (-1.0, 0.5))],
+    )
+
+
 def to_heads() -> Exercise:
     """Ask for the exchange of Ulysses, positions for heads, as one of four devices writes it."""
     of_devices = (4, 4, 8, 4)  # device, position, head, width
@@ -59,4 +86,4 @@ def to_heads() -> Exercise:
     )
     given = lambda learner: [(learner, "sp=4", x)]
     observe = lambda learner: carried_out(*given(learner)[0], untiled="all_to_all")
-    return Exercise("stretch", solution, wrong, observe, devices=given)
+    return Exercise("core", solution, wrong, observe, devices=given)

@@ -50,6 +50,28 @@ def one_f_one_b() -> Exercise:
     return Exercise("core", str(make("1f1b", 3, 4)), wrong, observe)
 
 
+def game() -> Exercise:
+    """Ask for the order that a player has reached: 4 stages, 4 microbatches, right with ZB-H1's bubble."""
+
+    def observe(text):
+        _rows(text, 4, 4)
+        return max(timetable(from_text(text)).bubble, 3.0)
+
+    whole_backward = str(make("1f1b", 4, 4))
+    wrong = dict(
+        whole_backward=whole_backward,
+        as_at_the_start=re.sub(r"B(\d)", r"B\1 W\1", whole_backward),
+        serial="\n".join(["F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3"] * 4),
+    )
+    return Exercise(
+        "core",
+        str(make("zb-h1", 4, 4)),
+        wrong,
+        observe,
+        counts=dict(reached=lambda bubble: dict(bubble=f"{bubble:g}")),
+    )
+
+
 def _better(level, best: str, limit: int, costs: tuple[float, float, float], **wrong: str):
     """Judge an order of 3 stages and 5 microbatches: right is a bubble of at most 2 within the limit."""
 

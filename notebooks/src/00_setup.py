@@ -79,10 +79,12 @@ attempt("00.row", holders)
 # %% [markdown]
 # ## A line of text: the layout
 #
-# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b` is the rows of the batch, cut by `dp` and
-# then by `fsdp`. `d` is the width of the model (the numbers in each row), not cut. `b` and `d` are the array's **dims** (dimensions):
-# rows and columns. Each has one letter. The axes that cut a dim are written after a slash. If the layout does not name an axis, the
-# array is not split along it: devices that differ only in that coordinate hold identical copies.
+# The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out over the mesh. `b` and `d` are the array's **dims**
+# (dimensions), one letter each: `b` is the rows of the batch, `d` the width of the model (the numbers in each row). The axes that cut
+# a dim are written after a slash. So `b` is cut by `dp` and then by `fsdp`, and `d` is whole.
+#
+# If the layout does not name an axis, the array is not split along it: devices that differ only in that coordinate hold identical
+# copies.
 #
 # We put an array on the devices in this layout, and ask JAX which devices have row 5. (The code is folded. `met` prints your
 # first answer beside the result.)
@@ -288,11 +290,16 @@ assert reply["verdict"]["tone"] == "bad", "16 whole copies are too large"
 explorer if opened("00.fits") else None
 
 # %% [markdown]
-# The bar shows what one device holds. The sum is an estimate. The small box with thick lines, at the end, shows how far it may be off. To be
-# safe, the explorer keeps another 8 % of these 59.3 GiB free: its line stands at 54.6. *Weights in use* are gathered or
-# converted for the layers that run (lesson 04). *Activations* are what the forward pass keeps for the backward pass (lesson 01). Axes
-# of size 1 cut nothing. In a running notebook you can change the axes with + and −: a square is a factor of 2. Give all 16 devices to
-# `dp`. Each then holds all weights, gradients and optimizer numbers, and the model does not fit.
+# The bar shows what one device holds. Your 15 GiB are its first three parts: weights, gradients and moments (the optimizer's two
+# numbers). The rest is needed while a step runs. *Weights in use* are gathered or converted for the layers that run (lesson 04).
+# *Activations* are what the forward pass keeps for the backward pass (lesson 01). In all 30.4 GiB, with a batch of 32 sequences of
+# 4,096 tokens: they fit.
+#
+# The sum is an estimate; the box with thick lines, at its end, shows how far it may be off. The explorer keeps 8 % free for such
+# errors: its limit is 54.6 GiB.
+#
+# In a running notebook + and − change the axes; a square is a factor of 2. Axes of size 1 cut nothing. Give all 16 devices to `dp`:
+# does the model still fit?
 #
 # ## Keep: a line of text says who holds what
 #
@@ -308,7 +315,7 @@ explorer if opened("00.fits") else None
 #
 # All words are on [one page](../docs/words.md#words).
 #
-# ## Six axes, six ways to share the work
+# ### Six axes, six ways to share the work
 #
 # A mesh has up to six axes. Each is one way to share the work of training, and has a lesson:
 #
@@ -321,10 +328,10 @@ explorer if opened("00.fits") else None
 # | `sp` | context parallelism | the positions of a sequence | 06 |
 # | `tp` | tensor parallelism | each matmul | 05 |
 #
-# They always stand in this order, those for slow links first. (A *link* is the cable between two devices.) Devices are numbered along the last
+# They always stand in this order, those for slow links first. (A *link* is a connection between two devices.) Devices are numbered along the last
 # axis first, so neighbours on it have consecutive numbers. They are usually in one machine, where links are fast.
 #
-# ## Try it
+# ### Try it
 #
 # In a running notebook: type any layout and choose a mesh. What cannot work is refused in one sentence, with the arithmetic: type `b/tp d/tp`. (In
 # the stored page this is a picture.)
@@ -365,7 +372,7 @@ widget = widgets.VBox([text, choice, picture])._repr_mimebundle_()
 display(widget | words, raw=True, metadata=size)
 
 # %% [markdown]
-# ## Of an array that exists
+# ### Of an array that exists
 #
 # `MeshExplorer.of` asks JAX where the shards are. A whole state of training, a compiled program, a sharding or a bare mesh may
 # stand in the array's place.
@@ -413,7 +420,7 @@ def groups_across_hosts(sizes, axis, devices_per_host): ...  # replace the dots
 attempt("00.groups_across_hosts", groups_across_hosts)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # JAX can also be given only the two layouts. Then the partitioner of XLA, JAX's compiler, chooses what to send. (The arrows and their collectives
 # are explained in [lesson 02](02_collectives.ipynb).) For `b/tp d -> b d/tp` it finds the one all-to-all that is needed. For `b/dp d -> b d/tp`
@@ -441,7 +448,7 @@ for (axes, kind), row in chosen.items():
     print(f"    {kind} over {axes}: {row['bytes_sent']}")
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar doctor                                      which devices, which versions, what is missing

@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 from llmpar import draw
 from llmpar.draw.scene import OTHERS, Rect, Text, compose, show
 from llmpar.inspect.census import census_hlo, partitioned_hlo
-from llmpar.lessons import attempt, hint, met, solution
+from llmpar.lessons import attempt, hint, met, opened, solution
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.plan.layout import parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import parse_mesh
@@ -78,16 +78,6 @@ show(compose("One node with four GPUs", [items], words))
 # each device runs that program on its own piece of the data.
 #
 # ## Predict: how many collectives does this program contain?
-#
-# - `jax.grad(loss)` is a function. It returns the gradient with respect to the first argument, here `w`. There is no
-#   `.backward()`, and nothing is stored in `w.grad`.
-# - `jax.shard_map` runs a function on every device, as each rank runs your script. `P("dp")` cuts the first dim of `x` over the
-#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy. `in_specs` are for the arguments and `out_specs`
-#   for the result, which is the same on all devices here.
-# - `jax.jit` compiles it all, as `torch.compile` does.
-#
-# A **collective** is a communication in which all devices take part; `broadcast` is one. Count the collectives in the compiled
-# program.
 
 # %%
 mesh = make_mesh(f"dp={N}")
@@ -100,26 +90,25 @@ def loss(w, x):
 ddp = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
 ddp = jax.jit(ddp)
 
+# %% [markdown]
+# - `jax.grad(loss)` is a function. It returns the gradient with respect to the first argument, here `w`. There is no
+#   `.backward()`, and nothing is stored in `w.grad`.
+# - `jax.shard_map` runs a function on every device, as each rank runs your script. `P("dp")` cuts the first dim of `x` over the
+#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy. `in_specs` are for the arguments, `out_specs`
+#   for the result, which is the same on all devices here.
+# - `jax.jit` compiles it all, as `torch.compile` does.
+#
+# A **collective** is a communication in which all devices take part; `broadcast` is one. **How many collectives does the compiled
+# program contain?**
+
 # %%
 num_collectives = ...  # a number
 attempt("00b.collectives", num_collectives)
 
-# %% [markdown]
-# ## What was compiled
-
 # %%
-gradient = ddp(w, x)
-print("in the compiled program:", sent_by(ddp, w, x))
-whole_batch = jax.grad(loss)(w, x)  # on one device
-print(
-    "this gradient over that of the whole batch:",
-    np.median(gradient / whole_batch).round(3),
-)
 met("00b.collectives", len(sent_by(ddp, w, x)), "compiled")
-
-# %% tags=["plumbing"]
-assert sent_by(ddp, w, x) == ["all-reduce"]
-assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
+if opened("00b.collectives"):
+    print("in the compiled program:", *sent_by(ddp, w, x))
 
 # %% [markdown]
 # JAX knows that `w` is the same on all devices (`P()`). Each device computes a part of its gradient, and JAX adds the parts: that is DDP's
@@ -129,8 +118,26 @@ assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
 show(draw.replicas())
 
 # %% [markdown]
-# There is one difference. **DDP takes the mean, JAX takes the sum.** So divide by the number of devices yourself. Lesson 03
-# shows what goes wrong otherwise.
+# ## Predict: is this the gradient that DDP gives?
+#
+# One device that has all rows gives `whole_batch`. DDP gives the same. **What is `gradient / whole_batch`, on 8 devices?**
+
+# %%
+gradient = ddp(w, x)
+whole_batch = jax.grad(loss)(w, x)  # on one device
+ratio = ...  # a number
+attempt("00b.ratio", ratio)
+
+# %%
+met("00b.ratio", round(float(np.median(gradient / whole_batch)), 3), "computed")
+
+# %% tags=["plumbing"]
+assert sent_by(ddp, w, x) == ["all-reduce"]
+assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
+
+# %% [markdown]
+# Each device has the mean over its own rows. **DDP and FSDP2 average over the devices, JAX adds.** So divide by the number of devices
+# yourself. Lesson 03 shows what goes wrong otherwise.
 #
 # ## With `pcast` each device keeps a gradient of its own
 #
@@ -190,15 +197,23 @@ fsdp = jax.shard_map(
     jax.grad(sharded_loss), mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp")
 )
 fsdp = jax.jit(fsdp)
-print("in the compiled program:", *sent_by(fsdp, w, x))
+
+# %% [markdown]
+# We write one `all_gather`. **How many collectives of each kind does the compiled program contain?**
+
+# %%
+kinds = {"all-gather": ..., "reduce-scatter": ..., "all-reduce": ...}
+attempt("00b.fsdp", kinds)
 
 # %% tags=["plumbing"]
+compiled_kinds = {kind: sent_by(fsdp, w, x).count(kind) for kind in kinds}
+met("00b.fsdp", compiled_kinds, "compiled")
 assert sent_by(fsdp, w, x) == ["all-gather", "reduce-scatter"]
 assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# We did not write the reduce-scatter. `grad` wrote it: the backward pass of an all-gather sums over the devices, and gives each
-# device its part of the sum. (Here one gather is enough, because `x` is data. With more layers the weights are gathered again for the
+# `grad` wrote the second one: the backward pass of an all-gather sums over the devices, and gives each device its part of the sum. It
+# is a sum here too: divide it. (One gather is enough, because `x` is data. With more layers the weights are gathered again for the
 # backward pass, as in the picture: lesson 04.)
 #
 # ## You can read a program before it runs
@@ -246,13 +261,12 @@ show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
 # | `dist.all_reduce` | `lax.psum(x, "tp")` | `b d +tp -> b d` |
 # | `dist.all_to_all_single` (dim 0 only) | `lax.all_to_all(x, "tp", 1, 0, tiled=True)` | `b/tp d -> b d/tp` |
 # | `Partial()` of a DTensor | a varying value that is still to be added | `+tp` |
-# | DDP | `grad` with `w` at `P()`, divided by the number of devices | `d m +dp -> d m` |
-# | `fully_shard` (FSDP2) | `all_gather` inside the loss | `d/dp m -> d m` |
+# | DDP | `grad` inside `shard_map`, `w` at `P()`; divided by the number of devices | `d m +dp -> d m` |
+# | `fully_shard` (FSDP2) | `all_gather` inside the loss; divided, too | `d/dp m -> d m` |
 # | NCCL | XLA calls it on GPUs | |
 # | `torchrun`, a process per GPU | `jax.distributed.initialize()`, usually a process per host; on GPUs under SLURM or Open MPI one per GPU | |
 #
-# (Along axes from `jax.make_mesh`, JAX checks layouts as types: lesson 12. Our axes are of the older kind, `AxisType.Auto`.) An
-# arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward layer.)
+# An arrow `->` is a movement, and `+tp` an unfinished sum. Lesson 02 draws them. (`m` is the width of a feed-forward layer.)
 
 
 # %% tags=["plumbing"]
@@ -295,7 +309,7 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 # ## Keep: you write the loss, `grad` writes the sums
 #
 # 1. One JAX process runs all devices of its host; a function in `shard_map` corresponds to a rank's script in PyTorch.
-# 2. The gradient of a shared weight is summed over the devices, as in DDP, but it is a sum and not a mean.
+# 2. The gradient of a shared weight is summed over the devices. DDP and FSDP2 take the mean.
 # 3. `pcast(…, to="varying")` marks a value as each device's own copy. A gradient with respect to that copy is not summed.
 # 4. The gradient of an all-gather is a reduce-scatter: that is FSDP.
 # 5. Read what was compiled, with `lower().compile()`; do not guess.
@@ -304,12 +318,18 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 # ## Further
 #
 # The left sides are those of PyTorch's documentation ([DTensor](https://docs.pytorch.org/docs/stable/distributed.tensor.html),
-# [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)). PyTorch is not needed here, so they are not run. Data parallelism in both:
+# [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)). PyTorch is not needed here, so they are not run.
+#
+# By default `jax.make_mesh` makes *explicit* axes, on which JAX checks layouts as types (lesson 12). The axes of these lessons are
+# `AxisType.Auto`.
+#
+# Data parallelism in both:
 #
 # ```python
 # # PyTorch: torchrun --nproc-per-node 8 train.py
 # dist.init_process_group("nccl")
 # local = int(os.environ["LOCAL_RANK"])
+# torch.cuda.set_device(local)
 # model = DistributedDataParallel(Linear(16, 8).to(local), device_ids=[local])
 # loss = model(rows_of_this_rank).pow(2).mean()
 # loss.backward()                      # hooks: all-reduce, mean, in buckets
@@ -321,7 +341,7 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 # fully_shard(model, mesh=mesh)
 # ```
 #
-# ## A weight without a wrapper: trees
+# ### A weight without a wrapper: trees
 #
 # JAX has no `nn.Module`. Weights are a tree (a dict, say), and `grad` returns a tree of the same form. A step is a function from a
 # state to the next one.
@@ -357,7 +377,7 @@ mib_sent = ...
 attempt("00b.fsdp_bytes", mib_sent)
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # torchrun --nproc-per-node 1 train.py       one process per host (lesson 17)

@@ -37,7 +37,7 @@ import optax
 
 from llmpar import draw
 from llmpar.draw import scene
-from llmpar.inspect.census import compiled_memory
+from llmpar.inspect.census import compiled_memory, executed_flops
 from llmpar.lessons import attempt, hint, met, opened, solution
 from llmpar.lessons.lesson import (
     counting_text,
@@ -74,8 +74,7 @@ held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
 # All four models' weights fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three quarters of
-# the card's 79 GiB. The lessons draw this line. (Explorers keep 8 % of it free: 54.6 GiB.) (1 GB is 1e9 bytes, 1 GiB is 2**30; the card
-# is sold as "80 GB".)
+# the card's 79 GiB. (1 GB is 1e9 bytes, 1 GiB is 2**30.)
 #
 # ## Predict: what else does training hold?
 #
@@ -113,9 +112,8 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # ## The compiler reserves exactly what was counted
 #
 # Does this count hold for a real program? We train a small model with weights and moments of 32 bits. So the arguments of a step are 4
-# and 8 bytes for each parameter, and the tokens of a batch. (The weight itself is the precise copy here: with gradients of 4 bytes that
-# is 16 again.) The compiler says how many bytes it reserves for arguments. (`remat` chooses what is recomputed; the next part explains
-# it.)
+# and 8 bytes for each parameter, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (`remat`: see
+# below.)
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
@@ -139,14 +137,21 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # ## Activations: what the backward pass needs again
 #
 # One thing is missing. The backward pass of `y = x @ w` needs `x` again. So the forward pass keeps results of each layer, its
-# **activations**. The backward pass uses them, last layer first. They grow with the tokens, not with the parameters.
+# **activations**. The backward pass uses them, last layer first. They grow with the tokens of the batch; weights, gradients and
+# moments do not.
 #
-# **Recomputation** keeps fewer of them, and computes the others again in the backward pass. JAX calls this *remat*. llmpar has three
-# policies. `none` keeps all that the backward pass reads. `selective` keeps the results of matmuls and of attention. `block` keeps
-# only the input of each layer.
+# **Recomputation** (JAX calls it *remat*) keeps fewer of them, and computes the others again in the backward pass. llmpar has three
+# policies. Of Llama 3 8B, with 8,192 tokens in bfloat16 (2 bytes), they keep so many arrays of 64 MiB:
 #
-# Split the state of Llama 3 8B evenly over eight H100s; each processes 8,192 tokens in bfloat16 (2 bytes). A layer's input is 64
-# MiB. In each of 32 layers `none` keeps more than thirty such arrays, `selective` about a dozen, `block` one. **Which fit into
+# | policy | keeps | arrays of a layer |
+# |---|---|---|
+# | `none` | all that the backward pass reads | more than 30 |
+# | `selective` | results of matmuls and of attention | about 12 |
+# | `block` | the layer's input | 1 |
+#
+# ## Predict: which policies fit?
+#
+# Split the state evenly over eight H100s: weights and moments take 11.2 GiB of each. There are 32 layers. **Which policies fit into
 # 59.3 GiB, and which are too large?**
 
 # %%
@@ -199,22 +204,21 @@ for policy, size in KEPT.items():
 
 # %% [markdown]
 # *At work*: temporary memory of the one layer (or the loss) that is running. Without recomputation (`none`) the step needs more
-# than a program may use; `block` needs about a quarter of what `none` needs. The 736 MiB of `selective` consist of a layer's
-# input, queries, keys, values, attention's result, the sum after it and the two wide matmuls of the feed-forward.
+# than a program may use; `block` needs about a quarter of what `none` needs.
 #
 # ## The compiler agrees, and the losses stay the same
 #
-# We compile the small model three times. The bars are what the compiler reserves: mostly activations, and gradients.
+# We compile the small model three times. The bars are the temporary memory that the compiler reserves: activations and gradients.
 
 # %%
 temporaries = {
-    policy: {"activations": compiled_memory(run.compiled)["temp_bytes"]}
+    policy: {"temporaries": compiled_memory(run.compiled)["temp_bytes"]}
     for policy, run in runs.items()
 }
 scene.show(draw.memory_bars(temporaries.items(), title="Temporary memory, compiled"))
 
 # %% tags=["plumbing"]
-held = {policy: row["activations"] for policy, row in temporaries.items()}
+held = {policy: row["temporaries"] for policy, row in temporaries.items()}
 assert held["block"] < held["selective"] < held["none"]
 small = memory.kept_bytes(runs["block"].step.plan, *runs["block"].shape)
 more = CONFIG.num_layers * (small["selective"] - small["block"])
@@ -230,8 +234,7 @@ assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 # ## Each weight costs 6 FLOPs a token
 #
 # A **FLOP** is one addition or multiplication. A matmul multiplies each weight by one number of each token, and adds the result to a sum:
-# 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for that of the weight: 4 more. The
-# compiler counts the same.
+# 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for that of the weight: 4 more.
 
 # %%
 T, D, M = 256, 64, 128  # tokens, width in, width out
@@ -254,6 +257,24 @@ print(f"forward and backward {both / per:.2f} (with the loss's square)")
 assert forward == 2 * per and 6 <= both / per < 6.2
 
 # %% [markdown]
+# ## Predict: what does recomputation cost?
+#
+# `block` runs the forward pass of each layer a second time. **How many times the FLOPs of `none` does a step take?**
+
+# %%
+times_the_flops = ...  # matmuls with weights
+attempt("01.again", times_the_flops)
+
+# %% tags=["plumbing"]
+met("01.again", 8 / 6, "counted")
+executed = {name: executed_flops(run.compiled.as_text()) for name, run in runs.items()}
+small_model = executed["block"] / executed["none"]
+assert 1.25 < small_model < 4 / 3 and executed["selective"] == executed["none"]
+if opened("01.again"):
+    print(f"the small model's program: {small_model:.2f}", end=" ")
+    print("(its head and each layer's last matmul run once)")
+
+# %% [markdown]
 # ### Exercise (core): how long?
 #
 # 1,024 H100s (989.4e12 FLOPs a second each) reach 40 % of that rate. How many **days** does Llama 3 8B take for 15e12 tokens?
@@ -267,9 +288,8 @@ attempt("01.days", num_days)
 # ## Predict: when does attention cost more than all weights?
 #
 # Attention has matmuls without weights: they multiply every token with every other token. Forward and backward, each token of a
-# sequence of `s` costs `12 l n h s` FLOPs, with `l` layers, `n` heads and head width `h`. (The PaLM paper counts in this way,
-# appendix B. A causal mask halves it.) Llama 3 8B has 32 layers, 32 heads and h = 128. Its weights cost 6 FLOPs each, apart
-# from the embedding's, `v d` = 128,256 × 4,096, which are looked up and not multiplied.
+# sequence of `s` costs `12 l n h s` FLOPs, with `l` layers, `n` heads and head width `h`. Llama 3 8B has 32 layers, 32 heads and
+# h = 128. Its weights cost 6 FLOPs each, apart from the embedding's, `v d` = 128,256 × 4,096, which are looked up and not multiplied.
 #
 # **From which `s` on does attention cost more?**
 
@@ -315,7 +335,7 @@ met("01.crossover", round(equal), "counted")
 # ## Keep: 16 bytes a parameter, 6 FLOPs a parameter and token
 #
 # 1. Training with Adam in mixed precision holds 16 bytes per parameter, activations not counted.
-# 2. Activations grow with tokens; recomputation trades them for FLOPs.
+# 2. Activations grow with the tokens (and with layers and width); recomputation trades them for FLOPs, `block` for a third more.
 # 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
 # 4. Attention adds `12 l n h s` per token: in Llama 3 8B a fifth of the FLOPs at 8,192 positions, most at a million.
 # 5. Memory says how many devices you must have; FLOPs say how many you want.
@@ -326,7 +346,7 @@ assert formulas.zero_bytes(LLAMA.num_params, 1, 0) == 16 * LLAMA.num_params
 # %% [markdown]
 # ## Further
 #
-# ## Parameters, counted
+# ### Parameters, counted
 #
 # A Llama layer has four matrices for attention and three for the feed-forward, and two vectors of width `d`. With `k` heads for
 # keys and values and `m` the width of the feed-forward they are: queries `d n h`, keys and values `d k h`, output `n h d`; `d m`
@@ -351,7 +371,7 @@ for name in ("llama2-7b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405
 # %% [markdown]
 # These are the published numbers, to the last one.
 #
-# ## One GPU would train for 58 years
+# ### One GPU would train for 58 years
 #
 # **MFU** (model FLOPs utilisation) is the number of useful FLOPs per second, divided by the peak. FLOPs that are computed again do
 # not count. At an MFU of 40 %, for 15e12 tokens:
@@ -363,7 +383,16 @@ for name, _ in LINES:
     print(f"{name:<14} {seconds / 86400 / 365.25:5,.0f} years on one H100")
 
 # %% [markdown]
-# ## Other words for recomputation
+# ### What `selective` keeps
+#
+# Its 736 MiB of a layer, in arrays of 64 MiB: the input 1, queries 1, keys and values ¼ each, attention's result 1, the sum after it 1,
+# the two wide matmuls of the feed-forward 3.5 each. Together 11.5.
+#
+# ### How attention is counted
+#
+# `12 l n h s` is the count of the PaLM paper (appendix B): all pairs of positions. A causal mask halves it.
+#
+# ### Other words for recomputation
 #
 # torchtitan's selective checkpointing keeps every *second* matmul: less than `selective` here. PyTorch calls the whole idea
 # activation checkpointing, and `block` *full*.
@@ -381,7 +410,7 @@ def keep_every(layers, ratio): ...
 attempt("01.keep_every", keep_every)
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar models llama3-8b                                   exact parameters

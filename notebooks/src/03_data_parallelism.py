@@ -166,7 +166,7 @@ def clip_then_sum(grads, count):
 
 
 # %% [markdown]
-# On one device all three are right. **Which are right on several?**
+# On one device all three are right. **Which are right on several devices, if these count different numbers of rows?**
 
 # %%
 right = {"mean_then_sum": ..., "mean_then_mean": ..., "clip_then_sum": ...}
@@ -286,7 +286,7 @@ assert sent_by_hand["dp", "all-reduce"]["count"] == 4
 
 # %%
 print(f"parameters: {LLAMA.num_params:,}; devices: {N}")
-bytes_sent = ...  # your number, for the gradients alone
+bytes_sent = ...  # bytes, for the float32 gradients alone
 
 attempt("03.sent", bytes_sent, params=LLAMA.num_params, devices=N)
 
@@ -392,8 +392,8 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # ## With how many tokens does the sum cost no time?
 #
 # The gradient of the last layer is ready first. It can be sent while earlier layers compute. Take Llama 3 8B on 8 H100s,
-# with gradients in bfloat16. **With how many tokens per device does computing take as long as sending?** (An H100 computes
-# 989.4e12 FLOPs per second; 370 GB/s leave it.) Within 15 % counts as right.
+# with gradients in bfloat16. An H100 computes 989.4e12 FLOPs per second, and 370 GB/s leave it. **With how many tokens per
+# device does computing take as long as sending?** Within 15 % counts as right.
 
 # %%
 tokens_needed = ...
@@ -410,13 +410,15 @@ assert balance == 2340  # the text below
 met("03.hide", balance, "computed")
 
 # %% [markdown]
-# (`28+` is layers 28 to 31. Drag the tokens.) The times are computed (off by 8 % in the mean). A
-# backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2
-# bytes, twice. With `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device and `β` bytes/s of its links:
+# (`28+` is layers 28 to 31.) The times are computed, not measured; on average they are off by 8 %.
+#
+# A backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2 bytes, twice. With
+# `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device and `β` bytes/s of its links:
 #
 # $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{\beta} \quad\Longleftrightarrow\quad T \ge \frac{C}{\beta} $$
 #
-# The size of the model drops out: the threshold belongs to the hardware.
+# The size of the model drops out: the threshold belongs to the hardware. At 370 GB/s it is 2,674 tokens; the ring sends only 7/8, so
+# the figure has 2,340. By *published* rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 h100, v5p = chip("h100"), chip("v5p")
@@ -435,9 +437,8 @@ for where, (device, rate, published) in thresholds.items():
     print(f"{at_rate:<36} {tokens:4.0f} tokens, published {published}")
 
 # %% [markdown]
-# (Published: Austin et al. 2025.) Across nodes 400 GB/s is the rate of a whole node, whose eight GPUs first add up inside. In the
-# figure the threshold is 2,340 tokens, since it uses the rate that large messages reach, 370 of NVLink's 450 GB/s, and the ring's 7/8.
-# With more tokens a step waits only for the last piece: nothing is left to compute.
+# (Published: Austin et al. 2025.) 400 GB/s is the rate of a whole node, whose GPUs first add up inside. With more tokens a step
+# waits only for the last piece.
 #
 # ## Measured: the second node costs most
 #
@@ -453,7 +454,7 @@ show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
 # (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. From 2 to 8
-# nodes 2(N − 1)/N grows only from 1 to 1.75. The step to 16 nodes costs more than this formula explains.
+# nodes 2(N − 1)/N grows only from 1 to 1.75. The step to 16 nodes costs more than this formula explains; the source does not say why.
 #
 # ## Keep: replicas sum their gradients
 #
@@ -582,7 +583,7 @@ except ValueError as refusal:
 # ### Which weight sends what
 #
 # The Llama's sums carry their arrows, too. Here are those of `reduce="layer"`. What is sent inside the loop over the layers is
-# sent once per layer; XLA cannot join it.
+# sent once per layer; XLA cannot join it. ([The letters](../docs/words.md#words))
 
 # %%
 print(arrow_text(censuses["layer"]))

@@ -100,10 +100,9 @@ title = "Llama 3 8B: memory of a GPU, data parallel"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the *optimizer* (a
-# float32 copy of the weight, and two *moments*). Activations are 2 GiB: each GPU processes one sequence of 8,192 tokens, keeps
-# the input of each layer, and recomputes the rest (lesson 01). The line, 59.3 GiB, is what a program may use of an H100: JAX
-# takes three quarters of its 79.1 GiB. All pictures here count in this way.
+# Each parameter has 16 bytes (lesson 01): 2 for the weight, 2 for its gradient, and 12 for the *optimizer* (a float32 copy of the
+# weight, and two *moments*). Activations are 2 GiB: one sequence of 8,192 tokens, of which the input of each layer is kept. The
+# line, 59.3 GiB, is what a program may use.
 #
 # ## When is each part used?
 #
@@ -116,9 +115,12 @@ show(draw.zero_strips(stages=[0]))
 # Adam's moments are used once in a step: in the update. And Adam updates each number without looking at others, so a device can
 # update a *part* of the weights.
 #
-# *ZeRO* (Rajbhandari et al. 2020) has three stages. Stage 0 cuts nothing. Stage 1 (ZeRO-1) cuts the optimizer's state: each of N devices
-# holds 1/N of it. Stage 2 cuts the gradients too. Stage 3 cuts the weights too; it is also called *FSDP*, fully sharded
-# data parallelism. The mesh axis is called `fsdp`.
+# *ZeRO* (Rajbhandari et al. 2020) has three stages, along the mesh axis `fsdp`:
+#
+# - stage 0 cuts nothing: data parallelism;
+# - stage 1 (ZeRO-1) cuts the optimizer's state: each of N devices holds 1/N of it;
+# - stage 2 cuts the gradients, too;
+# - stage 3 cuts the weights, too. It is also called *FSDP*, fully sharded data parallelism.
 #
 # ## Predict: what does each device hold?
 #
@@ -129,24 +131,7 @@ show(draw.zero_strips(stages=[0]))
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
 attempt("04.memory_table", memory_gb)
 
-# %% [markdown]
-# ## Predict: what does each device send?
-#
-# As in lesson 03, Ψ is the number of parameters. We count what is sent in units of Ψ numbers. A reduce-scatter or an all-gather of the
-# whole model sends **Ψ** from each device, an all-reduce **2Ψ** (lesson 02; to be exact, times (N − 1)/N). Stage 0 sums gradients by
-# an all-reduce. At stage 3 each layer's weights are gathered before they are used, forward and backward, and thrown away after each
-# use. **How many Ψ does a device send in a step?**
-
-# %%
-sent_in_psi = {0: 2, 1: ..., 2: ..., 3: ...}
-attempt("04.sent", sent_in_psi)
-
-# %% [markdown]
-# ## Each stage cuts one more part
-
 # %% tags=["plumbing"]
-if opened("04.sent"):
-    show(draw.zero_strips())
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
 bars = [(name, parts | {"activations": ACTIVATIONS}) for name, parts in bars]
 title = "Llama 3 8B on 8 GPUs: memory of each"
@@ -166,6 +151,22 @@ assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
 # %% [markdown]
 # On eight H100s stage 1 is enough for 8B. On the four smaller A100s 7B needs stage 3. No stage cuts activations.
 #
+# ## Predict: what does each device send?
+#
+# We count what is sent in units of Ψ, the number of parameters. A reduce-scatter or an all-gather of the whole model sends **Ψ**
+# from each device, an all-reduce **2Ψ** (lesson 02; to be exact, times (N − 1)/N). Stage 0 sums gradients by an all-reduce. At stage 3
+# each layer's weights are gathered before they are used, forward and backward, and thrown away after each use. **How many Ψ does a
+# device send in a step?**
+
+# %%
+sent_in_psi = {0: 2, 1: ..., 2: ..., 3: ...}
+attempt("04.sent", sent_in_psi)
+
+# %% tags=["plumbing"]
+if opened("04.sent"):
+    show(draw.zero_strips())
+
+# %% [markdown]
 # ## Stage 0: all-reduce, then update
 #
 # We write the stages with JAX's own functions. The model is four layers of `tanh(x @ w)`: 4 × 32 × 32 weights in float32. A
@@ -219,12 +220,13 @@ show(draw.before_after(("reduce-scatter", "all-gather")))
 
 # %% [markdown]
 # Stage 1 puts the update between the two. After the reduce-scatter a device has the finished sum for its own rows of each
-# weight. It updates these rows, with its part of Adam's state. Then it gathers the updated weights. Three lines change:
+# weight (`d m`: `d` rows, `m` columns). It updates these rows, with its part of Adam's state. Then it gathers the updated weights.
+# Three lines change:
 
 
 # %%
 def my_rows(w):
-    """This device's rows of every layer: `l d m -> l d/fsdp m`. Nothing is sent."""
+    """This device's rows of all l layers: `l d m -> l d/fsdp m`. Nothing is sent."""
     first = lax.axis_index("fsdp") * (D // N)
     return lax.dynamic_slice_in_dim(w, first, D // N, axis=1)
 
@@ -233,14 +235,12 @@ def stage1(w, m1, m2, t, x, y):
     value, g = own_gradient(w, x, y)
     g = lax.psum_scatter(g, "fsdp", scatter_dimension=1, tiled=True)
     rows, m1, m2 = adam(my_rows(w), g, m1, m2, t)
+    # tiled: parts are joined along that dim; invarying: all devices get the same
     w = lax.all_gather(rows, "fsdp", axis=1, tiled=True, to="invarying")
     return w, m1, m2, lax.psum(value, "fsdp")
 
 
 # %% [markdown]
-# (`tiled`: parts are cut or joined along that dim. `invarying`: all devices get the same. There are `l` layers; of a weight,
-# `d` is the width of the input, its rows, and `m` the width of the output, its columns.)
-#
 # ## Stage 3: gather, use, forget
 
 # %% tags=["plumbing"]
@@ -266,8 +266,11 @@ def stage3(w, m1, m2, t, x, y, use=gathered_layer):
 
 
 # %% [markdown]
-# This code has no reduce-scatter, but its compiled program has one: **the gradient of a gather is a reduce-scatter.** A weight
-# was copied to all devices, so its gradient is a sum over all devices; each device needs only its own rows of that sum.
+# This code calls one collective, the gather. **How many reduce-scatters run in a step of the compiled program, with four layers?**
+
+# %%
+reduce_scatters = ...
+attempt("04.scatters", reduce_scatters)
 
 # %% tags=["plumbing"]
 WEIGHT_AT = {0: "l d m", 1: "l d m", 2: "l d m", 3: "l d/fsdp m"}
@@ -360,8 +363,12 @@ hand = {0: stage0, 1: stage1, 3: stage3}
 programs = {stage: checked(stage, function) for stage, function in hand.items()}
 found = {stage: round(psi) for stage, (_, psi) in programs.items()}
 met("04.sent", {0: found[0], 1: found[1], 2: 2, 3: found[3]}, "Ψ:")
+met("04.scatters", COUNTS[3]["reduce-scatter"])
 
 # %% [markdown]
+# **The gradient of a gather is a reduce-scatter.** A weight was copied to all devices, so its gradient is a sum over all devices; each
+# device needs only its own rows of that sum.
+#
 # So stage 1 divides the optimizer's memory by N and sends what stage 0 sends. Stage 3 sends one more Ψ: the second gather, for
 # the backward pass. (In stage 2, in *Further*, each layer's gradient is scattered as soon as it exists: 2Ψ too.)
 #
@@ -391,7 +398,7 @@ met("04.accumulated", more, "found")
 # Stages 0 and 1 add up whole gradients and send once. Stage 2 scatters once for each microbatch, and gathers the updated weights once. Stage 3
 # gathers twice and scatters once for each microbatch.
 #
-# ### Exercise (stretch): make stage 2 from stage 1
+# ### Exercise (core): make stage 2 from stage 1
 #
 # Below is stage 1's sum over microbatches. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
 # stage 2's sum: return the same shard, `d/fsdp m`, but never add whole gradients.
@@ -419,6 +426,8 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 
 # %% [markdown]
 # ## Further
+#
+# Next: [lesson 05](05_tensor_parallelism.ipynb). What follows is optional: stages and recipes in more detail, LoRA, offload.
 #
 # ### Exercise (stretch): the same in bytes
 #

@@ -100,57 +100,56 @@ second = sum(relu(x[:, own] @ w1[own]) for own in quarters) @ w2
 
 tried = {"columns, rows": first, "rows, columns": second}
 for name, found in tried.items() if opened("05.cut") else ():
-    print(f"{name:<16} largest error {abs(found - y).max():.1g}")
+    print(f"{name}: off by {abs(found - y).max():.1g}", end=". ")
 
 # %% tags=["plumbing"]
 assert np.allclose(first, y) and abs(second - y).max() > 1
 
 # %% [markdown]
-# ## W1 by columns, W2 by rows
+# ## What can a device finish alone?
 #
-# Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), so it may apply
+# (Answer above first.) Cut W1 by columns. Each device gets finished numbers for some hidden units (columns of x W1), so it may apply
 # relu. Its rows of W2 belong to the same hidden units. The result is a *partial sum* for each number of `y`; one all-reduce adds them
 # up. W1 and W2, cut like this, are a *pair*: a *column matrix* and a *row matrix*.
 
 # %% tags=["plumbing"]
-show(
-    draw.matmul(
-        "s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d",
-        names=("x", "W1", "relu(x W1)", "W2", "partial sums of y", "y"),
-        title="W1 by columns, W2 by rows: one all-reduce",
+if opened("05.cut"):
+    show(
+        draw.matmul(
+            "s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d",
+            names=("x", "W1", "relu(x W1)", "W2", "partial sums of y", "y"),
+            title="W1 by columns, W2 by rows: one all-reduce",
+        )
     )
-)
 
 # %% [markdown]
-# ## W1 by rows, W2 by columns
+# ## The other way round
 #
-# Each device has a partial sum for every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. This sum must be finished before
-# relu, and it is four times as wide as `y` (drawn narrower here).
+# Cut W1 by rows. Each device has a partial sum for every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. This sum must be finished before
+# relu, and it is four times as wide as `y`.
 
 # %% tags=["plumbing"]
-show(
-    draw.matmul(
-        "s d/tp × d/tp m = s m +tp -> s m × m d/tp = s d/tp -> s d",
-        names=(
-            "x|each uses its columns",
-            "W1",
-            "partial sums of x W1",
-            "relu(x W1)",
-            "W2",
-            "y",
-            "y",
-        ),
-        title="W1 by rows, W2 by columns: two messages, one of them wide",
+names = ("x|each uses its columns", "W1", "partial sums of x W1", "relu(x W1)", "W2")
+if opened("05.cut"):
+    show(
+        draw.matmul(
+            "s d/tp × d/tp m = s m +tp -> s m × m d/tp = s d/tp -> s d",
+            names=(*names, "y", "y"),
+            title="W1 by rows, W2 by columns: two messages, one of them wide",
+        )
     )
-)
 
 # %% [markdown]
-# ## Four orders, and what they send
+# ## Predict: what does the worst order send?
 #
 # The letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units); `tp` is the mesh
-# axis. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The partial sums are `s d +tp`, a sum unfinished over tp, and the pair
-# sends one arrow, `s d +tp -> s d`. The other three orders send wider arrays, or more of them (an all-reduce costs twice a
-# gather of the same array):
+# axis. The pair sends one arrow, `s d +tp -> s d`: the sum over tp is finished. Three other orders are right, too, but send wider
+# arrays, or more of them. An all-reduce costs twice a gather of the same array. **The worst order sends how many times the
+# bytes of the best?**
+
+# %%
+worst = ...  # a number
+attempt("05.worst", worst)
 
 # %% tags=["plumbing"]
 orders = {
@@ -159,6 +158,9 @@ orders = {
     "rows, rows": ["s m +tp -> s m/tp", "s d +tp -> s d"],
     "rows, columns": ["s m +tp -> s m", "s d/tp -> s d"],
 }
+WORDS = {"s d +tp -> s d": "all-reduce of y", "s d/tp -> s d": "gather of y"}
+WORDS |= {"s m/tp -> s m": "gather of hidden", "s m +tp -> s m": "all-reduce of hidden"}
+WORDS |= {"s m +tp -> s m/tp": "reduce-scatter of hidden"}
 
 
 def sent(text):
@@ -169,17 +171,18 @@ def sent(text):
 
 
 least = sum(map(sent, orders["columns, rows"]))
-for order, arrows in orders.items():
-    total = sum(map(sent, arrows))
-    print(f"{order:<18}{total / (least or 1):4.1f} times the bytes", end="    ")
-    print(", ".join(arrows))
-    assert order == "columns, rows" or total >= 2.5 * least
+times = {name: round(sum(map(sent, each)) / least, 2) for name, each in orders.items()}
+assert list(times.values()) == [1, 2.5, 3, 4.5]
+met("05.worst", max(times.values()), "computed")
+for order, arrows in list(orders.items())[1:] if opened("05.worst") else ():
+    print(f"{order:<18}{times[order]} times the bytes", end=": ")
+    print(", ".join(map(WORDS.get, arrows)))
 
 # %% [markdown]
 # ## Predict: how many all-reduces in training?
 #
-# Stack `L = 4` pairs (dim `l`; `b` are rows of a batch), `x = relu(x @ w1) @ w2`, with a loss on top. **How many all-reduces give the loss and the gradients of all
-# weights?** The input of the first pair is data.
+# Take a stack of `L = 4` pairs: in each, `x = relu(x @ w1) @ w2`. A loss follows. The input of the first pair is data. **How many
+# all-reduces give the loss and the gradients of all weights?**
 
 # %%
 num_all_reduces = ...
@@ -187,7 +190,7 @@ attempt("05.stack_all_reduces", num_all_reduces, devices=N)
 
 
 # %% [markdown]
-# Inside `jax.shard_map` one device does this:
+# Inside `jax.shard_map` one device does this (`b` rows of a batch, `l` pairs):
 
 
 # %%
@@ -274,10 +277,9 @@ met("05.stack_all_reduces", num_found)
 # %% [markdown]
 # ## Backward, the sum is at the other end of the pair
 #
-# Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows
-# the gradient of `x` through its own columns only. In JAX f is `lax.pcast`: nothing forward, an all-reduce backward ([its
-# picture](03_data_parallelism.ipynb)). Here we want the gradient of `x` *before* `pcast`, so the all-reduce runs. The first
-# pair's `x` is data, and needs no gradient: 2L − 1.
+# Forward, the end of a pair adds up. Backward, its beginning does: each device knows the gradient of `x` through its own columns
+# only. That is `lax.pcast`: nothing forward, an all-reduce backward ([picture](03_data_parallelism.ipynb)). Here we want the gradient
+# of `x` *before* `pcast`; lesson 03 wanted it *after*. The first pair's `x` needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
 #
@@ -307,15 +309,15 @@ if opened("05.attention_layouts"):
     show(attention)
 
 # %% [markdown]
-# ## How attention is cut
+# ## Heads are the columns
 #
-# Between Wq and Wo no head needs another head. So a device that has all of a head computes its attention alone.
-
+# Wq, Wk and Wv are column matrices: their columns are heads, so cut `n` and `k`. Wo is the row matrix that reads the same heads: cut
+# its `n`. Between Wq and Wo no head needs another one, so a device computes its heads alone, and one all-reduce adds up.
 #
-# ### Exercise (stretch): a gated pair
+# ### Exercise (core): a gated pair
 #
-# Llama's feed-forward is `(silu(x @ gate) * (x @ up)) @ down`; silu acts on each number by itself. Write what one device does with its parts; it returns the
-# whole result.
+# Llama's feed-forward is `(silu(x @ gate) * (x @ up)) @ down`; silu acts on each number by itself. Write what one device does with
+# its parts; it returns the whole result.
 
 
 # %%
@@ -327,11 +329,10 @@ attempt("05.gated_pair", gated_pair)
 # %% [markdown]
 # ## A layer of a Llama needs four all-reduces
 #
-# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Normalization layers (*norms*) stand
-# between pairs. Every device computes the same norms and stores the same inputs.
+# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs stand normalization layers
+# (*norms*), which every device computes alike.
 #
-# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens for the norms (over `tp`; the axis
-# `sp` of lesson 06 is different). Where a pair ends, a reduce-scatter adds up; where the next pair begins, an all-gather gives
+# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens for the norms (over `tp`, not `sp`). Where a pair ends, a reduce-scatter adds up; where the next pair begins, an all-gather gives
 # all tokens to all devices:
 
 # %%
@@ -344,7 +345,9 @@ show(
 )
 
 # %% [markdown]
-# **Does this send `"more"` bytes than the all-reduces, `"fewer"` or `"as many"`?**
+# ## Predict: does sequence parallelism send more?
+#
+# Than the all-reduces, does this send `"more"` bytes, `"fewer"` or `"as many"`?
 
 # %%
 bytes_sent = ...
@@ -389,8 +392,7 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# It sends the same bytes: an all-reduce *is* these two. But devices keep less. A layer of GPT-3 (scores are
-# recomputed):
+# It sends the same bytes: an all-reduce *is* these two. But devices keep less. A layer of GPT-3:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -443,7 +445,7 @@ met("05.beyond_node", seconds[16] / seconds[8], "measured")
 #
 # Measured: beyond the node a step takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two matmuls:
 # 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can overlap with computing: compute one part of
-# the tokens while the sum of another is sent. All bytes overlap if
+# the tokens while the sum of another is sent. For large N, and with enough parts, all bytes overlap if
 #
 # $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
 #
@@ -454,7 +456,8 @@ v5p, h100 = chip("v5p"), chip("h100")
 places = [
     ("TPU v5p", v5p, 2 * 90e9),  # an axis, both directions, by the book
     ("H100 inside a node", h100, h100.link_bytes_per_s),
-    ("H100 between nodes", h100, h100.dcn_bytes_per_s),
+    ("H100, two whole nodes", h100, h100.node_size * h100.dcn_bytes_per_s),
+    ("H100, one in each node", h100, h100.dcn_bytes_per_s),
 ]
 degrees = {}
 for where, device, rate in places:
@@ -462,9 +465,11 @@ for where, device, rate in places:
         ffn = preset(name).ffn_width
         degrees[where, name] = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
     most = degrees[where, "llama3-70b"]
-    print(f"{where}, {rate / 1e9:.0f} GB/s: Llama 3 70B up to N = {most:.1f}")
+    if device is h100:
+        print(f"{where}, {rate / 1e9:.0f} GB/s: Llama 3 70B up to N = {most:.1f}")
     assert where != "TPU v5p" or round(device.flops_per_s / rate) == 2550
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
+assert int(degrees["H100, two whole nodes", "llama3-70b"]) == 11 < 16
 c = preset("llama3-70b")  # all weights of a layer over its two all-reduces
 weights = 2 * c.width * c.head_width * (c.num_heads + c.num_kv_heads)
 weights += 3 * c.width * c.ffn_width
@@ -472,14 +477,13 @@ whole = weights / (4 * c.width) / (h100.flops_per_s / h100.link_bytes_per_s)
 assert round(whole, 1) == 11.9
 
 # %% [markdown]
-# (Counted over whole layers, with gate and attention, the H100's 13.0 becomes 11.9.)
+# Two whole nodes share all their network ports. But 16 > 11.6: beyond the node the sums no longer hide.
 #
 # ## Keep: columns, then rows, inside the fast links
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes. To keep only its part, a device gathers
-#    once more in the backward pass (a quarter more).
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and devices keep less.
 # 4. Work is divided by N, messages are not: N < m / (C/β).
 
 # %% [markdown]
@@ -630,6 +634,13 @@ for name, census in censuses.items():
         assert sum(r["bytes_sent"] for r in of_key) == row["bytes_sent"]
 
 # %% [markdown]
+# ### To keep only a part, gather once more
+#
+# A column matrix needs its whole input again for its weight's gradient. A device that keeps only its part gathers it once more in the
+# backward pass: a layer's 8 collectives become 10, a quarter more. The layer above has 4 + 4, so it keeps the gathered input.
+#
+# (Counted over whole layers, with gate and attention, the 13.0 of an H100 inside a node becomes 11.9.)
+#
 # ### What the bars of activations count
 #
 # In units of b·s·d bytes a GPT layer keeps 10 + 24/N under plain tensor parallelism, and 34/N with its sequence cut (Korthikanti et al.

@@ -92,12 +92,13 @@ show(
 
 # %% [markdown]
 # The coloured part is what each device can compute from its own queries and keys. Cutting the positions of a sequence is called
-# *context parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*.
+# *context parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*. (The pictures have four ranks, the
+# programs below eight.)
 #
 # ## Keys go round a ring
 #
 # Each rank computes with the keys and values that it has, and sends them on to the next rank: a *hop* (Liu et al. 2023). A *piece* is
-# the keys and values that one rank began with:
+# what one rank began with:
 
 # %% tags=["plumbing"]
 show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
@@ -114,21 +115,58 @@ print(f"{N} devices, S = {S} positions, {OWN} on each")
 bytes_of_keys_and_values = ...
 attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 
+# %% tags=["plumbing"]
+met("06.ring_bytes", 4 * formulas.ring_elements(1, S, K, H, N)[0], "computed")
+
 # %% [markdown]
-# ### Exercise (core): one hop of a real model
+# N devices make N − 1 hops: an N-th hop would only bring each piece back to where it began. In the backward pass the pieces go
+# round again, with their gradients.
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device
-# send in one hop of one layer?
+# ## Predict: which rank waits most?
+#
+# A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank
+# 3 the last. **Which of the 4 ranks waits most? How many times as long as with even work does the ring take?**
 
 # %%
-hop_bytes = ...
-attempt("06.hop_bytes", hop_bytes)
+waits = {"rank": ..., "times": ...}
+attempt("06.ring_waits", waits)
 
 # %% [markdown]
+# ## Step by step
+#
+# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is
+# counted in *full squares*: the time for a square that is completely filled.
+
+# %%
+RingExplorer() if opened("06.ring_waits") else None
+
+# %% tags=["plumbing"]
+met("06.ring_waits", {"rank": 0, "times": 3.5 / 2}, "simulated")
+
+# %% [markdown]
+# ## Deal the parts again
+#
+# The ring takes 3.5 full squares; with even work it would take 2. Rank 0 waits most: most keys come after its queries. So give each
+# rank two parts. Cut the sequence into 8 parts. Part i costs 2i + 1 half squares, because its queries see all i earlier parts. Ranks 0 to 3 keep the
+# parts 0 to 3. **Which second part must each rank get, so that all have equal work?**
+
+# %%
+second_part = {0: ..., 1: ..., 2: ..., 3: ...}  # one of the parts 4 to 7 for each rank
+attempt("06.deal", second_part)
+
+# %% tags=["plumbing"]
+both = IN_ORDER | {"zigzag": parts_of_ranks("zigzag")}
+if opened("06.deal"):
+    show(draw.causal(both))
+met("06.deal", {rank: parts[1] for rank, parts in enumerate(both["zigzag"])}, "dealt")
+
+# %% [markdown]
+# This order is called *zigzag*. The tokens are put into it once, before the training step.
+#
 # ## A softmax can begin before it has seen all keys
 #
 # Softmax divides by a sum over *all* keys. Take one head, and two devices with the same queries and half of the keys each: `s`
-# positions of queries, `t` positions of keys, `h` width of a head.
+# positions of queries, `t` of keys, `h` width of a head.
 
 # %% tags=["plumbing"]
 show(
@@ -142,9 +180,11 @@ show(
 )
 
 # %% [markdown]
-# So a device keeps three things for each query: the weighted sum of values, the sum of weights exp(score), and its own largest
-# score, which it subtracts so that exp cannot overflow. To join two results, rescale both to the larger score: multiply by
-# exp(own − larger), then add. At the end divide by the sum of weights (Milakov and Gimelshein 2018):
+# For each query a device keeps three things:
+#
+# - `top`: its own largest score. It is subtracted, so that exp cannot overflow;
+# - `total`: the sum of its weights exp(score − `top`);
+# - `values`: the sum of values, each times its weight.
 
 
 # %%
@@ -156,6 +196,22 @@ def look(q, k, v, seen):  # s h, t h, t h, s t
     return weights @ v, weights.sum(-1), top  # s h, s, s
 
 
+# %% [markdown]
+# ### Exercise (core): join two devices
+#
+# Device a has the scores 1 and 3: `top` 3, `total` exp(1 − 3) + 1 = 1.14. Device b has the score 2: `top` 2, `total` 1. One device with
+# all three: `top` 3, `total` 1.50. To join, multiply each device's `values` and `total` by a factor, then add (Milakov and Gimelshein
+# 2018). Write the two factors.
+
+
+# %%
+def factors(top_a, top_b): ...  # for a, and for b
+
+
+attempt("06.factors", factors)
+
+
+# %% tags=["plumbing"]
 def join(one, other):
     (values_a, total_a, top_a), (values_b, total_b, top_b) = one, other
     top = jnp.maximum(top_a, top_b)
@@ -168,7 +224,6 @@ def finish(values, total, top):
     return values / total[..., None]
 
 
-# %% tags=["plumbing"]
 # The same for all rows b, KV heads k, and query heads r of a KV head.
 of_a_kv_head = jax.vmap(look, (1, None, None, None), 1)
 look_at_all = jax.vmap(jax.vmap(of_a_kv_head, (1, 1, 1, None), 1), (0, 0, 0, None))
@@ -207,8 +262,8 @@ print("two halves of the keys, joined, give attention to all keys")
 # %% [markdown]
 # ## Each step of the ring: look, hop, join
 #
-# This is the code of one device. Each key carries its position; a query uses only keys at its own or an earlier position, and `pairs`
-# counts them. `look_at_all` runs `look` for every head.
+# The code of one device. A query uses only keys at its own or an earlier position; `pairs` counts them. `look_at_all` runs `look`
+# for every head.
 
 
 # %%
@@ -282,47 +337,7 @@ assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
 print("the ring by hand equals full attention, in any order of positions;")
 print(f"the compiled program makes {hops} hops, each with {hop:,} B of keys and values")
 
-# %%
-met("06.ring_bytes", kv_bytes)
-
-# %% [markdown]
-# N devices make N − 1 hops: an N-th hop would only bring each piece back to where it began. In the backward pass the pieces go
-# round again, with their gradients.
-#
-# ## Predict: which rank waits most?
-#
-# A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank
-# 3 the last. **Which of the 4 ranks waits most? How many times as long as with even work does the ring take?**
-
-# %%
-waits = {"rank": ..., "times": ...}
-attempt("06.ring_waits", waits)
-
-# %% [markdown]
-# ## Step by step
-#
-# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is
-# counted in *full squares*: the time for a square that is completely filled.
-
-# %%
-RingExplorer() if opened("06.ring_waits") else None
-
 # %% tags=["plumbing"]
-met("06.ring_waits", {"rank": 0, "times": 3.5 / 2}, "simulated")
-
-# %% [markdown]
-# ## What the simulated ring took
-#
-# The ring takes 3.5 full squares; with even work it would take 2. Rank 0 waits most: most keys come after its queries.
-#
-# ## Zigzag: an early part and a late part on each rank
-#
-# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. The tokens are put into this order once, before the training
-# step.
-
-# %% tags=["plumbing"]
-both = IN_ORDER | {"zigzag": parts_of_ranks("zigzag")}
-show(draw.causal(both))
 for order, pairs in live.items():
     assert (pairs == pairs_by_step(N, order, s=S)).all()
 own_key = (np.arange(N) == 0) * OWN / 2  # a query's own key counts half
@@ -340,7 +355,7 @@ assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 # ## Ulysses trades positions for heads
 #
 # In Ulysses (Jacobs et al. 2023), before attention, devices exchange parts by an all-to-all, so that each has *all* positions
-# of some heads (`n` query heads, `k` KV heads). After attention they exchange back.
+# of some heads. After attention they exchange back.
 
 # %% tags=["plumbing"]
 show(
@@ -352,12 +367,12 @@ show(
 )
 
 # %% [markdown]
-# A device needs whole heads, so N must divide the number of KV heads.
+# A device needs whole heads. So here N must divide the number of KV heads; others copy KV heads.
 #
-# ### Exercise (stretch): write the exchange
+# ### Exercise (core): write the exchange
 #
-# This is Ulysses' exchange before attention, on one device: `x` has all heads of its own positions, `s/sp k h`. Return all
-# positions of its share of the heads, `s k/sp h`. (No batch dim; dims count from 0.)
+# The exchange before attention, on one device: `x` has all heads of its own positions, `s/sp k h`. Return all positions of its share
+# of the heads, `s k/sp h`. (No batch dim.)
 
 
 # %%
@@ -369,7 +384,8 @@ attempt("06.to_heads", to_heads)
 # %% [markdown]
 # ## Llama 3 just gathers the keys
 #
-# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024) gathers all of them on every device:
+# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024) gathers all of them on every device. A mask
+# of documents is simple then, too:
 
 # %% tags=["plumbing"]
 show(
@@ -383,13 +399,13 @@ show(
 # %% [markdown]
 # ## When does a hop overlap with computing?
 #
-# While a device computes with one piece, the next one is sent. With `C` FLOP/s of a device and `β` bytes/s of its links, in
+# While a device computes with one piece, the next one is sent. With `n` query heads, `k` KV heads, `C` FLOP/s and `β` bytes/s, in
 # bfloat16, a hop costs no time if
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
-# Left: a full square's two matmuls; right: sending a piece. With a causal mask, zigzag computes half of each
-# square: so a hop costs no time only if a piece is twice as long. The shortest such pieces, in positions, by published rates:
+# Left: a full square's two matmuls; right: sending a piece. With a causal mask, zigzag computes half of each square, so a piece must
+# be twice as long. The shortest such pieces, in positions, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
@@ -414,12 +430,20 @@ for where, rate in links:
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
 # 4. A hop overlaps if a piece has C/β · k/n positions, or twice as many under a causal mask. The gather of all keys does not overlap:
 #    attention waits for it.
-#
-# With a ring of twice the devices a sequence can be twice as long, and no device holds more.
 
 # %% [markdown]
 # ## Further
 #
+# ### Exercise (stretch): one hop of a real model
+#
+# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device
+# send in one hop of one layer?
+
+# %%
+hop_bytes = ...
+attempt("06.hop_bytes", hop_bytes)
+
+# %% [markdown]
 # ### Exercise (stretch): write the zigzag
 #
 # Return an array of the positions 0 … s − 1 in the order in which the ranks have them: first all of rank 0, then all of rank 1, … . The
@@ -827,9 +851,7 @@ if SP > 1:
 # ```
 #
 # On TPUs, and GPUs since Ampere, all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring
-# needs that to merge. cuDNN's public function rounds that log to 16 bits, so a ring cannot use it. Without `sp`, `auto` takes cuDNN for
-# bfloat16 if each row is one document (`--documents whole`). Our kernel for GPUs will stop working in a later JAX: it says since 0.11 that
-# it will remove the dialect (Pallas for Triton). The blocks of this lesson, `--attention-kernel portable`, are slower there, and need neither.
+# needs that to merge. The blocks of this lesson, `--attention-kernel portable`, are slower there.
 #
 # `sp` needs fast links when pieces are short; with long ones slow links are enough, as the threshold says. It multiplies with every other
 # axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.

@@ -76,8 +76,10 @@ scene.show(draw.timeline(naive, facts=False))
 # %% [markdown]
 # Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, of one matmul each: `B`
 # computes the gradient of the input, `W` the gradient of the weights. Here `W` always runs right after its `B`, so both are
-# drawn as one long cell, `B`. (0 is the batch's number.) Yellow is what the stage must hold from `F` to `B`. The batch goes
-# down the stages, its gradient comes back up. Three of four devices always wait.
+# drawn as one long cell, `B`. (0 is the batch's number.)
+#
+# Yellow is what the stage must hold from `F` to `B`. The batch goes down the stages, its gradient comes back up. Three of four
+# devices always wait.
 #
 # ## Cut the batch: microbatches
 #
@@ -92,10 +94,10 @@ idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# This figure uses no formula. It only knows which operation must wait for which. Drag the microbatches from two to eight.
+# This figure uses no formula. It only knows which operation must wait for which. Drag the microbatches down to two.
 
 # %%
-start = {"schedule": "gpipe", "stages": 4, "microbatches": 2}
+start = {"schedule": "gpipe", "stages": 4, "microbatches": 8}
 explorer = TimelineExplorer(only="microbatches", **start)
 explorer if opened("07.idle_share") else None
 
@@ -113,7 +115,7 @@ met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated"
 #
 # Take `p` stages and `u` microbatches. Look at the first stage. When it has finished its forwards, its last microbatch must still pass
 # the other p − 1 stages, and then the first gradient must come back through them. This idle time, (p − 1)(F + B + W), is the
-# **bubble**. It does not depend on `u`: more microbatches of the same size make the rest longer.
+# **bubble** (here 3 · 3 = 9 units). It does not depend on `u`: more microbatches of the same size make the rest longer.
 #
 # Two numbers are called "the bubble", so ask which one is meant:
 #
@@ -154,41 +156,6 @@ if opened("07.microbatches"):
     scene.show(draw.curves(lines, *axes, **look))
 
 # %% [markdown]
-# ## Measured: with a small batch stages wait more
-#
-# Before its training the BLOOM project timed a model of 78 layers on 384 A100s in 12 stages, with 32 to 128 microbatches in a step. The
-# picture shows how much more time a row of the batch took with fewer microbatches:
-
-# %% tags=["plumbing"]
-# BigScience, a trial of 2022-02-26 (chronicles-prequel.md): microbatches and seconds.
-MEASURED = {32: 35.77, 64: 59.65, 96: 83.11, 128: 107.12}
-if (file := Path("../tests/measured.json")).is_file():
-    cases = [
-        case for case in measured.read_runs(file)[0] if case.group == "bloom.rampup"
-    ]
-    assert MEASURED == {
-        case.run.microbatches: case.measured["step_s"] for case in cases
-    }
-    trial = cases[0].run  # as the text says
-    assert (trial.config.num_layers, trial.mesh.size, trial.mesh.pp) == (78, 384, 12)
-seen = [seconds / u / (MEASURED[128] / 128) - 1 for u, seconds in MEASURED.items()]
-bubble = [(1 + 11 / u) / (1 + 11 / 128) - 1 for u in MEASURED]
-assert 0.335 < seen[0] < 0.345 and 0.235 < bubble[0] < 0.245
-assert all(a >= b for a, b in zip(seen, bubble, strict=True))
-
-# %% tags=["plumbing"]
-lines = [
-    ("measured", seen, "measured", "o", False),
-    ("the bubble alone", bubble, "ink", "^", True),
-]
-axes = list(MEASURED), "microbatches of a step", "extra time of a row, versus 128"
-title = "A trial before BLOOM's training, measured"
-scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
-
-# %% [markdown]
-# With 32 microbatches a row took 34 % more time. The bubble of equal stages explains 24 %. The rest is work that a step does once,
-# however many rows it has: replicas sum their gradients, and the optimizer runs.
-#
 # ## A pipeline by hand: a scan, and one permute per tick
 #
 # In each **tick** a stage takes what its neighbour has sent, runs its layers, and passes the result on by one `ppermute`. A scan (JAX's
@@ -228,6 +195,7 @@ def by_hand(w, xs):  # a stage's layers; all microbatches
         y = layers(w, x)
         return y, y
 
+    # pcast (lesson 03): the scan begins with zeros, but stages go on with their own
     nothing = lax.pcast(jnp.zeros((ROWS, D)), "pp", to="varying")
     _, left = lax.scan(tick, nothing, jnp.arange(U + p - 1))
     # The first microbatch leaves the last stage in tick p - 1.
@@ -236,10 +204,6 @@ def by_hand(w, xs):  # a stage's layers; all microbatches
 
 
 # %% [markdown]
-# The scan begins with zeros, which are the same on every stage, and goes on with values that differ.
-# `lax.pcast(…, to="varying")` ([lesson 03](03_data_parallelism.ipynb)) marks the zeros as each stage's own, so that both have
-# the same type.
-#
 # The weights of all layers are one array. Its letters: `l` layers, `d` width of a layer's input, `m` width of its output. The
 # layout `l/pp d m` distributes the layers over `pp`, the mesh axis of the stages; no layer is cut:
 
@@ -260,10 +224,14 @@ loss, grads = hand(*placed)
 scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
 
 # %% [markdown]
-# ## What does a stage compute in the bubble?
+# ## Predict: what does a stage compute in the bubble?
 #
-# In the first ticks the last stage has no input yet. Count the matmuls that the compiled program runs, and divide by those that are
-# useful:
+# In the first ticks the last stage has no input yet. Four stages, eight microbatches, a scan of 11 ticks. **How many times the useful
+# matmuls does the compiled program run?**
+
+# %%
+matmuls = ...  # a number, or a fraction
+attempt("07.masked", matmuls)
 
 # %% tags=["plumbing"]
 assert np.allclose(loss, want_loss, rtol=1e-5)
@@ -276,21 +244,30 @@ print("loss and gradients equal those of one device")
 # Elsewhere matmuls are library calls, which cannot be counted.
 executed, useful = executed_flops(hand.as_text()), 3 * U * share * one_matmul
 assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
-print(f"matmuls: {executed / useful:.3f} of the useful ones, which is 1 + (p-1)/u")
+met("07.masked", executed / useful)
 
 # %% [markdown]
-# In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. Time and energy are
-# lost. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021).
+# A scan runs its body in every tick: 1 + (p − 1)/u. In the bubble a stage computes on zeros, or on a microbatch that it has already
+# had, and throws the result away. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021).
 #
 # ## With a table a stage can skip the bubble
 #
-# In llmpar, the library of these lessons, a table says what each stage does in which order. It is data, and is called a
-# **schedule**. In each tick a stage runs the `F` or the `B` that the table has for it, or nothing (`·`). This is GPipe on four
-# stages, with four microbatches:
+# In llmpar, the library of these lessons, a table says what each stage does in each tick: an `F`, a `B`, or nothing (`·`). It is data,
+# and is called a **schedule**.
+#
+# ### Exercise (core): write a row
+#
+# GPipe, two stages, three microbatches. Stage 0 has the row `F0 F1 F2 · · B0 B1 B2`, a cell for each tick: its last microbatch goes
+# down, and the first gradient comes up. Write the row of stage 1. (Below then: four stages, four microbatches.)
 
 # %%
+row_of_stage_1 = ...  # "· …"
+attempt("07.row", row_of_stage_1)
+
+# %% tags=["plumbing"]
+met("07.row", "· F0 F1 F2 B0 B1 B2 ·", "simulated")
 ticks_of_all = timetable(make("gpipe", 4, 4)).ticks
-for stage in range(4):
+for stage in range(4 if opened("07.row") else 0):
     cells = [tick[stage] for tick in ticks_of_all]
     words = ["·" if kind < 0 else f"{'FBW'[kind]}{u}" for kind, u, _ in cells]
     print(f"stage {stage}: " + " ".join(f"{word:<2}" for word in words))
@@ -332,8 +309,8 @@ print(f"matmuls: {together / one_device:.3f} of those of one device")
 # %% [markdown]
 # ## Keep: more microbatches, a smaller bubble, more memory
 #
-# 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back: `pp` is
-#    an axis for slow links.
+# 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back. `pp` is
+#    an axis for slow links, because it sends no weights, and no sums in each layer.
 # 2. The bubble is (p − 1)(F + B + W), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
 # 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
 # 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table skips it.
@@ -343,8 +320,45 @@ print(f"matmuls: {together / one_device:.3f} of those of one device")
 # ## Further
 #
 # What is sent, what the executor skips, what a stage holds, what every stage has, and two more exercises.
+
+# %% [markdown]
+# ### Measured: with a small batch stages wait more
 #
-# ## What is sent
+# Before its training the BLOOM project timed a model of 78 layers on 384 A100s in 12 stages, with 32 to 128 microbatches in a step. The
+# picture shows how much more time a sequence of the batch took with fewer microbatches:
+
+# %% tags=["plumbing"]
+# BigScience, a trial of 2022-02-26 (chronicles-prequel.md): microbatches and seconds.
+MEASURED = {32: 35.77, 64: 59.65, 96: 83.11, 128: 107.12}
+if (file := Path("../tests/measured.json")).is_file():
+    cases = [
+        case for case in measured.read_runs(file)[0] if case.group == "bloom.rampup"
+    ]
+    assert MEASURED == {
+        case.run.microbatches: case.measured["step_s"] for case in cases
+    }
+    trial = cases[0].run  # as the text says
+    assert (trial.config.num_layers, trial.mesh.size, trial.mesh.pp) == (78, 384, 12)
+seen = [seconds / u / (MEASURED[128] / 128) - 1 for u, seconds in MEASURED.items()]
+bubble = [(1 + 11 / u) / (1 + 11 / 128) - 1 for u in MEASURED]
+assert 0.335 < seen[0] < 0.345 and 0.235 < bubble[0] < 0.245
+assert all(a >= b for a, b in zip(seen, bubble, strict=True))
+
+# %% tags=["plumbing"]
+lines = [
+    ("measured", seen, "measured", "o", False),
+    ("the bubble alone", bubble, "ink", "^", True),
+]
+axes = list(MEASURED), "microbatches of a step", "extra time per sequence, against 128"
+title = "A trial before BLOOM's training, measured"
+scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
+
+# %% [markdown]
+# With 32 microbatches a sequence took 34 % more time. The bubble of equal stages explains 24 %. The rest is work that a step does once,
+# however many sequences it has: replicas sum their gradients, and the optimizer runs.
+
+# %% [markdown]
+# ### What is sent
 #
 # The pipeline by hand sends one message per tick and way, bubble or not. (A **census** counts what a compiled program sends.)
 
@@ -394,7 +408,7 @@ assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(
 )
 
 # %% [markdown]
-# ## Bubbles are skipped, stage by stage
+# ### Bubbles are skipped, stage by stage
 #
 # The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed matmuls
 # can be counted for each stage:
@@ -412,7 +426,7 @@ assert one_device <= sum(executed_by_stage(runs["input"])) < 4 / 3 * one_device
 # again: 4 instead of 3. The last stage is better off, because its B follows its F at once: there F computes nothing and B
 # does it all. (Its number is larger all the same, for it also has the head.)
 #
-# ## What waits must be held
+# ### What waits must be held
 #
 # In this order every microbatch goes forward before any comes back. So a stage holds something of all of them: an input each, or all
 # residuals. Compiled memory, from 8 to 32 microbatches of the same size:
@@ -437,7 +451,7 @@ print(f"its input, {stream:,} B, and some bookkeeping")
 # %% [markdown]
 # More microbatches make the bubble smaller, and need more memory. The schedules of lesson 08 do something about it.
 #
-# ## What every stage has
+# ### What every stage has
 #
 # That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
 # stages. It is not free:
@@ -509,7 +523,7 @@ answer = {"all stages": ..., "first and last": ..., "a middle stage": ...}
 attempt("07.tied", answer)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # It places values and inserts what must be sent between them. It has no notion of *when*, so there is no layout that says "stage 1
 # works on microbatch 3 while stage 0 works on 4". Under `jit` a pipeline must be written as a program that shifts a buffer, which is
@@ -523,7 +537,7 @@ except ValueError as refusal:
     assert "use mode='manual'" in str(refusal)
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar schedule gpipe --stages 4 --microbatches 8                            the timetable, both bubbles, what is held

@@ -17,7 +17,7 @@
 # %% [markdown]
 # # 08 · Pipeline schedules: what fills the bubble, and what does it cost?
 #
-# A stage may choose what it does *next*. Here are the beginnings of five orders of the same work, on four stages with eight
+# A stage may choose what it does *next*. Here are the beginnings of three orders of the same work, on four stages with eight
 # microbatches. Every stage has 24 time units of work. Which order finishes first?
 
 # %% tags=["plumbing"]
@@ -65,19 +65,26 @@ NAMES = ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V")
 orders = {name: timetable(make(name.lower(), 4, U)) for name in NAMES}
 
 # %%
-scene.show(draw.timelines(orders, until=9))
+three = {name: orders[name] for name in ("1F1B", "ZB-H1", "ZB-V")}
+scene.show(draw.timelines(three, until=9))
 
 # %% [markdown]
-# Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B`
-# computes the gradient of the input, and the previous stage waits for it; `W` computes the gradient of the weights. If there is no
-# line between B and W, they run together. In two of the orders a stage has two *chunks* of layers, mostly not neighbours; a bar marks
-# the second chunk.
+# Each row is a stage, each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B` computes
+# the gradient of the input, for which the previous stage waits; `W` that of the weights. Without a line between them B and W run
+# together.
 #
-# A stage must **hold** the activations of a microbatch until its backward pass is done. **Which order finishes first? And in which do the
-# four stages together hold the fewest microbatches?**
+# | order | rule |
+# |---|---|
+# | 1F1B | one forward, one backward, in turn |
+# | ZB-H1 (*zero bubble*) | 1F1B, with W put off |
+# | ZB-V | the same, with two *chunks* of layers in each stage (a bar marks the second) |
+#
+# A stage must **hold** the activations of a microbatch until its backward pass is done. Do not read all letters: look for pauses
+# (white), and count the F before the first backward. **Which order finishes first? In which do the four stages together hold the
+# fewest microbatches?**
 
 # %%
-bets = {"first": ..., "holds least": ...}  # two of the five names
+bets = {"first": ..., "holds least": ...}  # two of the three names
 attempt("08.bets", bets)
 
 # %% tags=["plumbing"]
@@ -88,7 +95,7 @@ least = min(orders, key=lambda name: sum(orders[name].peak_live()))
 
 # %%
 if opened("08.bets"):
-    scene.show(draw.timelines(orders))
+    scene.show(draw.timelines(three))
 met("08.bets", {"first": first, "holds least": least}, "simulated")
 
 # %% [markdown]
@@ -96,9 +103,9 @@ met("08.bets", {"first": first, "holds least": least}, "simulated")
 #
 # ## 1F1B: one forward, one backward
 #
-# A stage runs a backward as soon as one is ready (Narayanan et al. 2021): first some forwards, then alternately one forward and
-# one backward. It takes as long as GPipe, because the first microbatch still goes down all stages and the last one still comes
-# up. But look at what is held, the yellow parts:
+# A stage runs a backward as soon as one is ready: first some forwards, then alternately one forward and one backward (Narayanan et
+# al. 2019; with a wait at the end of each step, as here, 2020). It takes as long as GPipe, 33 units: the first microbatch still goes
+# down all stages, and the last one still comes up. But look at what is held, the yellow parts:
 
 # %% tags=["plumbing"]
 assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4
@@ -121,9 +128,8 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # %% [markdown]
 # ### Exercise (core): write 1F1B as text
 #
-# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` and `W0` the halves of its backward. Where no `W`
-# is written, it runs right after its `B`. Write 1F1B for 3 stages and 4 microbatches. How many forwards does each stage run before it
-# alternates?
+# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward. Write 1F1B for 3 stages and 4
+# microbatches. How many forwards does each stage run before it alternates?
 
 # %%
 one_f_one_b = ...  # """F0 F1 …
@@ -132,11 +138,13 @@ attempt("08.one_f_one_b", one_f_one_b)
 # %% [markdown]
 # ## Chunks: half of the bubble, more than twice the messages
 #
-# Interleaved 1F1B cuts the layers of `p` stages into `g` chunks per stage, with g = 2 above: stage i has the chunks i and p + i. A
-# microbatch passes each stage twice, each time for half of the work. So the pipeline fills in half of the time, and the bubble is divided
-# by g. The price is (gp − 1)/(p − 1) times the messages, since they also go from the last stage back to the first; and stages hold more.
+# Interleaved 1F1B cuts the layers of `p` stages into `g` chunks per stage; with g = 2 stage i has the chunks i and p + i. A microbatch
+# passes each stage twice, each time for half of the work. So the pipeline fills in half of the time, and the bubble is divided by g.
+#
+# The price is (gp − 1)/(p − 1) times the messages, since they also go from the last stage back to the first. And stages hold more.
 
 # %% tags=["plumbing"]
+scene.show(draw.timeline(chunks, facts=False))
 assert chunks.bubble == plain.bubble / 2
 # 1 + (p-1)/(gp), Korthikanti et al. 2022.
 assert chunks.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
@@ -148,10 +156,19 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # ## No stage waits for W
 #
 # The previous stage waits only for B. No stage waits for W before the end of the step, so W can run where the bubble was (Qi et al.
-# 2023, zero bubble). This is 1F1B with each W right after its B. (Its bubble is 6 and not 9: B and W are now two operations,
-# so the previous stage goes on after B.) Drag an operation to another place of its row. Five goals are listed below it, and four
-# are reached already. The last one, no bubble at all, is out of reach with four microbatches: stage 0 has four F to fill seven units.
-# How close do you come?
+# 2023). Below is 1F1B with each W right after its B. Its bubble is 6 and not 9, because the previous stage goes on after B.
+#
+# ## Try: how small a bubble do you reach?
+#
+# Drag an operation to another place of its row. The five goals:
+#
+# 1. no deadlock;
+# 2. as short as GPipe, and holds less;
+# 3. no stage holds more than 4;
+# 4. a bubble below 1F1B's 9;
+# 5. no bubble.
+#
+# The first four are reached. The fifth is out of reach: stage 0 has four F to fill seven units. Begin with the W of the last stage.
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -166,6 +183,10 @@ SCHEDULE = "\n".join(SCHEDULE.split("\n")[-p - 1 :])  # a line per device
 game = TimelineExplorer(stages=p, microbatches=4, order=SCHEDULE)
 game
 
+# %%
+your_order = ...  # game.state["order"]
+attempt("08.game", your_order)
+
 # %% tags=["plumbing"]
 before = game.state | {"order": SCHEDULE}
 assert game.answer(before)["numbers"]["goals"] == [True] * 4 + [False]
@@ -174,14 +195,13 @@ assert "a deadlock" in stuck["refusal"]["why"]
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 
 # %% [markdown]
-# ZB-H1 keeps the order of F and B of 1F1B, and delays W by i microbatches on stage i. A third of 1F1B's bubble is left, 3 of 9. The peak
-# of memory is the same, but now every stage holds 4 microbatches; in 1F1B the stages held 4, 3, 2 and 1.
+# ZB-H1 delays W by i microbatches on stage i. A third of 1F1B's bubble is left, 3 of 9. The worst stage holds as much as before, 4.
+# But now all stages do; in 1F1B they held 4, 3, 2 and 1.
 #
 # ## ZB-V: three things are called the bubble
 #
-# ZB-V gives chunks of layers to the stages going down and then up again, in the shape of a V. So the first stage has the first layers and
-# the *last* ones: there the forward pass ends and the backward pass begins. Its authors say that it has no bubble (Qi et al. 2024). Yet
-# above it ends at 25.5, not at 24. Both are true, because three things are called the bubble:
+# ZB-V gives chunks of layers to the stages going down and then up again, in the shape of a V. So the first stage has the first layers
+# and the *last* ones. Its authors say that it has no bubble (Qi et al. 2024). Yet above it ends at 25.5, not at 24. Both are true:
 
 # %% tags=["plumbing"]
 for starts, ends in zip(zb_v.start, zb_v.end, strict=True):
@@ -196,11 +216,12 @@ scene.show(draw.bubbles(zb_v))
 # %% [markdown]
 # The first two are those of lesson 07. The zero-bubble papers take each stage's own time, from its first operation to its last.
 # The stage with the longest such time is the **critical stage**; its idle time in between is their bubble. The dotted corners
-# do not count: the next step can begin in them, if the stages do not wait for one another at the end of this step.
+# do not count: the next step can begin in them, if the stages do not wait for one another at the end of this step. (Clipping by the
+# global norm makes them wait.)
 #
 # ## One executor runs them all
 #
-# Train a Llama of 8 layers under four of the orders. The programs differ only in their table.
+# Train a Llama of 8 layers under four orders. The programs differ only in their table.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
@@ -218,7 +239,7 @@ runs = {name: train(name) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")}
 sent = verdicts(runs, solo, weights_within=1e-5)
 
 # %% [markdown]
-# So the order changes neither the losses nor the weights. It changes time, memory and messages.
+# The order changes neither losses nor weights. It changes time, memory and messages.
 
 # %% [markdown]
 # ## Keep: 1F1B holds p − i, and W fills the bubble
@@ -226,16 +247,15 @@ sent = verdicts(runs, solo, weights_within=1e-5)
 # 1. 1F1B has the bubble of GPipe, but **stage i holds p − i microbatches**, however many there are.
 # 2. Interleaving divides the bubble by g. It costs (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) times the memory.
 # 3. No stage waits for W, so it can fill the bubble: a third is left at the same peak of memory (ZB-H1).
-# 4. A schedule is a table. llmpar proves that it is legal, measures it and draws it before anything is compiled; one executor runs them all.
-# 5. "Bubble" has three definitions. "No bubble" counts only the time between a stage's first and last operation. Before and after it
-#    every stage is idle.
+# 4. A schedule is a table, which llmpar proves legal before anything is compiled. One executor runs them all.
+# 5. "Bubble" has three definitions. "No bubble" counts only the time between a stage's first and last operation.
 
 # %% [markdown]
 # ## Further
 #
 # Two directions, what is sent, how a backward is split, the published formulas, what a stage keeps, and schedules of your own.
 #
-# ## DualPipe sends microbatches in at both ends
+# ### DualPipe sends microbatches in at both ends
 #
 # DualPipe (DeepSeek-AI 2024) goes through the layers in both directions, with two copies of the weights. It is made for something that
 # this drawing does not show: a forward of one direction computes while the experts of the other exchange their tokens. Lesson 09 has a
@@ -245,7 +265,7 @@ sent = verdicts(runs, solo, weights_within=1e-5)
 scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
 
 # %% [markdown]
-# ## What is sent, and what is computed
+# ### What is sent, and what is computed
 #
 # A **census** counts what the compiled program sends along `pp`, the axis of the pipeline. The all-reduces finish the gradients of
 # embedding, head and norm, which every stage has.
@@ -296,7 +316,7 @@ assert work["1f1b"] == work["zb-h1"], "to split costs nothing"
 assert work["interleaved"] == work["zb-v"]
 
 # %% [markdown]
-# ## How a backward is split
+# ### How a backward is split
 #
 # Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
 # function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
@@ -343,7 +363,7 @@ print("value: F, then B, then W give the same bits as the whole")
 # Two matmuls each, six in all. (That is the rule F = B = W of the papers. Attention has matmuls without weights, so its W is
 # smaller; then B is larger than W.)
 #
-# ## The published formulas
+# ### The published formulas
 #
 # They were derived on paper; the simulator knows only who waits for whom. Both must agree for every number of stages, microbatches
 # and chunks, and for unequal costs where a formula allows them. Below, for 8 stages and 32 microbatches: the bubble of the critical
@@ -409,7 +429,7 @@ for u, (costs, hop, rates) in PUBLISHED.items():
     print(f"u = {u}: " + "  ".join(rows))
 
 # %% [markdown]
-# ## A table of your own, or of another program
+# ### A table of your own, or of another program
 #
 # PyTorch's pipelines are tables too, and `llmpar schedule FILE.csv` reads what they write. A number in front is the stage, and `B` is a
 # whole backward. This is how `Schedule1F1B` of torch 2.13 describes itself, for 3 stages and 5 microbatches. What is wrong?
@@ -434,7 +454,7 @@ assert from_text(mended).rows == make("1f1b", 3, 5).rows
 # that reads it would be misled, so let an order be proved before you trust it. With F0 to F4 there it is our 1F1B, cell by cell.
 
 # %% [markdown]
-# ## What a stage keeps
+# ### What a stage keeps
 #
 # The executor gives an activation a slot from its F to its last reader. So the number of slots is what the table holds at once, and
 # the compiled memory follows it. With `zb-h1` and `zb-v` there are also slots for what B leaves to W.
@@ -471,7 +491,7 @@ say(
 # %% [markdown]
 # The table is data, so the program does not grow with it.
 #
-# ## A wrong table is refused
+# ### A wrong table is refused
 #
 # Before anything is compiled, the timetable is simulated. If stages wait for one another in a circle, the sentence names the stage, the
 # tick and the circle. Here stage 1 runs its second microbatch first, and stage 0 needs the first one back before it sends the second:
@@ -486,7 +506,7 @@ except ValueError as refusal:
     assert "a deadlock" in str(refusal) and "Cycle: " in str(refusal)
 
 # %% [markdown]
-# ## Train what you have dragged
+# ### Train what you have dragged
 #
 # The game above has your order. `examine` says whether one is legal, what is left of the bubble, and what each stage holds.
 
@@ -547,13 +567,13 @@ between_h1_and_h2 = ...  # """F0 F1 …
 attempt("08.between_h1_and_h2", between_h1_and_h2)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # It has no schedule at all (lesson 07). Pipelines written for it alone (GSPMD pipelines) are loops (scans) that autodiff runs backwards, so all
 # backwards come after all forwards: GPipe, or breadth-first over looped chunks. Early backwards need the backward pass *in* the loop, as an
 # operation that the table can place. That is why the executor differentiates one cell, and not the loop.
 #
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar schedule zb-h1 --stages 8 --microbatches 32 --costs 1,1.2,0.8        bubble and memory with your costs
