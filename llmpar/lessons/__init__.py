@@ -149,7 +149,7 @@ def met(name: str, result: Any, what: str = "compiled") -> None:
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     if first is None and os.environ.get("LLMPAR_OPEN"):
-        say(f"{what} {in_short(result)} (a running copy says so after your answer)")
+        say(f"{what} {in_short(result)} (a running copy asks first)")
     elif first is None:
         say(
             f"answer {name} first, then run this cell again: it compares your answer with the result"

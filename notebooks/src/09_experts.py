@@ -329,7 +329,7 @@ assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 #
 # Who multiplies, what routers report, a hot expert and its cures, and what all this costs on real links.
 #
-# ## Packed by rank, a token has N places and not e
+# ### Packed by rank, a token has N places and not e
 #
 # `llmpar.model.moe` gives slots to ranks, not to experts. All ranks first receive the choices of all tokens, `a` numbers for each token.
 # Then a token has a place on each of N ranks, and not one at each of `e` experts. That helps where N < e, and very much with many experts
@@ -344,7 +344,7 @@ for how in (HOW, ExpertConfig(128, 8)):
         print(f"has {places:g} of {how.num_experts} places")
 
 # %% [markdown]
-# ## On which rank is an expert, and which ranks sum its gradient?
+# ### On which rank is an expert, and which ranks sum its gradient?
 #
 # An expert's gradient is summed over `dp` and `fsdp`, everything else over `ep` too: a dense weight's is summed over `ep` as
 # over any axis of the batch, and ZeRO cuts its state by `ep`. An expert's gradient is not summed over `ep`: no other rank of `ep` has this expert.
@@ -362,7 +362,7 @@ model = preset("tiny-moe")
 print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a token")
 
 # %% [markdown]
-# ## Which slots are multiplied?
+# ### Which slots are multiplied?
 #
 # Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer.
 # It has fewer slots for each expert: the even share and an eighth more. One batched matmul multiplies these for all experts, full or not.
@@ -384,7 +384,7 @@ def combine(rows, slot, weights): ...
 attempt("09.combine", combine)
 
 # %% [markdown]
-# ## All wait for the busiest expert
+# ### All wait for the busiest expert
 #
 # The router of this lesson, with expert 0 made more and more attractive:
 
@@ -428,7 +428,7 @@ title = "A bias that follows the load"
 scene.show(draw.curves([line], range(0, 41, 10), "step", "load", low=1, title=title))
 
 # %% [markdown]
-# ## What routers report
+# ### What routers report
 #
 # It comes with the metrics of each step:
 
@@ -442,7 +442,7 @@ print(
 )
 
 # %% [markdown]
-# ## What it costs on real links
+# ### What it costs on real links
 #
 # Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine.
 #
@@ -469,7 +469,7 @@ print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per 
 print("before data parallelism hides (Scaling book)")
 
 # %% [markdown]
-# ## A real trace: the exchange of 64 H800, hidden
+# ### A real trace: the exchange of 64 H800, hidden
 #
 # DeepSeek published a profile of its training (H800, `ep=64`, sequences of 4,096 tokens; the source is in the data file). Four layers of one
 # microbatch run forward while the same four layers of another run backward. The profile's authors made all experts equally popular.
@@ -543,7 +543,7 @@ free, limited = ..., ...
 attempt("09.nodes", {"free": free, "limited": limited})
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # The dispatch is an island: a part of the model that is written by hand, in `shard_map`, under every mode. Inside it, both modes write
 # the same two all-to-alls. Around it, Auto is free. The forward pass shows it:
@@ -563,7 +563,7 @@ print("value: Auto's first loss is that of one device;", end=" ")
 print(f"its forward pass has {sum(exchanges.values())} all-to-alls")
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside them

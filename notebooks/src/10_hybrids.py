@@ -159,7 +159,7 @@ assert [round(sent[text]["fsdp"] / 1024) for text in MESHES[2:]] == [283, 711]
 #   `dp` adds up is now a *part* of each gradient: half the bytes.
 # * `tp` adds up activations in each layer. It cuts the weights once more, so `dp` and `fsdp` send half as much.
 #
-# ## Bet: what does a pipeline do to fsdp's bytes?
+# ## Predict: what does a pipeline do to fsdp's bytes?
 #
 # Now `pp=2`: two stages, and each device has one layer in place of two. The batch is split into 4 microbatches. **Does `fsdp` send
 # `"less"`, `"the same"` or `"more"` than before?**
@@ -213,7 +213,7 @@ links = {"pp": ..., "dp": ..., "tp": ...}
 attempt("10.links", links)
 
 # %% [markdown]
-# ## Bet: how far off may the loss be?
+# ## Predict: how far off may the loss be?
 #
 # All five runs should have one loss. How equal is equal? A mesh adds the same numbers in another order, and `(a + b) + c` is not `a + (b + c)` in floats. All sums are of float32. **How far is
 # the first loss of a mesh from that of one device, relative, if there is no bug: nearest to 1e-3, 1e-6 or 1e-9?**
@@ -261,7 +261,7 @@ met("10.off", max(off), "at most")
 #
 # Which arrows an axis adds, which difference is a bug, five runs to diagnose, and the cheapest mesh that fits.
 #
-# ## Which arrows an axis adds
+# ### Which arrows an axis adds
 #
 # An **arrow** is a movement between two layouts; `b` rows, `s` positions, `v` vocabulary. For each mesh, the largest arrows that
 # the mesh before it did not have. Each line was predicted by a formula, and is asserted above against the compiled program.
@@ -293,7 +293,7 @@ for text, document in documents.items():
 scene.show(draw.collectives(document["collectives"]))
 
 # %% [markdown]
-# ## Tolerances: which difference is a bug?
+# ### Tolerances: which difference is a bug?
 #
 # A sum of *k* rounded terms is off by about √k roundings, and not by k. Each is at most 6e-8 of the number in float32, and
 # 4e-3 in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember.
@@ -340,17 +340,17 @@ cheapest = ...
 attempt("10.cheapest", cheapest)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # Under `mode="auto"` the partitioner chooses the collectives. Pipelines are beyond it: an order of messages is no
 # sharding. On `dp=2 fsdp=2 tp=2` it gives the same loss, and other bytes; lesson 12 looks at that.
 #
-# ## Going on
+# ### Going on
 #
 # `sp` cuts the positions and sends keys (lesson 06); `ep` cuts experts and adds two all-to-alls each way (lesson 09). They join in the
 # same way: try `llmpar inspect --mesh "fsdp=2 sp=2 tp=2"` and read the new arrows.
 #
-# ## On your cluster
+# ### On your cluster
 #
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --tolerance
 #     llmpar inspect --mesh "pp=2 fsdp=2 tp=2" --microbatches 4

@@ -186,7 +186,7 @@ assert seen["y"][1] == "b/dp s d +tp" and seen["z"][1] == "b/dp s d"
 scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsize=4))
 
 # %% [markdown]
-# ## Bet: forget the sum in each way
+# ## Predict: forget the sum in each way
 #
 # Now the sum is missing everywhere. `shard_map` has a check of what a program declares about its result, `check_vma`. Much published
 # code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?** (One of the four is
@@ -361,7 +361,7 @@ def repaired(x, up, down): ...
 attempt("12.residual", repaired)
 
 # %% [markdown]
-# ## One model, three modes
+# ### One model, three modes
 #
 # This package writes a model once. Its code names no mesh axis; a plan's `mode` says who carries its arrows out: `"manual"`,
 # `"auto"` or `"explicit"`. How near must the losses be? Sums in another order round otherwise. `tolerance` derives how much:
@@ -401,7 +401,7 @@ print(f"Manual sends the predicted {predicted:,} B")
 # makes an all-reduce and a slice of it, and XLA for GPUs joins the two again. **Types say what is meant. The compiler still chooses
 # how.**
 #
-# ## What the types say of a whole step
+# ### What the types say of a whole step
 #
 # Under Explicit every value of the model has a type. It must equal the layout that the plan promises, or tracing stops. Two
 # marks: `U:tp`, unreduced over tp, is an unfinished sum. `R:(dp,fsdp)`, reduced over dp and fsdp: each device has the
@@ -415,7 +415,7 @@ assert all(row["layout"] == row["type_says"] for row in rows)
 print(f"{len(rows)} values of a step: every type says what the plan's layout says")
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 #     llmpar inspect --mesh "fsdp=-1" --mode auto
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --mode explicit --types

@@ -147,7 +147,7 @@ before if opened("13.sent") else None
 # splits the program over the devices, chose these. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of
 # the loss can find it. Which line is the cause?
 #
-# ## Bet: what is the layout of `x`?
+# ## Predict: what is the layout of `x`?
 #
 # A *layout* writes after each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X`, with `v`
 # for the vocabulary: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then

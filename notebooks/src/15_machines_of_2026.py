@@ -256,7 +256,7 @@ assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
 # So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack it is a little faster,
 # within the error. The number of tokens does not matter: with twice the tokens both sides double.
 #
-# ## Bet: does 405B still need a pipeline?
+# ## Predict: does 405B still need a pipeline?
 #
 # Take 256 GB200 and 64 rows of 8,192 tokens. **Does the fastest mesh have stages (`pp`) in nodes of 8? And in racks?** Write
 # `"pp"` or `"no pp"`.

@@ -203,7 +203,7 @@ for name in found:
     scene.show(placed(name, "20 Mbit/s", size, seconds))
 
 # %% [markdown]
-# ## Other plans on the slow wire
+# ## Predict: which plans suffer on the slow wire?
 #
 # Here are six plans for four devices. *Across*: pairs along this axis are on two hosts, the other axis stays inside. *Over all*: one
 # axis has all four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch at
@@ -229,7 +229,7 @@ met("17.slowest", "tp", "recorded:")
 # %% [markdown]
 # Activations in every layer are the hardest to overlap, too (lessons 05, 10). So `tp` belongs inside the group of devices that fast links join: here a host (lesson 15 has larger ones).
 #
-# ## How many tokens make the difference?
+# ## Predict: at how many tokens do both send the same?
 #
 # A layer of this Llama has about 16 d² weights. `dp` sends each of them once, however large the batch is. `tp` sends 4 T d numbers for a
 # batch of T = b · s tokens. **At how many tokens do they send the same?** (`d` is 144.)
@@ -260,7 +260,7 @@ met("17.equal", equal, "computed")
 # Counted over layers alone they send the same at T = 4 d = 576. With embedding and head it is at 514 tokens, where the lines cross.
 # With T tokens `tp` sends T/(4 d) times as much in the layers. Large trainings have far more tokens, so tp stays inside a host.
 #
-# ## When a process dies
+# ## Predict: a process dies. Where does the run continue?
 #
 # A run of 12 steps, numbered 0 to 11, keeps a checkpoint after every 4 steps. Process 1 is killed (`kill -9`) after 7 steps.
 # The same command is started again. **With which step does it continue?**

@@ -70,8 +70,11 @@ def shape(*dims):
 
 def finding(checked):
     """What `llmpar.check` says, without the line numbers of this notebook."""
-    found = checked.findings[0]
-    return f"check: {found['sentence']}\ncure: {found['cure'] or 'none was tried'}"
+    return f"check: {checked.findings[0]['sentence']}"
+
+
+def code(f):
+    return inspect.getsource(f).rstrip()
 
 
 # %%
@@ -134,13 +137,11 @@ def cured_norm(weight, bias):
 
 
 if opened("19.norm"):
-    print(inspect.getsource(cured_norm))
+    print(code(cured_norm))
 assert not checked and checked.findings[0]["kind"] == "counted"
 cured = float(jax.jit(on("tp=8", cured_norm, GIVEN, P()))(weight, bias))
 assert np.isclose(cured, right, rtol=1e-5)
 met("19.norm", "counted twice", "it was")
-if opened("19.norm"):
-    say(f"why: {find('19.norm').says['because']}")
 print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.2f}")
 
 # %% [markdown]
@@ -209,14 +210,13 @@ def cured_dropped(x):
 
 
 if opened("19.noise"):
-    print(inspect.getsource(cured_dropped))
+    print(code(cured_dropped))
 wrong = check(on("dp=2", dropped, P("dp"), P("dp")), None, shape(8, 8))
 assert not wrong and wrong.findings[0]["kind"] == "same random key"
 after = noise(cured_dropped, 8)
 assert 0.8 < after / want[-1] < 1.25
 met("19.noise", "same key", "it was")
 if opened("19.noise"):
-    say(f"why: {find('19.noise').says['because']}")
     say(finding(wrong))
 print(
     f"noise on 8 devices: {found[-1]:.2f}, cured {after:.2f}, expected {want[-1]:.2f}"
@@ -337,7 +337,7 @@ met("19.rotation", "positions", "it was")
 if opened("19.rotation"):
     say("look: the first row of rank 1 has at = 0; on one device it has 4")
     say(finding(wrong))
-    print(inspect.getsource(cured_rotated))
+    print(code(cured_rotated))
 
 # %% [markdown]
 # (thunlp/Seq1F1B, issue 6, 2025: there the parts come one after another; NVIDIA/Megatron-LM, pull request 5243, 2026, where with packed documents a rank took the positions 0, 3, 0, 3 in
@@ -380,7 +380,7 @@ met("19.lengths", "mean of means", "it was")
 if opened("19.lengths"):
     say("look: on dp=8 rank 0 divides by 1, and rank 3 by 4")
     say(finding(wrong))
-    print(inspect.getsource(cured_loss))
+    print(code(cured_loss))
 seen = look(on("dp=8", cured_loss, PLACES, P()), x, w, counted)
 assert {row["collective"] for row in seen.rows} == {"all-reduce"}
 
