@@ -112,7 +112,12 @@ met("11.thresholds", {"inside": near, "network": far, "tp": most}, "computed")
 if opened("11.thresholds"):
     good, bad = "good-ground", "bad-ground"
     rows = [
-        ("1. state of a replica", f"{held:.0f} GiB > {usable / 2**30:.1f}", "cut it", bad),
+        (
+            "1. state of a replica",
+            f"{held:.0f} GiB > {usable / 2**30:.1f}",
+            "cut it",
+            bad,
+        ),
         ("2. fsdp inside a node", f"{tokens:,} tokens > {near:,.0f}", "overlaps", good),
         ("3. fsdp over nodes, a GPU alone", f"{tokens:,} < {far:,.0f}", "waits", bad),
         ("with tp=8 inside", f"{8 * tokens:,} > {far:,.0f}", "overlaps", good),
@@ -127,8 +132,9 @@ gather = formulas.collective_seconds(A100, "all-gather", 2.0, 64)
 assert round(gather * peak / 2) == 1_365  # a node has 1/8 already: 7/8 of 1,560
 
 # %% [markdown]
-# Over the network a GPU alone would wait. But no mesh has to leave it alone. With `tp=8` inside, all eight GPUs use what one port
-# brings: 65,536 tokens. With `fsdp=64` each of a node's eight ports brings an eighth of a weight: β is 200 GB/s, C/β 1,560.
+# Over the network a GPU alone would wait. But no mesh has to leave it alone. With `tp=8` inside, a GPU gathers an eighth of a weight, and
+# uses it for the tokens of all eight: 65,536. With `fsdp=64` each of a node's eight ports brings an eighth of a weight into the node: β is
+# 200 GB/s, and C/β 1,560.
 
 # %% [markdown]
 # ## Predict: which mesh is fastest?
