@@ -309,6 +309,7 @@ network_s, links_s = (of_best[t] for t in (*WORDS, "tensor-parallel links"))
 assert f"{network_s:.1f} s of {step_s['fsdp=16 tp=4']:.1f} s" == "3.3 s of 22.4 s"
 assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "16%"
 
+# %% [markdown]
 # The dot is a run that torchtitan measured with FSDP over 64 A100s, 331 tokens a second and GPU (its docs/performance.md, 2024); the
 # planner was not fitted to it. (Estimates are off by 8 % on average on the runs of the fit, by 10 % on others.)
 #
