@@ -61,7 +61,7 @@ scene.show(draw.links(RULE, A100))
 # `tp=8` stays inside a node, on fast links. `pp=8` is a pipeline of eight stages, one in each node, over a network that is about ten
 # times slower. The other axes are `dp` (replicas), `fsdp` (replicas that cut their state, ZeRO-3) and `sp` (context parallelism).
 #
-# A plan must be legal, must fit, and should be fast, in this order. First: does it fit?
+# First: does it fit?
 #
 # ## Predict: what does each GPU hold?
 #
@@ -87,8 +87,7 @@ if opened("11.replicas"):
 met("11.replicas", {mesh: state[mesh] for mesh in ("dp=64", "fsdp=64")}, "predicted")
 
 # %% [markdown]
-# No GPU can hold a replica. The dashed line is what a program may use: JAX takes three quarters of the card's 79 GiB. Gradients
-# and activations come on top.
+# No GPU can hold a replica. Gradients and activations come on top.
 #
 # ## Predict: what can overlap with computing?
 #
@@ -132,7 +131,7 @@ gather = formulas.collective_seconds(A100, "all-gather", 2.0, 64)
 assert round(gather * peak / 2) == 1_365  # a node has 1/8 already: 7/8 of 1,560
 
 # %% [markdown]
-# Over the network a GPU alone would wait. But no mesh has to leave it alone. With `tp=8` inside, a GPU gathers an eighth of a weight, and
+# Alone, a GPU would wait for the network. With `tp=8` inside, a GPU gathers an eighth of a weight, and
 # uses it for the tokens of all eight: 65,536. With `fsdp=64` each of a node's eight ports brings an eighth of a weight into the node: β is
 # 200 GB/s, and C/β 1,560.
 
@@ -232,8 +231,7 @@ if opened("11.bet"):
     scene.show(mesh_map([*others, yours], {"fsdp=16 tp=4", "fsdp=64"}, yours))
 
 # %% [markdown]
-# Each dot is a mesh: on the left less memory, below less time. Green: its largest axis is `fsdp`; orange: `tp`; dark: `pp`. (Until you
-# bet, *yours* is the rule's. The planner keeps 8 % of memory free.)
+# Each dot is a mesh: on the left less memory, below less time. Green: its largest axis is `fsdp`; orange: `tp`; dark: `pp`.
 #
 # Fastest in llmpar is **fsdp over the nodes, and some tp inside**.
 #
@@ -321,8 +319,6 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "16%"
 # error.** So pipelines are not slow. Whoever has room for activations wins.
 #
 # ## Why did the others lose?
-#
-# Say which part of the step got longer, or what does not fit: that tells you what to change.
 
 # %%
 for mesh in ("fsdp=8 tp=8", "fsdp=64", RULE):
@@ -388,7 +384,7 @@ print(f"fsdp=64 on it: of {alone.step_s:.2f} s a step waits {links_s:.2f} s for 
 assert links_s < 0.05 * alone.step_s
 
 # %% [markdown]
-# Here one number is enough, and no axis has to stay in a group of eight. "tp inside a node of 8" was a rule about one
+# No axis has to stay in a group of eight. "tp inside a node of 8" was a rule about one
 # machine. Fill in the inequalities for *your* machine.
 #
 # ## Keep: four inequalities, then the planner
@@ -397,7 +393,7 @@ assert links_s < 0.05 * alone.step_s
 # 2. Cut only as much as memory requires; put the axes that send most on the fastest links.
 # 3. T > C/β says what overlaps: for each kind of link of your machine, with the tokens of a whole `tp` group.
 # 4. Say why a mesh lost: which term got longer. Then you know what to change or to buy.
-# 5. Bytes are exact. Seconds are estimates of one program: differences below 8 % say nothing.
+# 5. Bytes are exact. Seconds are estimates: differences below 8 % say nothing.
 
 # %% [markdown]
 # ## Further

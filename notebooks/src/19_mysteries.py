@@ -145,9 +145,6 @@ met("19.norm", "counted twice", "it was")
 print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.2f}")
 
 # %% [markdown]
-# The loss of this step is right. But the gradient is clipped more, so the *next* weights differ. (NVIDIA-NeMo/RL, pull request 3788, 2026,
-# proposed; ROCm/TransformerEngine, pull request 715, 2026: a norm of 12.2 in place of 9.0 at tp=8.)
-#
 # ## 2. More devices, but not less noise
 #
 # Dropout sets half of the numbers to 0, at random, and divides by the share that is kept. So the mean of a column over all rows is noisy. With eight
@@ -223,13 +220,10 @@ print(
 )
 
 # %% [markdown]
-# (A key fixes the random numbers; `fold_in` makes a new key of a key and a number.) Along `tp`, where activations are copies, the opposite
-# can be right. (huggingface/transformers, issue 31412, 2024.)
-#
 # ## 3. ZeRO-1 that saves nothing
 #
-# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. Read
-# how the state is made:
+# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. (ZeRO-1
+# leaves the weights whole, and cuts the moments.) Read how the state is made:
 
 # %%
 mesh = make_mesh("fsdp=8")
@@ -243,8 +237,7 @@ suspect = ...  # one of the six
 attempt("19.memory", suspect)
 
 # %% [markdown]
-# A clue (cost: one line): how many bytes of moments has each device? (`check` has no clue here: all values are right. That the *weights*
-# are whole is right too: ZeRO-1 cuts the moments only.)
+# A clue (cost: one line): how many bytes of moments has each device? (`check` has no clue here: all values are right.)
 
 
 # %% tags=["plumbing"]
@@ -285,9 +278,7 @@ if opened("19.memory"):
     say("cure: jax.jit(optimizer.init, out_shardings=…) says where each moment is")
 
 # %% [markdown]
-# `jit` alone is no cure. Inside it `zeros_like` depends on no input, so it takes no layout from the weights: *all* moments are put on
-# one device, even if the weights are cut. (Smaller than marin-community/marin, issue 7987, 2026: 5.8 GiB of moments, whole on each GPU. For
-# `jit`: jax-ml/jax, issue 26040, open.)
+# (In *Further*: where these three were found, and what else they did.)
 #
 # ## Keep: a falling loss proves little
 #
@@ -300,7 +291,17 @@ if opened("19.memory"):
 # %% [markdown]
 # ## Further
 #
-# Two more cases.
+# What is public about the first three, and two more cases.
+#
+# ### In public
+#
+# 1. The norm: NVIDIA-NeMo/RL, pull request 3788, 2026, proposed; ROCm/TransformerEngine, pull request 715, 2026: 12.2 in place of 9.0 at tp=8.
+#    The loss of that step is right. But the gradient is clipped more, so the *next* weights differ.
+# 2. The noise: huggingface/transformers, issue 31412, 2024. A key fixes the random numbers; `fold_in` makes a new key of a key and a number.
+#    Along `tp`, where activations are copies, the ranks must draw the *same* numbers.
+# 3. The memory: marin-community/marin, issue 7987, 2026: 5.8 GiB of moments, whole on each GPU. `jit` alone is no cure. Inside it
+#    `zeros_like` depends on no input, so it takes no layout from the weights: *all* moments are put on one device, even if the weights are
+#    cut (jax-ml/jax, issue 26040, open).
 #
 # ## 4. The first loss is 11.4 in place of 2
 #
