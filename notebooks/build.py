@@ -18,7 +18,8 @@ The form of a lesson:
 
 * A YAML header says what a course needs to know of it, under `jupyter: llmpar:`: minutes of `teaching` and
   of `exercises`, the lessons that it `needs`, its `question`, its `objectives`. The builder adds the key
-  points, a numbered list under the heading `## Keep: …`, and keeps all in the notebook's metadata.
+  points, a numbered list under the heading `## Keep: …`, and keeps all in the notebook's metadata. The
+  objectives, verb first, end the core path as what the learner can do now.
 * The heading `## Further` ends the core path. The builder tags the cells before it `core`, the others
   `further`. `--check` prints how much there is in each core path, and `CORE` says how much there may be.
 * Cells tagged `plumbing` (imports, helpers, assertions) are folded. Cells tagged `nbval-check-output` print
@@ -100,6 +101,7 @@ def read_source(source: Path) -> nbformat.NotebookNode:
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     if header is not None:
         notebook.metadata["llmpar"] = nbformat.from_dict(header | {"keypoints": keypoints(notebook)})
+        add_objectives(notebook)
         mark_parts(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for cell, cell_id in zip(notebook.cells, cell_ids(notebook), strict=True):
@@ -113,6 +115,17 @@ def keypoints(notebook: nbformat.NotebookNode) -> list[str]:
     points = re.search(r"^## Keep: [^\n]*\n\n(.*?)\n\n", text, re.S | re.M)
     found = re.split(r"^\d\. ", points[1], flags=re.M)[1:] if points else []
     return [" ".join(point.split()) for point in found]
+
+
+def add_objectives(notebook: nbformat.NotebookNode) -> None:
+    """End the core path of a lesson with its objectives: what the learner can do now."""
+    about = notebook.metadata["llmpar"]
+    able = [f"- {text[:1].lower()}{text[1:]}" for text in about.get("objectives", ())]
+    ends = [place for place, cell in enumerate(notebook.cells) if is_further(cell)]
+    if able and ends:
+        cell = nbformat.v4.new_markdown_cell("\n".join(["**You can now**", "", *able]))
+        cell.metadata["tags"] = ["objectives"]
+        notebook.cells.insert(ends[0], cell)
 
 
 def is_further(cell: nbformat.NotebookNode) -> bool:
@@ -342,7 +355,7 @@ def form_faults(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 def core_path(notebook: nbformat.NotebookNode) -> dict[str, int]:
-    """Count what a built lesson has in its core path, by the names of `CORE`.
+    """Count what a built lesson has in its core path, by the names of `CORE`, but not its objectives.
 
     Words are those of the markdown: what has a letter or a digit between two spaces, tables included, fenced
     code and formulas not. Printed is each line that a cell puts out beside its pictures, folded or not.
@@ -350,6 +363,8 @@ def core_path(notebook: nbformat.NotebookNode) -> dict[str, int]:
     found = dict.fromkeys(CORE, 0)
     for cell in notebook.cells:
         if "core" not in cell.metadata.get("tags", []):
+            continue
+        if "objectives" in cell.metadata.tags:
             continue
         if cell.cell_type == "markdown":
             found["words"] += num_words(cell.source)

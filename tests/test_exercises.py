@@ -246,7 +246,11 @@ def test_a_solution_is_told_to_those_who_have_tried(printed):
     assert "return sum(costs) + (u - 1) * max(costs)" in printed(lessons.solution, "07.uneven")
 
 
-def test_a_prediction_is_met_again(printed):
+def test_a_prediction_is_met_again(printed, monkeypatch):
+    with monkeypatch.context() as stored_page:
+        stored_page.setenv("LLMPAR_OPEN", "1")
+        found = "compiled 754,880 (a running copy asks first)\n"
+        assert printed(lessons.met, "03.sent", 754_880) == found
     asked = "answer 03.sent first, then run this cell again: it compares your answer with the result\n"
     assert printed(lessons.met, "03.sent", 754_880) == asked
     blank = f'03.sent (core): {lessons.NOT_ATTEMPTED}; hint("03.sent") helps\n'

@@ -119,7 +119,8 @@ def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch, toy_fo
 
 def test_a_picture_gets_its_words_as_alt_text(tmp_path):
     notebook = hand_run(toy(tmp_path))
-    cell = notebook.cells[-2]
+    *_, cell, able, further = notebook.cells
+    assert able.source.endswith("\n- say what follows one.") and build.is_further(further)
     for made, alt in (
         (picture(**{"text/plain": "mesh dp2\n tp4"}), "mesh dp2 tp4"),
         (picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"}), "one two"),

@@ -261,7 +261,7 @@ def _bars(
         ]
         lines.append(f"whole memory: {text(whole)}")
     key = legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
-    note = f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(
+    note = f"Below each bar: by how much such an estimate is off on average, {error:.0%}." * bool(
         error
     )
     note += " Dot: measured and published." * bool(dots)

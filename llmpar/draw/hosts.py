@@ -154,7 +154,6 @@ def traffic(plan: TwoMeshes) -> Scene:
     notes = [
         "Each device gets what it lacks, and no more. A cell of a round names the sender."
         + " *: between nodes." * any(map(plan.is_far, plan.matrix))
-        + " The busiest link:"
-        f" device {device} {verb} {load(device, verb)[0]}."
+        + f" A device sends or receives at most {load(device, verb)[0]}."
     ]
     return table(rows, [*(f"to {j}" for j in receivers), "in all"], str(plan), notes)

@@ -226,8 +226,9 @@ class Look:
         )
         for name in dict.fromkeys(row["direction"] for row in self.rows):
             rows = [row for row in self.rows if row["direction"] == name]
-            title = f"<h2>{name or 'no pass'}: {size_of(rows)}</h2>"
-            parts.append(title + moves_html(rows, self.mesh))
+            # what has no backward pass is one group, and needs no heading
+            title = f"<h2>{name or 'in neither pass'}: {size_of(rows)}</h2>"
+            parts.append(title * (len(rows) < len(self.rows)) + moves_html(rows, self.mesh))
         parts.append(facts_html(self._facts()))
         if self.schedule:
             parts.append(schedule_html(self.schedule, self.mesh, self.memory))

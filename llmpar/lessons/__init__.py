@@ -132,10 +132,8 @@ def solution(name: str) -> None:
     """Print the solution of an exercise and why it is right, after an attempt."""
     text = solved(name, **GIVEN.get(name, {}))
     if first_answer(name) is None:
-        say(
-            f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.'
-        )
-        return
+        text = f"{name}: answer first, even by a guess; then ask again."
+        text += f' hint("{name}") helps a step at a time.'
     say(text)
 
 
@@ -146,10 +144,13 @@ def solved(name: str, **given: Any) -> str:
 
 
 def met(name: str, result: Any, what: str = "compiled") -> None:
-    """Print the learner's first answer beside the result; before an answer, ask for one."""
+    """Print the learner's first answer beside the result. Before an answer, ask for one; with LLMPAR_OPEN=1,
+    as in stored pages, print the result alone."""
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
-    if first is None:
+    if first is None and os.environ.get("LLMPAR_OPEN"):
+        say(f"{what} {in_short(result)} (a running copy asks first)")
+    elif first is None:
         say(
             f"answer {name} first, then run this cell again: it compares your answer with the result"
         )
@@ -162,8 +163,10 @@ def opened(name: str) -> bool:
     that."""
     if os.environ.get("LLMPAR_OPEN") or first_answer(name) is not None:
         return True
-    say(f"shut until {name} is answered: a guess will do, then run this cell again")
-    say("(to open everything: import os; os.environ['LLMPAR_OPEN'] = '1')")
+    say(
+        f"shut until {name} is answered: a guess will do, then run this cell again\n"
+        "(to open everything: import os; os.environ['LLMPAR_OPEN'] = '1')"
+    )
     return False
 
 
@@ -182,8 +185,13 @@ def say_command(line: str) -> None:
 
 def _broken(line: str, columns: int, hanging: int) -> list[str]:
     """Break a line between words."""
-    whole_words: Any = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(line, columns, subsequent_indent=" " * hanging, **whole_words) or [line]
+    return textwrap.wrap(
+        line,
+        columns,
+        subsequent_indent=" " * hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [line]
 
 
 def first_answer(name: str) -> str | None:

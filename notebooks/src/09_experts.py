@@ -79,8 +79,8 @@ scene.show(draw.dispatch(VISITS, weights=SHARES))
 
 # %% [markdown]
 # Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0, rank 1
-# expert 1, and so on. The **router**, a small matrix, scores every token against all experts and chooses the best two. A copy of the
-# token goes to each of its experts; the expert computes with it, and the result comes back. The two results are multiplied by the
+# expert 1, and so on. The **router**, a small matrix, scores every token against all experts and chooses the best two (*top-2*; we call
+# the number `a`, papers k). A copy of the token goes to each of its experts; the expert computes with it, and the result comes back. The two results are multiplied by the
 # router's scores (0.64 and 0.36) and added.
 #
 # An **all-to-all** carries the copies: a rank sends a different part to each rank. The mesh axis over which the experts are distributed
@@ -90,8 +90,7 @@ scene.show(draw.dispatch(VISITS, weights=SHARES))
 #
 # Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, the same number on each rank. The
 # router chooses `a` = 2 of them for each token, and all experts are equally likely. **How many bytes does a rank send to other ranks
-# before the experts compute, if it sends only the copies of tokens?** (Papers write k for `a` and say *top-k*; here k counts KV
-# heads.)
+# before the experts compute, if it sends only the copies of tokens?**
 
 # %%
 E, A = 8, 2  # e experts, and a token visits a of them
@@ -103,21 +102,28 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 # %% [markdown]
 # ## A buffer with a fixed shape
 #
-# JAX's compiler, XLA, must know every shape before any token has chosen its experts. So a rank puts its copies into a buffer
-# with `c` slots for each of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy has
-# a slot.
-#
-# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, a rank has its own tokens (`b/ep`), in slots for all experts.
-# After it, the rank has the slots of its own experts (`e/ep`), from all ranks. (`b` sequences of the batch, here one for each
-# rank; `d` width of the model.) In code, a capital letter is the size of a dim.
-#
-# Which slot does a copy get? Its slot is the number of earlier copies for the same expert: the first copy for an expert gets
-# slot 0, the next one slot 1. To count them, `one_hot` writes a line for each copy, with a 1 at its expert; the sum of all
-# earlier lines is the number of earlier copies. (For three copies to experts 2, 5, 2 the slots are 0, 0, 1.)
+# JAX's compiler, XLA, must know every shape before any token has chosen its experts. So a rank puts its copies into a buffer with `c`
+# slots for each of the `e` experts. The first copy for an expert gets its slot 0, the next one slot 1: three copies for experts 2, 5, 2 get
+# the slots 0, 0, 1. Here are four slots for each expert:
 
 # %%
 if opened("09.dispatch_bytes"):
     scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
+
+# %% [markdown]
+# ## Predict: what does an exchange of buffers send?
+#
+# With `c` = 32, all 32 tokens of a rank may choose the same expert, and every copy has a slot. **How many times as many bytes as the copies
+# does an exchange of this buffer send?**
+
+# %%
+times = ...
+attempt("09.buffer", times)
+
+# %% [markdown]
+# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it a rank has its own tokens (`b/ep`), in slots for all experts. After it
+# the rank has the slots of its own experts (`e/ep`), from all ranks. (`b`: sequences, here one for each rank. In code, a capital letter is
+# the size of a dim.)
 
 
 # %%
@@ -127,7 +133,7 @@ C = TOKENS  # c slots for each expert: room for the worst case
 def slots_of(chosen):
     """Each copy's slot: its expert's first, and one on for each earlier copy."""
     expert = chosen.reshape(-1)
-    hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
+    hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)  # a 1 at each expert
     earlier = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)
     # No slot left: an index outside the buffer, so the copy is dropped.
     return jnp.where(earlier < C, expert * C + earlier, E * C)
@@ -214,11 +220,13 @@ print("and adds up the chosen ones.")
 
 # %%
 met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "copies alone")
-print(f"each exchange of this program sends {sent // 4:,} B: empty slots travel, too.")
-print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A:g}.")
+met("09.buffer", E / A, "times the copies' bytes:")
+if opened("09.buffer"):
+    print(f"an exchange sends {sent // 4:,} B: copies fill {A * TOKENS} of", end=" ")
+    print(f"{E * TOKENS} slots, and empty slots travel, too")
 
 # %% [markdown]
-# With a slot for every token at every expert, e/a times the bytes of the copies are sent. There are three remedies.
+# The factor is e/a. There are three remedies.
 #
 # * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is *dropped* there.
 # * **Ragged** exchange: send only the full slots. First the ranks exchange the numbers of full slots. GPUs and TPUs can do
@@ -226,18 +234,23 @@ print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A
 # * **Pack by rank**: a token is sent to a rank only once, even if several of its experts are there, and the sum of their
 #   results comes back. llmpar, the library of these lessons, does this ([Further](#Further)).
 #
-# ## Fewer slots, or more?
+# ## Predict: how many choices are dropped?
 #
-# Now there are 4 ranks with 64 tokens each, and expert 0 is more than twice as popular as any other. In a running notebook you can
-# choose the number of slots. A choice that is dropped adds nothing: the layer's result for that token lacks one expert's part.
+# Now 4 ranks have 64 tokens each: 512 choices. Each rank has 20 slots for each of eight experts, 1.25 times the even share. The ranks
+# chose expert 0 35, 38, 36 and 31 times, and no other expert more than 20 times. **How many choices are dropped, and how many of the
+# 640 slots stay empty?** (Where a choice is dropped, the token's result lacks one expert's part.)
+
+# %%
+lost = {"dropped": ..., "empty": ...}
+attempt("09.dropped", lost)
 
 # %%
 figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
-figure
+figure if opened("09.dropped") else None
 
 # %% [markdown]
-# With any number of slots some choices are dropped, or some slots stay empty; near 1 there is much of both. Below are the same tokens, with fewer and more slots. On the
-# axis, 1 is the even share: as many slots as an expert needs if all experts are equally popular.
+# Both at once. In a running notebook you can choose the number of slots. Below are the same tokens with fewer and more slots; on the axis,
+# 1 is the even share.
 
 # %% tags=["plumbing"]
 popular = np.array(RoutingExplorer(heat=1).logits(figure.state | {"heat": 1}))  # r s e
@@ -257,6 +270,12 @@ for factor in (*FACTORS, None):
     empty.append(1 - counts.sum() / (ranks * E * how.capacity(each)))
 assert dropped[-1] == 0 and dropped[0] > dropped[1] > dropped[3]
 assert empty == sorted(empty) and empty[-1] == 1 - A / E
+ours = np.array([np.bincount(row.ravel(), minlength=E) for row in chosen])  # r e
+over = np.maximum(ours - 20, 0)
+assert list(ours[:, 0]) == [35, 38, 36, 31] and over[:, 1:].sum() == 0
+lost_here = {"dropped": over.sum(), "empty": np.maximum(20 - ours, 0).sum()}
+met("09.dropped", {name: int(n) for name, n in lost_here.items()}, "counted")
+assert list(lost_here.values()) == [60, 188]
 
 # %%
 lines = [("slots empty", empty[:-1], "other5", "s", False)]
@@ -303,13 +322,14 @@ assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 #    exchange has neither of these two faults.
 # 3. e/a says two things. The layer holds e/a times the expert weights that a token uses. And with a slot for every token at every expert
 #    it sends e/a times the bytes of the copies.
+# 4. The busiest expert decides the time: it may have up to e/a times the mean load. A balance loss or a bias keeps loads even.
 
 # %% [markdown]
 # ## Further
 #
 # Who multiplies, what routers report, a hot expert and its cures, and what all this costs on real links.
 #
-# ## Packed by rank, a token has N places and not e
+# ### Packed by rank, a token has N places and not e
 #
 # `llmpar.model.moe` gives slots to ranks, not to experts. All ranks first receive the choices of all tokens, `a` numbers for each token.
 # Then a token has a place on each of N ranks, and not one at each of `e` experts. That helps where N < e, and very much with many experts
@@ -324,10 +344,10 @@ for how in (HOW, ExpertConfig(128, 8)):
         print(f"has {places:g} of {how.num_experts} places")
 
 # %% [markdown]
-# ## On which rank is an expert, and which ranks sum its gradient?
+# ### On which rank is an expert, and which ranks sum its gradient?
 #
 # An expert's gradient is summed over `dp` and `fsdp`, everything else over `ep` too: a dense weight's is summed over `ep` as
-# over any axis of the batch, and ZeRO cuts its state by `ep`. An expert has neither, since no other rank of `ep` has it.
+# over any axis of the batch, and ZeRO cuts its state by `ep`. An expert's gradient is not summed over `ep`: no other rank of `ep` has this expert.
 
 # %%
 gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
@@ -342,7 +362,7 @@ model = preset("tiny-moe")
 print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a token")
 
 # %% [markdown]
-# ## Which slots are multiplied?
+# ### Which slots are multiplied?
 #
 # Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer.
 # It has fewer slots for each expert: the even share and an eighth more. One batched matmul multiplies these for all experts, full or not.
@@ -364,7 +384,7 @@ def combine(rows, slot, weights): ...
 attempt("09.combine", combine)
 
 # %% [markdown]
-# ## All wait for the busiest expert
+# ### All wait for the busiest expert
 #
 # The router of this lesson, with expert 0 made more and more attractive:
 
@@ -408,7 +428,7 @@ title = "A bias that follows the load"
 scene.show(draw.curves([line], range(0, 41, 10), "step", "load", low=1, title=title))
 
 # %% [markdown]
-# ## What routers report
+# ### What routers report
 #
 # It comes with the metrics of each step:
 
@@ -422,12 +442,13 @@ print(
 )
 
 # %% [markdown]
-# ## What it costs on real links
+# ### What it costs on real links
 #
-# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert gets only the share a/e of the tokens. So two
-# messages that overlap with the work of a batch now need a batch e/a times as large: the sums of data parallelism (over the gradients of
-# all experts), and the reading of weights from memory. For the second, a dense model needs the 295 tokens of lesson 16 (the *balance
-# batch* of an H100, by its data sheet), and experts e/a times as many (the **experts' balance batch**):
+# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine.
+#
+# An expert gets only a/e of the tokens. But its weights are read, and its gradients are summed, as those of a dense layer. So both need a
+# batch e/a times as large before computing takes longer. For reading, a dense model needs the 295 tokens of lesson 16 (the *balance batch* of an
+# H100, by its data sheet), and experts e/a times as many (the **experts' balance batch**):
 
 # %%
 h100 = chip("h100")
@@ -448,7 +469,7 @@ print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per 
 print("before data parallelism hides (Scaling book)")
 
 # %% [markdown]
-# ## A real trace: the exchange of 64 H800, hidden
+# ### A real trace: the exchange of 64 H800, hidden
 #
 # DeepSeek published a profile of its training (H800, `ep=64`, sequences of 4,096 tokens; the source is in the data file). Four layers of one
 # microbatch run forward while the same four layers of another run backward. The profile's authors made all experts equally popular.
@@ -522,7 +543,7 @@ free, limited = ..., ...
 attempt("09.nodes", {"free": free, "limited": limited})
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # The dispatch is an island: a part of the model that is written by hand, in `shard_map`, under every mode. Inside it, both modes write
 # the same two all-to-alls. Around it, Auto is free. The forward pass shows it:
@@ -542,7 +563,7 @@ print("value: Auto's first loss is that of one device;", end=" ")
 print(f"its forward pass has {sum(exchanges.values())} all-to-alls")
 
 # %% [markdown]
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside them

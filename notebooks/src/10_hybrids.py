@@ -17,7 +17,7 @@
 # # 10 · Hybrids: what does each mesh axis add?
 #
 # In its last stage Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team 2024](https://arxiv.org/abs/2407.21783)).
-# Each axis cuts something, and each sends something. Here we add four axes one by one, with `dp` in place of `sp`. Which messages does each add?
+# Each cuts something, and sends something. Here we add four axes one by one, with `dp` in place of `sp` (lesson 06). Which messages does each add?
 
 # %% tags=["plumbing"]
 import os
@@ -118,7 +118,7 @@ for text, run in runs.items():
     documents[text] = document
     norms = [float(one.metrics["grad_norm"]) for one in (run, runs["dp=1"])]
     assert math.isclose(*norms, rel_tol=1e-3), (text, norms)
-print("messages and memory are as predicted on each mesh, to the byte")
+print("messages and memory are as predicted on each mesh, to the byte (see Further)")
 
 
 def by_axis(meshes):
@@ -136,10 +136,22 @@ scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
 # halve the state. `pp` halves the layers, but not the embedding and the head, which every stage of this package holds; with 2 layers
 # these are a large part.
 #
-# ## Each axis adds messages, and changes those of the others
+# ## Predict: what does dp send beside fsdp?
+#
+# On `dp=2` a device sends 421 KiB over `dp`: gradients. We add `fsdp=2`. **How many KiB does it send over `dp` now?**
 
 # %%
-scene.show(by_axis([text for text in runs if "pp" not in text]))
+dp_sends = ...
+attempt("10.dp_bytes", dp_sends)
+
+# %%
+met("10.dp_bytes", round(sent[MESHES[1]]["dp"] / 1024), "KiB over dp:")
+if opened("10.dp_bytes"):
+    scene.show(by_axis([text for text in runs if "pp" not in text]))
+
+# %% tags=["plumbing"]
+assert [round(sent[text]["dp"] / 1024) for text in MESHES[:2]] == [421, 211]
+assert [round(sent[text]["fsdp"] / 1024) for text in MESHES[2:]] == [283, 711]
 
 # %% [markdown]
 # * `dp` adds up whole gradients.
@@ -147,7 +159,7 @@ scene.show(by_axis([text for text in runs if "pp" not in text]))
 #   `dp` adds up is now a *part* of each gradient: half the bytes.
 # * `tp` adds up activations in each layer. It cuts the weights once more, so `dp` and `fsdp` send half as much.
 #
-# ## Bet: what does a pipeline do to fsdp's bytes?
+# ## Predict: what does a pipeline do to fsdp's bytes?
 #
 # Now `pp=2`: two stages, and each device has one layer in place of two. The batch is split into 4 microbatches. **Does `fsdp` send
 # `"less"`, `"the same"` or `"more"` than before?**
@@ -165,19 +177,24 @@ if opened("10.pipeline"):
 # %% [markdown]
 # ## What fsdp sends in a pipeline
 #
-# 283 KiB become 711 KiB, on a device of the first stage. A stage has half of the layers, but it gathers their weights **again for
-# each microbatch**: ZeRO-3 does not keep them. Without a pipeline a layer is gathered twice, forward and backward. Here it is gathered
-# three times for each of four microbatches, because the stage keeps only its input, and computes forward once more. 12 gathers in
-# place of 2, of half of the layers, are three times the bytes. Gradients are scattered four times in place of once: twice the bytes.
-# The first stage uses the embedding four times and no head: twice the bytes, too.
+# A stage has half of the layers, but it gathers their weights **again for each microbatch**: ZeRO-3 does not keep them. Of a first stage:
 #
-# Grey, *several axes*: every stage has a copy of embedding and head, so their gradients are summed over `pp` and `dp` in one
-# all-reduce. The training of Llama 3
-# 405B used `pp` and `fsdp`. It kept a gathered weight after the forward pass, to save the second gather (section 3.3.2).
+# | | without `pp` | `pp=2`, 4 microbatches | bytes |
+# |---|---|---|---|
+# | layers | 2 | 1 | |
+# | gathers of a layer | 2 | 3 · 4 = 12 | × 3 |
+# | scatters of its gradients | 1 | 4 | × 2 |
+# | embedding, head | 1 of each | 4 of the embedding | × 2 |
+#
+# Each microbatch needs three gathers: forward, forward once more (here a stage keeps its input alone), backward. In all, 283 KiB become 711.
+# Llama 3 405B was trained with `pp` and `fsdp`, too. To save the second gather, it kept gathered weights until the backward pass (section
+# 3.3.2).
+#
+# Grey, *several axes*: every stage has a copy of embedding and head. Their gradients are summed over `pp` and `dp` in one all-reduce.
 #
 # ## Which axis on which links?
 #
-# In the order `pp dp fsdp ep sp tp`, neighbours along the *last* axis are neighbours in the machine. Put the axis whose messages are
+# In our order, `pp dp fsdp ep sp tp`, neighbours along the *last* axis are neighbours in the machine. Put the axis whose messages are
 # the hardest to overlap on the fastest links. A gather of weights can start long before they are used. A sum over `tp` can overlap
 # only with the computing of its own layer (lesson 05). So `tp` is last, on the fastest links; `pp` and `dp`, with few messages, are
 # first. Here a host has four devices:
@@ -196,9 +213,9 @@ links = {"pp": ..., "dp": ..., "tp": ...}
 attempt("10.links", links)
 
 # %% [markdown]
-# ## Bet: how far off may the loss be?
+# ## Predict: how far off may the loss be?
 #
-# A mesh adds the same numbers in another order, and `(a + b) + c` is not `a + (b + c)` in floats. All sums are of float32. **How far is
+# All five runs should have one loss. How equal is equal? A mesh adds the same numbers in another order, and `(a + b) + c` is not `a + (b + c)` in floats. All sums are of float32. **How far is
 # the first loss of a mesh from that of one device, relative, if there is no bug: nearest to 1e-3, 1e-6 or 1e-9?**
 
 # %%
@@ -234,8 +251,8 @@ met("10.off", max(off), "at most")
 #    more.
 # 2. All four divide the work. `dp` saves no state. The others do, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle
 #    time.
-# 3. With a pipeline ZeRO-3 gathers a layer three times for each microbatch (forward, once more forward, backward), in place of twice
-#    a step; but a device has fewer layers.
+# 3. With a pipeline ZeRO-3 gathers a layer again for each microbatch: here three times (forward, once more forward because a stage keeps its
+#    input alone, backward). But a device has fewer layers.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
 
@@ -244,7 +261,7 @@ met("10.off", max(off), "at most")
 #
 # Which arrows an axis adds, which difference is a bug, five runs to diagnose, and the cheapest mesh that fits.
 #
-# ## Which arrows an axis adds
+# ### Which arrows an axis adds
 #
 # An **arrow** is a movement between two layouts; `b` rows, `s` positions, `v` vocabulary. For each mesh, the largest arrows that
 # the mesh before it did not have. Each line was predicted by a formula, and is asserted above against the compiled program.
@@ -276,7 +293,7 @@ for text, document in documents.items():
 scene.show(draw.collectives(document["collectives"]))
 
 # %% [markdown]
-# ## Tolerances: which difference is a bug?
+# ### Tolerances: which difference is a bug?
 #
 # A sum of *k* rounded terms is off by about √k roundings, and not by k. Each is at most 6e-8 of the number in float32, and
 # 4e-3 in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember.
@@ -323,17 +340,17 @@ cheapest = ...
 attempt("10.cheapest", cheapest)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # Under `mode="auto"` the partitioner chooses the collectives. Pipelines are beyond it: an order of messages is no
 # sharding. On `dp=2 fsdp=2 tp=2` it gives the same loss, and other bytes; lesson 12 looks at that.
 #
-# ## Going on
+# ### Going on
 #
 # `sp` cuts the positions and sends keys (lesson 06); `ep` cuts experts and adds two all-to-alls each way (lesson 09). They join in the
 # same way: try `llmpar inspect --mesh "fsdp=2 sp=2 tp=2"` and read the new arrows.
 #
-# ## On your cluster
+# ### On your cluster
 #
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --tolerance
 #     llmpar inspect --mesh "pp=2 fsdp=2 tp=2" --microbatches 4

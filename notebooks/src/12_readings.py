@@ -10,6 +10,7 @@
 #     - Predict which way refuses a mistake, which repairs it silently, and which gives
 #       wrong numbers.
 #     - Write unfinished sums and arrows as explicit types.
+#     - Choose between the three ways.
 # ---
 
 # %% [markdown]
@@ -126,7 +127,8 @@ attempt("12.unfinished", layout_of_y)
 # | **Auto** | `jax.jit`: the *whole* computation, and the layouts of its arguments and its result | XLA's *partitioner*, which splits it over devices |
 # | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; the layout of a value is part of its *type* | you, in types; JAX checks them |
 #
-# Auto takes `feed_forward` without a change. The two others add a line:
+# Auto takes `feed_forward` without a change. The two others add a line. In `with_types`, `unreduced={"tp"}` leaves the sum over `tp` open, and
+# `reshard` changes the layout: here it finishes the sum.
 
 
 # %%
@@ -184,10 +186,11 @@ assert seen["y"][1] == "b/dp s d +tp" and seen["z"][1] == "b/dp s d"
 scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsize=4))
 
 # %% [markdown]
-# ## Bet: forget the sum in each way
+# ## Predict: forget the sum in each way
 #
 # Now the sum is missing everywhere. `shard_map` has a check of what a program declares about its result, `check_vma`. Much published
-# code switches it off, so there are four programs. (You have seen one of them. Which?) **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
+# code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?** (One of the four is
+# the program of the first picture.)
 
 # %%
 ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
@@ -235,7 +238,8 @@ fates = {
 }
 met("12.fates", {name: word for name, (word, *_) in fates.items()}, "in truth")
 if opened("12.fates"):
-    scene.show(in_colour({"the sum is forgotten": fates}, "One mistake, three results"))
+    title = "One mistake, four programs, three kinds of result"
+    scene.show(in_colour({"the sum is forgotten": fates}, title))
 
 # %% tags=["plumbing"]
 words = {name: word for name, (word, *_) in fates.items()}
@@ -246,7 +250,7 @@ assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 # ## Why
 #
 # Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and
-# then there is no error. (The check refuses a program whose result may differ on devices that should have the same.) Explicit stops
+# then there is no error. (The check refuses a result that is declared equal on all devices, if it may differ.) Explicit stops
 # *at the line* with the mistake. JAX's message is long; `explain` turns it into the arrow that is missing:
 
 # %%
@@ -300,17 +304,24 @@ assert mistaken["Auto"][0] == "right" and much > right
 assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 
 # %% [markdown]
+# ## Who should choose?
+#
+# * **Manual** where the bytes matter and you want no surprise: rings, pipelines, overlap. You pay in lines.
+# * **Auto** for a first version, and for code by others. Count what it sends before you trust its speed.
+# * **Explicit** where the code should stay whole, and a forgotten sum should be an error of types. A type cannot
+#   say which message comes first, as a pipeline's schedule does. Parts that need an order are written by `shard_map` inside it.
+#
 # ## Keep: leave the check on, and count the bytes
 #
 # 1. A shape does not say whether a sum is finished. A layout does (`+tp`), and so does an explicit type (`U:tp`).
 # 2. Manual with its check off can give wrong values without an error. Leave the check on.
-# 3. Auto never gives a wrong value for a wrong layout. It sends more, without an error: count what a compiled program sends.
+# 3. With Auto a wrong layout does not change the values. It sends more, without an error: count what a compiled program sends.
 # 4. Explicit refuses a line where a layout is ambiguous; `explain` names the missing arrow.
 
 # %% [markdown]
 # ## Further
 #
-# Two exercises in types, a Llama written in three ways, and when to take which.
+# Two exercises in types, and a Llama written in three ways.
 #
 # ### Exercise (stretch): write the arrow
 #
@@ -350,7 +361,7 @@ def repaired(x, up, down): ...
 attempt("12.residual", repaired)
 
 # %% [markdown]
-# ## One model, three modes
+# ### One model, three modes
 #
 # This package writes a model once. Its code names no mesh axis; a plan's `mode` says who carries its arrows out: `"manual"`,
 # `"auto"` or `"explicit"`. How near must the losses be? Sums in another order round otherwise. `tolerance` derives how much:
@@ -390,7 +401,7 @@ print(f"Manual sends the predicted {predicted:,} B")
 # makes an all-reduce and a slice of it, and XLA for GPUs joins the two again. **Types say what is meant. The compiler still chooses
 # how.**
 #
-# ## What the types say of a whole step
+# ### What the types say of a whole step
 #
 # Under Explicit every value of the model has a type. It must equal the layout that the plan promises, or tracing stops. Two
 # marks: `U:tp`, unreduced over tp, is an unfinished sum. `R:(dp,fsdp)`, reduced over dp and fsdp: each device has the
@@ -404,14 +415,7 @@ assert all(row["layout"] == row["type_says"] for row in rows)
 print(f"{len(rows)} values of a step: every type says what the plan's layout says")
 
 # %% [markdown]
-# ## Who should choose?
-#
-# * **Manual** where the bytes matter and you want no surprise: rings, pipelines, overlap. You pay in lines.
-# * **Auto** for a first version, and for code by others. Count what it sends before you trust its speed.
-# * **Explicit** where the code should stay whole, and a forgotten sum should be an error of types. A type cannot
-#   say which message comes first, as a pipeline's schedule does. Parts that need an order are written by `shard_map` inside it.
-#
-# ## On your cluster
+# ### On your cluster
 #
 #     llmpar inspect --mesh "fsdp=-1" --mode auto
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --mode explicit --types

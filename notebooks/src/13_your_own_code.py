@@ -83,8 +83,9 @@ tokens = jax.device_put(text, P("X"))  # the rows of a batch are dealt out
 MeshExplorer.of(params | {"tokens": tokens})
 
 # %% [markdown]
-# Each device holds a part of each weight, and some rows of the tokens. (You can choose other arrays in the picture.) The
-# function predicts the next token; its letters are `b` rows, `s` positions, `d` width:
+# Each stripe is what one device holds of `embed`, a row of 64 numbers for each of 512 words: 16 columns of all rows. The other weights are cut
+# along their rows. Of the tokens each device has some rows. (You can choose another array in the picture.) The function predicts the next
+# token; its letters are `b` rows, `s` positions, `d` width:
 
 
 # %%
@@ -119,7 +120,8 @@ attempt("13.sent", bytes_sent, devices=N)
 # %%
 before = look(loss, params, tokens)
 met("13.sent", total(before), "this program sends")
-before if opened("13.sent") else None
+if opened("13.sent"):
+    show(drawn({"sent": (loss, before)}))
 
 # %% tags=["plumbing"]
 gathered = sum(w.nbytes for w in weights.values()) * (N - 1) // N
@@ -133,19 +135,19 @@ assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
 # %% [markdown]
 # ## What each line sends
 #
-# Your number is what FSDP would send. This program sends 35 times as many bytes. `In[3]:5` is line 5 of the cell that ran as `In[3]`. After it are the types
-# of a value before and after the message, as JAX writes them. `{U:X}` is an unfinished sum over `X`: each device has a partial sum,
-# and the all-reduce adds them up. In `s32[16@X,128,1]` the axis `X` cuts the first dim. Here is the same beside the code:
+# Your number is what FSDP would send. This program sends 35 times as many bytes. Here is all that `look` says. `In[3]:5` is line 5 of the
+# cell that ran as `In[3]`, `logits = …`. `{U:X}` is an unfinished sum over `X`: each device has a partial sum, and the all-reduce adds them
+# up.
 
 # %% tags=["plumbing"]
-show(drawn({"sent": (loss, before)}))
+before if opened("13.sent") else None
 
 # %% [markdown]
 # It makes all-reduces of `h`, of `y` and of the logits, which are activations of the whole batch. XLA's *partitioner*, which
 # splits the program over the devices, chose these. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of
 # the loss can find it. Which line is the cause?
 #
-# ## Bet: what is the layout of `x`?
+# ## Predict: what is the layout of `x`?
 #
 # A *layout* writes after each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X`, with `v`
 # for the vocabulary: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then
@@ -159,7 +161,7 @@ attempt("13.lookup", layout_of_x)
 x = jax.jit(lambda params, tokens: params["embed"][tokens])(params, tokens)
 met("13.lookup", from_type(x, "bsd"))
 shown = opened("13.lookup")
-AT_FIRST = "x at the first position: rows b down, width d across"
+AT_FIRST = "x[:, 0]"  # at the first position: rows b down, width d across
 MeshExplorer.of({AT_FIRST: x[:, 0]}) if shown else None
 
 # %% tags=["plumbing"]
@@ -225,9 +227,10 @@ x = jax.jit(lambda params, tokens: by_rows(params["embed"][tokens]))(params, tok
 MeshExplorer.of({AT_FIRST: x[:, 0]})
 
 # %% [markdown]
-# ## A training step sends an eighteenth of the bytes
+# ## And a whole training step?
 #
-# `look` also takes `jax.value_and_grad` of a function. Here are both, by collective:
+# The loss alone sends 34 times less than before. `look` also takes `jax.value_and_grad` of a function. Here are both, by collective: a step
+# sends an eighteenth.
 
 # %% tags=["plumbing"]
 bars = []
@@ -269,8 +272,7 @@ say(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
 # `P('X', None, 'X')`: two dims of `x` would be cut by `X`, and JAX refuses that before anything runs. Explicit axes also refuse a
-# matmul of two matrices that are both cut along the dim that is summed, such as the next one. (The first example in chapter 10 of *How to
-# Scale Your Model*, Austin et al. 2025, as first printed, was one. Later printings ask for `AxisType.Auto`.)
+# matmul of two matrices that are both cut along the dim that is summed, such as the next one.
 
 
 # %%
@@ -356,7 +358,8 @@ assert total(least) - sum(row["bytes_sent"] for row in rest) == gathered
 # %% [markdown]
 # ### Explicit axes, followed
 #
-# The function from above, on explicit axes. Its first line now has the layout of `x`, and it sends what the cured one sends:
+# (The first example in chapter 10 of *How to Scale Your Model*, Austin et al. 2025, as first printed, was stopped like `squares`. Later
+# printings ask for `AxisType.Auto`.) The function from above, on explicit axes. Its first line now has the layout of `x`, and it sends what the cured one sends:
 
 
 # %%

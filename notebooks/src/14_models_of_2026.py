@@ -88,7 +88,7 @@ COLOURS |= {"latent attention": "other3", "recurrent state": "other1"}
 
 # %% tags=["plumbing"]
 rows = [(name, kept(config, TOKENS)) for name, config in MODELS.items()]
-title = "What one conversation of 131,072 tokens leaves (small states do not show)"
+title = "Cache of one conversation of 131,072 tokens"
 show(draw.memory_bars(rows, title=title, roles=COLOURS))
 
 # %% tags=["plumbing"]
@@ -102,7 +102,7 @@ assert (
 )  # none has a window
 
 # %% [markdown]
-# The kept bytes are the *cache*: it is read again for each new token (lesson 16).
+# What a conversation leaves in memory is the *cache*: it is read again for each new token (lesson 16).
 #
 # ## The layers, one by one
 
@@ -146,6 +146,8 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 #   are computed, and one *rotary key*, which encodes the token's position.
 # - A **recurrent state** (linear attention) keeps no tokens: one matrix for each head, which each token changes.
 #
+# Numbers that one token adds: keys and values | the same, for the last w tokens | one latent | none.
+#
 # In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In all later layers one
 # expert is *shared*: it computes for all tokens.
 #
@@ -169,8 +171,6 @@ assert round(counted["128 heads"] / counted["latent"]) == 57
 # %% [markdown]
 # Full attention keeps 2·k·h numbers of a token, with k KV heads of width h. A latent with its rotary key has 1/57 of the numbers of
 # (a). But all heads read the same latent, so `tp`, which cuts heads, cannot cut this cache: each rank of `tp` keeps all of it.
-# (gpt-oss adds an *attention sink*: one learned number for each head, beside the scores. It is a weight; it leaves nothing in the
-# cache and sends nothing.)
 #
 # ## Predict: how far must keys travel?
 #
@@ -250,8 +250,8 @@ jax.clear_caches()  # another program follows, and a small machine has 2 GB
 # %% [markdown]
 # ## Predict: what does a recurrent state send?
 #
-# This is linear attention in its simplest form. A state `S` begins at 0, each token adds `kᵀ v` to it (`h` × `h` numbers), and
-# its query reads `q S`. A rank needs the sum of all earlier ranks:
+# This is linear attention in its simplest form (Qwen's state also decays, so a rank sends its decays too). A state `S` begins at 0, each
+# token adds `kᵀ v` to it (`h` × `h` numbers), and its query reads `q S`. A rank needs the sum of all earlier ranks:
 
 
 # %%
@@ -355,10 +355,6 @@ _, gathered = predicted["sp", "all-gather"].arrows["attention b s c -> keys b s 
 assert gathered == 3 * rows_of_rank * 64 * 24 * 4 * share == 18_432
 
 # %% [markdown]
-# And over `sp` this model gathers latents, not keys: 24 numbers for each token and layer, where its eight heads would have 192.
-# These are 3 layers × 2 rows (8 over `ep`) × 64 positions × 24 numbers × 4 bytes. Each of two ranks sends half of them: 18,432 bytes, as in
-# the traced program.
-#
 # ## What each kind of layer sends
 #
 # (The *stream* is what a layer passes to the next layer: d numbers for each token. `tp` adds up parts of it, twice in a layer forward,
@@ -381,7 +377,7 @@ SENDS = {
     ),
     "latent attention": (
         "sums of the stream",
-        "latents, gathered",
+        "latents: a gather or a ring",
         "",
         "a latent of each token",
     ),
@@ -455,13 +451,24 @@ for name, one in answers.items():
 # 1. What does a token add to the cache? 2·k·h numbers (full), the same for the last w tokens (window), one latent for all
 #    heads, or nothing (a recurrent layer has one state).
 # 2. What travels along `sp`? Keys make n − 1 hops. A window's keys make only as many hops as the window reaches back, in ranks.
-#    Latents are sent in place of keys. A state has the same size for any length.
+#    Latents are sent in place of keys, by a gather or a ring. A state has the same size for any length.
 # 3. `tp` cuts heads. It cuts no latent: each rank of `tp` keeps it whole.
 # 4. Only layers with experts send tokens over `ep`; dense layers and shared experts do not.
 # 5. Check the state first: all its bytes, divided by the devices. A state that does not fit needs more devices, not another mesh.
 
 # %% [markdown]
 # ## Further
+#
+# ### A sink sends nothing
+#
+# gpt-oss adds an *attention sink*: one learned number for each head, beside the scores. It is a weight. It leaves nothing in the cache and
+# sends nothing.
+#
+# ### What the small model of DeepSeek's family gathers
+#
+# Its plan says `context_parallel="gather"`: over `sp` latents are gathered, not keys: 24 numbers for each token and layer, where its eight
+# heads would have 192. These are 3 layers × 2 rows (8 over `ep`) × 64 positions × 24 numbers × 4 bytes. Each of two ranks sends half of
+# them: 18,432 bytes, as in the traced program.
 #
 # ### Zigzag and a window
 #

@@ -94,8 +94,7 @@ flops_per_byte = {"prompt of 64": ..., "1 request": ..., "16 requests": ...}
 attempt("16.flops_per_byte", flops_per_byte)
 
 # %% [markdown]
-# We compile the three passes of a small Llama, with a cache of 64 positions for each request, and count FLOPs and
-# all bytes that are read: weights, caches, tokens.
+# We compile the three passes of a small Llama with a cache of 64 positions for each request, and count FLOPs and all bytes read.
 
 # %%
 PASSES = {"prompt of 64": (1, 64), "1 request": (1, 1), "16 requests": (16, 1)}
@@ -118,14 +117,14 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## What the three passes do
 #
-# A pass for one token reads as much as a pass for a prompt, but computes only 1/60 as much. An H100 could do 295 FLOPs while it reads
-# a byte: 989 TFLOP/s divided by 3.35 TB/s. For one request it does 1. With 295 tokens in a pass, computing takes as long as reading
-# the weights: this is the *balance batch*. Decode needs 295 requests with small caches.
+# A pass for one token reads as much as a pass for a prompt, but computes 1/60 as much. (The prompt has 58, not 64: embedding rows are
+# looked up, not multiplied, and a cache is read too.) An H100 could do 295 FLOPs while it reads a byte: 989 TFLOP/s divided by 3.35 TB/s.
+# With 295 tokens in a pass, computing takes as long as reading the weights: this is the *balance batch*. A decode pass has one token of each
+# request, so only with 295 requests (and small caches) is the H100 busy computing.
 #
 # ## Requests share weights, not caches
 #
-# 16 requests do less than 16 FLOPs per byte: a pass also reads the keys and values of each. The curves are for Llama 3 8B
-# (dashed: an H100's 295):
+# 16 requests do less than 16 FLOPs per byte: a pass also reads the keys and values of each. For Llama 3 8B (dashed: an H100's 295):
 
 # %% tags=["plumbing"]
 BATCHES = [1, 4, 16, 64, 256, 1024]
@@ -158,7 +157,7 @@ axes = "requests in the pass", "FLOPs per byte"
 show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 
 # %% [markdown]
-# Once caches have more bytes than the weights, more requests help little: FLOPs per byte at most double. Then a smaller cache helps.
+# Once caches are as large as the weights, more requests can at most double the FLOPs per byte. Then a smaller cache helps.
 #
 # ### Exercise (core): what a token adds to the cache
 #
@@ -199,8 +198,7 @@ title = "16 requests of 8,192 tokens on an H100"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. A window does too:
-# a token sees only the last 4,096. (Llama 2 itself was made for 4,096 positions.)
+# Query heads that share a KV head (*grouped-query attention*) make the cache smaller. So does a window.
 #
 # ## Predict: can four devices hold a long context?
 #
@@ -228,15 +226,14 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Columns are positions, colours are devices. In the middle each row has two colours: two devices hold the same head. With `b` rows of
-# the batch (requests), `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four
-# devices for two heads, so each head is held twice.
+# Columns are positions, colours are devices. In the middle each row has two colours: `tp=4` has four devices for two heads, so two devices
+# hold the same head, all of it. With `b` requests, `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and
+# `b t/sp k`.
 #
 # ## What is sent for a token
 #
-# In a ring (lesson 06) keys are sent to queries. Here every device of `sp` has the query, which is only one token. A device
-# attends to its own positions; two small all-reduces in each layer join the results. For the next tokens of four requests, a
-# device sends this:
+# In a ring (lesson 06) keys are sent to queries. Here every device of `sp` has the query, one token. It attends to its own positions; two
+# small all-reduces in each layer join the results. For the next tokens of four requests:
 
 # %% tags=["plumbing"]
 sent, steps = [], {}
@@ -264,8 +261,8 @@ print(f"to gather the cache over sp={N} instead: {(N - 1) * held:,} B")
 show(draw.collectives(sent))
 
 # %% [markdown]
-# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer of them. `sp` leaves the
-# weights whole. So take `tp` within a node, up to the number of KV heads. Take `sp` too if the context does not fit.
+# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer. So take `tp` within a node, up to
+# the number of KV heads. Take `sp` too if the context does not fit.
 #
 # ## Some slots are idle while others compute
 #
@@ -313,9 +310,16 @@ def join(slots, waiting): ...
 attempt("16.join", join)
 
 # %% [markdown]
-# ## A finished request frees its slot
+# ## Predict: how many passes are left?
 #
-# We draw which request has which slot in the engine of `llmpar serve`:
+# Batch by batch A to H take 16 passes. **How many do they take with your rule?** (Fill the slots again before each pass.)
+
+# %%
+num_passes = ...
+attempt("16.passes", num_passes)
+
+# %% [markdown]
+# Here is who has which slot in the engine of `llmpar serve`:
 
 # %%
 plan = Plan(f"sp={N}", dtype="bfloat16")
@@ -335,7 +339,8 @@ while engine.busy:
         answers[name].append(event.token)
     running = [x if x and not told[x].finish else None for x in running]
 joined = drawn("A free slot takes the next request", lanes, END)
-show(draw.slots(waiting | joined, "Eight requests in four slots"))
+if opened("16.passes"):
+    show(draw.slots(waiting | joined, "Eight requests in four slots"))
 
 # %% tags=["plumbing"]
 for name, tokens in WANT.items():  # each alone
@@ -351,7 +356,9 @@ while left or any(slots):
     assert list(map(bool, slots)) == list(map(bool, held)), (passes, slots, held)
     slots, passes = [max(0, n - 1) for n in slots], passes + 1
 assert passes == max(map(len, lanes)) < END
-print(f"{END} passes become {passes}; each request is answered as if it were alone")
+assert (END, passes) == (16, 12)
+met("16.passes", passes, "passes:")
+print("each request is answered as if it were alone")
 
 # %% [markdown]
 # This is *continuous batching* (Yu et al. 2022).
@@ -390,7 +397,7 @@ rooms = {
 show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 
 # %% [markdown]
-# `llmpar serve` has slots and no pages. For many users take an *inference engine* such as vLLM.
+# `llmpar serve` has no pages. For many users take an *inference engine* such as vLLM.
 #
 # ## Keep: prefill computes, decode reads
 #

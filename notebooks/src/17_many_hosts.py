@@ -99,10 +99,9 @@ scene.show(shown(team.run(feed, everything)))
 # Every row is on two devices (red: the second time). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
 # loss does not show it.**
 #
-# Each host runs a **process** of its own (on GPUs under SLURM often one for each GPU), which sees only its own memory. Only collectives
+# Two processes on this machine stand for the hosts. Each host runs a **process** of its own, which sees only its own memory. Only collectives
 # carry values over the network, here called the **wire**. `team.run(function, …)` runs a function in all processes and returns all
-# results. The **mesh** spans the devices of all hosts, numbered host by host. (Two processes on this machine stand for the hosts. Where
-# Linux allows it, each gets a network of its own.)
+# results. The **mesh** spans the devices of all hosts, numbered host by host.
 #
 # ### Exercise (core): whose rows?
 #
@@ -162,6 +161,7 @@ for name in ("dp across", "tp across"):
 #   (lesson 05), and one each for embedding and head.
 
 # %%
+# 740,304 parameters, d = 144, 2 layers; 32 rows of 64 positions; float32
 dp_across, tp_across = ..., ...
 attempt("17.leaves", {"dp across": dp_across, "tp across": tp_across})
 
@@ -191,7 +191,7 @@ for name, ranks in found.items():
 # ## What Linux counted on the wire
 #
 # All losses agree in the printed digits: both placements compute the same step. The bytes on the wire are not equal. These
-# pictures are from a run that we recorded on a slower wire, 20 Mbit/s: what Linux counted, and the seconds of a step.
+# pictures are from a run that we recorded on a slower wire, on which seconds show the difference: 20 Mbit/s.
 
 # %%
 for name in found:
@@ -203,12 +203,16 @@ for name in found:
     scene.show(placed(name, "20 Mbit/s", size, seconds))
 
 # %% [markdown]
-# ## Other plans on the slow wire
+# ## Predict: which plans suffer on the slow wire?
 #
 # Here are six plans for four devices. *Across*: pairs along this axis are on two hosts, the other axis stays inside. *Over all*: one
 # axis has all four devices. What `dp` and `fsdp` send depends on the weights; `pp` sends one activation for each microbatch at
-# each boundary between stages. `tp` sends activations in every layer, and they are the hardest to overlap (lessons 05, 10). So `tp` belongs
-# inside a host.
+# each boundary between stages, `tp` sends activations in every layer. **Which axis
+# makes the two slowest plans: `"dp"`, `"fsdp"`, `"pp"` or `"tp"`?**
+
+# %%
+slowest = ...
+attempt("17.slowest", slowest)
 
 # %%
 bars = []
@@ -217,12 +221,17 @@ for name, run in sorted(on_wire["20mbit"].items(), key=lambda item: item[1]["ste
     slow = max(0.0, run["step_s"] - fast)
     bars.append((name, {"on a fast wire": fast, "added by the slow wire": slow}))
 print(f"recorded {recorded['date']}, {recorded['machine']}")
-scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
+if opened("17.slowest"):
+    scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
+assert {name.split()[0] for name, _ in bars[-2:]} == {"tp"}
+met("17.slowest", "tp", "recorded:")
 
 # %% [markdown]
-# ## How many tokens make the difference?
+# Activations in every layer are the hardest to overlap, too (lessons 05, 10). So `tp` belongs inside the group of devices that fast links join: here a host (lesson 15 has larger ones).
 #
-# A layer of this Llama has 16 d² weights. `dp` sends each of them once, however large the batch is. `tp` sends 4 T d numbers for a
+# ## Predict: at how many tokens do both send the same?
+#
+# A layer of this Llama has about 16 d² weights. `dp` sends each of them once, however large the batch is. `tp` sends 4 T d numbers for a
 # batch of T = b · s tokens. **At how many tokens do they send the same?** (`d` is 144.)
 
 # %%
@@ -251,7 +260,7 @@ met("17.equal", equal, "computed")
 # Counted over layers alone they send the same at T = 4 d = 576. With embedding and head it is at 514 tokens, where the lines cross.
 # With T tokens `tp` sends T/(4 d) times as much in the layers. Large trainings have far more tokens, so tp stays inside a host.
 #
-# ## When a process dies
+# ## Predict: a process dies. Where does the run continue?
 #
 # A run of 12 steps, numbered 0 to 11, keeps a checkpoint after every 4 steps. Process 1 is killed (`kill -9`) after 7 steps.
 # The same command is started again. **With which step does it continue?**
@@ -331,8 +340,8 @@ print("weights and moments: the same bits as without the kill")
 # ## Keep: count rows and bytes, not losses
 #
 # 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
-# 2. Two placements of one plan have the same loss, but one sends four times the bytes over the wire.
-# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: in the layers it sends T/(4 d) times what `dp` sends.
+# 2. Two placements of one plan have the same loss. Here one sends four times the bytes over the wire.
+# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays on fast links: in the layers it sends T/(4 d) times what `dp` sends.
 # 4. One dead process stops all; the same command continues from the newest checkpoint, with the same bits.
 
 # %% [markdown]

@@ -7,20 +7,19 @@
 #     question: What does a trainer send to its sampler, what does Muon send, and what do
 #       islands send that train apart?
 #     objectives:
-#     - Two meshes. Compute the fewest bytes, and the fewest rounds, that bring weights
-#       from one mesh to another.
-#     - Muon. Say what each of three ways to give it whole matrices sends, and from which
+#     - Compute the fewest bytes, and the fewest rounds, that bring weights from one mesh
+#       to another, and plan a round.
+#     - Say what each of three ways sends that give Muon whole matrices, and from which
 #       batch on that is little.
-#     - Islands. Compute what workers send if they average their weights every H steps,
-#       and say when that is data parallelism.
+#     - Compute what islands send if they average their weights every H steps, and say
+#       when that is data parallelism.
 # ---
 
 # %% [markdown]
 # # 18 · Two meshes, Muon, islands: what do they send?
 #
-# A model learns from its own answers. A *sampler* writes answers on two devices; a *trainer* learns from them on four others and cuts
-# weights differently. After an update the sampler needs the new weights. A collective works on one mesh; here are two. Who sends
-# what to whom?
+# Three parts, one question: what must travel, and how often? From a *trainer*'s mesh to the mesh of a *sampler*, which writes the answers
+# that the trainer learns from. To Muon, an optimizer that needs whole matrices. And between *islands*, groups of devices on slow links.
 
 # %% tags=["plumbing"]
 import os
@@ -88,8 +87,10 @@ def sent_by(f, x, before, after, mesh):
 show(two_cuts())
 
 # %% [markdown]
-# We write this as an arrow whose two layouts name their meshes: `d/fsdp m @train -> d m/tp @serve`. `d`: width of the model (rows), `m`: width of
-# a feed-forward (columns).
+# ## Part 1: from a trainer's mesh to a sampler's
+#
+# After an update the sampler needs the new weights, cut in another way. A collective works on one mesh; here are two. We write an arrow whose
+# layouts name their meshes: `d/fsdp m @train -> d m/tp @serve` (`d` rows, `m` columns).
 #
 # ## Predict: how many bytes must travel?
 #
@@ -138,8 +139,7 @@ if opened("18.bytes"):
     show(who_to_whom(plans["shared"], "Shared: bytes from each device to each"))
 
 # %% [markdown]
-# `Mover` carried the plan out on simulated devices: it sent 128 bytes, the bound. On shared devices each receiver already has a quarter
-# of what it wants. To gather the weight on each trainer device first would send 384 bytes.
+# `Mover` carried the plan out: it sent 128 bytes, the bound. On shared devices each receiver already has a quarter of what it wants.
 #
 # ## Predict: how many rounds?
 #
@@ -166,38 +166,46 @@ assert {len(plan.matrix) for plan in three.values()} == {8}
 fewest = {name: len(plan.rounds) for name, plan in three.items()}
 assert fewest == {"a": 4, "b": 4, "c": 2}
 met("18.rounds", fewest, "planned")
-if opened("18.rounds"):
+
+# %% [markdown]
+# The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916): no device's messages clash.
+#
+# ### Exercise (core): plan a round
+#
+# In `c` trainer devices 0 and 2 have the left half of the columns, 1 and 3 the right half. Receivers 4, 5, 6 and 7 want a quarter each, in this
+# order. **Write the first of two rounds: who sends to each?**
+
+# %%
+first_round = {"to 4": ..., "to 5": ..., "to 6": ..., "to 7": ...}  # a device each
+attempt("18.plan", first_round)
+
+# %% tags=["plumbing"]
+halves = {4: {0, 2}, 5: {0, 2}, 6: {1, 3}, 7: {1, 3}}  # llmpar/lessons/18.md has it
+senders = {j: {i for i, k in three["c"].matrix if k == j} for j in halves}
+assert senders == halves
+if opened("18.plan"):
     show(draw.traffic(three["c"]))
 
 # %% [markdown]
-# The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916). In `a` two receivers
-# are the limit, in `b` two senders, in `c` all devices.
+# ## Part 2: Muon needs whole matrices
 #
-# `llmpar rl` trains this way: a sampler on four devices, a trainer on four, and a *reward* (how good is an answer?) that one line of
-# code computes. Before every second step the trainer sends its weights to the sampler.
+# The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. For that a device needs the whole matrix. But FSDP has cut
+# it. An all-to-all can make rows of all layers whole matrices of one layer:
 
-# %% tags=["plumbing"]
-# Recorded: `llmpar rl` with seed 0, the mean reward of each 20 of its 240 steps.
-REWARDS = (0.11, 0.21, 0.35, 0.53, 0.75, 0.94)
-REWARDS += (0.98, 0.99, 0.99, 0.99, 1.0, 1.0)
-assert REWARDS[0] < 0.2 and REWARDS[-1] > 0.95
-learned = [("reward", REWARDS, "measured", "o", False)]
-axes = dict(x="steps of the trainer", y="mean reward; 1 is best", high=1)
-title = "llmpar rl, recorded: two digits are to be written in reverse"
-show(draw.curves(learned, range(20, 241, 20), **axes, title=title))
+# %%
+show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
 
 # %% [markdown]
 # ## Predict: what does Muon send?
 #
-# The optimizer **Muon** makes each matrix of the momentum nearly orthogonal before it updates the weight. Simple programs have the
-# whole matrix on one device for that, and FSDP has cut it. Three ways:
+# Eight layers with one matrix each, eight devices (`fsdp=8`). There are three ways:
 #
-# - `gather`: an all-gather brings all matrices to all devices.
-# - `owner`: an all-to-all brings each device the whole matrices of some layers; a second one brings the results back.
-# - `layer` (ZeRO 1): the gradients' reduce-scatter deals whole layers in place of rows.
+# - `gather`: each device gets all eight matrices.
+# - `owner`: each device gets all rows of one matrix, and computes. Then it sends the rows back. (Two all-to-alls.)
+# - `layer` (ZeRO 1): the reduce-scatter of gradients, which runs anyway, gives each device one whole layer in place of some rows of each.
 #
-# Eight layers, each with one float32 matrix of 1 MiB, `fsdp=8`. An all-gather sends 7/8 of the result, an all-to-all 7/8 of what a device has.
-# **How many MiB does a device send in addition?**
+# A matrix has 1 MiB (float32). An all-gather sends 7/8 of the result, an all-to-all 7/8 of what a device has. **How many MiB does a device
+# send in addition?**
 
 # %%
 sends = {"gather": ..., "owner": ..., "layer": ...}
@@ -242,22 +250,17 @@ if opened("18.muon"):
     bars = [(way, {"sent": size * MIB}) for way, size in compiled.items()]
     title = "What a device sends so that Muon has whole matrices"
     show(draw.memory_bars(bars, title=title, roles={"sent": "fsdp"}))
-    show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 8, 8), "fsdp=4", 4))
 
 # %% [markdown]
-# The second picture is `owner` on four devices: rows of all layers become whole matrices of one layer. On n devices `gather` sends n/2 times as much as `owner`, and each device
-# computes all matrices. With `owner` and `layer` each device computes only the matrices of its own layers. The sum of the gradients sends 7 MiB, by rows or by layers.
+# On n devices `gather` sends n/2 times as much as `owner`, and each device computes all matrices.
 #
 # ## Predict: does Muon send much, compared with FSDP?
 #
 # FSDP (ZeRO 3) moves weights and gradients in bfloat16 for *each* microbatch: two gathers and one reduce-scatter. Muon moves float32, *once* a step. A step has 4 microbatches on `fsdp=8`.
 # **What share of FSDP's bytes does Muon send by `gather`, and by `owner`?**
-#
-# And the FLOPs: Muon's five iterations on a matrix of r × r take 30·r³. The model takes 6·r² for each of T tokens. **What share is that for r = 4,096 and T =
-# 4,194,304 (2²²)?**
 
 # %%
-share = {"gather": ..., "owner": ..., "FLOPs": ...}
+share = {"gather": ..., "owner": ...}
 attempt("18.share", share)
 
 # %% tags=["plumbing"]
@@ -269,10 +272,10 @@ for way, look in (("gather", ("fsdp-line", "s")), ("owner", ("measured", "o"))):
     lines.append((way, values, *look, False))
     shares[way] = values[2]
 r, T = 4096, 1 << 22
-shares["FLOPs"] = newton_schulz_flops(r, r) / (6 * r * r * T)
-assert newton_schulz_flops(r, r) == 30 * r**3 and shares["FLOPs"] == 5 * r / T
+more_flops = newton_schulz_flops(r, r) / (6 * r * r * T)
+assert newton_schulz_flops(r, r) == 30 * r**3 and more_flops == 5 * r / T
 assert abs(shares["gather"] - 1 / 6) < 1e-9 and abs(shares["owner"] - 1 / 24) < 1e-9
-assert 0.038 < 8 * shares["FLOPs"] < 0.04
+assert 0.038 < 8 * more_flops < 0.04
 assert lines[0][1][0] < 0.7  # less than FSDP from the first microbatch on
 met("18.share", shares, "predicted")
 if opened("18.share"):
@@ -280,17 +283,31 @@ if opened("18.share"):
     show(draw.curves(lines, COUNTS, **axes, percent=True, title="Muon beside FSDP"))
 
 # %% [markdown]
-# Even with one microbatch Muon sends less than FSDP. Its FLOPs are half a percent of the model's. By `gather` all eight devices
-# compute all matrices: 4 %.
+# Even with one microbatch Muon sends less than FSDP.
+#
+# ## Predict: does it compute much?
+#
+# Each of Muon's five iterations has three matmuls of r × r matrices, 2·r³ FLOPs each: 30·r³ in all. The model takes 6·r² for each of T
+# tokens. **What share of the model's FLOPs is Muon's, for r = 4,096 and T = 4,194,304 (2²²)?**
+
+# %%
+flops = ...
+attempt("18.flops", flops)
+
+# %% tags=["plumbing"]
+met("18.flops", more_flops, "computed")
+
+# %% [markdown]
+# ## Part 3: islands
+#
+# Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a *worker*, and every H steps
+# all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023: AdamW inside, and Nesterov momentum on the averaged update.)
 #
 # ## Predict: what do islands send?
 #
-# Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a *worker*, and every H steps
-# all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023, adds momentum.)
-#
 # Four workers, 100 MB of weights in float32. Data parallelism sends 2 · 3/4 · 100 = 150 MB of gradients in each step. The workers
 # average their weights every 10 steps. **(a) How many MB does a worker send in a step, on average? (b) If they average after *every*
-# step, do they get the weights of data parallelism, with SGD? With Adam?** Write `"yes"` or `"no"`.
+# step, do they then have the same weights as with data parallelism, with SGD? With Adam?** Write `"yes"` or `"no"`.
 
 # %%
 islands = {"every 10": ..., "SGD": ..., "Adam": ...}
@@ -342,9 +359,8 @@ if opened("18.islands"):
     show(draw.table(rows, heads, "Gradients 1 and -3: how far the weight moves"))
 
 # %% [markdown]
-# The bytes are divided by H. SGD is linear in the gradient: the average of two updates is the update by the average. Adam divides by
-# the size of the gradient: one worker moves by -0.1, the other by +0.1, and their average is 0. So islands with Adam are another
-# algorithm. Compare its loss with data parallelism before you trust it.
+# SGD is linear in the gradient: the average of two updates is the update by the average. Adam divides by the size of the gradient: one
+# worker moves by -0.1, the other by +0.1, and their average is 0. So islands with Adam are another algorithm: compare its loss.
 #
 # ## Keep: count what is lacking, and how often it travels
 #
@@ -357,6 +373,22 @@ if opened("18.islands"):
 # %% [markdown]
 # ## Further
 #
+# ### A trainer and a sampler
+#
+# `llmpar rl` trains as in part 1: a sampler on four devices, a trainer on four, and a *reward* (how good is an answer?) that one line of
+# code computes. Before every second step the trainer sends its weights to the sampler.
+
+# %% tags=["plumbing"]
+# Recorded: `llmpar rl` with seed 0, the mean reward of each 20 of its 240 steps.
+REWARDS = (0.11, 0.21, 0.35, 0.53, 0.75, 0.94)
+REWARDS += (0.98, 0.99, 0.99, 0.99, 1.0, 1.0)
+assert REWARDS[0] < 0.2 and REWARDS[-1] > 0.95
+learned = [("reward", REWARDS, "measured", "o", False)]
+axes = dict(x="steps of the trainer", y="mean reward; 1 is best", high=1)
+title = "llmpar rl, recorded: two digits are to be written in reverse"
+show(draw.curves(learned, range(20, 241, 20), **axes, title=title))
+
+# %% [markdown]
 # ### All weights of a model at once
 #
 # Many values can take arrows together; then a pair of devices has one message for all of them. The plan stays at the bound, and on meshes that do not divide each other too: three devices to four.

@@ -134,7 +134,9 @@ Markdown("\n".join([head, "|---|---|--:|---|--:|---|", *lines]))
 # gathering the weights no longer hides: `llmpar plan --batch-size 16`.
 #
 # **Misunderstanding:** that a rule is wrong because the planner found something faster. A rule fits in the head; the planner shows
-# what it costs: here nothing that is known, 15 and 29 %.
+# what it costs: here nothing that is known, 15 and 29 %. Of the 29 % most is recomputation, a limit of llmpar: its stages keep their inputs, or
+# everything, at least 90 GiB here. Megatron-LM can keep a part (*selective*). Without recomputation the estimate is 7 % above the best: no
+# difference known. So nobody should go home with "pipelines are slow".
 #
 # **Source:** `llmpar.planner.planner`, plans of one step each; the recipe is that of the playbook of Hugging Face (2025): first fit
 # a step, then the global batch, then throughput. Seconds compare plans and promise nothing. Measured: 331 tokens a second
