@@ -12,6 +12,7 @@ from shared import TABLES
 
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.places import repeated
 from llmpar.plan.presets import described_model
 
@@ -27,15 +28,6 @@ def read(config):
 
 def described(config):
     return described_model("m", families.text_part(config))
-
-
-def layers(model):
-    """Return the kind of each layer, from the lead and the period."""
-    kinds, lead, period = model.get("kinds", [model]), model.get("lead", ()), model.get("period", (0,))
-    return [
-        kinds[lead[i] if i < len(lead) else period[(i - len(lead)) % len(period)]]
-        for i in range(model["num_layers"])
-    ]
 
 
 def test_every_family_has_the_parameters_of_transformers():
@@ -60,25 +52,25 @@ def test_published_files_have_the_parameters_that_transformers_and_their_makers_
 
 
 def test_a_layer_says_what_travels_and_what_is_kept():
-    models = {name: read(case["config"]) for case in KEPT["published"] for name in case["names"]}
+    models = {name: described(case["config"]) for case in KEPT["published"] for name in case["names"]}
+    layers = lambda name: [models[name].blocks[kind][1] for kind in models[name].layer_kinds]
     latent = models["deepseek-ai--DeepSeek-V3"]
-    assert (latent["described"]["cache_width"], latent["described"]["value_width"]) == (576, 128)
-    assert (latent["num_heads"], latent["num_kv_heads"], latent["head_width"]) == (128, 128, 192)
-    assert latent["lead"] == (0, 0, 0) and latent["period"] == (1,)
+    assert (latent.described.cache_width, latent.described.value_width) == (576, 128)
+    assert (latent.num_heads, latent.num_kv_heads, latent.head_width) == (128, 128, 192)
+    assert latent.lead == (0, 0, 0) and latent.period == (1,)
     groups = {"num_groups": 8, "top_groups": 4}  # of its class
-    assert latent["experts"] == {"num_experts": 256, "top_k": 8, "num_shared": 1} | groups
-    assert models["zai-org--GLM-5"]["described"]["cache_width"] == 512 + 64 + 128
-    assert [kind["window"] for kind in layers(models["openai--gpt-oss-20b"])[:4]] == [128, None, 128, None]
-    flash = layers(models["XiaomiMiMo--MiMo-V2-Flash"])
-    heads = [(kind["num_kv_heads"], kind["described"]["value_width"]) for kind in flash[:2]]
-    assert heads == [(4, 128), (8, 128)]
-    delta, *_, full = layers(models["Qwen--Qwen3.5-27B"])[:4]
-    assert (delta["described"]["mixer"], delta["described"]["state_size"]) == ("recurrent", 48 * 128 * 128)
-    assert (full["described"]["mixer"], full["num_kv_heads"], full["head_width"]) == ("attention", 4, 256)
-    hybrid = layers(models["nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8"])[:8]
-    assert [kind["described"]["mixer"][0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
-    assert hybrid[0]["described"]["state_size"] == 128 * 64 * 128 and hybrid[1]["ffn_width"] == 2688
-    widths = [kind["described"]["cache_width"] for kind in layers(models["deepseek-ai--DeepSeek-V4-Flash"])]
+    assert latent.kinds[1].experts == ExpertConfig(256, 8, num_shared=1, **groups)
+    assert models["zai-org--GLM-5"].described.cache_width == 512 + 64 + 128
+    assert [kind.window for kind in layers("openai--gpt-oss-20b")[:4]] == [128, None, 128, None]
+    flash = layers("XiaomiMiMo--MiMo-V2-Flash")[:2]
+    assert [(kind.num_kv_heads, kind.described.value_width) for kind in flash] == [(4, 128), (8, 128)]
+    delta, *_, full = layers("Qwen--Qwen3.5-27B")[:4]
+    assert (delta.described.mixer, delta.described.state_size) == ("recurrent", 48 * 128 * 128)
+    assert (full.described.mixer, full.num_kv_heads, full.head_width) == ("attention", 4, 256)
+    hybrid = layers("nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8")[:8]
+    assert [kind.described.mixer[0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
+    assert hybrid[0].described.state_size == 128 * 64 * 128 and hybrid[1].ffn_width == 2688
+    widths = [kind.described.cache_width for kind in layers("deepseek-ai--DeepSeek-V4-Flash")]
     assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
 
 
