@@ -12,6 +12,7 @@ from shared import TABLES
 
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.places import repeated
 from llmpar.plan.presets import described_model
 
@@ -25,34 +26,16 @@ def read(config):
     return families.read_family(families.text_part(config), "m", "it has other layers")
 
 
-def layers(model):
-    """Return the kind of each layer, from the lead and the period."""
-    kinds, lead, period = model.get("kinds", [model]), model.get("lead", ()), model.get("period", (0,))
-    return [
-        kinds[lead[i] if i < len(lead) else period[(i - len(lead)) % len(period)]]
-        for i in range(model["num_layers"])
-    ]
-
-
-def count(model, active=False):
-    """Count parameters, or those that take part for a token, from the rows."""
-    table = model["vocab_size"] * model["width"]
-    ends = {"embedding": table} | ({} if model["tied"] else {"head": table})
-    total = sum((ends | {path: math.prod(row["shape"]) for path, row in model["described"]["ends"]}).values())
-    for kind in layers(model):
-        for _, row in kind["described"]["rows"]:
-            size = math.prod(row["shape"])
-            if active and row["dims"].startswith("experts "):
-                size = size * kind["experts"]["top_k"] // kind["experts"]["num_experts"]
-            total += size
-    return total
+def described(config):
+    return described_model("m", families.text_part(config))
 
 
 def test_every_family_has_the_parameters_of_transformers():
     wrong = {}
     for name, case in KEPT["families"].items():
-        model = read(case["config"])
-        counts = count(model), count(model, active=True)
+        alone = {"n_group": 1} if name.startswith("deepseek_v3") else {}  # its 12 experts are no 8 groups
+        model = described(case["config"] | alone)
+        counts = model.num_params, model.active_params
         if counts != (case["parameters"], case.get("active", counts[1])):
             wrong[name] = counts
     assert not wrong
@@ -62,33 +45,32 @@ def test_every_family_has_the_parameters_of_transformers():
 def test_published_files_have_the_parameters_that_transformers_and_their_makers_count():
     """Makers round, and some count a vision tower or layers that predict further tokens."""
     for case in KEPT["published"]:
-        model = read(case["config"])
-        counts = count(model), count(model, active=True)
+        model, makers = described(case["config"]), case["published"]
+        counts = model.num_params, model.active_params
         assert counts == (case["parameters"], case["active"]), case["names"]
-        makers = case["published"]
-        assert abs(count(model) / makers - 1) < (0.03 if makers > 1e10 else 0.1), case["names"]
+        assert abs(model.num_params / makers - 1) < (0.03 if makers > 1e10 else 0.1), case["names"]
 
 
 def test_a_layer_says_what_travels_and_what_is_kept():
-    models = {name: read(case["config"]) for case in KEPT["published"] for name in case["names"]}
+    models = {name: described(case["config"]) for case in KEPT["published"] for name in case["names"]}
+    layers = lambda name: [models[name].blocks[kind][1] for kind in models[name].layer_kinds]
     latent = models["deepseek-ai--DeepSeek-V3"]
-    assert (latent["described"]["cache_width"], latent["described"]["value_width"]) == (576, 128)
-    assert (latent["num_heads"], latent["num_kv_heads"], latent["head_width"]) == (128, 128, 192)
-    assert latent["lead"] == (0, 0, 0) and latent["period"] == (1,)
+    assert (latent.described.cache_width, latent.described.value_width) == (576, 128)
+    assert (latent.num_heads, latent.num_kv_heads, latent.head_width) == (128, 128, 192)
+    assert latent.lead == (0, 0, 0) and latent.period == (1,)
     groups = {"num_groups": 8, "top_groups": 4}  # of its class
-    assert latent["experts"] == {"num_experts": 256, "top_k": 8, "num_shared": 1} | groups
-    assert models["zai-org--GLM-5"]["described"]["cache_width"] == 512 + 64 + 128
-    assert [kind["window"] for kind in layers(models["openai--gpt-oss-20b"])[:4]] == [128, None, 128, None]
-    flash = layers(models["XiaomiMiMo--MiMo-V2-Flash"])
-    heads = [(kind["num_kv_heads"], kind["described"]["value_width"]) for kind in flash[:2]]
-    assert heads == [(4, 128), (8, 128)]
-    delta, *_, full = layers(models["Qwen--Qwen3.5-27B"])[:4]
-    assert (delta["described"]["mixer"], delta["described"]["state_size"]) == ("recurrent", 48 * 128 * 128)
-    assert (full["described"]["mixer"], full["num_kv_heads"], full["head_width"]) == ("attention", 4, 256)
-    hybrid = layers(models["nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8"])[:8]
-    assert [kind["described"]["mixer"][0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
-    assert hybrid[0]["described"]["state_size"] == 128 * 64 * 128 and hybrid[1]["ffn_width"] == 2688
-    widths = [kind["described"]["cache_width"] for kind in layers(models["deepseek-ai--DeepSeek-V4-Flash"])]
+    assert latent.kinds[1].experts == ExpertConfig(256, 8, num_shared=1, **groups)
+    assert models["zai-org--GLM-5"].described.cache_width == 512 + 64 + 128
+    assert [kind.window for kind in layers("openai--gpt-oss-20b")[:4]] == [128, None, 128, None]
+    flash = layers("XiaomiMiMo--MiMo-V2-Flash")[:2]
+    assert [(kind.num_kv_heads, kind.described.value_width) for kind in flash] == [(4, 128), (8, 128)]
+    delta, *_, full = layers("Qwen--Qwen3.5-27B")[:4]
+    assert (delta.described.mixer, delta.described.state_size) == ("recurrent", 48 * 128 * 128)
+    assert (full.described.mixer, full.num_kv_heads, full.head_width) == ("attention", 4, 256)
+    hybrid = layers("nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8")[:8]
+    assert [kind.described.mixer[0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
+    assert hybrid[0].described.state_size == 128 * 64 * 128 and hybrid[1].ffn_width == 2688
+    widths = [kind.described.cache_width for kind in layers("deepseek-ai--DeepSeek-V4-Flash")]
     assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
 
 
@@ -139,12 +121,12 @@ def test_keys_that_might_count_are_named_and_others_are_not():
 def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     """LLaVA's file names no size of its language model, Gemma 3's only some."""
     outer = {"model_type": "llava", "vision_config": {"hidden_size": 1024}}
-    model = read(outer | {"text_config": {"model_type": "llama", "vocab_size": 32064}})
-    assert count(model) == 6_738_415_616 + 2 * 64 * 4096
-    assert model["described"]["notes"] == ["the text part alone: vision_config is not counted"]
+    outer |= {"text_config": {"model_type": "llama", "vocab_size": 32064}}
+    assert described(outer).num_params == 6_738_415_616 + 2 * 64 * 4096
+    assert read(outer)["described"]["notes"] == ["the text part alone: vision_config is not counted"]
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    gemma = read({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})
-    assert count(gemma) == 3_880_263_168 and gemma["tied"]
+    gemma = described({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})
+    assert gemma.num_params == 3_880_263_168 and gemma.tied
     with pytest.raises(ValueError, match="vocab_size"):
         read({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
 
@@ -213,4 +195,4 @@ def test_a_key_counts_as_transformers_reads_it():
 
 @pytest.mark.parametrize("name, key, parameters", TABLES["keys_of_relatives"], ids=str)
 def test_a_key_of_a_relative_counts_as_the_class_of_the_model_type_has_it(name, key, parameters):
-    assert count(read(CASES[name][0] | key)) == parameters
+    assert described(CASES[name][0] | key).num_params == parameters
