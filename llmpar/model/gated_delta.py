@@ -25,6 +25,7 @@ them, n value heads, h key width, w value width, t taps of the convolution, z nu
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,8 +95,8 @@ def resume(
     before: Float[Array, "b _ z"],
     state: Float[Array, "b n h w"],
     is_token: Bool[Array, "b s"],
-    inputs: tuple[Array, ...],
-    weights: tuple[Array, ...],
+    inputs: Sequence[Array],
+    weights: Sequence[Array],
 ) -> tuple[Float[Array, "b s n w"], tuple[Float[Array, "b _ z"], Float[Array, "b n h w"]]]:
     """Run `mix` on from what each row kept of earlier tokens: the convolutions' last t - 1 inputs, and the
     state. Return its result, and what the row keeps now. A row's tokens are its first positions; what fills
@@ -117,8 +118,8 @@ def numbers_of(*inputs: Float[Array, "b s _ _"]) -> Float[Array, "b s z"]:
 
 def tokens_of(
     x: Float[Array, "b _ z"],
-    inputs: tuple[Array, ...],
-    weights: tuple[Array, ...],
+    inputs: Sequence[Array],
+    weights: Sequence[Array],
     documents: Int[Array, "b _"],
 ) -> tuple[Array, ...]:
     """Return queries, keys, values, log α and β of each position, in float32. The first three are SiLU of
