@@ -25,6 +25,7 @@ them, n value heads, h key width, w value width, t taps of the convolution, z nu
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,8 +95,8 @@ def resume(
     before: Float[Array, "b _ z"],
     state: Float[Array, "b n h w"],
     is_token: Bool[Array, "b s"],
-    inputs: tuple[Array, ...],
-    weights: tuple[Array, ...],
+    inputs: Sequence[Array],
+    weights: Sequence[Array],
 ) -> tuple[Float[Array, "b s n w"], tuple[Float[Array, "b _ z"], Float[Array, "b n h w"]]]:
     """Run `mix` on from what each row kept of earlier tokens: the convolutions' last t - 1 inputs, and the
     state. Return its result, and what the row keeps now. A row's tokens are its first positions; what fills
@@ -117,8 +118,8 @@ def numbers_of(*inputs: Float[Array, "b s _ _"]) -> Float[Array, "b s z"]:
 
 def tokens_of(
     x: Float[Array, "b _ z"],
-    inputs: tuple[Array, ...],
-    weights: tuple[Array, ...],
+    inputs: Sequence[Array],
+    weights: Sequence[Array],
     documents: Int[Array, "b _"],
 ) -> tuple[Array, ...]:
     """Return queries, keys, values, log α and β of each position, in float32. The first three are SiLU of
@@ -203,8 +204,14 @@ def of_chunks(q, k, v, sums, beta, of, of_last) -> dict[str, Array]:
     """Return for each chunk what does not depend on the state that enters it.
 
     With S the state that enters, and G the ``sums`` of log α from the chunk's begin, what tokens add under
-    their keys is ``new``: ``(1 + A) new = β v - β exp(G) k S``, A_ij = β_i k_i k_jᵀ exp(G_i - G_j) below the
-    diagonal."""
+    their keys is N: ``(1 + A) N = β v - β exp(G) k S``, A_ij = β_i k_i k_jᵀ exp(G_i - G_j) below the diagonal.
+
+    Arguments: q and k are c b i k h; v is c b i k r w; sums and beta are c b i k r; of is each position's
+    document, c b i, and of_last that of the position before the chunk, c b.
+
+    Results: ``new`` is N without its part with S, c b k r i w; ``reads`` is what S is multiplied by in that
+    part, c b k r i h; ``inside`` is by how much tokens read each other's N, c b k r i j; ``q`` reads S and
+    ``k`` writes into it, c b i k r h; ``kept`` is the share of S that stays, c b k r."""
     same = of[:, :, :, None] == of[:, :, None]  # c b i j
     seen = jnp.tril(same)[:, :, None, None]
     heads_first = lambda x: jnp.moveaxis(x, 2, 4)  # c b i k r -> c b k r i

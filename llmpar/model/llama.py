@@ -251,6 +251,7 @@ class LatentAttention(Attention):
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
+            # z: the one head of a latent; c: its width, with its rotary key
             return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
@@ -270,6 +271,7 @@ class GatedDelta(Attention):
         names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
         inputs += [rate, forget, *(par.weight(getattr(self, name)) for name in names)]
         along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
+        # n is the number of key heads or of value heads, which tp cuts alike; u is a dim of 1, t the taps
         layouts = [
             *["attention b s n h"] * 3,
             *["attention b s n"] * 2,
@@ -279,7 +281,7 @@ class GatedDelta(Attention):
         ]
         mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
         y = (
-            par.cache.resume(ids[0], tuple(inputs[:5]), tuple(inputs[5:]))
+            par.cache.resume(ids[0], inputs[:5], inputs[5:])
             if par.cache
             else mix(*inputs, *ids[2:])
         )
