@@ -204,7 +204,8 @@ def of_chunks(q, k, v, sums, beta, of, of_last) -> dict[str, Array]:
     """Return for each chunk what does not depend on the state that enters it.
 
     With S the state that enters, and G the ``sums`` of log α from the chunk's begin, what tokens add under
-    their keys is N: ``(1 + A) N = β v - β exp(G) k S``, A_ij = β_i k_i k_jᵀ exp(G_i - G_j) below the diagonal.
+    their keys is N: ``(1 + A) N = β v - β exp(G) k S``, with A_ij = β_i k_i k_jᵀ exp(G_i - G_j) below the
+    diagonal.
 
     Arguments: q and k are c b i k h; v is c b i k r w; sums and beta are c b i k r; of is each position's
     document, c b i, and of_last that of the position before the chunk, c b.
