@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from llmpar.draw.grid import frames
-from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
+from llmpar.draw.scene import banded, rounded, size_text, time_text
 from llmpar.explore import panels
 from llmpar.explore.look import (
     LIMITS,
@@ -55,19 +55,17 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
         says = "\n".join([f"refused: {why}", *(step["text"] for step in steps)])
         return out | refused(why, steps) | {"fields": fields(state, None), "says": says}
     done = seen.around.advance(state["mesh"], seen.one, seconds)
-    drawn, verdict = panels.panels(seen), headline(seen)
-    shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
-    pictures = {name: shown(value) for name, value in drawn.items()}
-    pictures["grid"]["html"] = panels.tensor_choice(seen)
+    (drawn, pictures), moving = panels.still(seen), panels.moving(seen)
+    verdict = headline(seen)
     with estimated(seen):
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
         "fields": fields(state, seen.one.plan),
-        "panels": pictures,
+        "panels": pictures | panels.shown(moving),
         "more": not done,
         "numbers": numbers(seen),
-        "says": panels.says(seen, verdict, drawn),
+        "says": panels.says(seen, verdict, drawn | moving),
     }
 
 
@@ -200,7 +198,7 @@ def steps(seen: View) -> list[dict]:
             changed |= {*one.patch}
     best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
     faster = best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape
-    if best and faster and seen.around.complete:
+    if best and faster and seen.around.settled:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]

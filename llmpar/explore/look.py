@@ -211,7 +211,7 @@ def _offered() -> dict[str, dict[str, Any]]:
 OFFERED = _offered()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class View:
     """A state's planner's question, its plan for this mesh, and as much of the rest as is known by now."""
 
@@ -248,25 +248,32 @@ class Around:
         self.steps: dict[str, list[Change]] = {}
         self.runs: dict[str, Candidate] = {}  # ours of the published ones
         self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
+        self.settled = not self.meshes  # no mesh that is not known yet can be the best
         self.map = self._map()
         self.works: dict[str, Iterator[None]] = {}
         self.done = set[str]()
 
     def _map(self) -> Iterator[None]:
+        least = dict[str, float]()
         for mesh, why in self.meshes:
-            name = str(mesh)
+            self.refused |= {str(mesh): why} if why else {}
+            least |= {} if why else {str(mesh): planner.mesh_least_seconds(self.question, mesh)}
+            yield
+        for name in sorted(least, key=least.__getitem__):  # what may be fastest first
+            best = None if self.settled else self.best
+            self.settled |= best is not None and not planner.may_beat(least[name], best)
             try:
-                self.refused |= {name: why} if why else {}
-                self.points |= {} if why else {name: planned(self.question, name)}
+                self.points[name] = planned(self.question, name)
             except ValueError as refusal:
                 self.refused[name] = str(refusal)
             yield
+        self.settled = True
 
     def _work(self, mesh: str, one: Candidate) -> Iterator[None]:
         """Work out what is missing for a mesh: its single changes, and then the map of all."""
         self.steps[mesh] = []
         if self.meshes:
-            for step in advice(self.question, one.plan.mesh, one):
+            for step in advice(self.question, one.plan.mesh, one, planned):
                 self.steps[mesh] += [step] if step else []
                 yield
         yield from self.map
@@ -307,10 +314,14 @@ def around(state: dict) -> Around:
     return _around(json.dumps(same, sort_keys=True))
 
 
-@functools.lru_cache(maxsize=4096)
-def planned(question: Question, mesh: str) -> Candidate:
+def planned(question: Question, mesh: MeshShape | str) -> Candidate:
     """Return the planner's plan for a mesh, cached. Simulated devices have no times: there the fields are as
     given."""
+    return _planned(question, str(mesh))
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(question: Question, mesh: str) -> Candidate:
     if not question.chip.simulated:
         return planner.on_mesh(question, parse_mesh(mesh))
     sizes = question.batch_size, question.seq_len
@@ -320,7 +331,14 @@ def planned(question: Question, mesh: str) -> Candidate:
 
 
 def view(state: dict) -> View:
-    """Return everything that a settled state shows. Raise ValueError where it is refused."""
+    """Return everything that a settled state shows, the same of the same state. Raise ValueError where it is
+    refused."""
+    return _view(json.dumps(state, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _view(key: str) -> View:
+    state = json.loads(key)
     question = question_of(state)
     one = planned(question, state["mesh"])
     return View(state, question, one, question.resolved(one.plan, question.platform), around(state))

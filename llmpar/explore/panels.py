@@ -1,6 +1,7 @@
 """The mesh explorer's panels: a picture or a table for each place of the page."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections import Counter, defaultdict
@@ -353,7 +354,7 @@ def side_by_side(seen: View) -> str:
     shown: dict[str, Candidate | str] = {"you": seen.one, **others(seen)}
     bars = {name: _bars(seen, x) for name, x in shown.items() if isinstance(x, Candidate)}
     most = [max(sum(s for _, s in rows[i]) for rows in bars.values()) for i in range(len(_BARS))]
-    best = f"Best of {len(seen.around.meshes):,}" if seen.around.complete else "Best so far"
+    best = f"Best of {len(seen.around.meshes):,}" if seen.around.settled else "Best so far"
     cards, names = list[str](), {"you": "You", "best": best, "pinned": "Pinned"}
     why = {name: signed_terms(row) for name, row in compared(seen).items()}
     for name, one in shown.items():
@@ -405,16 +406,33 @@ def _point(one: Candidate) -> columns.MeshPoint:
     )
 
 
-def panels(seen: View) -> dict[str, Scene | str]:
-    """Return every panel of a state. Only where meshes are compared, times have more than two digits."""
+@functools.lru_cache(maxsize=4)
+def still(seen: View) -> tuple[dict[str, Scene | str], dict[str, dict]]:
+    """Return the panels of a state that no other mesh changes, and as a page shows them."""
     drawn: dict[str, Scene | str] = {}
     with estimated(seen):
         drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
         if seen.timed:
             count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
             drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-        drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
-        drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
+        drawn |= {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
+    pictures = shown(drawn)
+    pictures["grid"]["html"] = tensor_choice(seen)
+    return drawn, pictures
+
+
+def shown(drawn: dict[str, Scene | str]) -> dict[str, dict]:
+    """Return panels as a page shows them."""
+    live = lambda x: {"svg": to_svg(x, live=True)} if isinstance(x, Scene) else {"html": x}
+    return {name: live(value) for name, value in drawn.items()}
+
+
+def moving(seen: View) -> dict[str, Scene | str]:
+    """Return the panels that have more as more meshes are known. Only where meshes are compared, times have
+    more than two digits."""
+    with estimated(seen):
+        drawn: dict[str, Scene | str] = {"explain": explanation(seen) + film(seen)}
+        drawn |= {"famous": published_runs(seen)}
     if seen.timed:
         drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
@@ -437,7 +455,7 @@ def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
 
 def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
     """Draw the first screen as one picture: the answer in words, and the panels in their columns."""
-    every = panels(seen)
+    every = still(seen)[0] | moving(seen)
     drawn = {name: every[name] for name, *_ in areas if name in every}
     placed, x = list[Group](), 0.0
     for place in ("left", "middle", "right"):

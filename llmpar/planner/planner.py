@@ -144,7 +144,7 @@ class Question:
         return _resolved(plan, self.config, devices)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _resolved(plan: Plan, config: ModelConfig, devices: str | None) -> Resolved:
     """Keep what was decided of the plans that are asked about again."""
     return plan.resolve(config, devices)
@@ -389,22 +389,29 @@ def least_seconds(q: Question, fields: Fields) -> float:
     return layers * run.microbatches / p + bubble
 
 
+def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
+    """Return the least of `least_seconds` on a mesh, for the plans of `on_mesh`."""
+    q = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes)
+    return min((group.least_s for group in grouped(q, mesh)), default=0.0)
+
+
+def may_beat(least_s: float, best: Candidate) -> bool:
+    """Return whether a plan that takes ``least_s`` or more by the closed form may be before another in
+    `ranked`."""
+    return least_s <= best.time.step_s * (1 + SAME) * _NEAR
+
+
 def priced(q: Question, group: VariantGroup) -> list[Candidate]:
     """Price the variants of a group, by the closed form of their time and without recomputation. Of those
     that cannot be (`VariantGroup.cannot`) one is kept: it will say why. Gathered keys take more memory than a
     ring's, so where they are no faster than the ring before them they wait for it to be refused."""
-    candidates, cannot, clocks = list[Candidate](), group.cannot, dict[tuple, Clock]()
+    candidates, cannot = list[Candidate](), group.cannot
     for fields in group.variants:
-        # what layers depend on here
-        alike = fields.get("context_parallel", "ring"), fields.get("sequence_order", "")
         plan = Plan(**fields)
         if cannot.get(cut := (plan.zero, plan.context_parallel)):
             continue
         try:
-            run = q.run(plan)
-            if alike not in clocks:
-                clocks[alike] = Clock(run, exact=False)
-            one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
+            one = Candidate(plan, step_time(q.run(plan), simulate=False))
         except ValueError:  # what is given, an order or Muon's layers, does not suit this mesh
             continue
         rings = (x for x in reversed(candidates) if x.plan.context_parallel == "ring")

@@ -93,10 +93,13 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     ``params``, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and of
     one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and as ``reordered`` of those that a loop gathers along a dim that is not their first."""
-    few = min(plan.microbatches, 2)
+    known, few = vars(plan), min(plan.microbatches, 2)
+    if "weights_bytes" in known:
+        return known["weights_bytes"]
     if plan.pipeline:  # an order that a user wrote has its own number
         few = plan.mesh.pp if plan.microbatches % plan.mesh.pp == 0 else plan.microbatches
     alike: dict[str, Any] = {
+        "mesh": dataclasses.replace(plan.mesh, dp=1),  # of which each rank has the same
         "requested": None,
         "remat": "none",
         "context_parallel": "ring",
@@ -105,7 +108,8 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
         "microbatches": few,
     }
     # the same for all that these fields decide
-    return _weights_bytes(dataclasses.replace(plan, **alike))
+    known["weights_bytes"] = _weights_bytes(dataclasses.replace(plan, **alike))
+    return known["weights_bytes"]
 
 
 _LAYOUTS = "stored", "used", "unreduced", "accumulated", "reduced"
