@@ -512,7 +512,7 @@ def tables_of(document: dict) -> Iterator[Any]:
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
         return (
             row["mesh"],
-            f"{row['step_s']:.3g}",
+            f"{few(row['step_s']):g}",
             f"{few(row['mfu']):.0%}",
             gib,
             row["verdict"],

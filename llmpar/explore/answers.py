@@ -200,7 +200,7 @@ def steps(seen: View) -> list[dict]:
     faster = best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape
     if best and faster and seen.around.settled:
         mesh = str(best.plan.mesh)
-        words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
+        words = f"{mesh}: {size_text(best.total_bytes)}, {planner.about(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
         offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
     if seen.around.complete and seen.around.points and not best:

@@ -428,13 +428,12 @@ def shown(drawn: dict[str, Scene | str]) -> dict[str, dict]:
 
 
 def moving(seen: View) -> dict[str, Scene | str]:
-    """Return the panels that have more as more meshes are known. Only where meshes are compared, times have
-    more than two digits."""
+    """Return the panels that have more as more meshes are known."""
     with estimated(seen):
         drawn: dict[str, Scene | str] = {"explain": explanation(seen) + film(seen)}
         drawn |= {"famous": published_runs(seen)}
-    if seen.timed:
-        drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
+        if seen.timed:
+            drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors
-from llmpar.planner.planner import SAME, Candidate, Question, on_mesh, unsuited
+from llmpar.planner.planner import SAME, Candidate, Question, about, on_mesh, unsuited
 from llmpar.predict.hardware import GIB
 
 
@@ -51,7 +51,7 @@ def advice(
         names = [f"{name}={getattr(reached.plan, name)}" for name in patch.get("fields", ())]
         size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
         what = patch.get("mesh") or size or ", ".join(names)
-        text = f"{what}: {reached.total_bytes / GIB:.1f} GiB, {reached.time.step_s:.3g} s"
+        text = f"{what}: {reached.total_bytes / GIB:.1f} GiB, {about(reached.time.step_s)}"
         yield Change(text, patch, reached, reached.time.step_s / other.batch_size)
 
 

@@ -859,7 +859,7 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
         )
         what = one.why_not or best_of
         name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
-        most = f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
+        most = f"{what}; most of it is {name}, {about(seconds)} of {about(one.time.step_s)}"
         beside = beside_flops(one.time.terms)
         return f"{most}; no useful FLOPs: {beside}" if beside else most
     lost = one.time.step_s - best.time.step_s
@@ -867,8 +867,12 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
     if abs(lost) <= SAME * best.time.step_s:
         return f"as fast as the first: {lost:+.2g} s"
     name = max(grown, key=lambda k: grown[k])
-    before, now = best.time.terms.get(name, 0.0), one.time.terms[name]
-    return f"{lost:+.3g} s: {name} {now:.3g} s > {before:.3g} s"
+    return f"{lost:+.2g} s: {name} {grown[name]:+.2g} s"
+
+
+def about(seconds: float) -> str:
+    """Return predicted seconds with the two digits that their error leaves."""
+    return f"about {float(f'{seconds:.2g}'):g} s"
 
 
 def change(one: Candidate, plans: list[Candidate]) -> str:
@@ -877,7 +881,7 @@ def change(one: Candidate, plans: list[Candidate]) -> str:
         a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
         moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
         if len(moved) <= 2:
-            return f"{' '.join(moved)} takes {other.time.step_s:.3g} s"
+            return f"{' '.join(moved)} takes {about(other.time.step_s)}"
     return ""
 
 

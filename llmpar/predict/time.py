@@ -565,7 +565,7 @@ def beside_flops(terms: Mapping[str, float]) -> str:
     least = sum(terms.values()) / 20
     useful = (MATMULS, ATTENTION, HEAD_AND_LOSS)
     rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
-    return ", ".join(f"{name} {s:.3g} s" for s, name in rest if s >= least)
+    return ", ".join(f"{name} {float(f'{s:.2g}'):g} s" for s, name in rest if s >= least)
 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
