@@ -223,6 +223,8 @@ def _more_devices(seen: View) -> dict:
 def remedies(state: dict) -> list[dict]:
     """Return what would work on as many devices: another model, the nearest mesh, a field given back to the
     planner, another batch."""
+    if state["launch"].strip() and works(state | {"launch": "", "launched": 0}):
+        return [offer("without the launch line", "leave it out", launch="")]
     if others := other_models(state):
         words = "without that configuration" if state["config"] else "in its place"
         patch: dict[str, Any] = {"config": ""}

@@ -5,14 +5,15 @@ import functools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
+from typing import Any
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, count_noun, role_of
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, time_text, to_svg
-from llmpar.explore.look import View, planned, works
+from llmpar.explore.look import SERVED, View, model_of, planned, works
 from llmpar.explore.words import (
     act,
     button,
@@ -22,11 +23,12 @@ from llmpar.explore.words import (
     published_runs,
     signed_terms,
     table_row,
+    tagged,
 )
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
-from llmpar.planner import frameworks
+from llmpar.planner import frameworks, service
 from llmpar.planner.planner import ERROR, Candidate, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
@@ -35,12 +37,13 @@ from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
 _PLACES = {
-    "over": {"beside": "Side by side"},
+    "over": {"launch": "Your launch line", "beside": "Side by side"},
     "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
     "middle": {"grid": "Devices", "layer": "One layer"},
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
     "below": {
         "code": "Take it along: as code, or for another framework",
+        "serving": "Serve it: tokens a second for a user, and of a device",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
     },
@@ -145,18 +148,26 @@ def chosen(seen: View) -> Tensor:
 
 def tensor_choice(seen: View) -> str:
     """Return a list to choose a tensor from, with the state's chosen."""
-    rows, now = tensors(seen), chosen(seen).name
-    options = []
+    rows, now, inner = tensors(seen), chosen(seen).name, ""
     for kind, title in _KINDS.items():
-        options.append(f"<optgroup label={attribute(title)}>")
-        for name in (row.name for row in rows if row.kind == kind):
-            mark = " selected" * (name == now)
-            options.append(
-                f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>"
-            )
-        options.append("</optgroup>")
-    select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
-    return f"<label><b>{HOLDS}</b> {select}</label>"
+        own = {row.name: row.name for row in rows if row.kind == kind}
+        inner += f"<optgroup label={attribute(title)}>{_options(own, now)}</optgroup>"
+    return _select("tensor", f"<b>{HOLDS}</b>", inner)
+
+
+def _options(words: Mapping[Any, str], now: Any) -> str:
+    """Return the options of a list, by their values."""
+    mark = lambda value: " selected" * (value == now)
+    return "".join(
+        f"<option value={attribute(json.dumps(value))}{mark(value)}>{escape(text)}</option>"
+        for value, text in words.items()
+    )
+
+
+def _select(name: str, label: str, options: str) -> str:
+    """Return a list that sets a value of the state."""
+    select = f"<select data-name={attribute(name)} data-kind='choice'>{options}</select>"
+    return f"<label>{label} {select}</label>"
 
 
 def holds(seen: View) -> str:
@@ -205,6 +216,38 @@ def code(seen: View) -> str:
             f"<details name='export'><summary>{title}</summary><pre>{text}</pre></details>"
         )
     return f"<pre>{escape(chr(10).join(lines))}</pre><div class='folds'>{''.join(folds)}</div>"
+
+
+def launched(seen: View) -> str:
+    """Return what was read of a launch line or configuration, and what of the plan it does not say."""
+    name, known, unread = frameworks.facts_in(seen.state["launch"])
+    row = frameworks.FRAMEWORKS[name]
+    own = {x: value for x, value in known.items() if row["implies"].get(x) != value}
+    read = " ".join(f"<code>{escape(f'{x}={value}')}</code>" for x, value in own.items())
+    lines = frameworks.assumptions(name, known, unread, seen.question, seen.one.plan)
+    words = f"<b>Read as {escape(row['name'])}</b>: {read}"
+    return f"<p>{words}</p><ul>{tagged('li', map(escape, lines))}</ul>"
+
+
+def serving(seen: View) -> str:
+    """Return a choice of requests, and which meshes serve them, as ``llmpar plan --serve`` does."""
+    state, q, shown = seen.state, seen.question, ""
+    if state["serve"]:
+        prompt, answer = map(int, state["serve"].split("+"))
+        config, sizes = model_of(state), (q.num_devices, prompt, answer, state["bits"])
+        try:
+            document = service.serve(service.Service(config, q.chip, *sizes))
+            rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])
+            shown = html_table(service.COLUMNS, rows) + tagged(
+                "p", escape(service.legend(document)).splitlines()
+            )
+        except ValueError as error:
+            shown = f"<p>{escape(str(error))}</p>"
+    requests = {x: x.replace("+", " tokens in, ") + " out" * bool(x) or "choose" for x in SERVED}
+    bits = {n: f"{n} bits" for n in (16, 8, 4)}
+    lists = {"serve": ("a request", requests), "bits": ("weights in", bits)}
+    choices = (_select(x, label, _options(of, state[x])) for x, (label, of) in lists.items())
+    return f"<p class='choices'>{' '.join(choices)}</p>{shown}"
 
 
 def grid(seen: View) -> Scene:
@@ -415,7 +458,10 @@ def still(seen: View) -> tuple[dict[str, Scene | str], dict[str, dict]]:
         if seen.timed:
             count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
             drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
+            drawn |= {"serving": serving(seen)}
         drawn |= {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
+    if seen.state["launch"].strip():
+        drawn |= {"launch": launched(seen)}
     pictures = shown(drawn)
     pictures["grid"]["html"] = tensor_choice(seen)
     return drawn, pictures

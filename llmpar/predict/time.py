@@ -124,7 +124,8 @@ _OF_LAYERS = attrgetter(
     *(
         one.name
         for one in fields(Run)
-        if one.name not in "mesh microbatches zero reshard schedule virtual_stages again plan".split()
+        if one.name
+        not in "mesh microbatches zero reshard schedule virtual_stages again plan".split()
     ),
     *(f"mesh.{axis}" for axis in ("ep", "near", "sp", "ul", "tp", "kv")),
 )
