@@ -536,8 +536,8 @@ def tables_serve(document: dict) -> Iterator[Any]:
         f"{document['model']} in {document['bits']} bits on {document['devices']:,} {document['chip']},"
         f" {document['prompt']:,} tokens in and {document['answer']:,} out"
     )
-    yield _table(service.COLUMNS, map(service.cells, document["plans"]), title)
-    yield service.legend(document)
+    yield _table(service.SERVING, map(service.cells, document["plans"]), title)
+    yield service.explained(document)
 
 
 def tables_versus(document: dict) -> Iterator[Any]:

@@ -273,23 +273,12 @@ def mesh_map(
         why = f"; {point.note}" * bool(point.note)
         lines.append(f"{point.mesh}: {size_text(point.bytes)}, {time_text(point.seconds)}{why}")
         items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=point.act))
-    centres, dots = list(map(at, rings.values())), list(map(at, shown))
-    items += [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in centres]
-    taken = [*((x - 8, y - 8, x + 8, y + 8) for x, y in centres), (fits - 1, 0, fits + 1, bottom)]
-    ringed = [f"{name}: {point.mesh}" for name, point in rings.items()]
-    for centre, name in zip(centres, rings, strict=True):
-        text = _beside(*centre, name, taken, dots, area, _BESIDE_RING)
-        x0, y0, x1, y1 = text.box
-        taken.append(text.box)
-        items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
     fit = [point for point in shown if point.mesh and not point.note]
     first = sorted(fit, key=lambda point: (point != best, point.seconds))[:MAP_NAMES]
-    for rank, (x, y) in enumerate(map(at, first), 1):
-        text = _beside(x, y, str(rank), taken, dots, area, _BESIDE_DOT)
-        taken.append(text.box)
-        to = text.x + (x - text.x) / 3, text.y + (y - text.y) / 3
-        items += [Line(((x, y), to), "soft", 0.75)] * (math.dist((x, y), to) > 12) + [text]
+    places = {name: at(point) for name, point in rings.items()}
+    items += _labels(places, list(map(at, first)), list(map(at, shown)), fits, area)
     items += _ranking(first, bottom + 48)
+    ringed = [f"{name}: {point.mesh}" for name, point in rings.items()]
     done, count = len(points) + refused, num or len(points) + refused
     notes = [
         f"{done:,} of {num:,} so far." if done < num else "",
@@ -302,6 +291,24 @@ def mesh_map(
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
     return _column(title, "", items, [*ringed, *lines[::-1]], list(filter(None, notes)), RIGHT)
+
+
+def _labels(rings: dict[str, tuple[float, float]], first, dots, fits: float, area) -> list:
+    """Return rings with their names, and beside the ``first`` dots their ranks."""
+    items = [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in rings.values()]
+    taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in rings.values()]
+    taken.append((fits - 1, 0, fits + 1, area[3]))
+    for name, centre in rings.items():
+        text = _beside(*centre, name, taken, dots, area, _BESIDE_RING)
+        x0, y0, x1, y1 = text.box
+        taken.append(text.box)
+        items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
+    for rank, (x, y) in enumerate(first, 1):
+        text = _beside(x, y, str(rank), taken, dots, area, _BESIDE_DOT)
+        taken.append(text.box)
+        to = text.x + (x - text.x) / 3, text.y + (y - text.y) / 3
+        items += [Line(((x, y), to), "soft", 0.75)] * (math.dist((x, y), to) > 12) + [text]
+    return items
 
 
 def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:

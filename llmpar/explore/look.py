@@ -302,7 +302,7 @@ class Around:
             yield
         for name in sorted(least, key=least.__getitem__):  # what may be fastest first
             best = None if self.settled else self.best
-            self.settled |= best is not None and not planner.may_beat(least[name], best)
+            self.settled |= best is not None and least[name] > planner.BEHIND * best.time.step_s
             try:
                 self.points[name] = planned(self.question, name)
             except ValueError as refusal:
@@ -314,7 +314,8 @@ class Around:
         """Work out what is missing for a mesh: its single changes, and then the map of all."""
         self.steps[mesh] = []
         if self.meshes:
-            for step in advice(self.question, one.plan.mesh, one, planned):
+            price = lambda question, mesh: planned(question, str(mesh))
+            for step in advice(self.question, one.plan.mesh, one, price):
                 self.steps[mesh] += [step] if step else []
                 yield
         yield from self.map
@@ -355,14 +356,10 @@ def around(state: dict) -> Around:
     return _around(json.dumps(same, sort_keys=True))
 
 
-def planned(question: Question, mesh: MeshShape | str) -> Candidate:
+@functools.lru_cache(maxsize=4096)
+def planned(question: Question, mesh: str) -> Candidate:
     """Return the planner's plan for a mesh, cached. Simulated devices have no times: there the fields are as
     given."""
-    return _planned(question, str(mesh))
-
-
-@functools.lru_cache(maxsize=4096)
-def _planned(question: Question, mesh: str) -> Candidate:
     if not question.chip.simulated:
         return planner.on_mesh(question, parse_mesh(mesh))
     sizes = question.batch_size, question.seq_len

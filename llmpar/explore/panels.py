@@ -238,8 +238,8 @@ def serving(seen: View) -> str:
         try:
             document = service.serve(service.Service(config, q.chip, *sizes))
             rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])
-            shown = html_table(service.COLUMNS, rows) + tagged(
-                "p", escape(service.legend(document)).splitlines()
+            shown = html_table(service.SERVING, rows) + tagged(
+                "p", escape(service.explained(document)).splitlines()
             )
         except ValueError as error:
             shown = f"<p>{escape(str(error))}</p>"

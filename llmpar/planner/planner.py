@@ -47,6 +47,8 @@ CARD_BYTES_PER_S = 100e9
 """Of its fast links: a GPU below it is on PCIe."""
 _NEAR = 1.03
 """A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
+BEHIND = (1 + SAME) * _NEAR
+"""A mesh whose `mesh_least_seconds` are so many times the best's time is behind it in `ranked`."""
 _PRICED = 12
 """Of the plans of a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
 _REJECTED = 12
@@ -393,12 +395,6 @@ def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
     """Return the least of `least_seconds` on a mesh, for the plans of `on_mesh`."""
     q = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes)
     return min((group.least_s for group in grouped(q, mesh)), default=0.0)
-
-
-def may_beat(least_s: float, best: Candidate) -> bool:
-    """Return whether a plan that takes ``least_s`` or more by the closed form may be before another in
-    `ranked`."""
-    return least_s <= best.time.step_s * (1 + SAME) * _NEAR
 
 
 def priced(q: Question, group: VariantGroup) -> list[Candidate]:

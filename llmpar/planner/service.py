@@ -144,11 +144,11 @@ def serve(s: Service, keep: int = 8) -> dict[str, Any]:
     }
 
 
-COLUMNS = "a copy", "copies", "requests", "first, s", "user", "apart", "device", "prefill"
+SERVING = "a copy", "copies", "requests", "first, s", "user", "apart", "device", "prefill"
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a mesh that serves as the cells of `COLUMNS`, with the two digits that its error leaves."""
+    """Return a mesh that serves as the cells of `SERVING`, with the two digits that its error leaves."""
     few = lambda name: f"{float(f'{row[name]:.2g}'):,g}"
     return (
         " ".join(f"{axis}={row[axis]}" for axis in ("tp", "ep") if row[axis] > 1) or "tp=1",
@@ -162,7 +162,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def legend(document: dict[str, Any]) -> str:
+def explained(document: dict[str, Any]) -> str:
     """Return what the cells mean, and how far they may be off."""
     sent = document["plans"][0]["cache_sent_bytes"]
     return (

@@ -87,15 +87,14 @@ def outer_bytes(plan: Resolved) -> int:
     return sum(argument_bytes(stored, 0, 0, moments=1, scalars=0).values())
 
 
+@functools.lru_cache(maxsize=1024)
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Return the bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
     ``accumulated`` and ``reduced`` (`plan.WeightLayouts`), the last three without frozen ones; of a step's
     ``params``, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and of
     one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and as ``reordered`` of those that a loop gathers along a dim that is not their first."""
-    known, few = vars(plan), min(plan.microbatches, 2)
-    if "weights_bytes" in known:
-        return known["weights_bytes"]
+    few = min(plan.microbatches, 2)
     if plan.pipeline:  # an order that a user wrote has its own number
         few = plan.mesh.pp if plan.microbatches % plan.mesh.pp == 0 else plan.microbatches
     alike: dict[str, Any] = {
@@ -108,8 +107,7 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
         "microbatches": few,
     }
     # the same for all that these fields decide
-    known["weights_bytes"] = _weights_bytes(dataclasses.replace(plan, **alike))
-    return known["weights_bytes"]
+    return _weights_bytes(dataclasses.replace(plan, **alike))
 
 
 _LAYOUTS = "stored", "used", "unreduced", "accumulated", "reduced"
