@@ -43,7 +43,7 @@ _PLACES = {
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
     "below": {
         "code": "Take it along: as code, or for another framework",
-        "serving": "Serve it: tokens a second for a user, and of a device",
+        "serving": "Serve it",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
     },
@@ -222,11 +222,12 @@ def launched(seen: View) -> str:
     """Return what was read of a launch line or configuration, and what of the plan it does not say."""
     name, known, unread = frameworks.facts_in(seen.state["launch"])
     row = frameworks.FRAMEWORKS[name]
-    own = {x: value for x, value in known.items() if row["implies"].get(x) != value}
-    read = " ".join(f"<code>{escape(f'{x}={value}')}</code>" for x, value in own.items())
+    own = {x: y for x, y in known.items() if row["implies"].get(x) != y and x != "preset"}
+    read = " ".join(f"<code>{escape(f'{x}={y}')}</code>" for x, y in own.items())
     lines = frameworks.assumptions(name, known, unread, seen.question, seen.one.plan)
     words = f"<b>Read as {escape(row['name'])}</b>: {read}"
-    return f"<p>{words}</p><ul>{tagged('li', map(escape, lines))}</ul>"
+    rest = (escape(x.replace(" (see --model, --seq-len, --devices)", "")) for x in lines)
+    return f"<p>{words}</p><ul>{tagged('li', rest)}</ul>"
 
 
 def serving(seen: View) -> str:

@@ -29,6 +29,7 @@ from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.plan.timetable import Timetable, reached, timetable
 from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas, hardware, memory
+from llmpar.predict.workload import POLICIES
 
 
 class Figure(Explorer):
@@ -366,7 +367,7 @@ class MemoryExplorer(Figure):
     title, kind = "ZeRO explorer", "memory"
     sentence = (
         "In {microbatches} microbatches, train {model} on {batch_size} sequences of {seq_len} tokens,"
-        " as {mesh} of {chip}"
+        " as {mesh} of {chip}, recomputing {remat}"
     )
     start = {
         "model": "llama3-8b",
@@ -375,6 +376,7 @@ class MemoryExplorer(Figure):
         "seq_len": 4096,
         "chip": "h100",
         "microbatches": 4,
+        "remat": "block",
     }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
     limits |= dict.fromkeys(("model", "chip"), Allowed(str))  # `preset` names those that are near
@@ -389,6 +391,8 @@ class MemoryExplorer(Figure):
         {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
         {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
         {"name": "mesh", "kind": "text", "label": "mesh"},
+        {"name": "remat", "kind": "choice", "label": "what is computed again"}
+        | {"options": [*POLICIES]},
         {"name": "chip", "kind": "choice", "label": "chip"}
         | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
@@ -401,7 +405,7 @@ class MemoryExplorer(Figure):
         """Return bytes of a device by part, at each stage."""
         count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
         for zero in range(4):
-            plan = Plan(state["mesh"], zero=zero, microbatches=count, remat="block")  # type: ignore[arg-type]
+            plan = Plan(state["mesh"], zero=zero, microbatches=count, remat=state["remat"])  # type: ignore[arg-type]
             resolved = plan.resolve(preset(state["model"]), "gpu")
             given, besides = (
                 memory.argument_bytes(resolved, *size),
