@@ -351,7 +351,8 @@ def test_a_pasted_launch_line_sets_the_state_as_the_command_line_prices_it(capsy
     moved = answers.answer(reply["state"] | {"mesh": "pp=2 fsdp=2 tp=8"})
     assert moved["state"]["mesh"] == "pp=2 fsdp=2 tp=8", "it is read once"
     assert answers.answer(moved["state"] | {"launch": ""})["state"]["mesh"] == moved["state"]["mesh"]
-    refused = answers.answer(reply["state"] | {"launch": LAUNCH.replace("parallel-size 4", "parallel-size $TP")})
+    unset = LAUNCH.replace("parallel-size 4", "parallel-size $TP")
+    refused = answers.answer(reply["state"] | {"launch": unset})
     assert "tensor_model_parallel_size=$TP" in refused["refusal"]["why"]
     assert [step["set"] for step in refused["refusal"]["steps"]] == [{"launch": ""}]
 
