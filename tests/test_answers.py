@@ -112,8 +112,8 @@ def test_random_states_have_an_answer_or_a_reason_and_both_are_plain_data():
         by_hand = {name: value for name, value in state["fields"].items() if hasattr(plan, name)}
         kept = {name: getattr(plan, name) for name in by_hand} == by_hand
         assert kept or plan.resolve(preset(state["model"]), None).effective == plan  # or decides nothing
-        timed = {"step", "layer", "map", "beside", "serving"}  # a simulated device has no times
-        left_out = {"launch"} if "step_s" in reply["numbers"] else {"launch", *timed}
+        timed = {"step", "layer", "map", "beside"}  # a simulated device has no times
+        left_out = {"launch", "serve"} | (set() if "step_s" in reply["numbers"] else timed)
         assert {*reply["panels"]} == {name for name, *_ in panels.AREAS} - left_out
     assert answered > 3
 
@@ -358,13 +358,13 @@ def test_a_pasted_launch_line_sets_the_state_as_the_command_line_prices_it(capsy
 
 
 def test_the_page_serves_as_the_command_line_does():
-    state = on(BIG, "fsdp=8 tp=8") | {"serve": "2048+256", "bits": 8}
+    state = on(BIG, "fsdp=8 tp=8") | {"serve": "2048+256 8"}
     document = service.serve(service.Service(preset("llama3-70b"), chip("h100"), 64, 2048, 256, 8))
-    html = answers.answer(state)["panels"]["serving"]["html"]
+    html = answers.answer(state)["panels"]["serve"]["html"]
     rows = re.findall(r"<tr><td>(.*?)</td></tr>", html)
     assert [tuple(row.split("</td><td>")) for row in rows] == [*map(service.cells, document["plans"])]
-    few = answers.answer(on(BIG, "fsdp=1") | {"serve": "512+512"})["panels"]["serving"]["html"]
-    assert "does not fit with one request of" in few
+    for text, why in {"512+512": "does not fit with one request of", "many": "'many' is not read"}.items():
+        assert why in answers.answer(on(BIG, "fsdp=1") | {"serve": text})["panels"]["serve"]["html"]
 
 
 SIDE = BIG | {"mesh": "fsdp=8 tp=8", "agreed": 64}

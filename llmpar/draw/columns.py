@@ -298,16 +298,16 @@ def _labels(rings: dict[str, tuple[float, float]], first, dots, fits: float, are
     items = [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in rings.values()]
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in rings.values()]
     taken.append((fits - 1, 0, fits + 1, area[3]))
-    for name, centre in rings.items():
-        text = _beside(*centre, name, taken, dots, area, _BESIDE_RING)
+    ranks = {str(rank): place for rank, place in enumerate(first, 1)}
+    for label, (x, y) in (rings | ranks).items():
+        text = _beside(x, y, label, taken, dots, area, _BESIDE[label in rings])
         x0, y0, x1, y1 = text.box
         taken.append(text.box)
-        items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
-    for rank, (x, y) in enumerate(first, 1):
-        text = _beside(x, y, str(rank), taken, dots, area, _BESIDE_DOT)
-        taken.append(text.box)
         to = text.x + (x - text.x) / 3, text.y + (y - text.y) / 3
-        items += [Line(((x, y), to), "soft", 0.75)] * (math.dist((x, y), to) > 12) + [text]
+        is_far = label in ranks and math.dist((x, y), to) > 12
+        items += [Line(((x, y), to), "soft", 0.75)] * is_far
+        under = Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3)
+        items += [under] * (label in rings) + [text]
     return items
 
 
@@ -362,16 +362,22 @@ def _ranking(points: list[MeshPoint], top: float) -> list:
     return items
 
 
-_BESIDE_RING = [
-    *((12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")),
-    *((s * 8, dy, side) for dy in (-17, 17, -32, 32) for s, side in ((1, "start"), (-1, "end"))),
-]
-_BESIDE_DOT = [
-    (far * math.sin(angle), far * math.cos(angle), "middle")
-    for far in (12, 22, 32, 44)
-    for angle in (i * math.pi / 6 for i in range(12))
-]
-"""Where a label may be: from a ring its name, from a dot its rank."""
+_BESIDE = (
+    [
+        (far * math.sin(angle), far * math.cos(angle), "middle")
+        for far in (12, 22, 32, 44)
+        for angle in (i * math.pi / 6 for i in range(12))
+    ],
+    [
+        *((12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")),
+        *(
+            (s * 8, dy, side)
+            for dy in (-17, 17, -32, 32)
+            for s, side in ((1, "start"), (-1, "end"))
+        ),
+    ],
+)
+"""Where a label may be: from a dot its rank, from a ring its name."""
 
 
 def _beside(x: float, y: float, label: str, taken, dots, area, places) -> Text:

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from llmpar.draw.grid import frames
-from llmpar.draw.scene import banded, rounded, size_text, time_text
+from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
 from llmpar.explore.look import (
     LIMITS,
@@ -55,17 +55,19 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
         says = "\n".join([f"refused: {why}", *(step["text"] for step in steps)])
         return out | refused(why, steps) | {"fields": fields(state, None), "says": says}
     done = seen.around.advance(state["mesh"], seen.one, seconds)
-    (drawn, pictures), moving = panels.still(seen), panels.moving(seen)
-    verdict = headline(seen)
+    drawn, verdict = panels.panels(seen), headline(seen)
+    shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
+    pictures = {name: shown(value) for name, value in drawn.items()}
+    pictures["grid"]["html"] = panels.tensor_choice(seen)
     with estimated(seen):
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
         "fields": fields(state, seen.one.plan),
-        "panels": pictures | panels.shown(moving),
+        "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),
-        "says": panels.says(seen, verdict, drawn | moving),
+        "says": panels.says(seen, verdict, drawn),
     }
 
 

@@ -39,23 +39,19 @@ _HOW = {
 }
 _MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
 _SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": "", "pinned": ""}
-_SEEN |= {"launch": "", "launched": 0, "serve": "", "bits": 16}
+_SEEN |= {"launch": "", "launched": 0, "serve": ""}
 START: dict[str, Any] = _CASE | _HOW | _MACHINE | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
 model; ``own_chips`` has chips that a file describes. Of the machine (`hardware.in_machine`) 0 is what the
-chip has, and ``network_times`` doubles what leaves a node so often. The last eight are what is looked at;
+chip has, and ``network_times`` doubles what leaves a node so often. The last seven are what is looked at;
 ``pinned`` is a mesh to compare with, ``launch`` a launch line or configuration of a framework, and
-``launched`` the checksum of the one that the state was last set by; ``serve`` are the tokens of a prompt and
-of an answer (`SERVED`) of requests to weights of so many ``bits``."""
-SERVED = "", "512+512", "2048+256", "8192+1024", "32768+1024"
-"""Requests that a model can be served with."""
+``launched`` the checksum of the one that the state was last set by; ``serve`` has the tokens of a
+prompt and of an answer, and the bits of a weight, of requests that the model is served with."""
 LIMITS = {
     "node_size": Allowed(int, 0, 1 << 20),
     "network_times": Allowed(int, -2, 2),
-    "serve": Allowed(str, choices=SERVED),
-    "bits": Allowed(int, choices=(4, 8, 16)),
     **dict.fromkeys(("node_link", "network", "hbm"), Allowed(float, 0, 1e6)),
 }
 """What the values of the machine may be."""
@@ -91,6 +87,10 @@ CONTROLS: list[dict[str, Any]] = [
     | {
         "label": "a launch line, script or configuration of torchtitan, Megatron-LM, NeMo, MaxText,"
         " DeepSpeed, accelerate or vLLM: it sets all of the sentence that it names"
+    },
+    {"name": "serve", "kind": "text", "fold": "Serve it"}
+    | {
+        "label": "tokens of a prompt and of an answer, as 2048+256, and the bits of a weight if not 16"
     },
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()

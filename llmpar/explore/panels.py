@@ -4,16 +4,16 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from html import escape
-from typing import Any
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, count_noun, role_of
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, time_text, to_svg
-from llmpar.explore.look import SERVED, View, model_of, planned, works
+from llmpar.explore.look import View, model_of, planned, works
 from llmpar.explore.words import (
     act,
     button,
@@ -43,7 +43,7 @@ _PLACES = {
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
     "below": {
         "code": "Take it along: as code, or for another framework",
-        "serving": "Serve it",
+        "serve": "Served by an engine",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
     },
@@ -71,6 +71,7 @@ DOES = {
 }
 """The parallelism that an axis is."""
 HOLDS = "Who holds what of"
+_once = functools.lru_cache(maxsize=4)  # what no other mesh changes, of the same `look.view`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,28 +149,21 @@ def chosen(seen: View) -> Tensor:
 
 def tensor_choice(seen: View) -> str:
     """Return a list to choose a tensor from, with the state's chosen."""
-    rows, now, inner = tensors(seen), chosen(seen).name, ""
+    rows, now = tensors(seen), chosen(seen).name
+    options = []
     for kind, title in _KINDS.items():
-        own = {row.name: row.name for row in rows if row.kind == kind}
-        inner += f"<optgroup label={attribute(title)}>{_options(own, now)}</optgroup>"
-    return _select("tensor", f"<b>{HOLDS}</b>", inner)
+        options.append(f"<optgroup label={attribute(title)}>")
+        for name in (row.name for row in rows if row.kind == kind):
+            mark = " selected" * (name == now)
+            options.append(
+                f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>"
+            )
+        options.append("</optgroup>")
+    select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
+    return f"<label><b>{HOLDS}</b> {select}</label>"
 
 
-def _options(words: Mapping[Any, str], now: Any) -> str:
-    """Return the options of a list, by their values."""
-    mark = lambda value: " selected" * (value == now)
-    return "".join(
-        f"<option value={attribute(json.dumps(value))}{mark(value)}>{escape(text)}</option>"
-        for value, text in words.items()
-    )
-
-
-def _select(name: str, label: str, options: str) -> str:
-    """Return a list that sets a value of the state."""
-    select = f"<select data-name={attribute(name)} data-kind='choice'>{options}</select>"
-    return f"<label>{label} {select}</label>"
-
-
+@_once
 def holds(seen: View) -> str:
     """Return a table of what the chosen device holds."""
     sizes, device, groups = seen.plan.mesh.sizes, seen.state["device"], []
@@ -196,6 +190,7 @@ def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
+@_once
 def code(seen: View) -> str:
     """Return the plan as Python, as the commands that train and compile it, and folded, in the keys of other
     frameworks."""
@@ -230,27 +225,25 @@ def launched(seen: View) -> str:
     return f"<p>{words}</p><ul>{tagged('li', rest)}</ul>"
 
 
+@_once
 def serving(seen: View) -> str:
-    """Return a choice of requests, and which meshes serve them, as ``llmpar plan --serve`` does."""
-    state, q, shown = seen.state, seen.question, ""
-    if state["serve"]:
-        prompt, answer = map(int, state["serve"].split("+"))
-        config, sizes = model_of(state), (q.num_devices, prompt, answer, state["bits"])
-        try:
-            document = service.serve(service.Service(config, q.chip, *sizes))
-            rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])
-            shown = html_table(service.SERVING, rows) + tagged(
-                "p", escape(service.explained(document)).splitlines()
-            )
-        except ValueError as error:
-            shown = f"<p>{escape(str(error))}</p>"
-    requests = {x: x.replace("+", " tokens in, ") + " out" * bool(x) or "choose" for x in SERVED}
-    bits = {n: f"{n} bits" for n in (16, 8, 4)}
-    lists = {"serve": ("a request", requests), "bits": ("weights in", bits)}
-    choices = (_select(x, label, _options(of, state[x])) for x, (label, of) in lists.items())
-    return f"<p class='choices'>{' '.join(choices)}</p>{shown}"
+    """Return which meshes serve the requests that the state has, as ``llmpar plan --serve`` does."""
+    q, text = seen.question, seen.state["serve"]
+    read = re.fullmatch(r"\s*(\d{1,8})\+(\d{1,8})(?:\s+(\d+))?\s*", text)
+    if not read:
+        return f"<p>'{escape(text)}' is not read; write tokens of both and bits, as 2048+256 8</p>"
+    sizes = (int(x or 16) for x in read.groups())
+    try:
+        one = service.Service(model_of(seen.state), q.chip, q.num_devices, *sizes)
+        document = service.serve(one)
+    except ValueError as error:
+        return f"<p>{escape(str(error))}</p>"
+    rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])
+    words = escape(service.explained(document)).splitlines()
+    return html_table(service.SERVING, rows) + tagged("p", words)
 
 
+@_once
 def grid(seen: View) -> Scene:
     """Draw which block of the chosen tensor each device holds, and what moves between them in a layer."""
     row, sizes, node = chosen(seen), seen.plan.mesh.sizes, seen.question.chip.per_device().node_size
@@ -279,6 +272,7 @@ def film(seen: View) -> str:
     return to_svg(ring(kind.removeprefix("ragged-"), team, over[0])) if len(team) <= 8 else ""
 
 
+@_once
 def axes(seen: View) -> Scene:
     """Draw how the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
@@ -450,35 +444,18 @@ def _point(one: Candidate) -> columns.MeshPoint:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def still(seen: View) -> tuple[dict[str, Scene | str], dict[str, dict]]:
-    """Return the panels of a state that no other mesh changes, and as a page shows them."""
+def panels(seen: View) -> dict[str, Scene | str]:
+    """Return every panel of a state, with the digits that its error leaves."""
     drawn: dict[str, Scene | str] = {}
     with estimated(seen):
         drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
         if seen.timed:
             count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
             drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-            drawn |= {"serving": serving(seen)}
-        drawn |= {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
-    if seen.state["launch"].strip():
-        drawn |= {"launch": launched(seen)}
-    pictures = shown(drawn)
-    pictures["grid"]["html"] = tensor_choice(seen)
-    return drawn, pictures
-
-
-def shown(drawn: dict[str, Scene | str]) -> dict[str, dict]:
-    """Return panels as a page shows them."""
-    live = lambda x: {"svg": to_svg(x, live=True)} if isinstance(x, Scene) else {"html": x}
-    return {name: live(value) for name, value in drawn.items()}
-
-
-def moving(seen: View) -> dict[str, Scene | str]:
-    """Return the panels that have more as more meshes are known."""
-    with estimated(seen):
-        drawn: dict[str, Scene | str] = {"explain": explanation(seen) + film(seen)}
-        drawn |= {"famous": published_runs(seen)}
+        drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
+        drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
+        for name, draws in {"launch": launched, "serve": serving}.items():
+            drawn |= {name: draws(seen)} if seen.state[name].strip() else {}
         if seen.timed:
             drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
@@ -501,7 +478,7 @@ def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
 
 def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
     """Draw the first screen as one picture: the answer in words, and the panels in their columns."""
-    every = still(seen)[0] | moving(seen)
+    every = panels(seen)
     drawn = {name: every[name] for name, *_ in areas if name in every}
     placed, x = list[Group](), 0.0
     for place in ("left", "middle", "right"):

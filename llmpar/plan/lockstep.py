@@ -142,8 +142,7 @@ def refuse_order(schedule: Schedule, cells: list[Cell], stuck: dict) -> None:
         for stage, chunk in schedule.route(u):
             due[stage].update([Op(kind, u, chunk) for kind in kinds])
     rows = [[op._replace(joined=False) if op.joined else op for op in row] for row in schedule.rows]
-    once = [*map(len, rows)] == [*map(len, due)] and [*map(set, rows)] == due
-    if once and not stuck:
+    if not stuck and list(map(set, rows)) == due and list(map(len, rows)) == list(map(len, due)):
         return
     starts, ends = times(schedule, cells)
     stops = [f"{(row or [0])[-1]:g}" for row in ends]  # the tick at which a row ends

@@ -543,7 +543,7 @@ class RankParams(NamedTuple):
         return RankParams(self.shared + times * other.shared, self.experts + times * other.experts)
 
 
-@dataclass(eq=False)
+@dataclass
 class Chunk:
     """A chunk of a stage: its passes over one microbatch, the parameters that they use, those of them that
     are trained, and what of the backward pass are the trained ones' gradients."""
@@ -614,16 +614,14 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
     ranks = run.data_ranks * run.mesh.sp
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
-    params = [_params(stage)[1] for stage in {*map(tuple, stages)}]
+    params = [_summed(tuple(c.trained for c in stage)) for stage in stages]
     own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
     return own, max(shared + experts for shared, experts in params)
 
 
 @functools.lru_cache(maxsize=256)
-def _params(stage: tuple["Chunk", ...]) -> tuple[RankParams, RankParams]:
-    """Return the parameters that a stage uses, and those of them that are trained."""
-    used, trained = ([getattr(c, name) for c in stage] for name in ("used", "trained"))
-    return tuple(functools.reduce(RankParams.plus, x, RankParams()) for x in (used, trained))
+def _summed(params: tuple[RankParams, ...]) -> RankParams:
+    return functools.reduce(RankParams.plus, params, RankParams())
 
 
 def busiest(stages: list[list[Chunk]]) -> int:
@@ -657,7 +655,8 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
         return stages, [
             (one.get((LATE, ""), 0.0), one.get((LATE, WHOLE_PASS), 0.0)) for one in ends
         ]
-    return stages, [at_the_end(*_params(tuple(one))) for one in stages]
+    sums = lambda one: (_summed(tuple(c.used for c in one)), _summed(tuple(c.trained for c in one)))
+    return stages, [at_the_end(*sums(one)) for one in stages]
 
 
 def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
