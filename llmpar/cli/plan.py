@@ -28,7 +28,6 @@ from llmpar.cli.options import (
     inform,
     still_at_work,
 )
-from llmpar.draw.scene import banded, rounded
 from llmpar.files import read_text
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
@@ -38,6 +37,7 @@ from llmpar.plan.presets import PRESETS, preset
 from llmpar.planner import advice, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
+from llmpar.predict.digits import banded, rounded
 from llmpar.predict.time import beside_flops
 from llmpar.predict.traffic import EXPERT_LINKS
 

@@ -110,8 +110,7 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
                 raise ValueError(
                     f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}"
                 )
-    if state["launched"] != zlib.crc32(state["launch"].encode()):
-        state = _launched(state)
+    state = _launched(state)
     if len(state["mesh"]) > 200:
         raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
     if state["config"].strip():
@@ -144,16 +143,17 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
 def _launched(state: dict) -> dict:
     """Return the state that its launch line or configuration sets, and the planner's choice of what this
     does not say. Raise ValueError where it cannot be read or planned."""
-    state = state | {"launched": zlib.crc32(state["launch"].encode())}
-    if not state["launch"].strip():
+    had, read = state["launched"], zlib.crc32(state["launch"].encode())
+    state = state | {"launched": read}
+    if had == read or not state["launch"].strip():
         return state
     name, known, _ = frameworks.facts_in(state["launch"])
     devices = None if {"each", "serves"} & known.keys() else state["devices"]
     sizes, plan = frameworks.sized(known, state["model"], devices, state["seq_len"])
     model = sizes.pop("model")
-    own = {"config": model} if model != state["model"] else {}
+    sizes |= {"config": model} if model != state["model"] else {}
     mesh = {"mesh": str(plan.mesh), "agreed": sizes["devices"], "fields": {}}
-    state, _ = settle(state | sizes | own | mesh)
+    state, _ = settle(state | sizes | mesh)
     fields = frameworks.fixed_by(name, question_of(state).resolved(plan, None))
     return state | {"fields": {x: value for x, value in fields.items() if x in OFFERED}}
 
@@ -314,7 +314,7 @@ class Around:
         """Work out what is missing for a mesh: its single changes, and then the map of all."""
         self.steps[mesh] = []
         if self.meshes:
-            price = lambda question, mesh: planned(question, str(mesh))
+            price = lambda question, shape: planned(question, str(shape))
             for step in advice(self.question, one.plan.mesh, one, price):
                 self.steps[mesh] += [step] if step else []
                 yield

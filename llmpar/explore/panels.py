@@ -220,9 +220,8 @@ def launched(seen: View) -> str:
     own = {x: y for x, y in known.items() if row["implies"].get(x) != y and x != "preset"}
     read = " ".join(f"<code>{escape(f'{x}={y}')}</code>" for x, y in own.items())
     lines = frameworks.assumptions(name, known, unread, seen.question, seen.one.plan)
-    words = f"<b>Read as {escape(row['name'])}</b>: {read}"
     rest = (escape(x.replace(" (see --model, --seq-len, --devices)", "")) for x in lines)
-    return f"<p>{words}</p><ul>{tagged('li', rest)}</ul>"
+    return f"<p><b>Read as {escape(row['name'])}</b>: {read}</p><ul>{tagged('li', rest)}</ul>"
 
 
 @_once
@@ -232,10 +231,9 @@ def serving(seen: View) -> str:
     read = re.fullmatch(r"\s*(\d{1,8})\+(\d{1,8})(?:\s+(\d+))?\s*", text)
     if not read:
         return f"<p>'{escape(text)}' is not read; write tokens of both and bits, as 2048+256 8</p>"
-    sizes = (int(x or 16) for x in read.groups())
+    sizes = (q.num_devices, *(int(x or 16) for x in read.groups()))
     try:
-        one = service.Service(model_of(seen.state), q.chip, q.num_devices, *sizes)
-        document = service.serve(one)
+        document = service.serve(service.Service(model_of(seen.state), q.chip, *sizes))
     except ValueError as error:
         return f"<p>{escape(str(error))}</p>"
     rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors
-from llmpar.planner.planner import SAME, Candidate, Question, about, on_mesh, unsuited
+from llmpar.planner.planner import SAME, Candidate, Question, on_mesh, unsuited
+from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB
 
 

@@ -25,6 +25,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
+from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import SEQUENCE_LINKS, Clock, Time, beside_flops, step_time
 
@@ -864,11 +865,6 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
         return f"as fast as the first: {lost:+.2g} s"
     name = max(grown, key=lambda k: grown[k])
     return f"{lost:+.2g} s: {name} {grown[name]:+.2g} s"
-
-
-def about(seconds: float) -> str:
-    """Return predicted seconds with the two digits that their error leaves."""
-    return f"about {float(f'{seconds:.2g}'):g} s"
 
 
 def change(one: Candidate, plans: list[Candidate]) -> str:

@@ -22,6 +22,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
+from llmpar.predict.digits import rounded
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.traffic import (
@@ -566,7 +567,7 @@ def beside_flops(terms: Mapping[str, float]) -> str:
     least = sum(terms.values()) / 20
     useful = (MATMULS, ATTENTION, HEAD_AND_LOSS)
     rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
-    return ", ".join(f"{name} {float(f'{s:.2g}'):g} s" for s, name in rest if s >= least)
+    return ", ".join(f"{name} {rounded(s, 0.1):g} s" for s, name in rest if s >= least)
 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
