@@ -7,6 +7,7 @@ The closed form of `time` ranks them without recomputation, those that may be am
 that it takes its place in the rank again, and if it is still the first, its `traffic` is priced.
 """
 
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -366,30 +367,36 @@ class VariantGroup:
 
 def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
     """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
-    cannot = dict[tuple[int, str], bool]()
-    for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
-        group = list(alike)
-        yield VariantGroup(mesh, group, least_seconds(q, group[0]), cannot)
+    cannot, run = dict[tuple[int, str], bool](), None
+    for m, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
+        group, least_s = list(alike), 0.0
+        with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
+            run = run or q.run(Plan(**group[0]))
+            rows = max(1, q.batch_size // run.data_ranks // m)
+            run = dataclasses.replace(run, rows=rows, microbatches=m)
+            least_s = least_seconds(run, group)
+        yield VariantGroup(mesh, group, least_s, cannot)
 
 
-def least_seconds(q: Question, fields: Fields) -> float:
-    """Return seconds that no plan with these fields beats, whatever its schedule, its ZeRO stage and its
-    strategy along the sequence are: an even share of all layers, without what sp sends, and the bubble that
-    the most chunks leave."""
-    try:
-        run = q.run(Plan(**fields))
-    except ValueError:  # an order that is given does not suit this mesh
-        return 0.0
+def least_seconds(run: workload.Run, group: list[Fields]) -> float:
+    """Return seconds that no plan of a group beats, which differ in schedule, ZeRO stage and strategy along
+    the sequence: an even share of all layers and of the ends, without what sp sends and without gathering
+    weights; the bubble that the most chunks leave; and of gradients at the end what is summed over dp, which
+    the least stage of ZeRO leaves too."""
     clock, p, counts = Clock(run, exact=False), run.mesh.pp, run.chunk_kinds
-    layers = 0.0
+    both = [sum(ahead.seconds for ahead, _ in clock.ends().values()), 0.0]
+    both[1] = sum(behind.seconds for _, behind in clock.ends().values())
     for i, kinds in enumerate(counts):
         again = run.again * (i < len(counts) - 1)
         for kind, times in enumerate(kinds):
-            passes = clock.layer(kind, again) if times else ()
-            sent = sum(one.terms.get(SEQUENCE_LINKS, 0.0) for one in passes)
-            layers += times * (sum(one.seconds for one in passes) - sent)
-    bubble = layers * (p - 1) / p / max(_MANY_CHUNKS, run.virtual_stages)
-    return layers * run.microbatches / p + bubble
+            for k, one in enumerate(clock.layer(kind, again) if times else ()):
+                both[k] += times * (one.seconds - one.terms.get(SEQUENCE_LINKS, 0.0))
+    chunks = max(fields.get("virtual_stages") or run.virtual_stages for fields in group)
+    bubble = sum(both) * (p - 1) / p / chunks
+    layers = tuple(sum(kinds) / p for kinds in zip(*counts, strict=True))
+    reduced, _ = clock.at_the_end(*clock.params(layers, []))
+    late = clock.exposed(reduced, both[1] / p, run.software.overlaps)
+    return sum(both) * run.microbatches / p + bubble + late
 
 
 def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
