@@ -384,8 +384,8 @@ def least_seconds(run: workload.Run, group: list[Fields]) -> float:
     weights; the bubble that the most chunks leave; and of gradients at the end what is summed over dp, which
     the least stage of ZeRO leaves too."""
     clock, p, counts = Clock(run, exact=False), run.mesh.pp, run.chunk_kinds
-    both = [sum(ahead.seconds for ahead, _ in clock.ends().values()), 0.0]
-    both[1] = sum(behind.seconds for _, behind in clock.ends().values())
+    ends = zip(*clock.ends().values(), strict=True)
+    both = [sum(one.seconds for one in direction) for direction in ends]
     for i, kinds in enumerate(counts):
         again = run.again * (i < len(counts) - 1)
         for kind, times in enumerate(kinds):
