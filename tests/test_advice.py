@@ -12,6 +12,7 @@ from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.planner.advice import advice
 from llmpar.planner.planner import MEMORY_ERROR, memory_verdict
+from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB, chip
 
 
@@ -52,7 +53,7 @@ def test_a_step_is_one_change_and_leads_to_what_it_says(mesh):
             other = dataclasses.replace(q, fixed={k: v for k, v in q.fixed.items() if k not in value})
         reached = planner.on_mesh(other, there)
         assert step.candidate == reached and not reached.why_not
-        assert step.text.endswith(f": {reached.total_bytes / GIB:.1f} GiB, {reached.time.step_s:.3g} s")
+        assert step.text.endswith(f": {reached.total_bytes / GIB:.1f} GiB, {about(reached.time.step_s)}")
         assert step.sequence_s == reached.time.step_s / other.batch_size
         if one and not one.why_not:
             assert step.sequence_s < one.time.step_s / q.batch_size * (1 - planner.SAME)

@@ -496,6 +496,20 @@ def test_a_map_puts_a_mesh_where_its_numbers_are():
     assert [band.y, band.y + band.h] == pytest.approx(sorted(ys.values())[1:]), "8 % above the best"
 
 
+def test_the_ten_fastest_that_fit_are_numbered_and_named_without_overlaps():
+    ways = [way._replace(note="does not fit" * (way.bytes > 60 * GIB)) for way in WAYS]
+    scene = columns.mesh_map(ways, HERE, BEST, 60 * GIB)
+    first = sorted((way for way in [*ways, HERE, BEST] if not way.note), key=lambda way: way.seconds)
+    first = [BEST, *(way for way in first if way != BEST)][: columns.MAP_NAMES]
+    texts = [t for t in flatten(scene.items) if isinstance(t, Text)]
+    assert [t.text for t in texts if ", " in t.text] == [f"{x.mesh}, {time_text(x.seconds)}" for x in first]
+    ranks = [t for t in texts if t.text.isdigit()]
+    assert [t.text for t in ranks] == [*map(str, range(1, 11))] * 2, "at the dots, and in the list"
+    labels = [t.box for t in [*ranks[:10], *(t for t in texts if t.text in ("you", "best"))]]
+    for a, b in itertools.combinations(labels, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+
+
 @pytest.mark.parametrize("why, drawing", TABLES["drawings_refused"].items())
 def test_what_cannot_be_drawn_is_refused(why, drawing):
     with pytest.raises(ValueError, match=why):

@@ -238,3 +238,19 @@ def test_a_layer_in_time_needs_seconds():
     run = workload.of_plan(config, Plan("dp=1").resolve(config, None).effective, hardware.chip("cpu"), 8, 64)
     with pytest.raises(ValueError, match="cpu"):
         layer.layer_segments(run)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+def test_a_layer_that_is_priced_once_is_the_layer_of_each_run(model):
+    """Runs share a layer's price where they are alike to it: the same times as of prices from anew."""
+    config, steps = preset(model), []
+    for mesh in "dp=16; fsdp=4 tp=4; fsdp=8 tp=2; fsdp=4 sp=4; pp=4 fsdp=4; pp=2 tp=8; ep=8".split("; "):
+        if config.experts or "ep" not in mesh:
+            for more in ({}, {"remat": "block"}, {"microbatches": 2, "loss_chunks": 8}, {"zero": 1}):
+                plan = Plan(mesh, dtype="bfloat16", **more).resolve(config, None)
+                steps.append(workload.of_plan(config, plan, chip("h100"), 64, 8192))
+    anew = []
+    for run in steps:
+        time._known.cache_clear()
+        anew.append([step_time(run, simulate=exact) for exact in (True, False)])
+    assert [[step_time(run, simulate=exact) for exact in (True, False)] for run in steps] == anew

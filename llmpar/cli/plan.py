@@ -28,16 +28,16 @@ from llmpar.cli.options import (
     inform,
     still_at_work,
 )
-from llmpar.draw.scene import banded, rounded
 from llmpar.files import read_text
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.plan import Plan
-from llmpar.plan.presets import ADAPTER_DIMS, DIMS, PRESETS, preset
+from llmpar.plan.presets import PRESETS, preset
 from llmpar.planner import advice, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
+from llmpar.predict.digits import banded, rounded
 from llmpar.predict.time import beside_flops
 from llmpar.predict.traffic import EXPERT_LINKS
 
@@ -215,24 +215,12 @@ class PlanCommand(Adapters, Output):
             unread.append(f"model={known.pop('model')}")  # a name that says nothing to us
         if twice := changed(self, [x for x in ("model", "seq_len") if x in known]):
             raise ValueError(f"{name}'s own are priced; leave out {', '.join(twice)}")
-        devices, batch_size, plan = frameworks.planned_by(known, self.devices)
-        if self.devices not in (None, devices):
+        sizes, plan = frameworks.sized(known, self.model, self.devices, self.seq_len)
+        if self.devices not in (None, sizes["devices"]):
             raise ValueError(
-                f"{name} says {devices} devices, not {self.devices}; leave out --devices"
+                f"{name} says {sizes['devices']} devices, not {self.devices}; leave out --devices"
             )
-        sizes = {
-            "devices": devices,
-            "batch_size": batch_size,
-            "batch_tokens": None,
-            "seq_len": known.get("seq_len", self.seq_len),
-            "model": " ".join(
-                [
-                    known.get("model", self.model),
-                    *(f"{x}={known[x]}".lower() for x in (*DIMS, *ADAPTER_DIMS) if x in known),
-                ]
-            ),
-        }
-        q = replace(self, **sizes).question()
+        q = replace(self, **sizes, batch_tokens=None).question()
         fixed = frameworks.fixed_by(name, q.resolved(plan, None))
         q = replace(q, fixed=fixed)
         one, cures = planner.on_mesh(q, plan.mesh), list[dict[str, str]]()
@@ -512,7 +500,7 @@ def tables_of(document: dict) -> Iterator[Any]:
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
         return (
             row["mesh"],
-            f"{row['step_s']:.3g}",
+            f"{few(row['step_s']):g}",
             f"{few(row['mfu']):.0%}",
             gib,
             row["verdict"],
@@ -548,32 +536,8 @@ def tables_serve(document: dict) -> Iterator[Any]:
         f"{document['model']} in {document['bits']} bits on {document['devices']:,} {document['chip']},"
         f" {document['prompt']:,} tokens in and {document['answer']:,} out"
     )
-    columns = "a copy", "copies", "requests", "first, s", "user", "apart", "device", "prefill"
-    few = lambda value: f"{rounded(value, document['error']):,g}"
-
-    def cells(row: dict) -> tuple[str, ...]:
-        return (
-            " ".join(f"{axis}={row[axis]}" for axis in ("tp", "ep") if row[axis] > 1) or "tp=1",
-            str(row["copies"]),
-            str(row["batch"]),
-            few(row["first_token_s"]),
-            few(row["tokens_per_s_user"]),
-            few(row["tokens_per_s_user_apart"]),
-            few(row["tokens_per_s_device"]),
-            f"{row['prefill_share']:.0%}",
-        )
-
-    yield _table(columns, map(cells, document["plans"]), title)
-    sent = document["plans"][0]["cache_sent_bytes"]
-    yield (
-        "requests: at once, on each data rank of a copy. first: seconds of a prompt, without a queue. user,"
-        " apart, device: tokens/s of one request beside others' prefill, of one with prefill elsewhere, and"
-        " of a device. prefill: its share of the devices, or of their time.\n"
-        "No other mesh and number of requests is better both for a user and for a device. Where prefill runs"
-        f" apart, each prompt's cache, {sent / 1e9:.2g} GB in {document['cache_bits']} bits, is sent once,"
-        " which is not timed. Of published runs of engines half are within"
-        f" {document['error']:.0%} of these formulas, and the worst is 2.4 times slower."
-    )
+    yield _table(service.SERVING, map(service.cells, document["plans"]), title)
+    yield service.explained(document)
 
 
 def tables_versus(document: dict) -> Iterator[Any]:

@@ -31,6 +31,7 @@ LEFT, RIGHT, COLUMN_MARGIN = 330, 400, 2
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
 IDLE = "paper/"  # the role of a bubble
 MOST_PARTS, MOST_SENT = 9, 6
+MAP_NAMES = 10  # of the fastest that fit
 MAP_CAPACITIES = 1.6  # how far beyond a device's memory, and what is ringed, a map goes
 
 
@@ -275,15 +276,12 @@ def mesh_map(
         why = f"; {point.note}" * bool(point.note)
         lines.append(f"{point.mesh}: {size_text(point.bytes)}, {time_text(point.seconds)}{why}")
         items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=point.act))
-    centres = list(map(at, rings.values()))
-    items += [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in centres]
-    taken = [*((x - 8, y - 8, x + 8, y + 8) for x, y in centres), (fits - 1, 0, fits + 1, bottom)]
+    fit = [point for point in shown if point.mesh and not point.note]
+    first = sorted(fit, key=lambda point: (point != best, point.seconds))[:MAP_NAMES]
+    places = {name: at(point) for name, point in rings.items()}
+    items += _labels(places, list(map(at, first)), list(map(at, shown)), fits, area)
+    items += _ranking(first, bottom + 48)
     ringed = [f"{name}: {point.mesh}" for name, point in rings.items()]
-    for centre, label in zip(centres, ringed, strict=True):
-        text = _beside(*centre, label, taken, list(map(at, shown)), area)
-        x0, y0, x1, y1 = text.box
-        taken.append(text.box)
-        items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
     done, count = len(points) + refused, num or len(points) + refused
     notes = [
         f"{done:,} of {num:,} so far." if done < num else "",
@@ -296,6 +294,24 @@ def mesh_map(
     ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
     return _column(title, "", items, [*ringed, *lines[::-1]], list(filter(None, notes)), RIGHT)
+
+
+def _labels(rings: dict[str, tuple[float, float]], first, dots, fits: float, area) -> list:
+    """Return rings with their names, and beside the ``first`` dots their ranks."""
+    items = [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in rings.values()]
+    taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in rings.values()]
+    taken.append((fits - 1, 0, fits + 1, area[3]))
+    ranks = {str(rank): place for rank, place in enumerate(first, 1)}
+    for label, (x, y) in (rings | ranks).items():
+        text = _beside(x, y, label, taken, dots, area, _BESIDE[label in rings])
+        x0, y0, x1, y1 = text.box
+        taken.append(text.box)
+        to = text.x + (x - text.x) / 3, text.y + (y - text.y) / 3
+        is_far = label in ranks and math.dist((x, y), to) > 12
+        items += [Line(((x, y), to), "soft", 0.75)] * is_far
+        under = Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3)
+        items += [under] * (label in rings) + [text]
+    return items
 
 
 def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
@@ -332,13 +348,43 @@ def _log(values: list[float], start: float, end: float, thousand: float):
     return of, [v for v in steps if low <= v <= high]
 
 
-def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
-    """Return a label beside a ring at (x, y), inside the area, where it overlaps no other and the fewest
-    dots."""
-    places = [(12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")]
-    places += [
-        (s * 8, dy, side) for dy in (-17, 17, -32, 32) for s, side in ((1, "start"), (-1, "end"))
-    ]
+def _ranking(points: list[MeshPoint], top: float) -> list:
+    """Return the names of the fastest that fit as a list, in two columns where they are short."""
+    names = [f"{point.mesh}, {time_text(point.seconds)}" for point in points]
+    half = RIGHT / 2 - COLUMN_MARGIN
+    columns = 2 if all(text_width(name, SMALL) < half - 28 for name in names) else 1
+    deep, items = math.ceil(len(names) / columns), list[Any]()
+    for i, (point, name) in enumerate(zip(points, names, strict=True)):
+        x, y = half * (i // deep), top + 17 * (i % deep)
+        box = x - 2, y - 8, half * (3 - columns) - 4, 16
+        items += [Rect(*box, "paper", radius=3, tip=name, act=point.act)]
+        items += [
+            small_text(x + 14, y, f"{i + 1}", "end"),
+            small_text(x + 20, y, name, "start", "ink"),
+        ]
+    return items
+
+
+_BESIDE = (
+    [
+        (far * math.sin(angle), far * math.cos(angle), "middle")
+        for far in (12, 22, 32, 44)
+        for angle in (i * math.pi / 6 for i in range(12))
+    ],
+    [
+        *((12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")),
+        *(
+            (s * 8, dy, side)
+            for dy in (-17, 17, -32, 32)
+            for s, side in ((1, "start"), (-1, "end"))
+        ),
+    ],
+)
+"""Where a label may be: from a dot its rank, from a ring its name."""
+
+
+def _beside(x: float, y: float, label: str, taken, dots, area, places) -> Text:
+    """Return a label beside (x, y), inside the area, where it overlaps no other and the fewest dots."""
 
     def cost(text: Text) -> float:
         x0, y0, x1, y1 = text.box

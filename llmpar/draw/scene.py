@@ -21,6 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from llmpar.predict.digits import rounded
+
 TITLE, BODY, SMALL = "title", "body", "small"  # sizes of type, by role as colours are
 PAGE = {TITLE: 15, BODY: 13, SMALL: 11}
 """The type scale of a page or a notebook, in pixels."""
@@ -267,31 +269,6 @@ def scaled(value: float, units: tuple[str, ...], base: float) -> str:
 def size_text(num_bytes: float) -> str:
     """Return bytes as text for people, in powers of 1024."""
     return scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
-
-
-_error: ContextVar[float] = ContextVar("error", default=0.0)
-
-
-@contextmanager
-def digits_of(error: float) -> Iterator[None]:
-    """Write times and rates inside this block with the digits that such a relative error leaves."""
-    token = _error.set(error)
-    try:
-        yield
-    finally:
-        _error.reset(token)
-
-
-def rounded(value: float, error: float | None = None) -> float:
-    """Return a value without the digits that a relative error takes: 66.1 is 66 where 0.16 of it is
-    unsure."""
-    error = _error.get() if error is None else error
-    return float(f"{value:.{max(1, 1 - math.floor(math.log10(error)))}g}") if error else value
-
-
-def banded(text: str, error: float) -> str:
-    """Return a predicted value with its mean error: ``66 s ± 16 %``."""
-    return f"{text} ± {100 * error:.0f} %" if error else text
 
 
 def time_text(seconds: float) -> str:

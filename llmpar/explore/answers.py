@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from llmpar.draw.grid import frames
-from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
+from llmpar.draw.scene import Scene, size_text, time_text, to_svg
 from llmpar.explore import panels
 from llmpar.explore.look import (
     LIMITS,
@@ -32,6 +32,7 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import near_presets, preset
 from llmpar.planner import planner
 from llmpar.predict import hardware
+from llmpar.predict.digits import about, banded, rounded
 
 Limits = dict[str, Allowed]
 """What values of a state may be, where their kind does not say it."""
@@ -200,9 +201,9 @@ def steps(seen: View) -> list[dict]:
             changed |= {*one.patch}
     best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
     faster = best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape
-    if best and faster and seen.around.complete:
+    if best and faster and seen.around.settled:
         mesh = str(best.plan.mesh)
-        words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
+        words = f"{mesh}: {size_text(best.total_bytes)}, {about(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
         offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
     if seen.around.complete and seen.around.points and not best:
@@ -225,6 +226,8 @@ def _more_devices(seen: View) -> dict:
 def remedies(state: dict) -> list[dict]:
     """Return what would work on as many devices: another model, the nearest mesh, a field given back to the
     planner, another batch."""
+    if state["launch"].strip() and works(state | {"launch": "", "launched": 0}):
+        return [offer("without the launch line", "leave it out", launch="")]
     if others := other_models(state):
         words = "without that configuration" if state["config"] else "in its place"
         patch: dict[str, Any] = {"config": ""}

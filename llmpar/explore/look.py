@@ -11,6 +11,7 @@ import functools
 import json
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from llmpar.plan.model_config import ModelConfig, from_dict
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import PRESETS, preset
 from llmpar.plan.schedules import SCHEDULES
-from llmpar.planner import planner
+from llmpar.planner import frameworks, planner
 from llmpar.planner.advice import Change, advice
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import hardware, memory
@@ -38,13 +39,16 @@ _HOW = {
 }
 _MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
 _SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": "", "pinned": ""}
+_SEEN |= {"launch": "", "launched": 0, "serve": ""}
 START: dict[str, Any] = _CASE | _HOW | _MACHINE | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
 model; ``own_chips`` has chips that a file describes. Of the machine (`hardware.in_machine`) 0 is what the
-chip has, and ``network_times`` doubles what leaves a node so often. The last four are what is looked at;
-``pinned`` is a mesh to compare with."""
+chip has, and ``network_times`` doubles what leaves a node so often. The last seven are what is looked at;
+``pinned`` is a mesh to compare with, ``launch`` a launch line or configuration of a framework, and
+``launched`` the checksum of the one that the state was last set by; ``serve`` has the tokens of a
+prompt and of an answer, and the bits of a weight, of requests that the model is served with."""
 LIMITS = {
     "node_size": Allowed(int, 0, 1 << 20),
     "network_times": Allowed(int, -2, 2),
@@ -79,6 +83,15 @@ CONTROLS: list[dict[str, Any]] = [
     | {
         "label": "another model: a config.json, its path, a downloaded name, or llama3-8b lora_rank=16"
     },
+    {"name": "launch", "kind": "lines", "rows": 4, "own": True, "fold": "Paste your launch line"}
+    | {
+        "label": "a launch line, script or configuration of torchtitan, Megatron-LM, NeMo, MaxText,"
+        " DeepSpeed, accelerate or vLLM: it sets all of the sentence that it names"
+    },
+    {"name": "serve", "kind": "text", "fold": "Serve it"}
+    | {
+        "label": "tokens of a prompt and of an answer, as 2048+256, and the bits of a weight if not 16"
+    },
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
 _HIDDEN = ("mesh", "mode", "bucket_bytes", "unroll", "attention_block")
@@ -97,6 +110,7 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
                 raise ValueError(
                     f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}"
                 )
+    state = _launched(state)
     if len(state["mesh"]) > 200:
         raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
     if state["config"].strip():
@@ -124,6 +138,24 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
     state["device"] = min(max(0, state["device"]), shape.size - 1)
     state["fields"] = {name: value for name, value in state["fields"].items() if value is not None}
     return state, shape
+
+
+def _launched(state: dict) -> dict:
+    """Return the state that its launch line or configuration sets, and the planner's choice of what this
+    does not say. Raise ValueError where it cannot be read or planned."""
+    had, read = state["launched"], zlib.crc32(state["launch"].encode())
+    state = state | {"launched": read}
+    if had == read or not state["launch"].strip():
+        return state
+    name, known, _ = frameworks.facts_in(state["launch"])
+    devices = None if {"each", "serves"} & known.keys() else state["devices"]
+    sizes, plan = frameworks.sized(known, state["model"], devices, state["seq_len"])
+    model = sizes.pop("model")
+    sizes |= {"config": model} if model != state["model"] else {}
+    mesh = {"mesh": str(plan.mesh), "agreed": sizes["devices"], "fields": {}}
+    state, _ = settle(state | sizes | mesh)
+    fields = frameworks.fixed_by(name, question_of(state).resolved(plan, None))
+    return state | {"fields": {x: value for x, value in fields.items() if x in OFFERED}}
 
 
 def own_model(text: str) -> ModelConfig:
@@ -168,12 +200,21 @@ def question_of(state: dict) -> Question:
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
     Plan(**fixed)  # refuses values
-    own = state["own"].get(state["model"])
-    model = from_dict(own) if own else preset(state["model"])
     numbers = state["devices"], state["batch_size"], state["seq_len"]
     return Question(
-        model.with_further(), own_machine(state)[1], *numbers, fixed, state["model"], share
+        model_of(state).with_further(),
+        own_machine(state)[1],
+        *numbers,
+        fixed,
+        state["model"],
+        share,
     )
+
+
+def model_of(state: dict) -> ModelConfig:
+    """Return a state's model."""
+    own = state["own"].get(state["model"])
+    return from_dict(own) if own else preset(state["model"])
 
 
 def own_machine(state: dict) -> tuple[hardware.Chip, hardware.Chip]:
@@ -211,7 +252,7 @@ def _offered() -> dict[str, dict[str, Any]]:
 OFFERED = _offered()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class View:
     """A state's planner's question, its plan for this mesh, and as much of the rest as is known by now."""
 
@@ -248,25 +289,33 @@ class Around:
         self.steps: dict[str, list[Change]] = {}
         self.runs: dict[str, Candidate] = {}  # ours of the published ones
         self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
+        self.settled = not self.meshes  # no mesh that is not known yet can be the best
         self.map = self._map()
         self.works: dict[str, Iterator[None]] = {}
         self.done = set[str]()
 
     def _map(self) -> Iterator[None]:
+        least = dict[str, float]()
         for mesh, why in self.meshes:
-            name = str(mesh)
+            self.refused |= {str(mesh): why} if why else {}
+            least |= {} if why else {str(mesh): planner.mesh_least_seconds(self.question, mesh)}
+            yield
+        for name in sorted(least, key=least.__getitem__):  # what may be fastest first
+            best = None if self.settled else self.best
+            self.settled |= best is not None and least[name] > planner.BEHIND * best.time.step_s
             try:
-                self.refused |= {name: why} if why else {}
-                self.points |= {} if why else {name: planned(self.question, name)}
+                self.points[name] = planned(self.question, name)
             except ValueError as refusal:
                 self.refused[name] = str(refusal)
             yield
+        self.settled = True
 
     def _work(self, mesh: str, one: Candidate) -> Iterator[None]:
         """Work out what is missing for a mesh: its single changes, and then the map of all."""
         self.steps[mesh] = []
         if self.meshes:
-            for step in advice(self.question, one.plan.mesh, one):
+            price = lambda question, shape: planned(question, str(shape))
+            for step in advice(self.question, one.plan.mesh, one, price):
                 self.steps[mesh] += [step] if step else []
                 yield
         yield from self.map
@@ -320,7 +369,14 @@ def planned(question: Question, mesh: str) -> Candidate:
 
 
 def view(state: dict) -> View:
-    """Return everything that a settled state shows. Raise ValueError where it is refused."""
+    """Return everything that a settled state shows, the same of the same state. Raise ValueError where it is
+    refused."""
+    return _view(json.dumps(state, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _view(key: str) -> View:
+    state = json.loads(key)
     question = question_of(state)
     one = planned(question, state["mesh"])
     return View(state, question, one, question.resolved(one.plan, question.platform), around(state))

@@ -1,8 +1,10 @@
 """The mesh explorer's panels: a picture or a table for each place of the page."""
 
 import dataclasses
+import functools
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from html import escape
@@ -11,7 +13,7 @@ from llmpar.draw import columns, geometry
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, count_noun, role_of
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, time_text, to_svg
-from llmpar.explore.look import View, planned, works
+from llmpar.explore.look import View, model_of, planned, works
 from llmpar.explore.words import (
     act,
     button,
@@ -21,11 +23,12 @@ from llmpar.explore.words import (
     published_runs,
     signed_terms,
     table_row,
+    tagged,
 )
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
-from llmpar.planner import frameworks
+from llmpar.planner import frameworks, service
 from llmpar.planner.planner import ERROR, Candidate, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
@@ -34,12 +37,13 @@ from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
 _PLACES = {
-    "over": {"beside": "Side by side"},
+    "over": {"launch": "Your launch line", "beside": "Side by side"},
     "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
     "middle": {"grid": "Devices", "layer": "One layer"},
     "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
     "below": {
         "code": "Take it along: as code, or for another framework",
+        "serve": "Served by an engine",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
     },
@@ -67,6 +71,7 @@ DOES = {
 }
 """The parallelism that an axis is."""
 HOLDS = "Who holds what of"
+_once = functools.lru_cache(maxsize=4)  # what no other mesh changes, of the same `look.view`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +163,7 @@ def tensor_choice(seen: View) -> str:
     return f"<label><b>{HOLDS}</b> {select}</label>"
 
 
+@_once
 def holds(seen: View) -> str:
     """Return a table of what the chosen device holds."""
     sizes, device, groups = seen.plan.mesh.sizes, seen.state["device"], []
@@ -184,6 +190,7 @@ def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
+@_once
 def code(seen: View) -> str:
     """Return the plan as Python, as the commands that train and compile it, and folded, in the keys of other
     frameworks."""
@@ -206,6 +213,35 @@ def code(seen: View) -> str:
     return f"<pre>{escape(chr(10).join(lines))}</pre><div class='folds'>{''.join(folds)}</div>"
 
 
+def launched(seen: View) -> str:
+    """Return what was read of a launch line or configuration, and what of the plan it does not say."""
+    name, known, unread = frameworks.facts_in(seen.state["launch"])
+    row = frameworks.FRAMEWORKS[name]
+    own = {x: y for x, y in known.items() if row["implies"].get(x) != y and x != "preset"}
+    read = " ".join(f"<code>{escape(f'{x}={y}')}</code>" for x, y in own.items())
+    lines = frameworks.assumptions(name, known, unread, seen.question, seen.one.plan)
+    rest = (escape(x.replace(" (see --model, --seq-len, --devices)", "")) for x in lines)
+    return f"<p><b>Read as {escape(row['name'])}</b>: {read}</p><ul>{tagged('li', rest)}</ul>"
+
+
+@_once
+def serving(seen: View) -> str:
+    """Return which meshes serve the requests that the state has, as ``llmpar plan --serve`` does."""
+    q, text = seen.question, seen.state["serve"]
+    read = re.fullmatch(r"\s*(\d{1,8})\+(\d{1,8})(?:\s+(\d+))?\s*", text)
+    if not read:
+        return f"<p>'{escape(text)}' is not read; write tokens of both and bits, as 2048+256 8</p>"
+    sizes = (q.num_devices, *(int(x or 16) for x in read.groups()))
+    try:
+        document = service.serve(service.Service(model_of(seen.state), q.chip, *sizes))
+    except ValueError as error:
+        return f"<p>{escape(str(error))}</p>"
+    rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])
+    words = escape(service.explained(document)).splitlines()
+    return html_table(service.SERVING, rows) + tagged("p", words)
+
+
+@_once
 def grid(seen: View) -> Scene:
     """Draw which block of the chosen tensor each device holds, and what moves between them in a layer."""
     row, sizes, node = chosen(seen), seen.plan.mesh.sizes, seen.question.chip.per_device().node_size
@@ -234,6 +270,7 @@ def film(seen: View) -> str:
     return to_svg(ring(kind.removeprefix("ragged-"), team, over[0])) if len(team) <= 8 else ""
 
 
+@_once
 def axes(seen: View) -> Scene:
     """Draw how the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
@@ -353,7 +390,7 @@ def side_by_side(seen: View) -> str:
     shown: dict[str, Candidate | str] = {"you": seen.one, **others(seen)}
     bars = {name: _bars(seen, x) for name, x in shown.items() if isinstance(x, Candidate)}
     most = [max(sum(s for _, s in rows[i]) for rows in bars.values()) for i in range(len(_BARS))]
-    best = f"Best of {len(seen.around.meshes):,}" if seen.around.complete else "Best so far"
+    best = f"Best of {len(seen.around.meshes):,}" if seen.around.settled else "Best so far"
     cards, names = list[str](), {"you": "You", "best": best, "pinned": "Pinned"}
     why = {name: signed_terms(row) for name, row in compared(seen).items()}
     for name, one in shown.items():
@@ -406,7 +443,7 @@ def _point(one: Candidate) -> columns.MeshPoint:
 
 
 def panels(seen: View) -> dict[str, Scene | str]:
-    """Return every panel of a state. Only where meshes are compared, times have more than two digits."""
+    """Return every panel of a state, with the digits that its error leaves."""
     drawn: dict[str, Scene | str] = {}
     with estimated(seen):
         drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
@@ -415,8 +452,10 @@ def panels(seen: View) -> dict[str, Scene | str]:
             drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
         drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
         drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
-    if seen.timed:
-        drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
+        for name, draws in {"launch": launched, "serve": serving}.items():
+            drawn |= {name: draws(seen)} if seen.state[name].strip() else {}
+        if seen.timed:
+            drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn
 
 

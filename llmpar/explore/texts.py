@@ -123,7 +123,7 @@ class SpecsExplorer(Explorer):
         for hop in hops:
             moved = f"jax.sharding.reshard({moved}, jax.{spelled(_layout(hop), sizes)['JAX']})"
         reply["panels"] |= {
-            "spellings": {"html": html_table(("", "before", "after"), rows)},
+            "spellings": {"html": html_table(("spelling", "before", "after"), rows)},
             "code": {"html": f"<pre># x is {escape(words[0]['JAX'])}\n{escape(moved)}</pre>"},
         }
         return reply | {

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from llmpar.draw.scene import attribute, banded, digits_of, rounded, size_text, time_text
+from llmpar.draw.scene import attribute, size_text, time_text
 from llmpar.explore.look import View
 from llmpar.explore.page import WORDS
 from llmpar.planner import planner
 from llmpar.planner.terms import Term, terms
+from llmpar.predict.digits import banded, digits_of, rounded
 
 _UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
 _UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"

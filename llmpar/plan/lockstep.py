@@ -52,22 +52,24 @@ class Lockstep:
             for op, t in zip(row, self.tick[s], strict=True)
         }
         return [
-            (at[source, *need[:3]], source, at[stage, *op[:3]], stage)
+            (at[need], need[0], at[stage, *op[:3]], stage)
             for stage, row in enumerate(order)
             for op in row
-            for source, need in self.schedule.needs(stage, op)
-            if need.kind == op.kind
+            for need in self.schedule.needs(stage, op)
+            if need[1] == op.kind
         ]
 
 
 @functools.lru_cache(maxsize=256)
 def lockstep(schedule: Schedule) -> Lockstep:
     """Lay a schedule out in ticks, or refuse it with stage, tick and cycle."""
-    operations, cells = run_cells(schedule, joined=False), run_cells(schedule, joined=True)
-    refuse_order(schedule, *operations)
-    refuse_order(schedule, *cells)  # of a legal order only a cell can be at fault
-    ticks, _ = times(schedule, operations[0])
-    return Lockstep(schedule, tuple(map(tuple, ticks)), cells[0])
+    cells, stuck = run_cells(schedule, joined=False)
+    refuse_order(schedule, cells, stuck)
+    ticks, _ = times(schedule, cells)
+    if any(op.joined for row in schedule.rows for op in row):
+        cells, stuck = run_cells(schedule, joined=True)
+        refuse_order(schedule, cells, stuck)  # of a legal order only a cell can be at fault
+    return Lockstep(schedule, tuple(map(tuple, ticks)), cells)
 
 
 def run_cells(schedule: Schedule, joined: bool) -> tuple[list[Cell], dict[int, tuple[Op, int, Op]]]:
@@ -88,12 +90,11 @@ def run_cells(schedule: Schedule, joined: bool) -> tuple[list[Cell], dict[int, t
             inside, needs = set[tuple](), list[tuple[int, int]]()
             stuck.pop(stage, None)
             for op in row[first:last]:
-                for source, need in schedule.needs(stage, op):
-                    key = (source, *need[:3])
-                    if key in number:
-                        needs.append((number[key], source))
-                    elif key not in inside:
-                        stuck.setdefault(stage, (op, source, need))
+                for need in schedule.needs(stage, op):
+                    if need in number:
+                        needs.append((number[need], need[0]))
+                    elif need not in inside:
+                        stuck.setdefault(stage, (op, need[0], Op(*need[1:])))
                 inside.add((stage, *op[:3]))
             if stage in stuck:
                 _, source, need = stuck[stage]
@@ -136,17 +137,19 @@ def times(
 def refuse_order(schedule: Schedule, cells: list[Cell], stuck: dict) -> None:
     """Raise ValueError, naming stage, tick and cycle, unless each operation stands once in its row and has
     run."""
-    starts, ends = times(schedule, cells)
-    name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.rows]
+    due, kinds = [set[Op]() for _ in schedule.rows], OP_KINDS[: 2 + schedule.split_backward]
     for u in range(schedule.num_microbatches):
         for stage, chunk in schedule.route(u):
-            due[stage] |= {Op(kind, u, chunk) for kind in OP_KINDS[: 2 + schedule.split_backward]}
+            due[stage].update([Op(kind, u, chunk) for kind in kinds])
+    rows = [[op._replace(joined=False) if op.joined else op for op in row] for row in schedule.rows]
+    if not stuck and list(map(set, rows)) == due and list(map(len, rows)) == list(map(len, due)):
+        return
+    starts, ends = times(schedule, cells)
     stops = [f"{(row or [0])[-1]:g}" for row in ends]  # the tick at which a row ends
     waits = {
         s: f"stage {s} waits at tick {stops[s]} to run {op}, which needs {need} on stage {source}"
         for s, (op, source, need) in stuck.items()
     }
-    rows = [[op._replace(joined=False) for op in row] for row in schedule.rows]
     early = lambda op: (op.microbatch, OP_KINDS.index(op.kind))
     missing = [sorted(ops - set(row), key=early) for ops, row in zip(due, rows, strict=True)]
     complaints = chain(
@@ -155,7 +158,7 @@ def refuse_order(schedule: Schedule, cells: list[Cell], stuck: dict) -> None:
         _deadlocks(stuck, waits),
     )
     if complaint := next(complaints, ""):
-        raise ValueError(f"{name}{complaint}")
+        raise ValueError(f"schedule '{schedule.name}' is illegal{complaint}")
 
 
 def _misnumbered(

@@ -182,4 +182,4 @@ def mesh_distance(sizes: dict[str, int], wanted: dict[str, int]) -> float:
 
 def divisors(n: int) -> list[int]:
     """Every divisor of ``n``, ascending."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})

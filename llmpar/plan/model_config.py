@@ -585,7 +585,9 @@ class ModelConfig:
         is_part = self.active_params < self.num_params
         if not is_part or self.tied or looked_up < self.active_params / 100:
             return []
-        return [f"active parameters without the embedding: {self.active_params - looked_up:,}"]
+        return [
+            f"active parameters without the embedding: {(self.active_params - looked_up) / 1e9:.3g} billion"
+        ]
 
     def must_run(self) -> "ModelConfig":
         """Return itself. Refuses a model that is planned, and not implemented."""

@@ -16,7 +16,7 @@ import difflib
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise
@@ -95,21 +95,18 @@ class Schedule:
     def parameter_copies(self) -> int:
         return len(self.routes)
 
-    def needs(self, stage: int, op: Op) -> Iterator[tuple[int, Op]]:
-        """Yields the (stage, operation) pairs that must be done first."""
+    def needs(self, stage: int, op: Op) -> list[tuple[int, str, int, int]]:
+        """Return what must be done first: stages, and the kind, microbatch and chunk of an operation."""
         kind, u, c = op[:3]
-        if kind == "W":
-            yield stage, Op("B", u, c)
-        if kind == "B":
-            yield stage, Op("F", u, c)
-        if cell := self.onward[{"F": "B", "B": "F", "W": "W"}[kind]].get((stage, c)):
-            yield cell[0], Op(kind, u, cell[1])
+        own = [] if kind == "F" else [(stage, "B" if kind == "W" else "F", u, c)]
+        cell = self.before[kind].get((stage, c))
+        return [*own, (cell[0], kind, u, cell[1])] if cell else own
 
     @cached_property
-    def onward(self) -> dict[str, dict[tuple[int, int], tuple[int, int]]]:
-        """From a (stage, chunk) cell to the next, in the direction in which each kind moves; W stays."""
+    def before(self) -> dict[str, dict[tuple[int, int], tuple[int, int]]]:
+        """From a (stage, chunk) cell to the one that each kind comes from; W stays."""
         pairs = [pair for route in self.routes for pair in pairwise(route)]
-        return {"F": dict(pairs), "B": {b: a for a, b in pairs}, "W": {}}
+        return {"F": {b: a for a, b in pairs}, "B": dict(pairs), "W": {}}
 
     def __str__(self) -> str:
         return "\n".join(

@@ -3,12 +3,13 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors
 from llmpar.planner.planner import SAME, Candidate, Question, on_mesh, unsuited
+from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB
 
 
@@ -29,23 +30,29 @@ class Change:
     sequence_s: float
 
 
-def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Change | None]:
+def advice(
+    q: Question,
+    mesh: MeshShape,
+    one: Candidate | None,
+    price: Callable[[Question, MeshShape], Candidate] = on_mesh,
+) -> Iterator[Change | None]:
     """Single changes to a mesh that help: each fits, and is faster by more than `SAME` if ``one`` fits too
     (what `planner.on_mesh` answered; None where it refused). Fields given back to the planner, whose choice
     is no slower than any by hand; a prime factor moved to another axis; where it does not fit or cannot be,
-    another batch. Lazily, in no order, None for what does not help: the best has least ``sequence_s``."""
+    another batch. Lazily, in no order, None for what does not help: the best has least ``sequence_s``.
+    ``price`` may remember what it has answered."""
     had = math.inf if one is None or one.why_not else one.time.step_s / q.batch_size * (1 - SAME)
     for patch, other, moved_mesh in _changes(q, mesh, one):
         reached = None
         with contextlib.suppress(ValueError):
-            reached = on_mesh(other, moved_mesh)
+            reached = price(other, moved_mesh)
         if reached is None or reached.why_not or reached.time.step_s / other.batch_size >= had:
             yield None
             continue
         names = [f"{name}={getattr(reached.plan, name)}" for name in patch.get("fields", ())]
         size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
         what = patch.get("mesh") or size or ", ".join(names)
-        text = f"{what}: {reached.total_bytes / GIB:.1f} GiB, {reached.time.step_s:.3g} s"
+        text = f"{what}: {reached.total_bytes / GIB:.1f} GiB, {about(reached.time.step_s)}"
         yield Change(text, patch, reached, reached.time.step_s / other.batch_size)
 
 

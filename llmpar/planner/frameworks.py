@@ -13,7 +13,7 @@ from llmpar.plan import checks
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE
 from llmpar.plan.plan import Plan, Resolved
-from llmpar.plan.presets import PRESETS
+from llmpar.plan.presets import ADAPTER_DIMS, DIMS, PRESETS
 from llmpar.planner import planner, shell_text
 from llmpar.predict.hardware import package_table
 
@@ -323,6 +323,17 @@ def assumptions(
         ([q.model] * ("serves" in known), TABLE["serves"] + f" --devices {q.num_devices}"),
     ]
     return [f"{name} {line.format(', '.join(parts))}" for parts, line in lines if parts]
+
+
+def sized(
+    known: dict[str, Any], model: str, devices: int | None, seq_len: int
+) -> tuple[dict[str, Any], Plan]:
+    """Return the model in words, the sizes of a step and the plan that facts are of: those that are given
+    where a text names none."""
+    dims = [f"{x}={known[x]}".lower() for x in (*DIMS, *ADAPTER_DIMS) if x in known]
+    devices, batch_size, plan = planned_by(known, devices)
+    sizes = {"devices": devices, "batch_size": batch_size, "seq_len": known.get("seq_len", seq_len)}
+    return sizes | {"model": " ".join([known.get("model", model), *dims])}, plan
 
 
 def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Plan]:

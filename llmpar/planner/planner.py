@@ -7,6 +7,7 @@ The closed form of `time` ranks them without recomputation, those that may be am
 that it takes its place in the rank again, and if it is still the first, its `traffic` is priced.
 """
 
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -25,6 +26,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
+from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import SEQUENCE_LINKS, Clock, Time, beside_flops, step_time
 
@@ -47,6 +49,8 @@ CARD_BYTES_PER_S = 100e9
 """Of its fast links: a GPU below it is on PCIe."""
 _NEAR = 1.03
 """A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
+BEHIND = (1 + SAME) * _NEAR
+"""A mesh whose `mesh_least_seconds` are so many times the best's time is behind it in `ranked`."""
 _PRICED = 12
 """Of the plans of a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
 _REJECTED = 12
@@ -144,7 +148,7 @@ class Question:
         return _resolved(plan, self.config, devices)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _resolved(plan: Plan, config: ModelConfig, devices: str | None) -> Resolved:
     """Keep what was decided of the plans that are asked about again."""
     return plan.resolve(config, devices)
@@ -363,48 +367,55 @@ class VariantGroup:
 
 def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
     """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
-    cannot = dict[tuple[int, str], bool]()
-    for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
-        group = list(alike)
-        yield VariantGroup(mesh, group, least_seconds(q, group[0]), cannot)
+    cannot, run = dict[tuple[int, str], bool](), None
+    for m, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
+        group, least_s = list(alike), 0.0
+        with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
+            run = run or q.run(Plan(**group[0]))
+            rows = max(1, q.batch_size // run.data_ranks // m)
+            run = dataclasses.replace(run, rows=rows, microbatches=m)
+            least_s = least_seconds(run, group)
+        yield VariantGroup(mesh, group, least_s, cannot)
 
 
-def least_seconds(q: Question, fields: Fields) -> float:
-    """Return seconds that no plan with these fields beats, whatever its schedule, its ZeRO stage and its
-    strategy along the sequence are: an even share of all layers, without what sp sends, and the bubble that
-    the most chunks leave."""
-    try:
-        run = q.run(Plan(**fields))
-    except ValueError:  # an order that is given does not suit this mesh
-        return 0.0
+def least_seconds(run: workload.Run, group: list[Fields]) -> float:
+    """Return seconds that no plan of a group beats, which differ in schedule, ZeRO stage and strategy along
+    the sequence: an even share of all layers and of the ends, without what sp sends and without gathering
+    weights; the bubble that the most chunks leave; and of gradients at the end what is summed over dp, which
+    the least stage of ZeRO leaves too."""
     clock, p, counts = Clock(run, exact=False), run.mesh.pp, run.chunk_kinds
-    layers = 0.0
+    ends = zip(*clock.ends().values(), strict=True)
+    both = [sum(one.seconds for one in direction) for direction in ends]
     for i, kinds in enumerate(counts):
         again = run.again * (i < len(counts) - 1)
         for kind, times in enumerate(kinds):
-            passes = clock.layer(kind, again) if times else ()
-            sent = sum(one.terms.get(SEQUENCE_LINKS, 0.0) for one in passes)
-            layers += times * (sum(one.seconds for one in passes) - sent)
-    bubble = layers * (p - 1) / p / max(_MANY_CHUNKS, run.virtual_stages)
-    return layers * run.microbatches / p + bubble
+            for k, one in enumerate(clock.layer(kind, again) if times else ()):
+                both[k] += times * (one.seconds - one.terms.get(SEQUENCE_LINKS, 0.0))
+    chunks = max(fields.get("virtual_stages") or run.virtual_stages for fields in group)
+    bubble = sum(both) * (p - 1) / p / chunks
+    layers = tuple(sum(kinds) / p for kinds in zip(*counts, strict=True))
+    reduced, _ = clock.at_the_end(*clock.params(layers, []))
+    late = clock.exposed(reduced, both[1] / p, run.software.overlaps)
+    return sum(both) * run.microbatches / p + bubble + late
+
+
+def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
+    """Return the least of `least_seconds` on a mesh, for the plans of `on_mesh`."""
+    q = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes)
+    return min((group.least_s for group in grouped(q, mesh)), default=0.0)
 
 
 def priced(q: Question, group: VariantGroup) -> list[Candidate]:
     """Price the variants of a group, by the closed form of their time and without recomputation. Of those
     that cannot be (`VariantGroup.cannot`) one is kept: it will say why. Gathered keys take more memory than a
     ring's, so where they are no faster than the ring before them they wait for it to be refused."""
-    candidates, cannot, clocks = list[Candidate](), group.cannot, dict[tuple, Clock]()
+    candidates, cannot = list[Candidate](), group.cannot
     for fields in group.variants:
-        # what layers depend on here
-        alike = fields.get("context_parallel", "ring"), fields.get("sequence_order", "")
         plan = Plan(**fields)
         if cannot.get(cut := (plan.zero, plan.context_parallel)):
             continue
         try:
-            run = q.run(plan)
-            if alike not in clocks:
-                clocks[alike] = Clock(run, exact=False)
-            one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
+            one = Candidate(plan, step_time(q.run(plan), simulate=False))
         except ValueError:  # what is given, an order or Muon's layers, does not suit this mesh
             continue
         rings = (x for x in reversed(candidates) if x.plan.context_parallel == "ring")
@@ -852,7 +863,7 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
         )
         what = one.why_not or best_of
         name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
-        most = f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
+        most = f"{what}; most of it is {name}, {about(seconds)} of {about(one.time.step_s)}"
         beside = beside_flops(one.time.terms)
         return f"{most}; no useful FLOPs: {beside}" if beside else most
     lost = one.time.step_s - best.time.step_s
@@ -860,8 +871,7 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
     if abs(lost) <= SAME * best.time.step_s:
         return f"as fast as the first: {lost:+.2g} s"
     name = max(grown, key=lambda k: grown[k])
-    before, now = best.time.terms.get(name, 0.0), one.time.terms[name]
-    return f"{lost:+.3g} s: {name} {now:.3g} s > {before:.3g} s"
+    return f"{lost:+.2g} s: {name} {grown[name]:+.2g} s"
 
 
 def change(one: Candidate, plans: list[Candidate]) -> str:
@@ -870,7 +880,7 @@ def change(one: Candidate, plans: list[Candidate]) -> str:
         a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
         moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
         if len(moved) <= 2:
-            return f"{' '.join(moved)} takes {other.time.step_s:.3g} s"
+            return f"{' '.join(moved)} takes {about(other.time.step_s)}"
     return ""
 
 

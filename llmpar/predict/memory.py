@@ -87,6 +87,7 @@ def outer_bytes(plan: Resolved) -> int:
     return sum(argument_bytes(stored, 0, 0, moments=1, scalars=0).values())
 
 
+@functools.lru_cache(maxsize=1024)
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Return the bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
     ``accumulated`` and ``reduced`` (`plan.WeightLayouts`), the last three without frozen ones; of a step's
@@ -97,6 +98,7 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     if plan.pipeline:  # an order that a user wrote has its own number
         few = plan.mesh.pp if plan.microbatches % plan.mesh.pp == 0 else plan.microbatches
     alike: dict[str, Any] = {
+        "mesh": dataclasses.replace(plan.mesh, dp=1),  # of which each rank has the same
         "requested": None,
         "remat": "none",
         "context_parallel": "ring",

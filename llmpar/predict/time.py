@@ -11,8 +11,9 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from llmpar.plan import schedules
@@ -21,6 +22,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.sequence_order import ring_hops
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
+from llmpar.predict.digits import rounded
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.traffic import (
@@ -119,6 +121,24 @@ def _reached(chip: Chip, rates: Rates, num_devices: int) -> tuple[Chip, Chip]:
     return chip.per_device(), links
 
 
+_OF_LAYERS = attrgetter(
+    *(
+        one.name
+        for one in fields(Run)
+        if one.name
+        not in "mesh microbatches zero reshard schedule virtual_stages again plan".split()
+    ),
+    *(f"mesh.{axis}" for axis in ("ep", "near", "sp", "ul", "tp", "kv")),
+)
+"""Of a run, all that its layers depend on, and the ends of its model: not the axes pp, dp and fsdp."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(*alike: Any) -> dict[str, Any]:
+    """Keep the prices of layers and ends that are alike: plans by the thousand have the same few."""
+    return {}
+
+
 class Clock:
     """Prices what a run does on its chip."""
 
@@ -137,7 +157,10 @@ class Clock:
         near = "sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"
         self.experts_apart = self.inner[near] if self.ours else self.zero_apart
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
-        self.layer = functools.cache(self._layer)
+        pieces = run.plan.ffn_chunks if run.plan else 1
+        known = _known(_OF_LAYERS(run), self.rates, self.links, self.exact, pieces)
+        own = functools.cache(self._layer), functools.cache(self._ends)
+        self.layer, self.ends = known.setdefault("priced", own)
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -358,9 +381,8 @@ class Clock:
         )
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
-    @functools.cached_property
-    def ends(self) -> dict[str, tuple[Pass, Pass]]:
-        """The embedding and the loss of a microbatch, forward and backward each."""
+    def _ends(self) -> dict[str, tuple[Pass, Pass]]:
+        """Price the embedding and the loss of a microbatch, forward and backward each."""
         run, c = self.run, self.run.config
         moved = 8.0 * run.stream_tokens * c.width / self.bytes_per_s
         logits_matmul = [Matmul(run.tokens, c.width, c.vocab_size / run.mesh.tp)]
@@ -454,7 +476,7 @@ class Clock:
                 forward.take(ahead, times)
                 backward.take(back, times)
         for name in ["embedding"] * first + ["head"] * last:
-            ahead, back = self.ends[name]
+            ahead, back = self.ends()[name]
             forward.take(ahead)
             backward.take(back)
         learning = sum(backward.terms.get(name, 0.0) for name in (MATMULS, HEAD_AND_LOSS)) / 2
@@ -545,17 +567,13 @@ def beside_flops(terms: Mapping[str, float]) -> str:
     least = sum(terms.values()) / 20
     useful = (MATMULS, ATTENTION, HEAD_AND_LOSS)
     rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
-    return ", ".join(f"{name} {s:.3g} s" for s, name in rest if s >= least)
+    return ", ".join(f"{name} {rounded(s, 0.1):g} s" for s, name in rest if s >= least)
 
 
-def step_time(
-    run: Run, own: Rates | None = None, simulate: bool = True, like: Clock | None = None
-) -> Time:
+def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
     """Return the seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed
-    forms: quick. ``like``: the clock of a run whose layers and ends are the same."""
+    forms: quick."""
     clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
-    if like:
-        clock.layer, clock.ends = like.layer, like.ends
     stages, late = chunks(clock)
     loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     total = max(loads)
@@ -597,12 +615,13 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
     ranks = run.data_ranks * run.mesh.sp
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
-    params = [_summed(c.trained for c in stage) for stage in stages]
+    params = [_summed(tuple(c.trained for c in stage)) for stage in stages]
     own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
     return own, max(shared + experts for shared, experts in params)
 
 
-def _summed(params: Iterable[RankParams]) -> RankParams:
+@functools.lru_cache(maxsize=256)
+def _summed(params: tuple[RankParams, ...]) -> RankParams:
     return functools.reduce(RankParams.plus, params, RankParams())
 
 
@@ -637,9 +656,8 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
         return stages, [
             (one.get((LATE, ""), 0.0), one.get((LATE, WHOLE_PASS), 0.0)) for one in ends
         ]
-    return stages, [
-        at_the_end(_summed(c.used for c in one), _summed(c.trained for c in one)) for one in stages
-    ]
+    sums = lambda one: (_summed(tuple(c.used for c in one)), _summed(tuple(c.trained for c in one)))
+    return stages, [at_the_end(*sums(one)) for one in stages]
 
 
 def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:

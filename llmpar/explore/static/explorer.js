@@ -154,7 +154,9 @@ function skeleton(doc, source, own) {
   const [h, sub] = source.page ? ["h1", "h2"] : ["h2", "h3"], words = doc.sentence.split(/\{(\w+)\}/);
   const button = (name, text, label = text) =>
     `<button type="button" data-do="${name}" aria-label="${label}" title="${label}">${text}</button>`;
-  const others = doc.controls.filter((c) => !words.includes(c.name)).map((c) => labelled(c, own(c.name)));
+  const unnamed = doc.controls.filter((c) => !words.includes(c.name)), box = (c) => labelled(c, own(c.name));
+  const others = unnamed.filter((c) => !c.fold).map(box);
+  const folds = unnamed.filter((c) => c.fold).map((c) => `<details class="fold"><summary>${c.fold}</summary>${box(c)}</details>`);
   const form = `<div class="form">${others.join("")}</div>`;
   const panel = ([name, title]) => `<section class="panel" data-panel="${name}" hidden>
     <${sub}>${esc(title)}</${sub}>
@@ -171,7 +173,7 @@ function skeleton(doc, source, own) {
         <details class="menu"><summary>save</summary><div>${button("png", "PNG")}${button("svg", "SVG")}
         ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
       ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p>
-      <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div></details></div>
+      ${folds.join("")}<details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div></details></div>
     <nav class="tabs" aria-label="pictures">${doc.panels.map(tab).join("")}</nav>
     ${area("over")}<div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
     <p class="foot"><span></span> ${button("cite", "copy")}<br>${source.made}</p>
