@@ -63,6 +63,10 @@ ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
 (NVIDIA, data sheet; the half is from BigScience's runs with heads of 108)."""
+TILES, SHARED_TILE = ((128, 256), (128, 128)), 1.5
+"""Rows and columns of a result that one core of a GPU makes at once, and the most that dealing them out
+costs. With the time of the memory beside that of the cores (root of the sum of squares) they are within 7 %
+of XLA's table of matmuls on an H100, of 256 to 4,096 rows (openxla/xla, matmul_interpolator_data.h)."""
 ACCUMULATED_BYTES = 8
 """Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
 SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
@@ -150,9 +154,8 @@ class Clock:
             share = self.rates.matmuls if p.times == 1 else self.rates.grouped
             rate = self.device.flops_per_s * share * faster
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
-            # where tiles fill less than a wave, cores share what one sums
-            waves = 1 + min(1.0, self.rates.half * (not p.thin) / (p.rows * p.out))
-            seconds += p.flops / rate * waves + moved / self.bytes_per_s
+            waves = in_waves(self.device.cores, p.rows, p.out, p.times)
+            seconds += math.hypot(p.flops / rate * waves, moved / self.bytes_per_s)
             seconds += self.rates.kernel_s * min(p.times, 8)  # grouped matmuls start together
         return seconds
 
@@ -192,9 +195,8 @@ class Clock:
         projections, ffn = run.layer_matmuls(block)
         ffn_s = self.matmuls(ffn, run.bits)
         if fused:
-            share = rates.attention * (
-                run.software.later_attention if run.chip.family in LATER else 1.0
-            )
+            share = rates.attention * heads_share(block, rates.softmax)
+            share *= run.software.later_attention if run.chip.family in LATER else 1.0
         else:
             share = SCALAR if block.head_width % ALIGNED else rates.matmuls
         scores = run.attention_flops(block) * run.imbalance(block)
@@ -306,16 +308,18 @@ class Clock:
         reached = nodes * (1 - (1 - 1 / nodes) ** experts.top_k)
         if experts.num_groups > 1:
             reached = min(reached, experts.top_groups)
-        across = tokens_bytes * reached * (1 - 1 / nodes) / device.dcn_bytes_per_s
+        # kernels of its own write over the network, and are near its rate (DeepEP, README)
+        network = self.device if run.software.once_a_rank else device
+        across = tokens_bytes * reached * (1 - 1 / nodes) / network.dcn_bytes_per_s
         inside = tokens_bytes * self.copies() * (1 - 1 / near) / device.reached_link_bytes_per_s
         return start + max(across, inside)
 
     def copies(self) -> float:
-        """Return how often a token travels: ours to each rank that has some of its experts, else to each of
-        its experts."""
+        """Return how often a token travels: ours, and where `Software.once_a_rank`, to each rank that has some
+        of its experts, else to each of its experts."""
         experts, ep = self.run.config.experts, self.run.mesh.ep
         assert experts
-        if not self.ours:
+        if not (self.ours or self.run.software.once_a_rank):
             return experts.top_k
         return ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
 
@@ -479,8 +483,10 @@ class Clock:
             scattered = scatter + gather * run.reshard
             backward.add(WEIGHT_LINKS, self.exposed(scattered, backward.seconds, soft.overlaps))
         if run.microbatches > 1:
-            added = ACCUMULATED_BYTES * sum(trained) / cut
-            backward.add("accumulation", added / self.bytes_per_s)
+            added = ACCUMULATED_BYTES / 4 * soft.grad_bytes * sum(trained) / cut / self.bytes_per_s
+            if soft.sums_in_matmuls:
+                added = math.hypot(added, learning) - learning
+            backward.add("accumulation", added)
         for part in passes:
             if run.mesh.pp > 1 and not soft.overlaps:  # a stage waits for what it sends
                 part.add(STAGE_LINKS, self.hop())
@@ -489,6 +495,27 @@ class Clock:
                 each = self.rates.host_s * soft.launch + LAUNCH_S * soft.blocking
                 part.add("launching", max(0.0, part.kernels * each - hidden))
         return Chunk(forward, backward, used, trained, learning)
+
+
+def heads_share(block: ModelConfig, softmax: float) -> float:
+    """Return what attention reaches with these heads over what it reaches with heads of 128: a score takes
+    the FLOPs of its head's width, and its exponentials' time, ``softmax`` of 128's, whatever the width is. A
+    TPU's matrix unit takes a head of up to 256 in the time of one."""
+    width = (block.head_width + block.value_width) / 2
+    return (1 + softmax) / (1 + softmax * 128 / width) if width else 1.0
+
+
+@functools.lru_cache(maxsize=200_000)
+def in_waves(cores: int, rows: float, out: float, times: float) -> float:
+    """Return the time of a matmul over that of full cores: its result is dealt to them in tiles, and they
+    wait for the last wave. A library takes the better of `TILES`; where that leaves cores idle they share
+    what a tile sums (`SHARED_TILE`)."""
+    dealt = [
+        math.ceil(times * math.ceil(rows / high) * math.ceil(out / wide) / cores) * high * wide
+        for high, wide in TILES
+        if cores
+    ]
+    return min([*(one * cores / (times * rows * out) for one in dealt), SHARED_TILE if cores else 1.0])
 
 
 @functools.lru_cache(maxsize=200_000)

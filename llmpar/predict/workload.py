@@ -53,6 +53,8 @@ class Software:
     reduces_late: bool = (
         False  # over dp at the end of the backward pass: a loop gives all gradients there
     )
+    once_a_rank: bool = False  # a token goes to experts once for each rank that has some of its own
+    sums_in_matmuls: bool = False  # the matmul that makes a gradient adds it to those of other microbatches
     launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
@@ -111,6 +113,7 @@ class Run:
     )
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
+    document: int | None = None  # tokens of each, where a sequence is packed of several
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
 
     @property
@@ -236,8 +239,9 @@ class Run:
     def seen(self, causal: bool, block: ModelConfig) -> float:
         """Return the keys that a query meets: of a window all, elsewhere half of the sequence, or of a chunk,
         where ``causal``."""
-        seen = min(block.window or self.seq_len, self.seq_len)
-        half = causal and (seen == self.seq_len or block.variant.chunked)
+        length = self.document or self.seq_len
+        seen = min(block.window or length, length)
+        half = causal and (seen == length or block.variant.chunked)
         return seen * (0.5 if half else 1.0)
 
     # ------------------------------------------------------------------------------ what a layer computes
