@@ -387,6 +387,8 @@ def activation_bytes(run: Run) -> tuple[float, float]:
         + scores
     )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
+    if run.software.selective_matmuls:  # every second matmul is computed again: one of gate and up
+        hidden /= 2
     results = 2 * stream + heads
     if run.software.kept_bits:  # of matmuls' inputs
         saved = 1 - min(16, run.bits) / 16

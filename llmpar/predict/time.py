@@ -294,8 +294,10 @@ class Clock:
         return once + self.exposed(hop, attention, True), once + backward
 
     def exchange(self, tokens_bytes: float) -> float:
-        """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others:
-        a token once to each node, and inside it once for each copy (DeepSeek-V3 2024, section 3.2.2)."""
+        """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others
+        with `Software.once_a_rank`: a token once to each node, and inside it once to each rank (DeepSeek-V3
+        2024, section 3.2.2); else each of its copies apart. No ring waits for its slowest link, so the
+        network is near its rate (DeepEP, README: 43 to 58 GB/s of 50)."""
         run, ep = self.run, self.run.mesh.ep
         # where tp cuts no expert, Megatron deals experts over tp's ranks first
         inner = self.inner["ep"] if run.expert_tp else 1
@@ -305,14 +307,14 @@ class Clock:
             return self.collective("all-to-all", tokens_bytes * self.copies(), ep, inner)
         nodes, start = ep / near, self.rates.start_s * (1 + math.log2(ep))
         assert experts
-        reached = nodes * (1 - (1 - 1 / nodes) ** experts.top_k)
-        if experts.num_groups > 1:
-            reached = min(reached, experts.top_groups)
-        # kernels of its own write over the network, and are near its rate (DeepEP, README)
-        network = self.device if run.software.once_a_rank else device
-        across = tokens_bytes * reached * (1 - 1 / nodes) / network.dcn_bytes_per_s
-        inside = tokens_bytes * self.copies() * (1 - 1 / near) / device.reached_link_bytes_per_s
-        return start + max(across, inside)
+        reached, inside = float(experts.top_k), experts.top_k / nodes
+        if run.software.once_a_rank:
+            reached, inside = nodes * (1 - (1 - 1 / nodes) ** experts.top_k), self.copies()
+            if experts.num_groups > 1:
+                reached = min(reached, experts.top_groups)
+        across_s = tokens_bytes * reached * (1 - 1 / nodes) / self.device.dcn_bytes_per_s
+        inside_s = tokens_bytes * inside * (1 - 1 / near) / device.reached_link_bytes_per_s
+        return start + max(across_s, inside_s)
 
     def copies(self) -> float:
         """Return how often a token travels: ours, and where `Software.once_a_rank`, to each rank that has some

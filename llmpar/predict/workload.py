@@ -20,6 +20,11 @@ POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
 
 
+KEY_TILE = {"switch": 128, "torus": 1024}
+"""Keys that a fused kernel of attention takes at once: FlashAttention's on GPUs; Splash attention's in
+MaxText's recipes, 512 to 2,048."""
+
+
 @dataclass(frozen=True)
 class Software:
     """What a training framework does, as its documentation says. Nothing here is fitted. Overhead is CUDA's
@@ -238,11 +243,12 @@ class Run:
 
     def seen(self, causal: bool, block: ModelConfig) -> float:
         """Return the keys that a query meets: of a window all, elsewhere half of the sequence, or of a chunk,
-        where ``causal``."""
+        where ``causal``; and what of a fused kernel's tiles (`KEY_TILE`) the mask takes away."""
         length = self.document or self.seq_len
         seen = min(block.window or length, length)
         half = causal and (seen == length or block.variant.chunked)
-        return seen * (0.5 if half else 1.0)
+        beyond = KEY_TILE[self.chip.link] * (causal and self.software.fused_attention)
+        return min(seen * (0.5 if half else 1.0) + beyond * (0.5 if half else 1.0), length)
 
     # ------------------------------------------------------------------------------ what a layer computes
 
