@@ -20,6 +20,9 @@ POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
 
 
+CAST_BYTES = 4.0
+"""Of an operand that is read in 16 bits and written in 8 twice, by rows and by columns: one of the two is for
+the weight's gradient."""
 KEY_TILE = {"switch": 128, "torus": 1024}
 """Keys that a fused kernel of attention takes at once: FlashAttention's on GPUs; Splash attention's in
 MaxText's recipes, 512 to 2,048."""
@@ -366,7 +369,8 @@ class Run:
     def elementwise_bytes(self, block: ModelConfig) -> float:
         """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
         rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
-        scores; what an adapter's results are added to, once more."""
+        scores; what an adapter's results are added to, once more; and on GPUs what casts operands of matmuls
+        to fewer bits (`CAST_BYTES`), which needs their maximum first."""
         c, experts, tp = block, block.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads(c)) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
@@ -377,7 +381,10 @@ class Run:
             # sorting
             stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
         added = sum(p.rows * p.out for p in self.adapter_matmuls(block).values())
-        return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
+        cast = 0.0
+        if self.bits < 16 and self.chip.link == "switch":
+            cast = sum(p.rows * p.inner * p.times for p in itertools.chain(*self.layer_matmuls(block)))
+        return CAST_BYTES * cast + 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
 
 
 def message_width(block: ModelConfig, tp: int) -> float:
