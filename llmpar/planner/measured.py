@@ -324,6 +324,9 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         gathered = (shared + experts) * (soft.gathered_bytes + soft.grad_bytes)
     elif run.zero == 3:
         body = (shared + experts - first * ends["embedding"] / mesh.tp) / max(1, layers)
+        if not soft.eager:  # XLA gathers matrix by matrix
+            matrices = (max(s["ffn"], s["experts"] / mesh.ep) for s in run.sizes)
+            body = max(matrices) / run.ffn_products / mesh.tp
         # the next layer's travel meanwhile
         largest = max(2 * body, first * ends["embedding"] / mesh.tp)
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)

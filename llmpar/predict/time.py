@@ -55,10 +55,10 @@ linear layer, which launches them, and each matmul, for each expert."""
 ADAPTER_KERNELS = 2, 3
 """More of them for each of the two matrices of an adapter: its matmul, and the scale or the sum; backward
 two matmuls. Counted in torchtune's `LoRALinear`."""
-LAUNCH_S = 10e-6
-"""From a launch to the start of its kernel, which only a host that waits for each kernel sees. NVIDIA shows
-20 us (blog on latency in Nsight Systems, 2020) with the launch's call, which `Rates.host_s` has. Half of it
-is assumed, not fitted."""
+LAUNCH_S = 20e-6
+"""From a launch to the start of its kernel, and from its end back to the host: only a host that waits for each
+kernel sees them. NVIDIA shows 20 us for the first (blog on latency in Nsight Systems, 2020) with the launch's
+call, which `Rates.host_s` has. Half of it is assumed, and as much for the way back; not fitted."""
 ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100

@@ -244,14 +244,20 @@ class Run:
             flops += 2.0 * block.num_heads * widths * self.seen(causal, block)
         return flops
 
+    def halved(self, block: ModelConfig) -> bool:
+        """Tell whether a causal mask takes half of the keys away: of a sequence or of a chunk, not of a window."""
+        length = self.document or self.seq_len
+        return block.variant.chunked or not block.window or block.window >= length
+
     def seen(self, causal: bool, block: ModelConfig) -> float:
         """Return the keys that a query meets: of a window all, elsewhere half of the sequence, or of a chunk,
-        where ``causal``; and what of a fused kernel's tiles (`KEY_TILE`) the mask takes away."""
+        where ``causal``, and then what is masked of a fused kernel's tiles (`KEY_TILE`)."""
         length = self.document or self.seq_len
         seen = min(block.window or length, length)
-        half = causal and (seen == length or block.variant.chunked)
-        beyond = KEY_TILE[self.chip.link] * (causal and self.software.fused_attention)
-        return min(seen * (0.5 if half else 1.0) + beyond * (0.5 if half else 1.0), length)
+        if not causal:
+            return seen
+        masked = KEY_TILE[self.chip.link] * self.software.fused_attention
+        return min(length, (seen + masked) * (0.5 if self.halved(block) else 1.0))
 
     # ------------------------------------------------------------------------------ what a layer computes
 
@@ -357,8 +363,7 @@ class Run:
         their order the last meets 1 - 1/2n of the keys, and the mean is a half; a rank that exchanges
         positions for heads has whole rows of some heads, and of a window all queries see as many keys."""
         n = self.mesh.sp // self.exchanging
-        alike = self.balanced or self.seen(True, block) == self.seen(False, block)
-        return 1.0 if alike else 2 - 1 / n
+        return 2 - 1 / n if self.halved(block) and not self.balanced else 1.0
 
     def score_elements(self) -> float:
         """Elements of a layer's scores on a device; 0 where attention is fused."""
