@@ -56,9 +56,9 @@ ADAPTER_KERNELS = 2, 3
 """More of them for each of the two matrices of an adapter: its matmul, and the scale or the sum; backward
 two matmuls. Counted in torchtune's `LoRALinear`."""
 LAUNCH_S = 20e-6
-"""From a launch to the start of its kernel, and from its end back to the host: only a host that waits for each
-kernel sees them. NVIDIA shows 20 us for the first (blog on latency in Nsight Systems, 2020) with the launch's
-call, which `Rates.host_s` has. Half of it is assumed, and as much for the way back; not fitted."""
+"""From a launch to the start of its kernel, and from its end back to the host, which only a host that waits
+for each kernel sees. NVIDIA shows 20 us for the first (blog on latency in Nsight Systems, 2020) with the
+launch's call, which `Rates.host_s` has. Half of it is assumed, and as much to return; not fitted."""
 ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
@@ -317,8 +317,8 @@ class Clock:
         return start + max(across_s, inside_s)
 
     def copies(self) -> float:
-        """Return how often a token travels: ours, and where `Software.once_a_rank`, to each rank that has some
-        of its experts, else to each of its experts."""
+        """Return how often a token travels: ours, and where `Software.once_a_rank`, to each rank that has
+        some of its experts, else to each of its experts."""
         experts, ep = self.run.config.experts, self.run.mesh.ep
         assert experts
         if not (self.ours or self.run.software.once_a_rank):
@@ -512,12 +512,13 @@ def in_waves(cores: int, rows: float, out: float, times: float) -> float:
     """Return the time of a matmul over that of full cores: its result is dealt to them in tiles, and they
     wait for the last wave. A library takes the better of `TILES`; where that leaves cores idle they share
     what a tile sums (`SHARED_TILE`)."""
-    dealt = [
-        math.ceil(times * math.ceil(rows / high) * math.ceil(out / wide) / cores) * high * wide
-        for high, wide in TILES
-        if cores
-    ]
-    return min([*(one * cores / (times * rows * out) for one in dealt), SHARED_TILE if cores else 1.0])
+    if not cores:
+        return 1.0
+    shares = [SHARED_TILE]
+    for high, wide in TILES:
+        waves = math.ceil(times * math.ceil(rows / high) * math.ceil(out / wide) / cores)
+        shares.append(waves * cores * high * wide / (times * rows * out))
+    return min(shares)
 
 
 @functools.lru_cache(maxsize=200_000)

@@ -62,7 +62,9 @@ class Software:
         False  # over dp at the end of the backward pass: a loop gives all gradients there
     )
     once_a_rank: bool = False  # a token goes to experts once for each rank that has some of its own
-    sums_in_matmuls: bool = False  # the matmul that makes a gradient adds it to those of other microbatches
+    sums_in_matmuls: bool = (
+        False  # the matmul that makes a gradient adds it to those of other microbatches
+    )
     launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
@@ -245,7 +247,7 @@ class Run:
         return flops
 
     def halved(self, block: ModelConfig) -> bool:
-        """Tell whether a causal mask takes half of the keys away: of a sequence or of a chunk, not of a window."""
+        """Tell whether a causal mask takes half of the keys away, as of a sequence, a document or a chunk."""
         length = self.document or self.seq_len
         return block.variant.chunked or not block.window or block.window >= length
 
@@ -386,10 +388,11 @@ class Run:
             # sorting
             stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
         added = sum(p.rows * p.out for p in self.adapter_matmuls(block).values())
-        cast = 0.0
+        moved = 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
         if self.bits < 16 and self.chip.link == "switch":
-            cast = sum(p.rows * p.inner * p.times for p in itertools.chain(*self.layer_matmuls(block)))
-        return CAST_BYTES * cast + 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
+            shapes = itertools.chain(*self.layer_matmuls(block))
+            moved += CAST_BYTES * sum(p.rows * p.inner * p.times for p in shapes)
+        return moved
 
 
 def message_width(block: ModelConfig, tp: int) -> float:
