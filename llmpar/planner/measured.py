@@ -175,8 +175,8 @@ def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
         if config.experts and "dense_layers" in known:
             changes["lead"] = config.lead[:1] * known["dense_layers"]
         if rank := known.get("lora_rank"):
-            targets = str(known.get("lora_targets", " ".join(ADAPTABLE)))
-            changes["lora"] = LoraConfig(rank, targets=tuple(targets.split()))
+            named = known.get("lora_targets", " ".join(ADAPTABLE)).split()
+            changes["lora"] = LoraConfig(rank, targets=named)
         return replace(config, **changes), matrices or MATRICES.get(name, 3)
     width = known.get("h")
     if not width or "layers" not in known:
@@ -323,10 +323,9 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     if run.zero == 3 and not run.reshard:  # whole until the last microbatch
         gathered = (shared + experts) * (soft.gathered_bytes + soft.grad_bytes)
     elif run.zero == 3:
-        body = (shared + experts - first * ends["embedding"] / mesh.tp) / max(1, layers)
-        if not soft.eager:  # XLA gathers matrix by matrix
-            matrices = (max(s["ffn"], s["experts"] / mesh.ep) for s in run.sizes)
-            body = max(matrices) / run.ffn_products / mesh.tp
+        matrix = max(max(s["ffn"], s["experts"] / mesh.ep) for s in run.sizes) / run.ffn_products
+        layer = (shared + experts - first * ends["embedding"] / mesh.tp) / max(1, layers)
+        body = layer if soft.eager else matrix / mesh.tp  # XLA gathers matrix by matrix
         # the next layer's travel meanwhile
         largest = max(2 * body, first * ends["embedding"] / mesh.tp)
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
@@ -390,8 +389,9 @@ def activation_bytes(run: Run) -> tuple[float, float]:
         + scores
     )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
-    if run.software.selective_matmuls:  # every second matmul is computed again: one of gate and up
-        hidden /= 2
+    hidden /= 1 + (
+        run.software.selective_matmuls > 0
+    )  # every second one is computed again: up, not gate
     results = 2 * stream + heads
     if run.software.kept_bits:  # of matmuls' inputs
         saved = 1 - min(16, run.bits) / 16

@@ -321,9 +321,8 @@ class Clock:
         some of its experts, else to each of its experts."""
         experts, ep = self.run.config.experts, self.run.mesh.ep
         assert experts
-        if not (self.ours or self.run.software.once_a_rank):
-            return experts.top_k
-        return ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
+        ranks = ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
+        return ranks if self.ours or self.run.software.once_a_rank else experts.top_k
 
     def alike(self, stage: int) -> int:
         """Return the first stage that sends what this one does: the same layers and none of the ends."""
@@ -512,13 +511,13 @@ def in_waves(cores: int, rows: float, out: float, times: float) -> float:
     """Return the time of a matmul over that of full cores: its result is dealt to them in tiles, and they
     wait for the last wave. A library takes the better of `TILES`; where that leaves cores idle they share
     what a tile sums (`SHARED_TILE`)."""
-    if not cores:
-        return 1.0
-    shares = [SHARED_TILE]
-    for high, wide in TILES:
-        waves = math.ceil(times * math.ceil(rows / high) * math.ceil(out / wide) / cores)
-        shares.append(waves * cores * high * wide / (times * rows * out))
-    return min(shares)
+    waves = lambda tiles: math.ceil(times * tiles / cores) * cores / times
+    dealt = [
+        waves(math.ceil(rows / high) * math.ceil(out / wide)) * high * wide / (rows * out)
+        for high, wide in TILES
+        if cores
+    ]
+    return min(SHARED_TILE, *dealt) if cores else 1.0
 
 
 @functools.lru_cache(maxsize=200_000)
