@@ -27,7 +27,7 @@ from llmpar.planner import planner, service
 from llmpar.predict import serving
 from llmpar.predict.hardware import Rates, chip
 
-IDEAL = Rates(1, 1e-9, 1, 1, 1, 1, 1, 1e-15, 1e-15, 1e-15, 1e-9, 1)
+IDEAL = Rates(1, 1, 1, 1e-9, 1, 1, 1, 1e-15, 1e-15, 1e-15, 1e-9, 1)
 """A chip that reaches its data sheet, and starts at once."""
 H100 = chip("h100")
 
