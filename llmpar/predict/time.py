@@ -195,7 +195,9 @@ class Clock:
         projections, ffn = run.layer_matmuls(block)
         ffn_s = self.matmuls(ffn, run.bits)
         if fused:
-            share = rates.attention * heads_share(block, rates.softmax)
+            # a score's exponentials take as long for any width, and so does a TPU's matrix unit
+            widths = max(1, block.head_width + block.value_width)
+            share = rates.attention * (1 + rates.softmax) / (1 + rates.softmax * 256 / widths)
             share *= run.software.later_attention if run.chip.family in LATER else 1.0
         else:
             share = SCALAR if block.head_width % ALIGNED else rates.matmuls
@@ -496,14 +498,6 @@ class Clock:
                 each = self.rates.host_s * soft.launch + LAUNCH_S * soft.blocking
                 part.add("launching", max(0.0, part.kernels * each - hidden))
         return Chunk(forward, backward, used, trained, learning)
-
-
-def heads_share(block: ModelConfig, softmax: float) -> float:
-    """Return what attention reaches with these heads over what it reaches with heads of 128: a score takes
-    the FLOPs of its head's width, and its exponentials' time, ``softmax`` of 128's, whatever the width is. A
-    TPU's matrix unit takes a head of up to 256 in the time of one."""
-    width = (block.head_width + block.value_width) / 2
-    return (1 + softmax) / (1 + softmax * 128 / width) if width else 1.0
 
 
 @functools.lru_cache(maxsize=200_000)

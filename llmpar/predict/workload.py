@@ -61,6 +61,7 @@ class Software:
     reduces_late: bool = (
         False  # over dp at the end of the backward pass: a loop gives all gradients there
     )
+    passes: int = 10  # of the stream, that norms and sums of a layer read or write, forward
     once_a_rank: bool = False  # a token goes to experts once for each rank that has some of its own
     sums_in_matmuls: bool = (
         False  # the matmul that makes a gradient adds it to those of other microbatches
@@ -380,7 +381,7 @@ class Run:
         to fewer bits (`CAST_BYTES`), which needs their maximum first."""
         c, experts, tp = block, block.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads(c)) * c.head_width / tp
-        stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
+        stream = (14 if self.gpt else self.software.passes) * self.stream_tokens * c.width
         inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
         width = self.ffn_products * c.ffn_width / tp
         if experts:
