@@ -28,7 +28,7 @@ def prior(chip) -> Rates:
 
 
 SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
-    "matmuls": 0.25, "grouped": 0.5, "attention": 0.15, "memory": 0.06, "links": 0.08,
+    "matmuls": 0.25, "grouped": 0.5, "attention": 0.15, "memory": 0.10, "links": 0.08,
     "network": 0.3, "kernel_s": 0.1, "host_s": 0.7, "start_s": 0.5, "shared": 0.7, "eight_bit": 0.15,
 }  # fmt: skip
 """Of attention it is the deviation between the rows of chips that 0.35 gave. With that, attention, a small

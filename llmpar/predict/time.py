@@ -63,10 +63,12 @@ ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
 (NVIDIA, data sheet; the half is from BigScience's runs with heads of 108)."""
-TILES, SHARED_TILE = ((128, 256), (128, 128)), 1.5
-"""Rows and columns of a result that one core of a GPU makes at once, and the most that dealing them out
-costs. With the time of the memory beside that of the cores (root of the sum of squares) they are within 7 %
-of XLA's table of matmuls on an H100, of 256 to 4,096 rows (openxla/xla, matmul_interpolator_data.h)."""
+TILES = {False: ((128, 256),), True: ((128, 256), (128, 128))}
+"""Rows and columns of a result that one core of a GPU makes at once: of Ampere, and after it."""
+SHARED_TILE = {False: 2.0, True: 1.5}
+"""The most that dealing them out costs: cores that have no tile share what one sums. With the memory's time
+beside the cores' (root of the sum of squares) matmuls are within 7 % of XLA's table of an H100, of 256 to
+4,096 rows (openxla/xla, matmul_interpolator_data.h)."""
 ACCUMULATED_BYTES = 8
 """Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
 SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
@@ -154,7 +156,7 @@ class Clock:
             share = self.rates.matmuls if p.times == 1 else self.rates.grouped
             rate = self.device.flops_per_s * share * faster
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
-            waves = in_waves(self.device.cores, p.rows, p.out, p.times)
+            waves = in_waves(self.device.cores, p.rows, p.out, p.times, self.device.date > "2022")
             seconds += math.hypot(p.flops / rate * waves, moved / self.bytes_per_s)
             seconds += self.rates.kernel_s * min(p.times, 8)  # grouped matmuls start together
         return seconds
@@ -501,17 +503,17 @@ class Clock:
 
 
 @functools.lru_cache(maxsize=200_000)
-def in_waves(cores: int, rows: float, out: float, times: float) -> float:
+def in_waves(cores: int, rows: float, out: float, times: float, later: bool = True) -> float:
     """Return the time of a matmul over that of full cores: its result is dealt to them in tiles, and they
     wait for the last wave. A library takes the better of `TILES`; where that leaves cores idle they share
     what a tile sums (`SHARED_TILE`)."""
     waves = lambda tiles: math.ceil(times * tiles / cores) * cores / times
     dealt = [
         waves(math.ceil(rows / high) * math.ceil(out / wide)) * high * wide / (rows * out)
-        for high, wide in TILES
+        for high, wide in TILES[later]
         if cores
     ]
-    return min(SHARED_TILE, *dealt) if cores else 1.0
+    return min(SHARED_TILE[later], *dealt) if cores else 1.0
 
 
 @functools.lru_cache(maxsize=200_000)
