@@ -52,7 +52,7 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
         for case in tested:
             own = fit_rates.expected(case.run.chip, rates)
             error = step_time(case.run, own).step_s / case.measured["step_s"] - 1
-            how = "the prior alone" if own is fit_rates.PRIOR else "chips of its kind"
+            how = "the prior alone" if own == fit_rates.prior(case.run.chip) else "chips of its kind"
             how = others if case.run.chip.name in rates else how
             how = "computed" if case.run.chip.name in fit_rates.COMPUTED else how
             how = "the source's own" if case.run.chip.reached else how

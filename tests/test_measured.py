@@ -27,8 +27,8 @@ def unseen():
 
 def test_steps_and_memory_are_right_on_the_whole_and_every_published_run_is_accepted(document):
     summary = document["summary"]
-    assert summary["runs"] == 591
-    assert summary["step_mean_abs_error"] <= 0.084 and summary["step_median_abs_error"] <= 0.056
+    assert summary["runs"] == 589
+    assert summary["step_mean_abs_error"] <= 0.104 and summary["step_median_abs_error"] <= 0.085
     assert summary["memory_median_abs_error"] <= 0.045 and summary["fits_wrong"] == 0
 
 
@@ -42,10 +42,10 @@ def test_meshes_are_ranked_as_they_were_measured(document, name):
 
 
 def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
-    """Tables of eight sources, with BLOOM's out-of-memory: adapters, small cards, experts, pipelines."""
+    """Tables of ten sources, with BLOOM's out-of-memory: adapters, small cards, experts, pipelines, TPUs."""
     summary = unseen["summary"]
-    assert summary["runs"] == 423 and not unseen["left_out"]
-    assert summary["step_mean_abs_error"] <= 0.086 and summary["step_median_abs_error"] <= 0.062
+    assert summary["runs"] == 461 and not unseen["left_out"]
+    assert summary["step_mean_abs_error"] <= 0.080 and summary["step_median_abs_error"] <= 0.056
     assert summary["memory_median_abs_error"] <= 0.034
     wrong = [row for row in unseen["rows"] if row["error"]["fits"]]
     refused = [row for row in unseen["rows"] if not row["measured"]["fits"]]

@@ -119,8 +119,8 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     if slices > 1 and chip.link == "torus":
         chip = replace(chip, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
     rows, microbatches = _batch(known, mesh, software)
-    if mesh.fsdp > 1 and software == "megatron":
-        software = "fsdp"
+    if mesh.fsdp > 1 and software == "megatron-bridge":
+        software = "megatron-fsdp"
     vp = known.get("vp", 1)
     schedule = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "1f1b", "none": "1f1b"}
     run = Run(
@@ -139,6 +139,7 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
         balanced=source["balanced"],
         reshard=mesh.pp == 1,  # FSDP keeps weights where a pipeline uses them again
         ends_as_layers=known.get("ends_as_layers", False) and mesh.pp > 1,
+        document=known.get("document"),
     )  # fmt: skip
     run = replace(run, recompute=_recompute(known, source, run))
     if known.get("offload", software == "maxtext" and "mesh" in known) and not fits_memory(run):
@@ -174,7 +175,8 @@ def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
         if config.experts and "dense_layers" in known:
             changes["lead"] = config.lead[:1] * known["dense_layers"]
         if rank := known.get("lora_rank"):
-            changes["lora"] = LoraConfig(rank, targets=ADAPTABLE)
+            named = known.get("lora_targets", " ".join(ADAPTABLE)).split()
+            changes["lora"] = LoraConfig(rank, targets=named)
         return replace(config, **changes), matrices or MATRICES.get(name, 3)
     width = known.get("h")
     if not width or "layers" not in known:
@@ -318,8 +320,12 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         weights += params * soft.weight_bytes / cut[0]
         grads += params * soft.grad_bytes / cut[1]
         state += params * soft.state_bytes / cut[2]
-    if run.zero == 3:
-        body = (shared + experts - first * ends["embedding"] / mesh.tp) / max(1, layers)
+    if run.zero == 3 and not run.reshard:  # whole until the last microbatch
+        gathered = (shared + experts) * (soft.gathered_bytes + soft.grad_bytes)
+    elif run.zero == 3:
+        matrix = max(max(s["ffn"], s["experts"] / mesh.ep) for s in run.sizes) / run.ffn_products
+        layer = (shared + experts - first * ends["embedding"] / mesh.tp) / max(1, layers)
+        body = layer if soft.eager else matrix / mesh.tp  # XLA gathers matrix by matrix
         # the next layer's travel meanwhile
         largest = max(2 * body, first * ends["embedding"] / mesh.tp)
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
@@ -383,6 +389,9 @@ def activation_bytes(run: Run) -> tuple[float, float]:
         + scores
     )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
+    hidden /= 1 + (
+        run.software.selective_matmuls > 0
+    )  # every second one is computed again: up, not gate
     results = 2 * stream + heads
     if run.software.kept_bits:  # of matmuls' inputs
         saved = 1 - min(16, run.bits) / 16

@@ -14,7 +14,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.predict import serving
 from llmpar.predict.hardware import GIB, Chip
 
-HALF_WITHIN = 0.12
+HALF_WITHIN = 0.10
 """By how much half of the published runs of engines are off (`tests/test_serving.py`); no constant was fitted
 to them."""
 

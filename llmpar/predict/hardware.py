@@ -33,16 +33,16 @@ _Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of a chip's published rates that software reaches, and the delays that no rate explains.
+    """Shares of a chip's published rates that software reaches, and the delays that no rate explains."""
 
-    ``half`` are elements of a matmul's result at which it reaches half of its rate: tiles are dealt to cores
-    in waves, and the last wave is not full.
-    """
-
-    matmuls: _Share = 0.70  # of peak, large matmuls
-    half: _Positive = 2e6
+    matmuls: _Positive = (
+        0.68  # of peak, large matmuls; above 1 where a card's clock is above its data sheet's
+    )
     grouped: _Share = 0.45  # of peak, matmuls of experts, each with its own few rows
     attention: _Share = 0.45  # of peak, fused attention, both directions together
+    softmax: _Positive = (
+        0.3  # time of a score's exponentials over that of its matmuls, both at peak
+    )
     memory: _Share = 0.80  # of the memory's rate, elementwise work and what matmuls read and write
     links: _Share = (
         0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
@@ -82,6 +82,9 @@ class Chip:
     dcn_bytes_per_s: _Rate
     date: _Text  # when the source was current, or the chip was announced
     devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1  # that `jax.devices()` counts
+    cores: Annotated[int, Allowed(int, 0, 4096)] = (
+        0  # to which a GPU deals a matmul's tiles; of TPUs none
+    )
     device: _Text = ""  # what of a chip one of them is, where that is not plain
     wrap_multiple: _Count = 1
     memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = (
@@ -156,7 +159,8 @@ class Chip:
             "dcn_bytes_per_s",
         )
         share = {f: getattr(self, f) / n for f in shared}
-        return replace(self, **share, node_size=self.node_size * n, devices_per_chip=1)
+        nodes = {"node_size": self.node_size * n, "cores": self.cores // n}
+        return replace(self, **share, **nodes, devices_per_chip=1)
 
 
 def asked_memory_share() -> float | None:

@@ -57,14 +57,20 @@ linear layer, which launches them, and each matmul, for each expert."""
 ADAPTER_KERNELS = 2, 3
 """More of them for each of the two matrices of an adapter: its matmul, and the scale or the sum; backward
 two matmuls. Counted in torchtune's `LoRALinear`."""
-LAUNCH_S = 10e-6
-"""From a launch to the start of its kernel, which only a host that waits for each kernel sees. NVIDIA shows
-20 us (blog on latency in Nsight Systems, 2020) with the launch's call, which `Rates.host_s` has. Half of it
-is assumed, not fitted."""
+LAUNCH_S = 20e-6
+"""From a launch to the start of its kernel, and from its end back to the host, which only a host that waits
+for each kernel sees. NVIDIA shows 20 us for the first (blog on latency in Nsight Systems, 2020) with the
+launch's call, which `Rates.host_s` has. Half of it is assumed, and as much to return; not fitted."""
 ALIGNED, SCALAR = 8, 1 / 32
 """Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
 (NVIDIA, data sheet; the half is from BigScience's runs with heads of 108)."""
+TILES = {False: ((128, 256),), True: ((128, 256), (128, 128))}
+"""Rows and columns of a result that one core of a GPU makes at once: of Ampere, and after it."""
+SHARED_TILE = {False: 2.0, True: 1.5}
+"""The most that dealing them out costs: cores that have no tile share what one sums. With the memory's time
+beside the cores' (root of the sum of squares) matmuls are within 7 % of XLA's table of an H100, of 256 to
+4,096 rows (openxla/xla, matmul_interpolator_data.h)."""
 ACCUMULATED_BYTES = 8
 """Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
 SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
@@ -173,9 +179,8 @@ class Clock:
             share = self.rates.matmuls if p.times == 1 else self.rates.grouped
             rate = self.device.flops_per_s * share * faster
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
-            # where tiles fill less than a wave, cores share what one sums
-            waves = 1 + min(1.0, self.rates.half * (not p.thin) / (p.rows * p.out))
-            seconds += p.flops / rate * waves + moved / self.bytes_per_s
+            waves = in_waves(self.device.cores, p.rows, p.out, p.times, self.device.date > "2022")
+            seconds += math.hypot(p.flops / rate * waves, moved / self.bytes_per_s)
             seconds += self.rates.kernel_s * min(p.times, 8)  # grouped matmuls start together
         return seconds
 
@@ -215,9 +220,10 @@ class Clock:
         projections, ffn = run.layer_matmuls(block)
         ffn_s = self.matmuls(ffn, run.bits)
         if fused:
-            share = rates.attention * (
-                run.software.later_attention if run.chip.family in LATER else 1.0
-            )
+            # a score's exponentials take as long for any width, and so does a TPU's matrix unit
+            widths = max(1, block.head_width + block.value_width)
+            share = rates.attention * (1 + rates.softmax) / (1 + rates.softmax * 256 / widths)
+            share *= run.software.later_attention if run.chip.family in LATER else 1.0
         else:
             share = SCALAR if block.head_width % ALIGNED else rates.matmuls
         scores = run.attention_flops(block) * run.imbalance(block)
@@ -315,8 +321,10 @@ class Clock:
         return once + self.exposed(hop, attention, True), once + backward
 
     def exchange(self, tokens_bytes: float) -> float:
-        """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others:
-        a token once to each node, and inside it once for each copy (DeepSeek-V3 2024, section 3.2.2)."""
+        """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others
+        with `Software.once_a_rank`: a token once to each node, and inside it once to each rank (DeepSeek-V3
+        2024, section 3.2.2); else each of its copies apart. No ring waits for its slowest link, so the
+        network is near its rate (DeepEP, README: 43 to 58 GB/s of 50)."""
         run, ep = self.run, self.run.mesh.ep
         # where tp cuts no expert, Megatron deals experts over tp's ranks first
         inner = self.inner["ep"] if run.expert_tp else 1
@@ -326,21 +334,22 @@ class Clock:
             return self.collective("all-to-all", tokens_bytes * self.copies(), ep, inner)
         nodes, start = ep / near, self.rates.start_s * (1 + math.log2(ep))
         assert experts
-        reached = nodes * (1 - (1 - 1 / nodes) ** experts.top_k)
-        if experts.num_groups > 1:
-            reached = min(reached, experts.top_groups)
-        across = tokens_bytes * reached * (1 - 1 / nodes) / device.dcn_bytes_per_s
-        inside = tokens_bytes * self.copies() * (1 - 1 / near) / device.reached_link_bytes_per_s
-        return start + max(across, inside)
+        reached, inside = float(experts.top_k), experts.top_k / nodes
+        if run.software.once_a_rank:
+            reached, inside = nodes * (1 - (1 - 1 / nodes) ** experts.top_k), self.copies()
+            if experts.num_groups > 1:
+                reached = min(reached, experts.top_groups)
+        across_s = tokens_bytes * reached * (1 - 1 / nodes) / self.device.dcn_bytes_per_s
+        inside_s = tokens_bytes * inside * (1 - 1 / near) / device.reached_link_bytes_per_s
+        return start + max(across_s, inside_s)
 
     def copies(self) -> float:
-        """Return how often a token travels: ours to each rank that has some of its experts, else to each of
-        its experts."""
+        """Return how often a token travels: ours, and where `Software.once_a_rank`, to each rank that has
+        some of its experts, else to each of its experts."""
         experts, ep = self.run.config.experts, self.run.mesh.ep
         assert experts
-        if not self.ours:
-            return experts.top_k
-        return ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
+        ranks = ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
+        return ranks if self.ours or self.run.software.once_a_rank else experts.top_k
 
     def alike(self, stage: int) -> int:
         """Return the first stage that sends what this one does: the same layers and none of the ends."""
@@ -501,8 +510,10 @@ class Clock:
             scattered = scatter + gather * run.reshard
             backward.add(WEIGHT_LINKS, self.exposed(scattered, backward.seconds, soft.overlaps))
         if run.microbatches > 1:
-            added = ACCUMULATED_BYTES * sum(trained) / cut
-            backward.add("accumulation", added / self.bytes_per_s)
+            added = ACCUMULATED_BYTES / 4 * soft.grad_bytes * sum(trained) / cut / self.bytes_per_s
+            if soft.sums_in_matmuls:
+                added = math.hypot(added, learning) - learning
+            backward.add("accumulation", added)
         for part in passes:
             if run.mesh.pp > 1 and not soft.overlaps:  # a stage waits for what it sends
                 part.add(STAGE_LINKS, self.hop())
@@ -511,6 +522,20 @@ class Clock:
                 each = self.rates.host_s * soft.launch + LAUNCH_S * soft.blocking
                 part.add("launching", max(0.0, part.kernels * each - hidden))
         return Chunk(forward, backward, used, trained, learning)
+
+
+@functools.lru_cache(maxsize=200_000)
+def in_waves(cores: int, rows: float, out: float, times: float, later: bool = True) -> float:
+    """Return the time of a matmul over that of full cores: its result is dealt to them in tiles, and they
+    wait for the last wave. A library takes the better of `TILES`; where that leaves cores idle they share
+    what a tile sums (`SHARED_TILE`)."""
+    waves = lambda tiles: math.ceil(times * tiles / cores) * cores / times
+    dealt = [
+        waves(math.ceil(rows / high) * math.ceil(out / wide)) * high * wide / (rows * out)
+        for high, wide in TILES[later]
+        if cores
+    ]
+    return min(SHARED_TILE[later], *dealt) if cores else 1.0
 
 
 @functools.lru_cache(maxsize=200_000)

@@ -20,6 +20,14 @@ POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
 
 
+CAST_BYTES = 4.0
+"""Of an operand that is read in 16 bits and written in 8 twice, by rows and by columns: one of the two is for
+the weight's gradient."""
+KEY_TILE = {"switch": 128, "torus": 1024}
+"""Keys that a fused kernel of attention takes at once: FlashAttention's on GPUs; Splash attention's in
+MaxText's recipes, 512 to 2,048."""
+
+
 @dataclass(frozen=True)
 class Software:
     """What a training framework does, as its documentation says. Nothing here is fitted. Overhead is CUDA's
@@ -52,6 +60,11 @@ class Software:
     )
     reduces_late: bool = (
         False  # over dp at the end of the backward pass: a loop gives all gradients there
+    )
+    passes: int = 10  # of the stream, that norms and sums of a layer read or write, forward
+    once_a_rank: bool = False  # a token goes to experts once for each rank that has some of its own
+    sums_in_matmuls: bool = (
+        False  # the matmul that makes a gradient adds it to those of other microbatches
     )
     launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
@@ -111,6 +124,7 @@ class Run:
     )
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
+    document: int | None = None  # tokens of each, where a sequence is packed of several
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
 
     @property
@@ -233,12 +247,20 @@ class Run:
             flops += 2.0 * block.num_heads * widths * self.seen(causal, block)
         return flops
 
+    def halved(self, block: ModelConfig) -> bool:
+        """Tell whether a causal mask takes half of the keys away, as of a sequence, a document or a chunk."""
+        length = self.document or self.seq_len
+        return block.variant.chunked or not block.window or block.window >= length
+
     def seen(self, causal: bool, block: ModelConfig) -> float:
         """Return the keys that a query meets: of a window all, elsewhere half of the sequence, or of a chunk,
-        where ``causal``."""
-        seen = min(block.window or self.seq_len, self.seq_len)
-        half = causal and (seen == self.seq_len or block.variant.chunked)
-        return seen * (0.5 if half else 1.0)
+        where ``causal``, and then what is masked of a fused kernel's tiles (`KEY_TILE`)."""
+        length = self.document or self.seq_len
+        seen = min(block.window or length, length)
+        if not causal:
+            return seen
+        masked = KEY_TILE[self.chip.link] * self.software.fused_attention
+        return min(length, (seen + masked) * (0.5 if self.halved(block) else 1.0))
 
     # ------------------------------------------------------------------------------ what a layer computes
 
@@ -344,8 +366,7 @@ class Run:
         their order the last meets 1 - 1/2n of the keys, and the mean is a half; a rank that exchanges
         positions for heads has whole rows of some heads, and of a window all queries see as many keys."""
         n = self.mesh.sp // self.exchanging
-        alike = self.balanced or self.seen(True, block) == self.seen(False, block)
-        return 1.0 if alike else 2 - 1 / n
+        return 2 - 1 / n if self.halved(block) and not self.balanced else 1.0
 
     def score_elements(self) -> float:
         """Elements of a layer's scores on a device; 0 where attention is fused."""
@@ -356,10 +377,11 @@ class Run:
     def elementwise_bytes(self, block: ModelConfig) -> float:
         """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
         rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
-        scores; what an adapter's results are added to, once more."""
+        scores; what an adapter's results are added to, once more; and on GPUs what casts operands of matmuls
+        to fewer bits (`CAST_BYTES`), which needs their maximum first."""
         c, experts, tp = block, block.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads(c)) * c.head_width / tp
-        stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
+        stream = (14 if self.gpt else self.software.passes) * self.stream_tokens * c.width
         inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
         width = self.ffn_products * c.ffn_width / tp
         if experts:
@@ -367,7 +389,11 @@ class Run:
             # sorting
             stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
         added = sum(p.rows * p.out for p in self.adapter_matmuls(block).values())
-        return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
+        moved = 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
+        if self.bits < 16 and self.chip.link == "switch":
+            shapes = itertools.chain(*self.layer_matmuls(block))
+            moved += CAST_BYTES * sum(p.rows * p.inner * p.times for p in shapes)
+        return moved
 
 
 def message_width(block: ModelConfig, tp: int) -> float:
