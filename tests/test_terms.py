@@ -104,7 +104,8 @@ def test_runs_that_people_know_are_answered_beside_what_was_published():
             (step_s,) = {
                 case.measured["step_s"]
                 for case in cases
-                if row["source"] in case.source and case.run.bits == 16
+                if row["source"] in case.source
+                and case.run.bits == 16
                 and (case.run.mesh, case.run.batch_size, case.run.seq_len) == (mesh, q.batch_size, q.seq_len)
             }
             assert row["step_s"] == pytest.approx(step_s, rel=1e-3)
