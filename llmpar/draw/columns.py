@@ -298,7 +298,9 @@ def mesh_map(
 
 def _labels(rings: dict[str, tuple[float, float]], first, dots, fits: float, area) -> list:
     """Return rings with their names, and beside the ``first`` dots their ranks."""
-    items = [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in rings.values()]
+    items: list[Any] = [
+        Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in rings.values()
+    ]
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in rings.values()]
     taken.append((fits - 1, 0, fits + 1, area[3]))
     ranks = {str(rank): place for rank, place in enumerate(first, 1)}

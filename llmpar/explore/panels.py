@@ -452,8 +452,10 @@ def panels(seen: View) -> dict[str, Scene | str]:
             drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
         drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
         drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
-        for name, draws in {"launch": launched, "serve": serving}.items():
-            drawn |= {name: draws(seen)} if seen.state[name].strip() else {}
+        if seen.state["launch"].strip():
+            drawn["launch"] = launched(seen)
+        if seen.state["serve"].strip():
+            drawn["serve"] = serving(seen)
         if seen.timed:
             drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
     return drawn

@@ -97,8 +97,8 @@ def run_cells(schedule: Schedule, joined: bool) -> tuple[list[Cell], dict[int, t
                         stuck.setdefault(stage, (op, need[0], Op(*need[1:])))
                 inside.add((stage, *op[:3]))
             if stage in stuck:
-                _, source, need = stuck[stage]
-                waiting[source, *need[:3]].append(stage)
+                _, source, missing = stuck[stage]
+                waiting[source, *missing[:3]].append(stage)
                 break
             number |= dict.fromkeys(inside, len(cells))
             cells.append((stage, row[first:last], needs))

@@ -176,7 +176,7 @@ def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
             changes["lead"] = config.lead[:1] * known["dense_layers"]
         if rank := known.get("lora_rank"):
             named = known.get("lora_targets", " ".join(ADAPTABLE)).split()
-            changes["lora"] = LoraConfig(rank, targets=named)
+            changes["lora"] = LoraConfig(rank, targets=tuple(named))
         return replace(config, **changes), matrices or MATRICES.get(name, 3)
     width = known.get("h")
     if not width or "layers" not in known:

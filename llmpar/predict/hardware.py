@@ -159,8 +159,8 @@ class Chip:
             "dcn_bytes_per_s",
         )
         share = {f: getattr(self, f) / n for f in shared}
-        nodes = {"node_size": self.node_size * n, "cores": self.cores // n}
-        return replace(self, **share, **nodes, devices_per_chip=1)
+        cores, near = self.cores // n, self.node_size * n
+        return replace(self, **share, cores=cores, node_size=near, devices_per_chip=1)
 
 
 def asked_memory_share() -> float | None:

@@ -165,8 +165,8 @@ class Clock:
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         pieces = run.plan.ffn_chunks if run.plan else 1
         known = _known(_OF_LAYERS(run), self.rates, self.links, self.exact, pieces)
-        own = functools.cache(self._layer), functools.cache(self._ends)
-        self.layer, self.ends = known.setdefault("priced", own)
+        priced = functools.cache(self._layer), functools.cache(self._ends)
+        self.layer, self.ends = known.setdefault("priced", priced)
 
     # ------------------------------------------------------------------------------------------- prices
 
