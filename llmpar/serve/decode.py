@@ -172,8 +172,9 @@ class _Cached(Manual):
         """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an
         earlier request."""
         own, begins = self.caches[self.kind], positions[:, 0] == 0
-        kept = (jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x) for x in at(own, self.layer))
-        y, new = gated_delta.resume(*kept, self.is_token, inputs, weights)
+        fresh = lambda x: jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x)
+        before, state = map(fresh, at(own, self.layer))
+        y, new = gated_delta.resume(before, state, self.is_token, inputs, weights)
         own = [cache.at[self.layer].set(x) for cache, x in zip(own, new, strict=True)]
         self.caches = self.caches | {self.kind: own}
         return y
