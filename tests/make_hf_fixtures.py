@@ -98,13 +98,13 @@ def example(name, seed=0, batch_size=2):
         logits = model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
     text, tensors = saved(model)
     arrays = {f"weight:{path}": tensors[path] for path in sorted(tensors)}
-    if name in WITH_GRADIENTS:
-        slopes = gradients(model, torch.tensor(ids, dtype=torch.long))
-        arrays |= {f"grad:{path}": slopes[path] for path in sorted(slopes)}
     if name.startswith(WITH_STATES):
         prompt = torch.tensor(ids[:, :5], dtype=torch.long)
         made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
         arrays["greedy"] = made[:, 5:].numpy()
+    if name in WITH_GRADIENTS:  # which take the weights' places
+        slopes = gradients(model, torch.tensor(ids, dtype=torch.long))
+        arrays |= {f"grad:{path}": slopes[path] for path in sorted(slopes)}
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return dict(config=text, versions=versions, ids=ids, logits=logits) | arrays
 

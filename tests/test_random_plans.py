@@ -201,6 +201,8 @@ def remedies(why: str, asked: dict) -> list[dict]:
         r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+(?:, nor tp of KV heads)?; "
         r"(?:use ([\d or]+), or )?make \2 one of ([\d, ]*\d)(?:, or use zero_axes='fsdp')?$"
     )
+    if m := re.search(r"use p = (\d+) and m = (\d+), or dualpipev", why):
+        return [{"pp": int(m[1]), "microbatches": int(m[2])}]
     if m := re.search(uneven, why):
         found += [{SIZES[m[1]]: int(n)} for n in (m[3] or "").split(" or ") if n]
         factors = m[2].split("·")

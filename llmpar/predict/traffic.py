@@ -363,9 +363,9 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
             _experts(values, block, block.experts, own)
         if block.mixer != "attention":
             continue
-        kept = block.cache_width if block.has_latent_attention else block.head_width
+        h = block.cache_width if block.has_latent_attention else block.head_width
         scores = FLOAT32 * values.local_size("attention b s n", num_rows, width, block.num_heads)
-        sums = {"maxima of scores": scores, "sums over the cache": scores * (kept + 1)}
+        sums = {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}
         for value, size in sums.items():
             traffic.add("all-reduce", sp, Transfer(value, text), size, count)
     places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
