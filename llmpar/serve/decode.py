@@ -172,9 +172,8 @@ class _Cached(Manual):
         """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an
         earlier request."""
         own, begins = self.caches[self.kind], positions[:, 0] == 0
-        before, state = (
-            jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x) for x in at(own, self.layer)
-        )
+        fresh = lambda x: jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x)
+        before, state = map(fresh, at(own, self.layer))
         y, new = gated_delta.resume(before, state, self.is_token, inputs, weights)
         own = [cache.at[self.layer].set(x) for cache, x in zip(own, new, strict=True)]
         self.caches = self.caches | {self.kind: own}
