@@ -26,7 +26,7 @@ BUDGETS = {
     "planner": 1_898,
     "draw": 2_815,
     "inspect": 4_023,
-    "explore": 1_651,
+    "explore": 1_666,
     "serve": 930,
     "launch": 1_191,
     "lessons": 1_544,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_445,
-    "statements": 27_608,
+    "statements": 27_623,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -14,6 +14,7 @@ from llmpar.parallel.modes import Solo
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
+from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas, memory
 from llmpar.predict.ring import pairs_by_step
 
@@ -175,3 +176,14 @@ def test_a_figures_router_chooses_as_the_model_does_and_drops_as_much():
         assert f"{dropped} of 512 choices are dropped" in text and f"dropped {dropped}," in text
         assert f"{640 - 512 + dropped} of 640 slots travel empty" in text
         assert heat < 4 or dropped == 176
+
+
+def test_a_transfer_follows_both_layouts():
+    figure = small.TransferExplorer()
+    for before, after, rounds in [("d m", "d m/tp", 1), ("d/fsdp m/tp", "d m", 4)]:
+        figure.set(before=before, after=after)
+        text = figure.scene.text
+        plan = two_meshes(f"{before} @t -> {after} @s", {"t": "fsdp=2 tp=2", "s": "tp=4"}, (64, 128))
+        assert f"{plan.bound:,} B, rounds: {rounds}." in text and len(plan.rounds) == rounds
+    third = {"sampler": "tp=3", "after": "d m/tp"}
+    assert "is not a multiple of tp = 3" in figure.answer(figure.state | third)["says"]

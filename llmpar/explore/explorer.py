@@ -23,7 +23,7 @@ from llmpar.files import Allowed
 from llmpar.plan.presets import PRESETS
 from llmpar.predict import hardware
 
-_SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
+_SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum", "transfer")
 CALCULATORS = {
     "mesh": "mesh",
     "memory": "memory",

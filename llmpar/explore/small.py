@@ -1,5 +1,5 @@
 """Small live figures: a pipeline's order as a game, gradients behind a backward pass, memory by ZeRO stage,
-a sum and work in a ring, a hot expert.
+a sum and work in a ring, a hot expert, weights on their way to another mesh.
 
 Each is a picture and a sentence, with a control or a few, for a lesson to place where the idea is met.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from llmpar.draw.charts import memory_bars, overlap
 from llmpar.draw.dispatch import expert_loads
+from llmpar.draw.hosts import traffic
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
@@ -26,6 +27,7 @@ from llmpar.plan.presets import preset
 from llmpar.plan.schedules import SCHEDULES, Schedule, from_text, make
 from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.plan.timetable import Timetable, reached, timetable
+from llmpar.plan.two_meshes import two_meshes
 from llmpar.predict import formulas, hardware, memory
 from llmpar.predict.workload import POLICIES
 
@@ -577,3 +579,33 @@ class RoutingExplorer(Figure):
         )
         more = f"Each rank counts by itself: an expert takes {limit} of its {self.tokens} tokens, first come."
         return captioned(expert_loads(rows, limit), says, more)
+
+
+class TransferExplorer(Figure):
+    """What travels from a trainer's mesh to a sampler's, by the layouts of a value on both."""
+
+    title, kind = "Transfer explorer", "transfer"
+    start = {
+        "trainer": "fsdp=2 tp=2",
+        "sampler": "tp=4",
+        "before": "d/fsdp m/tp",
+        "after": "d m/tp",
+        "d": 64,
+        "m": 128,
+    }
+    layouts = ["d m", "d/fsdp m/tp", "d/fsdp,tp m", "d m/fsdp,tp"]
+    controls = [
+        {"name": "before", "kind": "choice", "label": "on the trainer", "options": layouts},
+        {"name": "after", "kind": "choice", "label": "on the sampler"}
+        | {"options": ["d m", "d m/tp", "d/tp m"]},
+    ]
+    limits = within(1 << 16, "d", "m")
+
+    def draw(self, state: dict) -> Scene:
+        arrow = "{before} @train -> {after} @serve".format(**state)
+        meshes = {"train": state["trainer"], "serve": state["sampler"]}
+        plan = two_meshes(arrow, meshes, (state["d"], state["m"]))
+        says = (
+            f"{plan.bound:,} B, rounds: {len(plan.rounds)}. It is what receivers lack, and no more."
+        )
+        return captioned(traffic(plan), says)
