@@ -13,11 +13,15 @@ MODEL, ROPE, EXPERTS = (TABLES[part] for part in ("model", "rope", "experts"))
 """What they call our fields: a model's, its stretched rotary frequencies', its experts'."""
 _OURS = MODEL | EXPERTS | TABLES["others"]
 THEIR_OWN = {
-    "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
-    "rope_parameters": Allowed(dict, none=True), "use_sliding_window": Allowed(bool),
-    "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
-    "decoder_sparse_step": Allowed(int, 1, 1 << 24), "mlp_only_layers": Allowed(list, none=True),
-}  # fmt: skip
+    "hidden_act": Allowed(str),
+    "rope_scaling": Allowed(dict, none=True),
+    "rope_parameters": Allowed(dict, none=True),
+    "use_sliding_window": Allowed(bool),
+    "max_window_layers": Allowed(int, 0),
+    "layer_types": Allowed(list, none=True),
+    "decoder_sparse_step": Allowed(int, 1, 1 << 24),
+    "mlp_only_layers": Allowed(list, none=True),
+}
 """What fields that only they have may be."""
 
 

@@ -26,12 +26,22 @@ from dataclasses import dataclass, field
 from llmpar.plan.mesh_shape import AXES, ORDER, NotationError
 
 DIMS = {
-    "b": "batch", "s": "query positions", "t": "key positions; taps of a convolution", "d": "model width",
-    "n": "query heads; ranks of a node", "k": "KV heads", "r": "query heads per KV head", "h": "head width",
-    "m": "feed-forward width", "e": "experts", "v": "vocabulary",
-    "c": "slots for tokens on their way to experts; width of a latent; copies of experts", "l": "layers",
-    "u": "nodes of ep, or a dim of 1", "z": "inner width of an adapter, or the one head of a latent",
-}  # fmt: skip
+    "b": "batch",
+    "s": "query positions",
+    "t": "key positions; taps of a convolution",
+    "d": "model width",
+    "n": "query heads; ranks of a node",
+    "k": "KV heads",
+    "r": "query heads per KV head",
+    "h": "head width",
+    "m": "feed-forward width",
+    "e": "experts",
+    "v": "vocabulary",
+    "c": "slots for tokens on their way to experts; width of a latent; copies of experts",
+    "l": "layers",
+    "u": "nodes of ep, or a dim of 1",
+    "z": "inner width of an adapter, or the one head of a latent",
+}
 """The tensor dims, and what each counts: some are used anew in one region."""
 # The dtypes on arrows, by the fields of a plan: as it is computed; bfloat16; 8 bits, 4 of them the exponent
 # and 3 the mantissa, with a float32 scale for each block.
