@@ -139,7 +139,7 @@ assert round(gather * peak / 2) == 1_365  # a node has 1/8 already: 7/8 of 1,560
 # ## Predict: which mesh is fastest?
 #
 # A step has 64 rows of 8,192 tokens, one row for each GPU. Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by
-# 8 %, so every mesh within 8 % of the fastest counts as right.
+# 10 %, so every mesh within 10 % of the fastest counts as right.
 
 # %%
 bet = ...
@@ -149,7 +149,7 @@ attempt("11.bet", bet)
 # ## Your mesh on the map
 #
 # The **planner** estimates time and memory of every mesh, each with its best settings (microbatches, recomputation): from FLOPs, bytes and
-# rates, with twelve constants fitted on published runs.
+# rates, with eleven constants fitted on published runs.
 
 # %%
 share = A100.memory_share  # of a card's memory that JAX takes, as in all lessons
@@ -239,9 +239,9 @@ if opened("11.bet"):
 #
 # A step's time is a sum of terms. Compute two of them for `pp=8 tp=8`:
 #
-# - **Matmuls**: 6 FLOPs for each of 70.55e9 parameters and each of 64 · 8,192 tokens, on 64 GPUs that reach 73 % of their peak.
-# - **Bubble**, in which stages wait: the mesh computes for 24.7 s, and the bubble adds (p − 1)/(g·u) of that. There are p = 8 stages, g = 2
-#   chunks in each, and u = 32 microbatches.
+# - **Matmuls**: 6 FLOPs for each of 70.55e9 parameters and each of 64 · 8,192 tokens, on 64 GPUs that reach 75 % of their peak.
+# - **Bubble**, in which stages wait: the mesh computes for 24.2 s, and the bubble adds (p − 1)/(g·u) of that. There are p = 8 stages, g = 2
+#   chunks in each, and u = 64 microbatches.
 #
 # **How many seconds is each?**
 
@@ -253,12 +253,12 @@ attempt("11.terms", {"matmuls": matmuls_s, "bubble": bubble_s})
 rule = estimated(RULE)
 of_rule = {name: rule.time.terms[name] for name in ("matmuls", "bubble")}
 computing = ("matmuls", "attention", "elementwise", "recomputation")
-assert round(sum(rule.time.terms[name] for name in computing), 1) == 24.7
-by_hand = 6 * LLAMA.num_params * ROWS * SEQ / (64 * peak * 0.73)
-assert abs(by_hand / of_rule["matmuls"] - 1) < 0.08
+assert round(sum(rule.time.terms[name] for name in computing), 1) == 24.2
+by_hand = 6 * LLAMA.num_params * ROWS * SEQ / (64 * peak * 0.75)
+assert abs(by_hand / of_rule["matmuls"] - 1) < 0.02
 p, g, u = 8, rule.plan.virtual_stages, rule.plan.microbatches
-assert (g, u) == (2, 32) and abs(
-    24.7 * (p - 1) / (g * u) / of_rule["bubble"] - 1
+assert (g, u) == (2, 64) and abs(
+    24.2 * (p - 1) / (g * u) / of_rule["bubble"] - 1
 ) < 0.05
 met("11.terms", of_rule, "the planner's seconds:")
 WORDS = {"weights and gradients on links": "fsdp's links"}
@@ -286,36 +286,35 @@ assert abs(step_s["fsdp=64"] / seen["fsdp=64"] - 1) < planner.ERROR
 assert step_s["fsdp=16 tp=4"] < LIMIT * best.time.step_s
 assert step_s["fsdp=16 tp=4"] * LIMIT < step_s["fsdp=64"]
 assert step_s["fsdp=64"] * LIMIT < step_s[RULE]
-assert f"{step_s[RULE] / best.time.step_s - 1:.0%}" == "29%"  # INSTRUCTOR.md has it
-stages = dataclasses.replace(rule.plan, microbatches=64)
-keeps = dataclasses.replace(stages, stage_saves="residuals")
+assert f"{step_s[RULE] / best.time.step_s - 1:.0%}" == "23%"  # INSTRUCTOR.md has it
+keeps = dataclasses.replace(rule.plan, stage_saves="residuals")
 keeps_s = step_time(question.run(keeps)).step_s
-assert f"{keeps_s:.1f} s, {keeps_s / best.time.step_s - 1:.0%}" == "23.9 s, 7%"
+assert f"{keeps_s:.1f} s, {keeps_s / best.time.step_s - 1:.0%}" == "22.9 s, 3%"
 plain = dataclasses.replace(keeps, schedule="1f1b", virtual_stages=None)
 taken = [
     memory.parts_bytes(question.resolved(plan, question.platform), ROWS, SEQ)["total"]
     / 2**30
-    for plan in (keeps, plain, stages)
+    for plan in (keeps, plain, rule.plan)
 ]
 assert room < 90 < taken[1] < taken[0]
-of_stages = question.resolved(stages, question.platform)
+of_stages = question.resolved(rule.plan, question.platform)
 one = memory.kept_bytes(of_stages, ROWS, SEQ)["selective"]
 # 10 layers of 8 microbatches, and for two chunks (p - 1)/(p g) more: 20 GiB
 assert taken[2] + 10 * 8 * one * (1 + 7 / 16) / 2**30 < room
 of_best = ours["fsdp=16 tp=4"].time.terms  # llmpar/lessons/11.md has these four
 network_s, links_s = (of_best[t] for t in (*WORDS, "tensor-parallel links"))
-assert f"{network_s:.1f} s of {step_s['fsdp=16 tp=4']:.1f} s" == "3.3 s of 22.4 s"
-assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "16%"
+assert f"{network_s:.1f} s of {step_s['fsdp=16 tp=4']:.1f} s" == "3.5 s of 22.3 s"
+assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 
 # %% [markdown]
 # The dot is a run that torchtitan measured with FSDP over 64 A100s, 331 tokens a second and GPU (its docs/performance.md, 2024); the
-# planner was not fitted to it. (Estimates are off by 8 % on average on the runs of the fit, by 10 % on others.)
+# planner was not fitted to it. (Estimates are off by 10 % on average on the runs of the fit, by 11 % on others.)
 #
 # `fsdp=16 tp=4` has room to keep activations. For that it cuts its batch into 4 microbatches, and gathers the weights for each (lesson 04):
-# fsdp's links take 3.3 s in place of 0.8. But it saves the *recomputation* of `fsdp=64`, which runs the forward pass twice.
+# fsdp's links take 3.5 s in place of 0.9. But it saves the *recomputation* of `fsdp=64`, which runs the forward pass twice.
 #
 # **For the rule, recomputation is a limit of llmpar.** Its stages keep their inputs, or everything: at least 90 GiB here. Megatron-LM can
-# keep a part (*selective*), which fits. Without recomputation the estimate is 23.9 s, 7 % above the fastest: **equally fast, within the
+# keep a part (*selective*), which fits. Without recomputation the estimate is 22.9 s, 3 % above the fastest: **equally fast, within the
 # error.** So pipelines are not slow. Whoever has room for activations wins.
 #
 # ## Why did the others lose?
@@ -393,7 +392,7 @@ assert links_s < 0.05 * alone.step_s
 # 2. Cut only as much as memory requires; put the axes that send most on the fastest links.
 # 3. T > C/β says what overlaps: for each kind of link of your machine, with the tokens of a whole `tp` group.
 # 4. Say why a mesh lost: which term got longer. Then you know what to change or to buy.
-# 5. Bytes are exact. Seconds are estimates: differences below 8 % say nothing.
+# 5. Bytes are exact. Seconds are estimates: differences below 10 % say nothing.
 
 # %% [markdown]
 # ## Further
@@ -428,7 +427,7 @@ sent = verdicts({"the plan": run}, alone)
 # %% [markdown]
 # ### How sure is an estimate?
 #
-# The 10 % under the bars are the average over runs that the constants were not fitted on, the 8 % that over the 591 published runs of the
+# The 11 % under the bars are the average over runs that the constants were not fitted on, the 10 % that over the 589 published runs of the
 # fit. Plans of one machine share most of the error.
 #
 # ### Another machine, another batch
@@ -481,7 +480,7 @@ assert -0.35 < took / published - 1 < -0.2, "more than the error: say what diffe
 # %% [markdown]
 # ### Hold it against measurements
 #
-# Times are a model's, and a model can be wrong. This one has twelve constants for each chip, fitted on published runs. Put
+# Times are a model's, and a model can be wrong. This one has eleven constants for each chip, fitted on published runs. Put
 # your own runs into a file, and see: here are four meshes of one GPT on 64 A100s (vTrain, Bang et al. 2024).
 
 # %%
@@ -521,12 +520,15 @@ attempt("11.slow_network", tokens_per_gpu)
 # %% [markdown]
 # ### Exercise (expert): what the data sheet hides
 #
-# On H100s large matmuls reach 75.2 % of peak, and collectives between nodes 43.2 % of the ports' rate (both fitted). By which
+# On H100s large matmuls reach 63.4 % of peak, and collectives between nodes 46.7 % of the ports' rate (both fitted). By which
 # factor does that change the threshold `C/β`?
 
 # %%
 factor = ...
 attempt("11.data_sheet", factor)
+
+# %% tags=["plumbing"]
+assert (h100.rates.matmuls, h100.rates.network) == (0.634, 0.467)
 
 # %% [markdown]
 # ### Serving

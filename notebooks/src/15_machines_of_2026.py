@@ -199,12 +199,12 @@ shown = (
 )
 title = "A step of Llama 3.1 405B on 256 GB200"
 seconds = [plan.time.step_s for plan in found.values()]
-assert seconds[1] > 4 * seconds[0] and 1.07 < seconds[3] / seconds[2] < 1.1
+assert seconds[1] > 4 * seconds[0] and round(seconds[3] / seconds[2], 2) == 1.07
 
 # %% [markdown]
 # ## Predict: does a rack want tp=16?
 #
-# In the rack both limits allow `tp=16` for 405B. **Is a step then `"faster"` than with `tp=8`, `"equal"` within the planner's 8 %, or
+# In the rack both limits allow `tp=16` for 405B. **Is a step then `"faster"` than with `tp=8`, `"equal"` within the planner's 10 %, or
 # `"slower"`?**
 
 # %%
@@ -212,16 +212,16 @@ sixteen = ...
 attempt("15.tp16", sixteen)
 
 # %% tags=["plumbing"]
-met("15.tp16", "slower", "the planner's")
+met("15.tp16", "equal", "the planner's")
 for where in MACHINES if opened("15.tp16") else ():  # a scale of its own for each
     of_machine = {mesh: plan for mesh, plan in found.items() if where in mesh}
     show(bars(of_machine, shown, title))
-assert seconds[3] / seconds[2] > 1 + planner.ERROR
+assert seconds[3] / seconds[2] < 1 + planner.ERROR
 
 # %% [markdown]
 # The same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16` leaves the node, and a step takes four times as
-# long. In the rack it takes 9 % longer: at rates that are reached, a part of the messages stays visible. **With more devices each has less to
-# compute, and its messages no longer hide.**
+# long. In the rack it takes 7 % longer, within the error: most messages hide, and of twice as many ranks twice as much stays visible. **`tp=16` is
+# allowed there, and gains nothing.**
 #
 # ## Predict: how wide must an expert be?
 #
@@ -250,11 +250,12 @@ shown = "matmuls", "attention", "expert links", "weights and gradients on links"
 if opened("15.experts"):
     show(bars(found, shown, "A step of gpt-oss-120b on 64 GB200"))
 seconds = [plan.time.step_s for plan in found.values()]
-assert seconds[1] > 1.4 * seconds[0] and seconds[3] < 0.97 * seconds[2]
+assert round(seconds[1] / seconds[0], 1) == 1.5
+assert abs(seconds[3] / seconds[2] - 1) < 0.02
 
 # %% [markdown]
-# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack it is a little faster,
-# within the error. The number of tokens does not matter: with twice the tokens both sides double.
+# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack it takes
+# as long. The number of tokens does not matter: with twice the tokens both sides double.
 #
 # ## Predict: does 405B still need a pipeline?
 #
@@ -285,7 +286,7 @@ shown = (
 if opened("15.pipeline"):
     show(bars(rows, shown, title))
 eight, rack = (plan.time.step_s for plan in best.values())
-assert 1.2 < without.time.step_s / eight < 1.35 and 1.5 < eight / rack < 1.65
+assert 1.3 < without.time.step_s / eight < 1.45 and 1.45 < eight / rack < 1.6
 
 # %% [markdown]
 # A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks they hardly wait. With `tp=4` each
@@ -329,15 +330,15 @@ if opened("15.bits"):
     show(draw.time_bars(rows, title, roles))
 waits = [row["fsdp's links"] for _, row in rows]
 took = [time.step_s for time in times.values()]
-assert waits[1] / waits[0] > 1.9 and waits[2] > waits[1] and took[2] > 0.85 * took[0]
+assert waits[1] / waits[0] > 1.9 and waits[2] > waits[1] and round(took[2] / took[0], 2) == 0.92
 assert rows[2][1]["matmuls"] < rows[0][1]["matmuls"] / 2
 assert run.tokens == 2048 and GB200.rates.eight_bit == 1.7
 computes = [row["matmuls"] for _, row in rows]
-assert all(1.4 < a / b < 1.6 for a, b in zip(computes, computes[1:], strict=False))
+assert all(1.55 < a / b < 1.68 for a, b in zip(computes, computes[1:], strict=False))
 
 # %% [markdown]
-# The picture takes reached rates: each halving of bits makes matmuls 1.5 times as fast. Gathers stay at 16 bits. With matmuls of 8 bits a
-# GPU waits for links twice as long. In 4 bits a step still takes 86 %. If matmuls have fewer bits, messages need fewer bits too.
+# The picture takes reached rates: each halving of bits makes matmuls 1.6 times as fast. Gathers stay at 16 bits. With matmuls of 8 bits a
+# GPU waits for links twice as long. In 4 bits a step still takes 92 %. If matmuls have fewer bits, messages need fewer bits too.
 #
 # ## Keep: the inequalities stay, the numbers change
 #

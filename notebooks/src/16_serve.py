@@ -424,7 +424,7 @@ prefill_s = sum(serving.prefill_seconds(llama, h100, PROMPT).values())
 decode_s = sum(
     serving.decode_seconds(llama, h100, BATCH, PROMPT + ANSWER // 2).values()
 )
-assert round(1000 * prefill_s) == 47 and round(1000 * decode_s, 1) == 9.7
+assert round(1000 * prefill_s) == 54 and round(1000 * decode_s, 1) == 11.0
 passes = round(prefill_s / decode_s)  # that a prefill takes the time of
 prompt, wait = ["P"] * passes, [""] * 4
 busy = ["d"] * 4 + prompt + ["d"] * 8 + prompt + ["d"] * 2
@@ -438,13 +438,13 @@ apart = {
 
 # %%
 show(
-    draw.slots(apart, "P: prefill, d: a decode pass of 9.7 ms, a token for each of 32")
+    draw.slots(apart, "P: prefill, d: a decode pass of 11 ms, a token for each of 32")
 )
 
 # %% [markdown]
 # ### Exercise (stretch): how many GPUs on each side?
 #
-# Prefill takes 47 ms, a decode pass for 32 requests 9.7 ms. An answer has 500 tokens. **How many decode GPUs does one prefill GPU
+# Prefill takes 54 ms, a decode pass for 32 requests 11.0 ms. An answer has 500 tokens. **How many decode GPUs does one prefill GPU
 # keep busy?** And how many milliseconds does the cache of a prompt need, at 131,072 B for each of 2,000 tokens, over a network of
 # 50 GB/s?
 

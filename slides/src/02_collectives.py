@@ -187,8 +187,8 @@ h100, sizes = chip("h100"), [10.0**k for k in range(3, 10)]
 start = 2 * h100.rates.start_s * (1 + math.log2(8))
 travel = lambda size, nodes: formulas.collective_seconds(h100, "all-reduce", size, 8, nodes)
 knee = start / travel(1.0, 1)
-assert round(h100.rates.start_s * 1e6, 1) == 4.4 and round(start * 1e6, 1) == 35.2
-assert round(knee / 1e6, 1) == 7.4 and start + travel(1e5, 1) < 1.02 * start + travel(1e3, 1)
+assert round(h100.rates.start_s * 1e6, 1) == 4.1 and round(start * 1e6, 1) == 32.6
+assert round(knee / 1e6, 1) == 6.9 and start + travel(1e5, 1) < 1.02 * start + travel(1e3, 1)
 assert round((start + travel(1e9, 8)) / (start + travel(1e9, 1))) == 7
 curves(
     [
@@ -198,7 +198,7 @@ curves(
     ],
     ["1 kB", "10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB"], "buffer of a GPU", "time of an all-reduce",
     low=1e-6, high=0.1, log=True, levels=[10.0**k for k in range(-6, 0)],
-    marks=((math.log10(knee) - 3, "7.4 MB"),), text=time_text,
+    marks=((math.log10(knee) - 3, "6.9 MB"),), text=time_text,
 )  # fmt: skip
 
 # %% [markdown] tags=["notes"]
@@ -207,8 +207,8 @@ curves(
 #
 # **Misunderstanding:** that a faster link makes every message faster. Below a megabyte the start is all.
 #
-# **On the board:** a ring of 8 would start 14 times. NCCL takes a tree for small messages: log₂ 8 = 3 levels. Our model counts one start for the call and one for each level, up and down: 8 of 4.4 µs.
-# At 7.4 MB the bytes, 2 · 7/8 · 7.4 MB at 370 GB/s, take as long: 35.2 µs.
+# **On the board:** a ring of 8 would start 14 times. NCCL takes a tree for small messages: log₂ 8 = 3 levels. Our model counts one start for the call and one for each level, up and down: 8 of 4.1 µs.
+# At 6.9 MB the bytes, 2 · 7/8 · 6.9 MB at 370 GB/s, take as long: 32.6 µs.
 #
 # **Source:** alpha-beta model, as in Thakur et al. 2005, "Optimization of collective communication operations in MPICH" (there β is
 # seconds per byte). The start is fitted on published H100 runs.

@@ -57,15 +57,15 @@ show(bound(PASSES, "The same model, three passes"))
 
 # %% [markdown] tags=["notes"]
 # The thick edge is what a pass waits for. Sequences of 1,152 tokens: 1,024 of the prompt, and half of the answer. Kernels take another
-# 1.4 ms to start.
+# 1.3 ms to start.
 #
 # **Ask:** 256 sequences, and a token takes not 256 times as long but about three times. Why? The weights are read once for all; only
 # keys and values are each one's own.
 #
-# **Misunderstanding:** that a faster chip makes tokens faster. One sequence computes for 0.02 of its 5 ms: memory must be faster.
+# **Misunderstanding:** that a faster chip makes tokens faster. One sequence computes for 0.03 of its 7 ms: memory must be faster.
 #
 # **Source:** Pope et al. 2022; Austin et al. 2025, inference chapter. Estimates: no constant is fitted to serving; of 15 published runs of
-# an engine half are within 12 %.
+# an engine half are within 10 %.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## What an inference engine manages
@@ -219,7 +219,7 @@ show(served(f"A free slot takes the next request: {steps_of['joined']} steps", j
 # %%
 prefill_s = sum(serving.prefill_seconds(llama, h100, 2000).values())
 decode_s = sum(serving.decode_seconds(llama, h100, 32, 2250).values())
-assert (round(1e3 * prefill_s), round(1e3 * decode_s, 1)) == (47, 9.7)
+assert (round(1e3 * prefill_s), round(1e3 * decode_s, 1)) == (54, 11.0)
 assert round(serving.cache_bytes(llama, 2000) / 1e6) == 262
 prompt = ["P"] * round(prefill_s / decode_s)
 busy = ["d"] * 3 + prompt + ["d"] * 7 + prompt + ["d"]
@@ -228,13 +228,13 @@ rows = {
     "One GPU does both": [("one for all", busy)],
     "Apart": [("prefill GPU", apart), ("decode GPU", ["d"] * len(busy))],
 }
-show(draw.slots(rows, "P: prefill of 2,000 tokens, 47 ms. d: a decode pass for 32 requests, 9.7 ms"))
+show(draw.slots(rows, "P: prefill of 2,000 tokens, 54 ms. d: a decode pass for 32 requests, 11 ms"))
 
 # %% [markdown] tags=["notes"]
-# P is the prefill of a prompt of 2,000 tokens, 47 ms; d a decode pass for 32 requests, 9.7 ms.
+# P is the prefill of a prompt of 2,000 tokens, 54 ms; d a decode pass for 32 requests, 11.0 ms.
 #
-# **Ask:** answers have 500 tokens. How many decode GPUs does one prefill GPU serve? A request needs 500 · 9.7 / 32 = 152 ms of one,
-# and 47 ms of prefill: three.
+# **Ask:** answers have 500 tokens. How many decode GPUs does one prefill GPU serve? A request needs 500 · 11.0 / 32 = 172 ms of one,
+# and 54 ms of prefill: three.
 #
 # **Misunderstanding:** that this makes a token cheaper. As much is computed; answers come evenly, and each side has its own mesh.
 #
