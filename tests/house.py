@@ -16,7 +16,7 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_784,
+    "plan": 2_788,
     "parallel": 1_031,
     "kernels": 520,
     "model": 1_188,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_445,
-    "statements": 27_623,
+    "statements of the compact package": 6_449,
+    "statements": 27_627,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

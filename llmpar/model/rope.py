@@ -18,7 +18,7 @@ def rope_table(
     whole rows decide between LongRoPE's factors; None: all rows are short."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
     scaling = config.rope_scaling if config.variant.rope != "none" else None
-    if scaling and scaling.kind == "longrope" and of_rows_bs is not None:
+    if scaling and config.has_long_rope and of_rows_bs is not None:
         of_long = jnp.asarray(rope_frequencies(config, is_long=True), jnp.float32)
         is_long_b11 = (of_rows_bs.max(1) >= scaling.original_context)[:, None, None]
         frequencies = jnp.where(is_long_b11, of_long, frequencies)

@@ -466,6 +466,12 @@ class ModelConfig:
         return self.described.state_size if self.described else 0
 
     @property
+    def has_long_rope(self) -> bool:
+        """Whether a row's length decides between two tables of rotary frequencies (LongRoPE)."""
+        scaling = self.rope_scaling if self.variant.rope != "none" else None
+        return scaling is not None and scaling.kind == "longrope"
+
+    @property
     def has_states(self) -> bool:
         """Whether some layers keep a recurrent state in place of keys and values."""
         return any(block.mixer == "recurrent" for _, block in self.blocks)

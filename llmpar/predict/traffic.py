@@ -201,7 +201,9 @@ class Runs:
     backward: int = 0  # layers backward
     matrices: int = 0  # gathers of each matrix of a layer that ZeRO-3 stores cut
     vectors: int = 0  # of each vector: a bias is of no use backward
-    attended: int = 0  # calls of a stack of layers, each of which gathers its tokens' ids once
+    ids: int = (
+        0  # gathers of ids, two for each call of a stack of layers: of positions, of documents
+    )
 
 
 def routed_width(config: ModelConfig) -> int:
@@ -230,7 +232,7 @@ def runs(plan: Resolved, seq_len: int, stage: int = 0) -> list[Runs]:
     """
     counts = [count for count, _ in plan.config.blocks]
     each = [_runs(plan, seq_len, stage, kind, count) for kind, count in enumerate(counts)]
-    return [each[0], *(replace(run, embed=0, loss=0, attended=0) for run in each[1:])]
+    return [each[0], *(replace(run, embed=0, loss=0, ids=0) for run in each[1:])]
 
 
 def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) -> Runs:
@@ -249,7 +251,7 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
             backward=n,
             matrices=n * (2 - keeps),
             vectors=n * (1 + (recomputed and not keeps)),
-            attended=m,
+            ids=2 * m,
         )
     m //= len(order.routes)  # each direction through the stages has as many
     loops = places.chunk_loops(plan.config.layer_kinds, order.cells)
@@ -262,14 +264,15 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * sum(count for loop, count in own if all(loop.filled))
-        # What B computes anew from the batch gathers the ids where `attention.ids_are_valid` does.
-        masks = [block.mask for _, block in plan.config.blocks]
-        gathers = any(plan.order_matters(mask, seq_len) for mask in masks)
-        attended = cells * (1 + gathers)
-        return replace(every, forward=n, matrices=twice, vectors=twice, attended=attended)
+        # B computes anew what comes from the batch alone. For that it gathers the ids again where
+        # `attention.ids_are_valid` reads them, and positions where LongRoPE asks for the longest row.
+        kinds = [block for _, block in plan.config.blocks]
+        again = 2 * any(plan.order_matters(block.mask, seq_len) for block in kinds)
+        again = again or any(block.has_long_rope for block in kinds)
+        return replace(every, forward=n, matrices=twice, vectors=twice, ids=cells * (2 + again))
     last = m * layers[-1] * sum(route[-1][0] == stage for route in order.routes)
     forward = 2 * n - last
-    every = replace(every, forward=forward, attended=2 * cells - loss)
+    every = replace(every, forward=forward, ids=2 * (2 * cells - loss))
     if order.split_backward:  # layer by layer, nothing checkpointed
         return replace(every, matrices=forward, vectors=forward)
     again = n * recomputed
@@ -358,7 +361,7 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
     for kind, (count, block) in enumerate(config.blocks):
         own = Runs(forward=count)
-        _activations(values, block, own if kind else replace(own, embed=1, attended=1))
+        _activations(values, block, own if kind else replace(own, embed=1, ids=2))
         if block.experts:
             _experts(values, block, block.experts, own)
         if block.mixer != "attention":
@@ -747,9 +750,9 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
 
 
 def _ids(values: Values, run: Runs) -> None:
-    """Add the ids of tokens, which each stack of layers gathers once."""
+    """Add the ids of tokens."""
     ids = Transfer("ids of positions and documents", "data b s -> ids b s")
-    values.carry(ids, (values.b, values.s), 2 * run.attended, itemsize=4)
+    values.carry(ids, (values.b, values.s), run.ids, itemsize=4)
 
 
 def _states(values: Values, config: ModelConfig, run: Runs) -> None:
