@@ -330,7 +330,8 @@ if opened("15.bits"):
     show(draw.time_bars(rows, title, roles))
 waits = [row["fsdp's links"] for _, row in rows]
 took = [time.step_s for time in times.values()]
-assert waits[1] / waits[0] > 1.9 and waits[2] > waits[1] and round(took[2] / took[0], 2) == 0.92
+assert waits[1] / waits[0] > 1.9 and waits[2] > waits[1]
+assert round(took[2] / took[0], 2) == 0.92
 assert rows[2][1]["matmuls"] < rows[0][1]["matmuls"] / 2
 assert run.tokens == 2048 and GB200.rates.eight_bit == 1.7
 computes = [row["matmuls"] for _, row in rows]

@@ -438,7 +438,7 @@ apart = {
 
 # %%
 show(
-    draw.slots(apart, "P: prefill, d: a decode pass of 11 ms, a token for each of 32")
+    draw.slots(apart, "P: prefill, d: a decode pass of 11.0 ms, a token for each of 32")
 )
 
 # %% [markdown]

@@ -56,7 +56,7 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # cluster checks memory (`llmpar compile`). The line below a bar is ± 11 %: what is missed on runs of a source that no constant was fitted
 # to, as this one. On sources that were fitted it is 10 %. Plans of one machine share most of the error, so their order is better known.
 #
-# **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 591 published runs, 8.3 % mean and 5.5 % median
+# **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 589 published runs, 9.9 % mean and 8.2 % median
 # error; fitted on half of the sources, 11 % on the dense models of the others, each source counted once. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
 # FSDP over all, one row on each, full recomputation: 331 tokens a second and GPU, 24.7 s a step.
 
