@@ -169,7 +169,7 @@ def _bar(
             bars += [Rect(per * a, top + 6, per * (b - a), 18, "", stroke, 1, "/")] * (b > a)
         notes = [
             *notes,
-            f"Box with thick lines: {text(low)} to {text(high)}: so far it may be off.",
+            f"Box with thick lines: the true value may lie between {text(low)} and {text(high)}.",
         ]
     return _column(title, text(total), [*bars, *items], lines, notes, LEFT, tone)
 

@@ -6,7 +6,7 @@
 #     needs: []
 #     question: Which devices are there, and who holds what?
 #     objectives:
-#     - Name the devices of a machine, and say whether they are real or simulated.
+#     - Say which devices of a mesh hold a given row.
 #     - >-
 #       Read a layout such as `b/dp d/tp`: which device holds which piece, how large it
 #       is, and how many copies there are.
@@ -290,10 +290,10 @@ assert reply["verdict"]["tone"] == "bad", "16 whole copies are too large"
 explorer if opened("00.fits") else None
 
 # %% [markdown]
-# The bar shows what one device holds. Your 15 GiB are its first three parts: weights, gradients and moments (the optimizer's two
-# numbers). The rest is needed while a step runs. *Weights in use* are gathered or converted for the layers that run (lesson 04).
-# *Activations* are what the forward pass keeps for the backward pass (lesson 01). In all 30.4 GiB, with a batch of 32 sequences of
-# 4,096 tokens: they fit.
+# The bar shows what one device holds. Your 15 GiB are its first three parts: weights, gradients and moments (the optimizer's two numbers).
+# The rest is needed while a step runs. *Weights in use* are gathered or converted for the layers that run (lesson 04). *Activations* are
+# what the forward pass keeps for the backward pass (lesson 01). Together these are 30.4 GiB, with a batch of 32 sequences of 4,096 tokens:
+# they fit.
 #
 # The sum is an estimate; the box with thick lines, at its end, shows how far it may be off. The explorer keeps 8 % free for such
 # errors: its limit is 54.6 GiB.

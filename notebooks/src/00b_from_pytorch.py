@@ -7,7 +7,7 @@
 #     question: What are DDP, FSDP2 and DTensor in JAX, and who calls NCCL?
 #     objectives:
 #     - >-
-#       Write data parallelism and FSDP with `jit`, `grad` and `shard_map`, and say which
+#       Read data parallelism and FSDP in `jit`, `grad` and `shard_map`, and say which
 #       line of PyTorch each stands for.
 #     - >-
 #       Say what `lax.pcast` changes, and read what was compiled with
@@ -136,8 +136,8 @@ assert sent_by(ddp, w, x) == ["all-reduce"]
 assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# Each device has the mean over its own rows. **DDP and FSDP2 average over the devices, JAX adds.** So divide by the number of devices
-# yourself. Lesson 03 shows what goes wrong otherwise.
+# Each device has the gradient of the mean over its own rows. **DDP and FSDP2 average over the devices, JAX adds.** So divide by the number
+# of devices yourself. Lesson 03 shows what goes wrong if you forget it.
 #
 # ## With `pcast` each device keeps a gradient of its own
 #

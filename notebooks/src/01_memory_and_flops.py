@@ -7,7 +7,7 @@
 #     question: How much memory and how much computing does a model need, before anything
 #       is parallel?
 #     objectives:
-#     - Count the parameters, the training state and the FLOPs of a Llama from its dims.
+#     - Count the training state and the FLOPs of a model from its parameters.
 #     - Say what grows with the parameters, what grows with the tokens, and what
 #       recomputation saves.
 #     - Compute how many devices the memory requires, and how many a deadline requires.
@@ -140,8 +140,8 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # **activations**. The backward pass uses them, last layer first. They grow with the tokens of the batch; weights, gradients and
 # moments do not.
 #
-# **Recomputation** (JAX calls it *remat*) keeps fewer of them, and computes the others again in the backward pass. llmpar has three
-# policies. Of Llama 3 8B, with 8,192 tokens in bfloat16 (2 bytes), they keep so many arrays of 64 MiB:
+# **Recomputation** (JAX calls it *remat*) keeps fewer of them, and computes the others again in the backward pass. llmpar, the library of
+# these lessons, has three policies. Of Llama 3 8B, with 8,192 tokens in bfloat16 (2 bytes), they keep so many arrays of 64 MiB:
 #
 # | policy | keeps | arrays of a layer |
 # |---|---|---|
@@ -233,8 +233,9 @@ assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 #
 # ## Each weight costs 6 FLOPs a token
 #
-# A **FLOP** is one addition or multiplication. A matmul multiplies each weight by one number of each token, and adds the result to a sum:
-# 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for that of the weight: 4 more.
+# A **FLOP** (floating-point operation) is one addition or multiplication. A matmul multiplies each weight by one number of each token, and
+# adds the result to a sum: 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for that of the
+# weight: 4 more.
 
 # %%
 T, D, M = 256, 64, 128  # tokens, width in, width out

@@ -397,9 +397,9 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 #
 # ### How sure are these times?
 #
-# 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training
-# runs. Our times of whole training steps are off by 8 % on average. So do not rank what differs by less. Starts are also why a
-# chatbot whose model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
+# 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training runs. Our times of whole
+# training steps are off by 10 % on average. So do not rank what differs by less. Starts are also why a chatbot whose model is spread over
+# GPUs, and which writes one token at a time, needs more time than its bytes alone.
 #
 # ### A profile prints the result, not what was sent
 #

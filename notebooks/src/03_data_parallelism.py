@@ -389,7 +389,7 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # the number of targets, the norm). Three of them differ in the *number* of messages, and each message costs a start (lesson 02).
 # `microbatches` sends as `end`, once for two backward passes.
 #
-# ## With how many tokens does the sum cost no time?
+# ## From how many tokens on does sending overlap?
 #
 # The gradient of the last layer is ready first. It can be sent while earlier layers compute. Take Llama 3 8B on 8 H100s,
 # with gradients in bfloat16. An H100 computes 989.4e12 FLOPs per second, and 370 GB/s leave it. **With how many tokens per
@@ -410,7 +410,7 @@ assert balance == 2340  # the text below
 met("03.hide", balance, "computed")
 
 # %% [markdown]
-# (`28+` is layers 28 to 31.) The times are computed, not measured; on average they are off by 8 %.
+# (`28+` is layers 28 to 31.) The times are computed, not measured; on average they are off by 10 %.
 #
 # A backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2 bytes, twice. With
 # `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device and `β` bytes/s of its links:

@@ -7,8 +7,8 @@
 #     question: How much memory does each ZeRO stage save, and what does it cost to send?
 #     objectives:
 #     - Say what each ZeRO stage cuts, what it saves and what it sends.
-#     - Write stages 0, 1 and 3 by hand, and read their collectives in the compiled
-#       program.
+#     - Follow stages 0, 1 and 3 written by hand, write stage 2's sum, and read their
+#       collectives in the compiled program.
 #     - Explain why the stages send different amounts once there are microbatches.
 # ---
 
@@ -418,7 +418,7 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 # %% [markdown]
 # ## Keep: cut what a device uses only in part
 #
-# 1. ZeRO cuts what replicas hold in common: optimizer state (stage 1), gradients (2), weights (3).
+# 1. ZeRO cuts what all replicas would hold alike: the optimizer's state (stage 1), the summed gradients (2), the weights (3).
 # 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, and sends nothing more.
 # 3. The gradient of a gather is a reduce-scatter.
 # 4. A step of stage 0, 1, 2, 3 sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `u` microbatches 2Ψ, 2Ψ, (u+1)Ψ, 3uΨ.
@@ -581,8 +581,8 @@ print("communication: formula = prediction = traced program, in kind, count and 
 # %% [markdown]
 # ### Gather again, or gather once and keep?
 #
-# FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and gives back the
-# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in llmpar it is `Plan.reshard_after_forward`.
+# FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic, and needs again the memory that
+# stage 3 had saved. By hand it is one word, `jax.checkpoint`; in llmpar it is `Plan.reshard_after_forward`.
 
 # %%
 keeps = lambda rows, x: layer(lax.all_gather(rows, "fsdp", axis=0, tiled=True), x)

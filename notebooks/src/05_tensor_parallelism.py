@@ -8,7 +8,7 @@
 #     objectives:
 #     - Cut a pair of matmuls by columns, then rows, and place the one all-reduce that
 #       it needs.
-#     - Say how attention, feed-forward and loss become such pairs, and what sequence
+#     - Say how attention and the feed-forward become such pairs, and what sequence
 #       parallelism adds.
 #     - Derive the degree beyond which the links are slower than the matmuls.
 # ---
@@ -347,7 +347,7 @@ show(
 # %% [markdown]
 # ## Predict: does sequence parallelism send more?
 #
-# Than the all-reduces, does this send `"more"` bytes, `"fewer"` or `"as many"`?
+# Compared with the all-reduces, does this send `"more"` bytes, `"fewer"` or `"as many"`?
 
 # %%
 bytes_sent = ...

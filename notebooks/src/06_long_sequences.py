@@ -9,7 +9,8 @@
 #     - Merge attention over parts of the keys, and build ring attention from it.
 #     - Say why some ranks wait under a causal mask, and avoid the wait by another order
 #       of positions.
-#     - Choose between ring, zigzag and Ulysses from heads, ranks and links.
+#     - Say what a ring, Ulysses and gathered keys send, and from which piece on a hop
+#       overlaps.
 # ---
 
 # %% [markdown]
@@ -367,7 +368,7 @@ show(
 )
 
 # %% [markdown]
-# A device needs whole heads. So here N must divide the number of KV heads; others copy KV heads.
+# A device needs whole heads. So in this package N must divide the number of KV heads; other libraries copy KV heads.
 #
 # ### Exercise (core): write the exchange
 #

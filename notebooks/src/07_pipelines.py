@@ -8,9 +8,10 @@
 #       does that cost?
 #     objectives:
 #     - Draw the timetable of a pipeline, and compute its bubble in both conventions.
-#     - Write a pipeline by hand as a scan with one permute per tick.
-#     - Say what microbatches cost in memory, and why a pipeline that runs a table can
-#       skip the bubble.
+#     - Read a pipeline that is written as a scan with one permute per tick, and write a
+#       row of its table.
+#     - Say what microbatches cost in memory, and why a pipeline that runs a table
+#       computes nothing in the bubble.
 # ---
 
 # %% [markdown]
@@ -250,15 +251,15 @@ met("07.masked", executed / useful)
 # A scan runs its body in every tick: 1 + (p − 1)/u. In the bubble a stage computes on zeros, or on a microbatch that it has already
 # had, and throws the result away. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021).
 #
-# ## With a table a stage can skip the bubble
+# ## With a table a stage computes nothing in the bubble
 #
 # In llmpar, the library of these lessons, a table says what each stage does in each tick: an `F`, a `B`, or nothing (`·`). It is data,
 # and is called a **schedule**.
 #
 # ### Exercise (core): write a row
 #
-# GPipe, two stages, three microbatches. Stage 0 has the row `F0 F1 F2 · · B0 B1 B2`, a cell for each tick: its last microbatch goes
-# down, and the first gradient comes up. Write the row of stage 1. (Below then: four stages, four microbatches.)
+# GPipe, two stages, three microbatches. Stage 0 has the row `F0 F1 F2 · · B0 B1 B2`, a cell for each tick: its last microbatch goes down,
+# and the first gradient comes up. Write the row of stage 1. (The next cell then shows four stages and four microbatches.)
 
 # %%
 row_of_stage_1 = ...  # "· …"
@@ -304,7 +305,7 @@ assert together == one_device
 print(f"matmuls: {together / one_device:.3f} of those of one device")
 
 # %% [markdown]
-# It runs exactly as many matmuls as one device: the bubble is skipped.
+# It runs exactly as many matmuls as one device. In the bubble a stage still waits, but it computes nothing.
 
 # %% [markdown]
 # ## Keep: more microbatches, a smaller bubble, more memory
@@ -313,7 +314,7 @@ print(f"matmuls: {together / one_device:.3f} of those of one device")
 #    an axis for slow links, because it sends no weights, and no sums in each layer.
 # 2. The bubble is (p − 1)(F + B + W), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
 # 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
-# 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table skips it.
+# 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table only waits there.
 # 5. All forwards before all backwards: a stage must hold activations of every microbatch. Other orders hold fewer (lesson 08).
 
 # %% [markdown]

@@ -8,10 +8,9 @@
 #       bubble is left?
 #     objectives:
 #     - Write 1F1B as a table, and say what each stage holds.
-#     - Say what chunks, a split backward and two directions do to bubble, memory and
-#       messages.
-#     - Say how the three definitions of the bubble differ, and design a schedule for
-#       given costs.
+#     - Say what chunks and a split backward do to bubble, memory and messages.
+#     - Say how the three definitions of the bubble differ, and make a schedule's bubble
+#       smaller by moving W.
 # ---
 
 # %% [markdown]
@@ -66,7 +65,7 @@ orders = {name: timetable(make(name.lower(), 4, U)) for name in NAMES}
 
 # %%
 three = {name: orders[name] for name in ("1F1B", "ZB-H1", "ZB-V")}
-scene.show(draw.timelines(three, until=9))
+scene.show(draw.timelines(three, until=12))
 
 # %% [markdown]
 # Each row is a stage, each cell one microbatch. `F` is its forward pass. The backward pass has two halves (lesson 07): `B` computes
@@ -77,11 +76,11 @@ scene.show(draw.timelines(three, until=9))
 # |---|---|
 # | 1F1B | one forward, one backward, in turn |
 # | ZB-H1 (*zero bubble*) | 1F1B, with W put off |
-# | ZB-V | the same, with two *chunks* of layers in each stage (a bar marks the second) |
+# | ZB-V | W put off, and two *chunks* of layers in each stage, down and up again (a bar marks the second) |
 #
-# A stage must **hold** the activations of a microbatch until its backward pass is done. Do not read all letters: look for pauses
-# (white), and count the F before the first backward. **Which order finishes first? In which do the four stages together hold the
-# fewest microbatches?**
+# A stage must **hold** the activations of a microbatch until its backward pass is done, `B` and `W`. Do not read all letters: look for
+# pauses (no cell), and count on each stage the F before its first whole backward, `B` and its `W`. (In ZB-V an F is half as much: one of
+# two chunks.) **Which order finishes first? In which do the four stages together hold the fewest microbatches?**
 
 # %%
 bets = {"first": ..., "holds least": ...}  # two of the three names

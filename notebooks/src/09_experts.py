@@ -78,10 +78,10 @@ assert np.allclose(SHARES, (0.64, 0.36))
 scene.show(draw.dispatch(VISITS, weights=SHARES))
 
 # %% [markdown]
-# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0, rank 1
-# expert 1, and so on. The **router**, a small matrix, scores every token against all experts and chooses the best two (*top-2*; we call
-# the number `a`, papers k). A copy of the token goes to each of its experts; the expert computes with it, and the result comes back. The two results are multiplied by the
-# router's scores (0.64 and 0.36) and added.
+# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0, rank 1 expert 1,
+# and so on. The **router**, a small matrix, scores every token against all experts and chooses the best two (*top-2*; we write `a` for this
+# number, papers write k). A copy of the token goes to each of its experts; the expert computes with it, and the result comes back. The two
+# results are multiplied by the router's scores (0.64 and 0.36) and added.
 #
 # An **all-to-all** carries the copies: a rank sends a different part to each rank. The mesh axis over which the experts are distributed
 # is `ep`, *expert parallelism*.
@@ -322,7 +322,9 @@ assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 #    exchange has neither of these two faults.
 # 3. e/a says two things. The layer holds e/a times the expert weights that a token uses. And with a slot for every token at every expert
 #    it sends e/a times the bytes of the copies.
-# 4. The busiest expert decides the time: it may have up to e/a times the mean load. A balance loss or a bias keeps loads even.
+# 4. The busiest expert decides the time: it may have up to e/a times the mean load. Two remedies: a *balance loss*, a second loss that
+#    grows when few experts get most tokens; or a *bias*, a number that is added to the score of an expert with few tokens when experts are
+#    chosen.
 
 # %% [markdown]
 # ## Further
@@ -364,11 +366,11 @@ print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a to
 # %% [markdown]
 # ### Which slots are multiplied?
 #
-# Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer.
-# It has fewer slots for each expert: the even share and an eighth more. One batched matmul multiplies these for all experts, full or not.
-# What an expert gets beyond that is multiplied block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no
-# token is dropped, and a hot expert costs what it gets. JAX has a matmul for groups of unequal size, `jax.lax.ragged_dot`, but by default
-# XLA has a kernel for it on TPUs alone, and elsewhere multiplies every copy by every expert.
+# Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer. It
+# has fewer slots for each expert: the even share and an eighth more. One batched matmul multiplies these for all experts, full or not. What
+# an expert gets beyond that is multiplied block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is
+# dropped, and a hot expert costs what it gets. JAX has a matmul for groups of unequal size, `jax.lax.ragged_dot`, but in the JAX of this
+# lesson XLA has a kernel for it only on TPUs, and elsewhere multiplies every copy by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine

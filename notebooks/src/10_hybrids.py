@@ -186,7 +186,7 @@ if opened("10.pipeline"):
 # | scatters of its gradients | 1 | 4 | × 2 |
 # | embedding, head | 1 of each | 4 of the embedding | × 2 |
 #
-# Each microbatch needs three gathers: forward, forward once more (here a stage keeps its input alone), backward. In all, 283 KiB become 711.
+# Each microbatch needs three gathers: forward, forward once more (here a stage keeps only its input), backward. In all, 283 KiB become 711.
 # Llama 3 405B was trained with `pp` and `fsdp`, too. To save the second gather, it kept gathered weights until the backward pass (section
 # 3.3.2).
 #
@@ -216,7 +216,7 @@ attempt("10.links", links)
 # ## Predict: how far off may the loss be?
 #
 # All five runs should have one loss. How equal is equal? A mesh adds the same numbers in another order, and `(a + b) + c` is not `a + (b + c)` in floats. All sums are of float32. **How far is
-# the first loss of a mesh from that of one device, relative, if there is no bug: nearest to 1e-3, 1e-6 or 1e-9?**
+# the first loss of a mesh from that of one device, relative, if there is no bug? Choose the order of magnitude: 1e-3, 1e-6 or 1e-9.**
 
 # %%
 relative = ...

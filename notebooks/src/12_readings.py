@@ -249,9 +249,9 @@ assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 # %% [markdown]
 # ## Why
 #
-# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and
-# then there is no error. (The check refuses a result that is declared equal on all devices, if it may differ.) Explicit stops
-# *at the line* with the mistake. JAX's message is long; `explain` turns it into the arrow that is missing:
+# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and then
+# there is no error. (The check refuses a result that you declare equal on all devices if JAX cannot prove it equal.) Explicit stops *at the
+# line* with the mistake. JAX's message is long; `explain` turns it into the arrow that is missing:
 
 # %%
 error = fates["Explicit"][-1]

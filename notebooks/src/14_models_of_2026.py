@@ -153,8 +153,8 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 #
 # ## Predict: what does a token add to a layer's cache?
 #
-# Count numbers, not bytes. **(a)** 128 heads, each with a key and a value of 128 numbers. **(b)** Llama 3 70B: 8 KV heads of that size
-# (all query heads share them). **(c)** DeepSeek-V3: a latent of 512 numbers and a rotary key of 64.
+# Count numbers, not bytes. **(a)** 128 heads, each with a key and a value of 128 numbers. **(b)** Llama 3 70B: 8 KV heads of that size (8
+# query heads share each of them). **(c)** DeepSeek-V3: a latent of 512 numbers and a rotary key of 64.
 
 # %%
 kept_numbers = {"128 heads": ..., "8 KV heads": ..., "latent": ...}
@@ -487,8 +487,8 @@ for order in ("contiguous", "zigzag"):
 #
 # ### tp cuts no latent
 #
-# Which share of a conversation's cache does a rank of `tp=8` keep? Eight KV heads are one for each rank. A latent has no heads, so each rank keeps all
-# of it. So engines give each device other requests of DeepSeek, and do not cut its heads.
+# Which share of a conversation's cache does a rank of `tp=8` keep? Eight KV heads are one for each rank. A latent has no heads, so each
+# rank keeps all of it. So engines often give each device other requests of DeepSeek, and cut its heads little or not at all.
 
 # %%
 for name in ("llama3-70b", "deepseek-v3"):

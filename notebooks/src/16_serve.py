@@ -9,7 +9,6 @@
 #     - Say why computing limits a prompt and reading limits a token, and what a batch changes.
 #     - Compute what the cache of a model takes, and which cut of it holds a long context.
 #     - Write the rule of continuous batching, and say what pages are for.
-#     - Say by arithmetic when prefill apart, a prefix cache and speculative decoding help.
 # ---
 
 # %% [markdown]
@@ -261,8 +260,8 @@ print(f"to gather the cache over sp={N} instead: {(N - 1) * held:,} B")
 show(draw.collectives(sent))
 
 # %% [markdown]
-# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer. So take `tp` within a node, up to
-# the number of KV heads. Take `sp` too if the context does not fit.
+# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer. So take `tp` within a node.
+# Beyond the number of KV heads it still cuts the weights, but no more of the cache. Take `sp` too if the context does not fit.
 #
 # ## Some slots are idle while others compute
 #
@@ -415,8 +414,9 @@ show(draw.slots(rooms, "A box is a page; hatched: reserved, not used"))
 #
 # ### Prefill apart from decode
 #
-# While a GPU prefills a whole prompt in one pass, the answers on it get no token (in chunks, below, they get them more slowly). So large services prefill on other GPUs (Zhong et al. 2024), and
-# the cache of the prompt then travels. Llama 3 8B on H100s, prompts of 2,000 tokens, 32 requests in a decode pass:
+# While a GPU prefills a whole prompt in one pass, its other requests get no token. (With chunks, see below, they get tokens, but more
+# slowly.) So large services prefill on other GPUs (Zhong et al. 2024), and the cache of the prompt then travels. Llama 3 8B on H100s,
+# prompts of 2,000 tokens, 32 requests in a decode pass:
 
 # %% tags=["plumbing"]
 PROMPT, ANSWER, BATCH = 2000, 500, 32

@@ -342,7 +342,7 @@ print("weights and moments: the same bits as without the kill")
 # 1. One program runs in every process; one mesh spans all devices; each process gives JAX its own rows.
 # 2. Two placements of one plan have the same loss. Here one sends four times the bytes over the wire.
 # 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays on fast links: in the layers it sends T/(4 d) times what `dp` sends.
-# 4. One dead process stops all; the same command continues from the newest checkpoint, with the same bits.
+# 4. One dead process stops all; the same command continues from the newest checkpoint, here with the same bits.
 
 # %% [markdown]
 # ## Further

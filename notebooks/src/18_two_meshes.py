@@ -168,7 +168,8 @@ assert fewest == {"a": 4, "b": 4, "c": 2}
 met("18.rounds", fewest, "planned")
 
 # %% [markdown]
-# The busiest device decides: its messages go one after another. So many rounds are always enough (König 1916): no device's messages clash.
+# The busiest device decides: its messages go one after another. That many rounds are also enough: one can always order the messages so that
+# no device sends or receives two at once (König 1916).
 #
 # ### Exercise (core): plan a round
 #
@@ -359,8 +360,8 @@ if opened("18.islands"):
     show(draw.table(rows, heads, "Gradients 1 and -3: how far the weight moves"))
 
 # %% [markdown]
-# SGD is linear in the gradient: the average of two updates is the update by the average. Adam divides by the size of the gradient: one
-# worker moves by -0.1, the other by +0.1, and their average is 0. So islands with Adam are another algorithm: compare its loss.
+# SGD is linear in the gradient: the average of two updates is the update by the average gradient. Adam divides by the size of the gradient:
+# one worker moves by -0.1, the other by +0.1, and their average is 0. So islands with Adam are another algorithm: compare its loss.
 #
 # ## Keep: count what is lacking, and how often it travels
 #

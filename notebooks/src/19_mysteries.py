@@ -6,8 +6,8 @@
 #     needs: ["03", "04"]
 #     question: The loss falls, but something is wrong. How do you find the fault?
 #     objectives:
-#     - Recognise five silent failures by what they change, and by what they do not
-#       change.
+#     - Recognise three silent failures (five with *Further*) by what they change, and by
+#       what they do not change.
 #     - Use a clue to tell two suspects apart.
 #     - Prove a cure by running it.
 # ---
@@ -107,7 +107,7 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | mean of means | each rank divides by its own count, and then a mean is taken |
 # | same key | each rank draws the same random numbers |
 # | positions | each rank counts its positions from 0 |
-# | copies | each rank has a copy that no rank needs |
+# | copies | each rank holds all of a value, where a part would be enough |
 #
 # The rules: read the program, then name a suspect. Your first guess is noted, and opens the clues and the cure. Each clue has a price, for
 # example one run: on a real cluster you would need that run to get the clue. To guess again, change the line `suspect = …` above the clues,
