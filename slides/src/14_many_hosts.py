@@ -94,7 +94,7 @@ show(draw.time_bars(bars, title="A step, and what leaves a host in it"))
 #
 # | what happens | what the others see | what helps |
 # |---|---|---|
-# | a process is killed | their collective breaks (with NCCL: hangs until the heartbeat) | all end; the same command again |
+# | a process is killed | a broken collective (NCCL: it hangs) | all end; the same command again |
 # | an exception on one | nothing, for minutes | tell all: seconds |
 # | a host is silent | no heartbeat | dead after 30 s |
 # | one skips a collective | **nothing, for ever** | a watchdog that prints stacks |
