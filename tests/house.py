@@ -21,11 +21,11 @@ BUDGETS = {
     "kernels": 520,
     "model": 1_187,
     "pipeline": 321,
-    "training": 2_578,
+    "training": 2_569,
     "predict": 2_631,
     "planner": 1_867,
     "draw": 2_802,
-    "inspect": 4_023,
+    "inspect": 4_016,
     "explore": 1_601,
     "serve": 929,
     "launch": 1_191,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_444,
-    "statements": 27_453,
+    "statements of the compact package": 6_441,
+    "statements": 27_437,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
