@@ -43,7 +43,7 @@ def write(folder: pathlib.Path) -> None:
         config = dataclasses.replace(config, name=kind, **sizes)
         params, out = random_params(config), folder / kind.replace(" ", "-")
         hf.save(out, params, config, tokenizer=tokenizer)
-        ids = [tokenizer.start_id, *map(int, tokenizer.encode(TEXT))]
+        ids = [tokenizer.start_id, *map(int, tokenizer.encode_all([TEXT])[0])]
         for _ in range(MADE):
             ids.append(int(logits(params, config, np.array([ids]))[0, -1].argmax()))
         found = jax.nn.log_softmax(logits(params, config, np.array([ids])))[0]

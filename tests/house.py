@@ -21,11 +21,11 @@ BUDGETS = {
     "kernels": 520,
     "model": 1_188,
     "pipeline": 321,
-    "training": 2_578,
+    "training": 2_569,
     "predict": 2_696,
     "planner": 1_898,
     "draw": 2_815,
-    "inspect": 4_023,
+    "inspect": 4_016,
     "explore": 1_666,
     "serve": 930,
     "launch": 1_191,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_449,
-    "statements": 27_627,
+    "statements of the compact package": 6_446,
+    "statements": 27_611,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

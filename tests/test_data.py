@@ -354,9 +354,9 @@ def test_too_little_data_for_a_row_is_refused_with_both_numbers(tmp_path):
 def test_bytes_go_there_and_back():
     tokenizer = open_tokenizer()
     text = "plain, ünïcode \U0001f600 \x00\r\n"
-    ids = tokenizer.encode(text)
+    ids, empty = tokenizer.encode_all([text, ""])
     assert ids.dtype == np.int32 and ids.tolist() == list(text.encode())
-    assert tokenizer.decode(ids) == text and tokenizer.encode("").shape == (0,)
+    assert tokenizer.decode(ids) == text and empty.shape == (0,)
     assert tokenizer.decode([256, 104, 256, 105]) == "hi"
     assert tokenizer.decode([104, 0xC3, 105, 263, -1]) == "h\ufffdi\ufffd\ufffd"
 
@@ -391,13 +391,12 @@ def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
     path = make_tokenizer(first="<|endoftext|>", truncate=True)
     tokenizer = open_tokenizer(path)
     text = "hello world, ünïcode and more than four tokens"
-    ids = tokenizer.encode(text)
+    forged = "one<|endoftext|>two"
+    ids, plain = tokenizer.encode_all([text, forged])
     assert ids.dtype == np.int32 and 4 < len(ids) < len(text.encode())
     assert tokenizer.decode(ids) == text and tokenizer.start_id not in ids
     assert tokenizer.decode([tokenizer.start_id, *ids]) == text
-    forged = "one<|endoftext|>two"
-    assert tokenizer.start_id not in tokenizer.encode(forged)
-    assert tokenizer.decode(tokenizer.encode(forged)) == forged
+    assert tokenizer.start_id not in plain and tokenizer.decode(plain) == forged
     texts = [f"hello {i}" for i in range(1030)]  # more than are encoded at a time
     lines = write(tmp_path / "x.jsonl", "\n".join(json.dumps({"text": t}) for t in texts))
     settings = config(data=(lines,), tokenizer=path)

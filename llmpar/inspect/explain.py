@@ -41,26 +41,20 @@ def explain(error: BaseException | None = None) -> Any:
     ``explain(error)`` returns the sentence, "" for an error of another kind. ``with explain():`` raises it as
     `MissingArrow`, and lets other errors pass.
     """
-    return _explained() if error is None else _sentence(error)
+    return noted(instead=True) if error is None else _sentence(error)
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def noted(instead: bool = False) -> Iterator[None]:
+    """Add the sentence of `explain` as a note to an error that a ``with`` block, or a function, raises; or
+    raise it ``instead``."""
     try:
         yield
     except Exception as error:
-        if sentence := _sentence(error):
+        sentence = _sentence(error)
+        if sentence and instead:
             raise MissingArrow(sentence) from error
-        raise
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[None]:
-    """Add the sentence of `explain` as a note to an error that a ``with`` block, or a function, raises."""
-    try:
-        yield
-    except Exception as error:
-        if sentence := _sentence(error):
+        if sentence:
             error.add_note(f"llmpar: {sentence}")
         raise
 

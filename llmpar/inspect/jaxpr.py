@@ -111,7 +111,7 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
     def collect(jaxpr: Any, helper: str, call: str) -> None:
         for eqn in jaxpr.eqns:
             line = equation_line(eqn)
-            lines.setdefault(line, set()).add(line := line_within(eqn, helper, call))
+            lines.setdefault(line, set()).add(line := equation_line(eqn, helper, call))
             if eqn.primitive.name in ("scan", "while"):
                 lines[LOOPS].add(line)
             name = eqn.params.get("name")
@@ -123,9 +123,9 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
     return lines
 
 
-def line_within(eqn: Any, helper: str, call: str) -> str:
-    """Return the line of an equation inside a jitted ``helper``: the line of its ``call`` where the helper is
-    a library's, for there JAX keeps the line of the first caller."""
+def equation_line(eqn: Any, helper: str = "", call: str = "") -> str:
+    """Return the line of Python of an equation; '' where JAX does not know it. Inside a jitted ``helper`` of
+    a library it is the line of the ``call``, for there JAX keeps the line of the first caller."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     places = [(frame.file_name, frame.line_num) for frame in frames]
     names = [frame.function_name.rpartition(".")[2] for frame in frames]
@@ -181,12 +181,6 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
             strict=True,
         )
     return of(jaxpr.outvars)
-
-
-def equation_line(eqn: Any) -> str:
-    """Return the line of Python of an equation; '' where JAX does not know it."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    return innermost((frame.file_name, frame.line_num) for frame in frames)
 
 
 def _inner(eqn: Any) -> list[Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from llmpar.inspect.jaxpr import line_within
+from llmpar.inspect.jaxpr import equation_line
 from llmpar.parallel import _jax
 from llmpar.predict.tolerance import EIGHT_BITS, FACTOR, ROUNDING, UNIT, tree
 
@@ -93,7 +93,7 @@ class _Reader:
     def __init__(self, alone: bool):
         self.alone, self.manual, self.ids = alone, False, itertools.count()
         self.consts = dict[int, Any]()
-        line = lambda eqn, place: re.sub(_OURS, "", line_within(eqn, *place)) or place[1]
+        line = lambda eqn, place: re.sub(_OURS, "", equation_line(eqn, *place)) or place[1]
         self.line = functools.cache(line)  # of an unrolled loop's equation once
 
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
@@ -109,7 +109,7 @@ class _Reader:
         return ids
 
     def inline(self, closed: Any, takes: list, steps: list[Equation], place: Any) -> list[int]:
-        """Add the steps of a jaxpr, and return the numbers of its results. ``place``: `line_within`."""
+        """Add the steps of a jaxpr, and return the numbers of its results. ``place``: `equation_line`."""
         jaxpr, consts = _jax.equations(closed)
         known = dict(zip(jaxpr.constvars, self.constants(consts), strict=True))
         known |= zip(jaxpr.invars, takes, strict=True)

@@ -243,7 +243,7 @@ class Api:
     @functools.cached_property
     def letter(self) -> tuple[list[int], str]:
         """Return a letter's tokens, behind which others are decoded, and their text."""
-        ids = [int(x) for x in self.tokenizer.encode("a")]
+        ids = [int(x) for x in self.tokenizer.encode_all(["a"])[0]]
         return ids, self.tokenizer.decode(ids)
 
     def admit(self, request: Http, key: bool = True) -> None:

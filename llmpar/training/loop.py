@@ -295,7 +295,11 @@ def train(
         with run.saved_on_the_way_out():
             for number in range(start, steps):
                 batch = _place(step, stream, number)
-                program = program or _compiled(step, run.state, batch, callbacks.barrier)
+                if program is None:
+                    program = step.compiled(run.state, batch)
+                    # On CPUs devices that exchange data for the first time wait 30 s for one another (Gloo),
+                    # and one process may compile longer than that.
+                    callbacks.barrier()
                 if max(first, start) == number <= last:
                     run.read_all()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
@@ -523,17 +527,6 @@ class _Run:
 def _is_finite(metrics: dict) -> bool:
     """Tell whether a step went well."""
     return math.isfinite(float(metrics["loss"]) + float(metrics["grad_norm"]))
-
-
-def _compiled(step: Step | LocalSteps, state: Any, batch: dict, barrier: Callable) -> Any:
-    """Compile the step. Processes wait for one another before the first of them runs it.
-
-    Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
-    that), and later as long as they must. On a busy machine one process compiles longer than that.
-    """
-    program = step.compiled(state, batch)
-    barrier()
-    return program
 
 
 def _place(step: Step | LocalSteps, stream: Batches, number: int) -> dict:

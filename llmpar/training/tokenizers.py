@@ -93,12 +93,8 @@ class FileTokenizer:
         known = (i for i in numbers if type(i) is int and 0 <= i < self.vocab_size)
         return frozenset(known) or frozenset([self.start_id])
 
-    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """Return the token ids of a text, without the document-start token."""
-        return self.encode_all([text])[0]
-
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """Encode several texts, on all cores."""
+        """Return the token ids of each text, without the document-start token; on all cores."""
         # it may have no token for what is unknown, say
         with calling(f"tokenizer '{self.name}' cannot encode the text"):
             encodings = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -120,13 +116,9 @@ class ByteTokenizer:
     name, vocab_size, start_id, end_ids, longest = "bytes", 257, 256, frozenset([256]), 1
     identity = {"name": "bytes", "fingerprint": "bytes"}
 
-    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """Return the bytes of a text, without the document-start token."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """Encode several texts."""
-        return [self.encode(text) for text in texts]
+        """Return the bytes of each text, without the document-start token."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become
