@@ -181,7 +181,7 @@ seconds = {
 }
 assert GPUS == [8, 16, 32, 64, 128]
 for ours, theirs in zip(seconds["model"], seconds["measured"], strict=True):
-    assert abs(ours / theirs - 1) < 0.18
+    assert abs(ours / theirs - 1) < 0.11
 first, second, *_, last = seconds["measured"]
 assert second - first > last - second > 0
 curves(
@@ -197,7 +197,7 @@ curves(
 # with sixteen.
 #
 # **Source:** MaxText's README for Llama 2 7B on A3 (`tests/measured.json` names the file and commit). The model is
-# `llmpar.predict.time`, whose constants were fitted on such runs (`tests/measured.md`): 5 to 17 % too fast here.
+# `llmpar.predict.time`, whose constants were fitted on such runs (`tests/measured.md`): from 11 % too fast to 2 % too slow here.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Buckets and accumulation
