@@ -89,7 +89,7 @@ def held(stage, num_devices=8, params=PARAMS):
 
 
 h100 = chip("h100")
-# One sequence of 8,192 tokens; of each layer its input alone is kept, in bfloat16.
+# One sequence of 8,192 tokens; of each layer only its input is kept, in bfloat16.
 ACTIVATIONS = 2 * LLAMA8.num_layers * 8192 * LLAMA8.width
 
 

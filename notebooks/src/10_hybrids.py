@@ -251,8 +251,8 @@ met("10.off", max(off), "at most")
 #    more.
 # 2. All four divide the work. `dp` saves no state. The others do, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle
 #    time.
-# 3. With a pipeline ZeRO-3 gathers a layer again for each microbatch: here three times (forward, once more forward because a stage keeps its
-#    input alone, backward). But a device has fewer layers.
+# 3. With a pipeline ZeRO-3 gathers a layer again for each microbatch: here three times (forward, once more forward because a stage
+#    keeps only its input, backward). But a device has fewer layers.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
 

@@ -467,7 +467,9 @@ for name in ("compile", "train"):
 # The estimate does not know that.
 
 # %%
-eight = planner.Question(preset("llama3-8b"), h100, 8, 16, SEQ, share=h100.memory_share)
+eight = planner.Question(
+    preset("llama3-8b"), h100, 8, 16, SEQ, {"fsdp": 8}, share=h100.memory_share
+)
 fast = planner.decide(eight, keep=1).plans[0]
 took, published = fast.time.step_s, 2 * SEQ / 6667
 print(
