@@ -347,7 +347,7 @@ show(
 # %% [markdown]
 # ## Predict: does sequence parallelism send more?
 #
-# Compared with the all-reduces, does this send `"more"` bytes, `"fewer"` or `"as many"`?
+# Compared with all-reduces, does this send `"more"` bytes, `"fewer"` or `"as many"`?
 
 # %%
 bytes_sent = ...

@@ -102,9 +102,9 @@ met("08.bets", {"first": first, "holds least": least}, "simulated")
 #
 # ## 1F1B: one forward, one backward
 #
-# A stage runs a backward as soon as one is ready: first some forwards, then alternately one forward and one backward (Narayanan et
-# al. 2019; with a wait at the end of each step, as here, 2020). It takes as long as GPipe, 33 units: the first microbatch still goes
-# down all stages, and the last one still comes up. But look at what is held, the yellow parts:
+# A stage runs a backward as soon as one is ready: first some forwards, then alternately one forward and one backward (Narayanan et al.
+# 2019; with a wait at the end of each step, as here, 2020). It takes as long as GPipe, 33 units. But look at what is held, the yellow
+# parts:
 
 # %% tags=["plumbing"]
 assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4

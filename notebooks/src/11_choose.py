@@ -117,7 +117,7 @@ if opened("11.thresholds"):
             bad,
         ),
         ("2. fsdp inside a node", f"{tokens:,} tokens > {near:,.0f}", "overlaps", good),
-        ("3. fsdp over nodes, one GPU of each node", f"{tokens:,} < {far:,.0f}", "waits", bad),
+        ("3. fsdp over nodes, one port", f"{tokens:,} < {far:,.0f}", "waits", bad),
         ("with tp=8 inside", f"{8 * tokens:,} > {far:,.0f}", "overlaps", good),
         ("fsdp=64, eight ports", f"{tokens:,} > {far / 8:,.0f}", "overlaps", good),
         ("4. tp inside a node", f"8 devices < {most:.1f}", "overlaps", good),
@@ -314,7 +314,7 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 #
 # **For the rule, recomputation is a limit of llmpar.** Its stages keep their inputs, or everything: at least 90 GiB here. Megatron-LM can
 # keep a part (*selective*), which fits. Without recomputation the estimate is 22.9 s, 3 % above the fastest: **equally fast, within the
-# error.** So pipelines are not slow. What decides here is room for activations: it saves the second forward pass.
+# error.** So pipelines are not slow. Room for activations decides: it saves the second forward pass.
 #
 # ## Why did the others lose?
 

@@ -260,8 +260,8 @@ print(f"to gather the cache over sp={N} instead: {(N - 1) * held:,} B")
 show(draw.collectives(sent))
 
 # %% [markdown]
-# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer. So take `tp` within a node.
-# Beyond the number of KV heads it still cuts the weights, but no more of the cache. Take `sp` too if the context does not fit.
+# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer. So take `tp` within a node;
+# beyond the KV heads it cuts only weights. Take `sp` too if the context does not fit.
 #
 # ## Some slots are idle while others compute
 #
