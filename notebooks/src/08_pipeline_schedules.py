@@ -79,8 +79,8 @@ scene.show(draw.timelines(three, until=12))
 # | ZB-V | W put off, and two *chunks* of layers in each stage, down and up again (a bar marks the second) |
 #
 # A stage must **hold** the activations of a microbatch until its backward pass is done, `B` and `W`. Do not read all letters: look for
-# pauses (no cell), and count on each stage the F before its first whole backward, `B` and its `W`. (In ZB-V an F is half as much: one of
-# two chunks.) **Which order finishes first? In which do the four stages together hold the fewest microbatches?**
+# pauses (no cell), and count on each stage the F before its first whole backward, `B` and its `W`. (In ZB-V an F is half: one of two
+# chunks.) **Which order finishes first? In which do the four stages together hold the fewest microbatches?**
 
 # %%
 bets = {"first": ..., "holds least": ...}  # two of the three names
