@@ -11,7 +11,7 @@ from typing import Any
 
 from llmpar.plan.mesh_shape import divisors
 from llmpar.plan.model_config import ModelConfig
-from llmpar.predict import serving
+from llmpar.predict import digits, serving
 from llmpar.predict.hardware import GIB, Chip
 
 HALF_WITHIN = 0.13
@@ -151,7 +151,7 @@ SERVING = "a copy", "copies", "requests", "first, s", "user", "apart", "device",
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a mesh that serves as the cells of `SERVING`, with the two digits that its error leaves."""
-    few = lambda name: f"{float(f'{row[name]:.2g}'):,g}"
+    few = lambda name: f"{digits.rounded(row[name], HALF_WITHIN):,g}"
     return (
         " ".join(f"{axis}={row[axis]}" for axis in ("tp", "ep") if row[axis] > 1) or "tp=1",
         str(row["copies"]),

@@ -201,9 +201,7 @@ class Runs:
     backward: int = 0  # layers backward
     matrices: int = 0  # gathers of each matrix of a layer that ZeRO-3 stores cut
     vectors: int = 0  # of each vector: a bias is of no use backward
-    ids: int = (
-        0  # gathers of ids, two for each call of a stack of layers: of positions, of documents
-    )
+    ids: int = 0  # gathers of ids: of positions and of documents, for each call of a stack
 
 
 def routed_width(config: ModelConfig) -> int:
