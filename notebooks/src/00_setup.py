@@ -240,10 +240,10 @@ attempt("00.layout_of", layout_seen)
 # %% [markdown]
 # ## Predict: do eight billion weights fit?
 #
-# Imagine a larger cluster: 16 H100s (GPUs for data centres) train Llama 3 8B, a model of 8.03e9 weights. Training holds 16 bytes for
-# each: the weight, its gradient and two numbers of the optimizer, 4 bytes each. The mesh `dp=16` cuts none of this. The mesh `dp=2
-# fsdp=4 tp=2` cuts all of it by `fsdp` and `tp`. **How many GiB (2³⁰ bytes) does each GPU hold?** An H100 has 79.1 GiB, of which a
-# program may use 59.3 GiB (lesson 01).
+# Imagine a larger cluster: 16 H100s (GPUs for data centres) train Llama 3 8B, a model of 8.03e9 weights. Training holds 16 bytes for each:
+# the weight, its gradient and two numbers of the optimizer, 4 bytes each. The mesh `dp=16` cuts none of this. The mesh `dp=2 fsdp=4 tp=2`
+# cuts all of it by `fsdp` and `tp`. **How many GiB (2³⁰ bytes) does each GPU hold?** An H100 has 79.1 GiB, of which JAX takes 59.3 GiB by
+# default (lesson 01).
 
 # %%
 gib = {"dp=16": ..., "dp=2 fsdp=4 tp=2": ...}
@@ -422,9 +422,10 @@ attempt("00.groups_across_hosts", groups_across_hosts)
 # %% [markdown]
 # ### Where XLA's partitioner differs
 #
-# JAX can also be given only the two layouts. Then the partitioner of XLA, JAX's compiler, chooses what to send. (The arrows and their collectives
-# are explained in [lesson 02](02_collectives.ipynb).) For `b/tp d -> b d/tp` it finds the one all-to-all that is needed. For `b/dp d -> b d/tp`
-# XLA's plan is not the cheapest, and neither is one arrow. Two arrows are: slice first, which sends nothing, then gather the smaller piece.
+# JAX can also be given only the two layouts. Then the partitioner of XLA, JAX's compiler, chooses what to send. (The arrows and their
+# collectives are explained in [lesson 02](02_collectives.ipynb).) For `b/tp d -> b d/tp` it finds the one all-to-all that is needed. For
+# `b/dp d -> b d/tp` the plan that XLA makes here (for CPUs) is not the cheapest, and neither is one arrow. Two arrows are: slice first,
+# which sends nothing, then gather the smaller piece.
 
 
 # %%

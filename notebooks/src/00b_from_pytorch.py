@@ -74,8 +74,8 @@ words = "torchrun starts a process for each of 4 GPUs; JAX has one process for a
 show(compose("One node with four GPUs", [items], words))
 
 # %% [markdown]
-# A JAX process sees all devices of its host, unless its launcher gives it only some (see the dictionary). It compiles one program, and
-# each device runs that program on its own piece of the data.
+# A JAX process sees all devices of its host, unless its launcher gives it only some (see the dictionary). It compiles one program, which
+# each device runs on its own piece of the data.
 #
 # ## Predict: how many collectives does this program contain?
 
@@ -98,8 +98,8 @@ ddp = jax.jit(ddp)
 #   for the result, which is the same on all devices here.
 # - `jax.jit` compiles it all, as `torch.compile` does.
 #
-# A **collective** is a communication in which all devices take part; `broadcast` is one. **How many collectives does the compiled
-# program contain?**
+# A **collective** is a communication in which all devices of a group take part; `broadcast` is one. **How many collectives does the
+# compiled program contain?**
 
 # %%
 num_collectives = ...  # a number
@@ -141,9 +141,8 @@ assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
 #
 # ## With `pcast` each device keeps a gradient of its own
 #
-# `lax.pcast(w, "dp", to="varying")` changes no number. It marks `w` as each device's own copy. We differentiate with respect to that copy, so
-# each device gets its own gradient, as in a model without DDP. ([Lesson 03](03_data_parallelism.ipynb) has a picture of `pcast`, forward and
-# backward.)
+# `lax.pcast(w, "dp", to="varying")` changes no number. It marks `w` as each device's own copy. We differentiate with respect to that copy,
+# so each device gets its own gradient, as in a model without DDP. ([Lesson 03](03_data_parallelism.ipynb) has a picture of `pcast`.)
 
 
 # %%
@@ -177,12 +176,13 @@ except ValueError as error:
 assert "out_specs which require replication" in refused
 
 # %% [markdown]
-# In PyTorch, if a sum is forgotten, the copies drift apart without an error. JAX refuses that: `out_specs=P()` says that all
+# In PyTorch, if a sum is forgotten, the copies drift apart without an error. By default JAX refuses that: `out_specs=P()` says that all
 # devices have the same result, and with it the program above raises a `ValueError`.
 #
 # ## FSDP2 needs one more line: gather the weight before its use
 #
-# `fully_shard` stores a part of each weight on each GPU. Its hooks gather a layer's weights before the layer runs, and free them after it:
+# `fully_shard` stores a part of each weight on each GPU. By default its hooks gather a layer's weights before the layer runs, and free them
+# after it:
 
 # %%
 show(draw.gather_use_forget())
@@ -218,8 +218,8 @@ assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
 #
 # ## You can read a program before it runs
 #
-# `lower` writes the program for these shapes, `compile` gives it to XLA, JAX's compiler. XLA may join collectives or move
-# them, and on GPUs it calls NCCL for them.
+# `lower` writes the program for these shapes, `compile` gives it to XLA, JAX's compiler. XLA may join or move collectives; on NVIDIA's GPUs
+# it usually calls NCCL for them.
 
 # %%
 compiled = fsdp.lower(w, x).compile()

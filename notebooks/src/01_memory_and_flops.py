@@ -10,7 +10,7 @@
 #     - Count the training state and the FLOPs of a model from its parameters.
 #     - Say what grows with the parameters, what grows with the tokens, and what
 #       recomputation saves.
-#     - Compute how many devices the memory requires, and how many a deadline requires.
+#     - Compute how many devices the memory requires, and how long a training takes.
 # ---
 
 # %% [markdown]
@@ -73,13 +73,13 @@ def bars(parts, title, bet=""):
 held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
-# All four models' weights fit. The dashed line, 59.3 GiB, is what a program may use: when JAX starts, it takes three quarters of
-# the card's 79 GiB. (1 GB is 1e9 bytes, 1 GiB is 2**30.)
+# All four models' weights fit. The dashed line, 59.3 GiB, is what a program may use here: unless told otherwise, JAX takes three quarters
+# of the card's 79 GiB. (1 GB is 1e9 bytes, 1 GiB is 2**30.)
 #
 # ## Predict: what else does training hold?
 #
-# For each weight there is a **gradient**, which says how to change it. Adam, the usual **optimizer**, keeps two running means
-# for each weight, its **moments**. In mixed precision a weight and its gradient have 16 bits. The two moments have 32 bits
+# For each weight there is a **gradient**, which says how to change it. Adam, the usual **optimizer**, keeps two running means for each
+# weight, its **moments**. In mixed precision, as it is counted here, a weight and its gradient have 16 bits. The two moments have 32 bits
 # each. The optimizer also updates a precise copy of the weight, with 32 bits.
 #
 # **How many GB is all that for Llama 3 8B, with its 8.03 billion parameters?**
@@ -111,9 +111,9 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # %% [markdown]
 # ## The compiler reserves exactly what was counted
 #
-# Does this count hold for a real program? We train a small model with weights and moments of 32 bits. So the arguments of a step are 4
-# and 8 bytes for each parameter, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (`remat`: see
-# below.)
+# Does this count hold for a real program? We train a small model with weights and moments of 32 bits. So the arguments of a step are 4 and
+# 8 bytes for each parameter, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (The loop over `remat`
+# makes three programs; the next section says what they differ in.)
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
@@ -151,8 +151,8 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 #
 # ## Predict: which policies fit?
 #
-# Split the state evenly over eight H100s: weights and moments take 11.2 GiB of each. There are 32 layers. **Which policies fit into
-# 59.3 GiB, and which are too large?**
+# Split the state evenly over eight H100s: weights and moments, in 32 bits, take 11.2 GiB of each. There are 32 layers. **Which policies fit
+# into 59.3 GiB, and which are too large?**
 
 # %%
 policies = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
@@ -228,7 +228,7 @@ assert not any(sent.values()), "one device sends nothing"
 assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
-# All three give the same numbers; `selective` and `block` compute some of them twice. Most lessons that train check the four things in the
+# All three give the same losses; `selective` and `block` compute some numbers twice. Most lessons that train check the four things in the
 # line above. Here there is one device, so nothing is sent.
 #
 # ## Each weight costs 6 FLOPs a token
@@ -370,7 +370,7 @@ for name in ("llama2-7b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405
     print(f"{name:<14} {config.num_params:>15,} parameters")
 
 # %% [markdown]
-# These are the published numbers, to the last one.
+# These are the published numbers, to the last digit.
 #
 # ### One GPU would train for 58 years
 #
@@ -395,8 +395,8 @@ for name, _ in LINES:
 #
 # ### Other words for recomputation
 #
-# torchtitan's selective checkpointing keeps every *second* matmul: less than `selective` here. PyTorch calls the whole idea
-# activation checkpointing, and `block` *full*.
+# By default torchtitan's selective checkpointing keeps every *second* matmul: less than `selective` here. It calls `block` *full*. PyTorch
+# calls the whole idea activation checkpointing.
 #
 # ### Exercise (expert): which inputs to keep?
 #

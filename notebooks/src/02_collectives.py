@@ -8,7 +8,7 @@
 #     objectives:
 #     - Choose the collective that carries out an arrow, and compute what each device
 #       sends.
-#     - Build an all-reduce out of a ring of permutes.
+#     - Explain how an all-reduce is made of a ring of permutes.
 #     - Compute the time of a collective from its starts, its bytes and the slowest
 #       link that it crosses.
 # ---
@@ -123,8 +123,8 @@ shifted = np.asarray(programs["permute"](x)).reshape(N, rows, 512)
 assert np.array_equal(shifted, np.roll(blocks, 1, axis=0))
 
 # %% [markdown]
-# Cut the message into `N` parts, one for each device. A device keeps its own part, and sends `N - 1` parts: `(N - 1)/N` of the message. (For an
-# all-gather the message is the gathered result.) A permute sends the whole buffer.
+# Cut the message into `N` parts, one for each device. A device sends `N - 1` of them: `(N - 1)/N` of the message. (For an all-gather the
+# message is the gathered result.) A permute sends the whole buffer.
 #
 # An all-reduce sends nearly twice the buffer, because it consists of two collectives: after a reduce-scatter each device has a
 # part of the sum, then an all-gather collects these parts.
@@ -255,9 +255,9 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
 # Simulated devices have no links. This is a model of H100s: 370 GB/s leave a GPU inside a node (one machine with 8 GPUs) and 50 GB/s
-# between nodes. The ring above makes 14 hops one after the other: 14 starts. For small messages NCCL, the GPUs' library, uses a
-# **tree**: a sum goes up through log₂ 8 = 3 levels and its result down again. So the model counts 3 starts up, 3 down, and one more
-# each way for the call: 8.
+# between nodes. The ring above makes 14 hops one after the other: 14 starts. A **tree** makes fewer: a sum goes up through log₂ 8 = 3
+# levels and its result down again. (NCCL, the GPUs' library, chooses by size and machine.) Our model counts a tree: 3 starts up, 3 down,
+# and one more each way for the call: 8, of 4 µs each.
 #
 # **In this model an all-reduce of 1 kB takes 33 µs on 8 H100s of a node. How many µs does one of 100 kB take?**
 
@@ -397,9 +397,9 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 #
 # ### How sure are these times?
 #
-# 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training runs. Our times of whole
-# training steps are off by 10 % on average. So do not rank what differs by less. Starts are also why a chatbot whose model is spread over
-# GPUs, and which writes one token at a time, needs more time than its bytes alone.
+# 370 GB/s is the most that the scaling book (Austin et al. 2025) saw on H100s where no switch adds up (450 are promised). α was fitted to
+# published training runs. Our times of whole training steps are off by 10 % on average. So do not rank what differs by less. Starts are
+# also why a chatbot whose model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
 #
 # ### A profile prints the result, not what was sent
 #
@@ -416,9 +416,9 @@ for kind in ("all-gather", "reduce-scatter", "all-reduce"):
 # %% [markdown]
 # ### Whole nodes share the work
 #
-# Each of a node's 8 GPUs has a network port. If whole nodes take part, each port carries an eighth of the message: then the network
-# is not the limit, NVLink is. If a group has one GPU in each node, one port carries all of it. This is the time of the bytes, without
-# the starts.
+# Each of a node's 8 GPUs has a network port. If whole nodes take part, each port carries an eighth of the message. Together the ports carry
+# 400 GB/s, more than the 370 of NVLink: then NVLink is the limit. If a group has one GPU in each node, one port carries all of it. This is
+# the time of the bytes, without the starts.
 
 # %%
 for what, rate in (

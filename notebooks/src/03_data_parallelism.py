@@ -385,9 +385,9 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # %% [markdown]
 # ## What the four plans send
 #
-# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message (the loss,
-# the number of targets, the norm). Three of them differ in the *number* of messages, and each message costs a start (lesson 02).
-# `microbatches` sends as `end`, once for two backward passes.
+# All four send the same: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message (the loss, the number of
+# targets, the norm). Three of them differ in the *number* of messages, and each message costs its starts (lesson 02). `microbatches` sends
+# as `end`, once for two backward passes.
 #
 # ## From how many tokens on does sending overlap?
 #
@@ -410,7 +410,7 @@ assert balance == 2340  # the text below
 met("03.hide", balance, "computed")
 
 # %% [markdown]
-# (`28+` is layers 28 to 31.) The times are computed, not measured; on average they are off by 10 %.
+# (`28+` is layers 28 to 31.) The times are computed from C and β, not measured. Real matmuls reach less than C.
 #
 # A backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2 bytes, twice. With
 # `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device and `β` bytes/s of its links:
@@ -440,7 +440,7 @@ for where, (device, rate, published) in thresholds.items():
 # (Published: Austin et al. 2025.) 400 GB/s is the rate of a whole node, whose GPUs first add up inside. With more tokens a step
 # waits only for the last piece.
 #
-# ## Measured: the second node costs most
+# ## Measured: replicas on more nodes
 #
 # Llama 2 7B was trained on 1 to 16 nodes of 8 H100s, with a replica on each node and the same tokens per GPU:
 

@@ -124,8 +124,8 @@ show(draw.zero_strips(stages=[0]))
 #
 # ## Predict: what does each device hold?
 #
-# **A model of 7 billion parameters, mixed precision with Adam, four A100 of 40 GB:** how many GB (1e9 bytes) of weights, gradients
-# and optimizer state does a device hold at each stage? (A program may use 31.7 GB of each GPU.)
+# **A model of 7 billion parameters, mixed precision with Adam, four A100 of 40 GB:** how many GB (1e9 bytes) of weights, gradients and
+# optimizer state does a device hold at each stage? (A program may use three quarters of each GPU, 31.7 GB.)
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
@@ -487,7 +487,7 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
-# With this recipe 8B needs stage 3.
+# With this recipe and this batch 8B needs stage 3.
 #
 # ### The same for a Llama
 #

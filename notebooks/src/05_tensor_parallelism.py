@@ -10,7 +10,7 @@
 #       it needs.
 #     - Say how attention and the feed-forward become such pairs, and what sequence
 #       parallelism adds.
-#     - Derive the degree beyond which the links are slower than the matmuls.
+#     - Explain the degree beyond which the links are slower than the matmuls.
 # ---
 
 # %% [markdown]
@@ -332,8 +332,9 @@ attempt("05.gated_pair", gated_pair)
 # Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs stand normalization layers
 # (*norms*), which every device computes alike.
 #
-# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens for the norms (over `tp`, not `sp`). Where a pair ends, a reduce-scatter adds up; where the next pair begins, an all-gather gives
-# all tokens to all devices:
+# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens for the norms (over `tp`, not `sp`).
+#
+# Where a pair ends, a reduce-scatter adds up; where the next pair begins, an all-gather gives all tokens to all devices:
 
 # %%
 show(
@@ -477,7 +478,7 @@ whole = weights / (4 * c.width) / (h100.flops_per_s / h100.link_bytes_per_s)
 assert round(whole, 1) == 11.9
 
 # %% [markdown]
-# Two whole nodes share all their network ports. But 16 > 11.6: beyond the node the sums no longer hide.
+# Two whole nodes share all their network ports. But 16 > 11.6: beyond the node 70B's sums no longer hide.
 #
 # ## Keep: columns, then rows, inside the fast links
 #
@@ -488,6 +489,8 @@ assert round(whole, 1) == 11.9
 
 # %% [markdown]
 # ## Further
+#
+# To read first: *The loss: three numbers per token*; *A layer of Llama 70B, in time*; *For experts: overlap the gather with the matmul*.
 #
 # ### The model's code names no axis
 #
@@ -690,8 +693,9 @@ title = "One layer of Llama 70B, 4096 tokens, H100 nodes of 8"
 show(draw.time_bars(bars, title=title))
 
 # %% [markdown]
-# Inside the node the loss is gentle. Where nodes have 4 GPUs and share one port, the cliff stands between 4 and 8. This is arithmetic
-# about links; simulated devices have none, and nothing was timed here.
+# Inside the node a device loses up to a third of its speed. With 16 it loses half at best, and seven eighths at worst. Where nodes have 4
+# GPUs and share one port, the cliff stands between 4 and 8. This is arithmetic about links; simulated devices have none, and nothing was
+# timed here.
 #
 # ### Exercise (stretch): more devices than KV heads
 #

@@ -6,7 +6,8 @@
 #     needs: ["02", "05"]
 #     question: What must be sent so that every query sees every key, and why do some ranks wait for others?
 #     objectives:
-#     - Merge attention over parts of the keys, and build ring attention from it.
+#     - Merge attention over parts of the keys, and follow ring attention that is built from
+#       it.
 #     - Say why some ranks wait under a causal mask, and avoid the wait by another order
 #       of positions.
 #     - Say what a ring, Ulysses and gathered keys send, and from which piece on a hop
@@ -92,9 +93,8 @@ show(
 )
 
 # %% [markdown]
-# The coloured part is what each device can compute from its own queries and keys. Cutting the positions of a sequence is called
-# *context parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*. (The pictures have four ranks, the
-# programs below eight.)
+# The coloured part is what each device can compute from its own queries and keys. Cutting the positions of a sequence is called *context
+# parallelism*; its mesh axis is `sp`. A device's number along the axis is its *rank*. (The pictures have four ranks, the programs eight.)
 #
 # ## Keys go round a ring
 #
@@ -135,8 +135,8 @@ attempt("06.ring_waits", waits)
 # %% [markdown]
 # ## Step by step
 #
-# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is
-# counted in *full squares*: the time for a square that is completely filled.
+# One *square* = this rank's queries × the keys that are here in this step. The filled part passes the causal mask. Time is counted in *full
+# squares*: the time for a completely filled square.
 
 # %%
 RingExplorer() if opened("06.ring_waits") else None
@@ -147,9 +147,9 @@ met("06.ring_waits", {"rank": 0, "times": 3.5 / 2}, "simulated")
 # %% [markdown]
 # ## Deal the parts again
 #
-# The ring takes 3.5 full squares; with even work it would take 2. Rank 0 waits most: most keys come after its queries. So give each
-# rank two parts. Cut the sequence into 8 parts. Part i costs 2i + 1 half squares, because its queries see all i earlier parts. Ranks 0 to 3 keep the
-# parts 0 to 3. **Which second part must each rank get, so that all have equal work?**
+# The ring takes 3.5 full squares; with even work it would take 2. Rank 0 waits most: most keys come after its queries. So give each rank
+# two parts. Cut the sequence into 8 parts. Part i costs 2i + 1 (in halves of part × part), because its queries see all i earlier parts.
+# Ranks 0 to 3 keep the parts 0 to 3. **Which second part must each rank get, so that all have equal work?**
 
 # %%
 second_part = {0: ..., 1: ..., 2: ..., 3: ...}  # one of the parts 4 to 7 for each rank
@@ -400,8 +400,8 @@ show(
 # %% [markdown]
 # ## When does a hop overlap with computing?
 #
-# While a device computes with one piece, the next one is sent. With `n` query heads, `k` KV heads, `C` FLOP/s and `β` bytes/s, in
-# bfloat16, a hop costs no time if
+# While a device computes with one piece, the next one is sent. With `n` query heads, `k` KV heads, `C` FLOP/s and `β` bytes/s, in bfloat16,
+# a hop of the forward pass costs no time if
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
@@ -580,9 +580,9 @@ for kv_heads, dtype in ((8, jnp.float32), (8, half), (2, half), (1, half)):
 # | Ulysses | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
 # | gathered keys | all keys and values to everybody | `b s/sp k h -> b s k h` |
 #
-# Tokens, targets, positions and document numbers are dealt in
-# zigzag; RoPE turns by true positions, so nothing else knows about it. `zero=0` keeps the weights whole: what moves is then
-# attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as Llama 3 does: its ranks hold the same weights.)
+# Tokens, targets, positions and document numbers are dealt in zigzag; RoPE turns by true positions, so nothing else knows about it.
+# `zero=0` keeps the weights whole: what moves is then attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as
+# torchtitan does: its ranks hold the same weights.)
 
 # %%
 SP = min(N, 4)
@@ -818,9 +818,9 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 # %% [markdown]
 # ### When tokens come one at a time
 #
-# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To
-# rotate it for every token would be absurd. The query goes to all ranks, which costs nothing (they all computed it); each looks at its
-# own share, and the partial results merge in two small sums.
+# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To send
+# it round the ring for every token would send more than a thousand times as much. The query goes to all ranks, which costs nothing (they
+# all computed it); each looks at its own share, and the partial results merge in two small sums.
 
 # %% tags=["plumbing"]
 POSITIONS, weights = 4096, llamas["ring"].state.params

@@ -355,8 +355,8 @@ title = "A trial before BLOOM's training, measured"
 scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
 
 # %% [markdown]
-# With 32 microbatches a sequence took 34 % more time. The bubble of equal stages explains 24 %. The rest is work that a step does once,
-# however many sequences it has: replicas sum their gradients, and the optimizer runs.
+# With 32 microbatches a sequence took 34 % more time. The bubble of equal stages explains 24 %. The rest fits time that a step takes once,
+# however many sequences it has, such as the sum of gradients over replicas and the optimizer's update.
 
 # %% [markdown]
 # ### What is sent

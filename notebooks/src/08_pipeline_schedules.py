@@ -128,7 +128,7 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # ### Exercise (core): write 1F1B as text
 #
 # A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward. Write 1F1B for 3 stages and 4
-# microbatches. How many forwards does each stage run before it alternates?
+# microbatches.
 
 # %%
 one_f_one_b = ...  # """F0 F1 …
@@ -167,7 +167,8 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # 4. a bubble below 1F1B's 9;
 # 5. no bubble.
 #
-# The first four are reached. The fifth is out of reach: stage 0 has four F to fill seven units. Begin with the W of the last stage.
+# Goals 1 to 4 are reached, 5 cannot be: stage 0 has four F to fill seven units. The bubble is 6: how near to 3 do you come? Begin with the
+# W of the last stage.
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -194,8 +195,8 @@ assert "a deadlock" in stuck["refusal"]["why"]
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 
 # %% [markdown]
-# ZB-H1 delays W by i microbatches on stage i. A third of 1F1B's bubble is left, 3 of 9. The worst stage holds as much as before, 4.
-# But now all stages do; in 1F1B they held 4, 3, 2 and 1.
+# ZB-H1 delays W by i microbatches on stage i. A third of 1F1B's bubble is left, 3 of 9. The worst stage holds 4, as before. But now all
+# stages do; in 1F1B they held 4, 3, 2 and 1.
 #
 # ## ZB-V: three things are called the bubble
 #
@@ -245,7 +246,7 @@ sent = verdicts(runs, solo, weights_within=1e-5)
 #
 # 1. 1F1B has the bubble of GPipe, but **stage i holds p − i microbatches**, however many there are.
 # 2. Interleaving divides the bubble by g. It costs (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) times the memory.
-# 3. No stage waits for W, so it can fill the bubble: a third is left at the same peak of memory (ZB-H1).
+# 3. No stage waits for W, so it can fill the bubble: with F = B = W a third is left at the same peak of memory (ZB-H1).
 # 4. A schedule is a table, which llmpar proves legal before anything is compiled. One executor runs them all.
 # 5. "Bubble" has three definitions. "No bubble" counts only the time between a stage's first and last operation.
 

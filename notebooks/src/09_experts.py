@@ -446,7 +446,7 @@ print(
 # %% [markdown]
 # ### What it costs on real links
 #
-# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine.
+# In each layer and direction (forward, backward) a rank sends 2·a·d·(N − 1)/N numbers for each of its tokens: there and back.
 #
 # An expert gets only a/e of the tokens. But its weights are read, and its gradients are summed, as those of a dense layer. So both need a
 # batch e/a times as large before computing takes longer. For reading, a dense model needs the 295 tokens of lesson 16 (the *balance batch* of an

@@ -10,7 +10,8 @@
 #     - Say what each axis of a mesh adds to the traffic, and what it takes from the
 #       memory.
 #     - Order axes by the links that they need.
-#     - Distinguish rounding from a bug by a derived tolerance.
+#     - Say how large a difference of losses rounding explains, and from where on it is a
+#       bug.
 # ---
 
 # %% [markdown]
@@ -184,13 +185,14 @@ if opened("10.pipeline"):
 # | layers | 2 | 1 | |
 # | gathers of a layer | 2 | 3 · 4 = 12 | × 3 |
 # | scatters of its gradients | 1 | 4 | × 2 |
-# | embedding, head | 1 of each | 4 of the embedding | × 2 |
+# | gathers, and scatters, of embedding and head | 1 of each | 4 of the embedding | × 2 |
 #
 # Each microbatch needs three gathers: forward, forward once more (here a stage keeps only its input), backward. In all, 283 KiB become 711.
 # Llama 3 405B was trained with `pp` and `fsdp`, too. To save the second gather, it kept gathered weights until the backward pass (section
 # 3.3.2).
 #
-# Grey, *several axes*: every stage has a copy of embedding and head. Their gradients are summed over `pp` and `dp` in one all-reduce.
+# Grey is what is sent over several axes at once: every stage has a copy of embedding and head, and their gradients are summed over `pp` and
+# `dp` in one all-reduce.
 #
 # ## Which axis on which links?
 #
@@ -295,9 +297,9 @@ scene.show(draw.collectives(document["collectives"]))
 # %% [markdown]
 # ### Tolerances: which difference is a bug?
 #
-# A sum of *k* rounded terms is off by about √k roundings, and not by k. Each is at most 6e-8 of the number in float32, and
-# 4e-3 in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember.
-# `tolerance` lists the sums that a plan cuts. Expected differences of the loss, relative:
+# A sum of *k* rounded terms is typically off by about √k roundings, and not by k. Each is at most 6e-8 of the number in float32, and 4e-3
+# in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember. `tolerance` lists the sums that a plan cuts. Expected
+# differences of the loss, relative:
 
 # %%
 plan = plans[largest]

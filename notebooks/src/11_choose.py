@@ -7,7 +7,7 @@
 #     question: Which mesh is best for my model and my machine, and how do I justify it
 #       to the people who pay for it?
 #     objectives:
-#     - Ask the planner a whole question, and read its answer term by term.
+#     - Read the planner's estimate of a mesh term by term, and compute two terms by hand.
 #     - Find the first scheme to try by four inequalities, without a planner.
 #     - Justify a plan by the plans that lost and by a measured run.
 # ---
@@ -117,9 +117,9 @@ if opened("11.thresholds"):
             bad,
         ),
         ("2. fsdp inside a node", f"{tokens:,} tokens > {near:,.0f}", "overlaps", good),
-        ("3. fsdp over nodes, one port", f"{tokens:,} < {far:,.0f}", "waits", bad),
-        ("with tp=8 inside", f"{8 * tokens:,} > {far:,.0f}", "overlaps", good),
-        ("fsdp=64, eight ports", f"{tokens:,} > {far / 8:,.0f}", "overlaps", good),
+        ("3a. fsdp over nodes, one port", f"{tokens:,} < {far:,.0f}", "waits", bad),
+        ("3b. with tp=8 inside", f"{8 * tokens:,} > {far:,.0f}", "overlaps", good),
+        ("3c. fsdp=64, eight ports", f"{tokens:,} > {far / 8:,.0f}", "overlaps", good),
         ("4. tp inside a node", f"8 devices < {most:.1f}", "overlaps", good),
     ]
     cells = [(name, [(sum_, ""), (word, role)]) for name, sum_, word, role in rows]
@@ -307,10 +307,11 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 
 # %% [markdown]
 # The dot is a run that torchtitan measured with FSDP over 64 A100s, 331 tokens a second and GPU (its docs/performance.md, 2024); the
-# planner was not fitted to it. (Estimates are off by 10 % on average on the runs of the fit, by 11 % on others.)
+# planner was not fitted to it. (± 11 %: see *Further*.)
 #
-# `fsdp=16 tp=4` has room to keep activations. For that it cuts its batch into 4 microbatches, and gathers the weights for each (lesson 04):
-# fsdp's links take 3.5 s in place of 0.9. But it saves the *recomputation* of `fsdp=64`, which runs the forward pass twice.
+# `fsdp=16 tp=4` has room to keep activations. For that it cuts its batch into 4 microbatches, and gathers the weights for each (lesson 04).
+# A gather then hides behind 8,192 tokens in place of 32,768, and a part of it shows: fsdp's links take 3.5 s, not 0.9. But it saves the
+# *recomputation* of `fsdp=64`, which runs the forward pass twice.
 #
 # **For the rule, recomputation is a limit of llmpar.** Its stages keep their inputs, or everything: at least 90 GiB here. Megatron-LM can
 # keep a part (*selective*), which fits. Without recomputation the estimate is 22.9 s, 3 % above the fastest: **equally fast, within the

@@ -9,7 +9,7 @@
 #     - Say who chooses what is sent in each of three ways to write a program in JAX.
 #     - Predict which way refuses a mistake, which repairs it silently, and which gives
 #       wrong numbers.
-#     - Write unfinished sums and arrows as explicit types.
+#     - Write the layout of an unfinished sum, and read it in an explicit type.
 #     - Choose between the three ways.
 # ---
 
@@ -111,8 +111,8 @@ scene.show(numbers(result))
 # The program is a feed-forward, `h = silu(x @ up)` and `y = h @ down`. Its letters: `b` rows, `s` positions, `d` width,
 # `m` hidden width. The mesh axis `dp` cuts the rows, and `tp` cuts `m`.
 #
-# A **layout** says how a value is cut over the mesh ([lesson 00](00_setup.ipynb)): `h` is `b/dp s m/tp`, and `down` is `m/tp d`. **What
-# is the layout of `y = h @ down` before anything is sent?**
+# A **layout** says how a value is cut over the mesh ([lesson 00](00_setup.ipynb)): `h` is `b/dp s m/tp`, and `down` is `m/tp d`. **What is
+# the layout of `y = h @ down` before anything is sent?** (A sum that is not finished has a mark of its own behind the dims: lesson 02.)
 
 # %%
 layout_of_y = ...
@@ -247,11 +247,11 @@ assert words["Manual"] == words["Explicit"] == "refused"
 assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 
 # %% [markdown]
-# ## Why
+# ## Who sees the whole computation?
 #
-# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is off, and then
-# there is no error. (The check refuses a result that you declare equal on all devices if JAX cannot prove it equal.) Explicit stops *at the
-# line* with the mistake. JAX's message is long; `explain` turns it into the arrow that is missing:
+# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Here Manual is wrong only where its check is off, and
+# then there is no error. (The check refuses a result that you declare equal on all devices if JAX cannot prove it equal.) Explicit stops
+# *at the line* with the mistake. JAX's message is long; `explain` turns it into the arrow that is missing:
 
 # %%
 error = fates["Explicit"][-1]
@@ -261,7 +261,7 @@ if error:
     assert "(all-reduce over tp)" in explain(error)
 
 # %% [markdown]
-# ## Another mistake: a weight is cut along the wrong dim
+# ## Predict: a weight is cut along the wrong dim
 #
 # Now `down` is cut along its columns, `m d/tp` in place of `m/tp d`. **Is each program `"refused"`, `"right"` or `"wrong"`?**
 
@@ -315,7 +315,7 @@ assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 #
 # 1. A shape does not say whether a sum is finished. A layout does (`+tp`), and so does an explicit type (`U:tp`).
 # 2. Manual with its check off can give wrong values without an error. Leave the check on.
-# 3. With Auto a wrong layout does not change the values. It sends more, without an error: count what a compiled program sends.
+# 3. With Auto a wrong layout does not change the values. It may send more, without an error: count what a compiled program sends.
 # 4. Explicit refuses a line where a layout is ambiguous; `explain` names the missing arrow.
 
 # %% [markdown]

@@ -358,8 +358,9 @@ assert total(least) - sum(row["bytes_sent"] for row in rest) == gathered
 # %% [markdown]
 # ### Explicit axes, followed
 #
-# (The first example in chapter 10 of *How to Scale Your Model*, Austin et al. 2025, as first printed, was stopped like `squares`. Later
-# printings ask for `AxisType.Auto`.) The function from above, on explicit axes. Its first line now has the layout of `x`, and it sends what the cured one sends:
+# (The first example in chapter 10 of *How to Scale Your Model*, Austin et al. 2025, in its first version, was stopped like `squares`. Later
+# versions ask for `AxisType.Auto`.) The function from above, on explicit axes. Its first line now has the layout of `x`, and it sends what
+# the cured one sends:
 
 
 # %%

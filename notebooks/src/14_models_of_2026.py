@@ -146,8 +146,6 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 #   are computed, and one *rotary key*, which encodes the token's position.
 # - A **recurrent state** (linear attention) keeps no tokens: one matrix for each head, which each token changes.
 #
-# Numbers that one token adds: keys and values | the same, for the last w tokens | one latent | none.
-#
 # In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In all later layers one
 # expert is *shared*: it computes for all tokens.
 #
@@ -250,8 +248,9 @@ jax.clear_caches()  # another program follows, and a small machine has 2 GB
 # %% [markdown]
 # ## Predict: what does a recurrent state send?
 #
-# This is linear attention in its simplest form (Qwen's state also decays, so a rank sends its decays too). A state `S` begins at 0, each
-# token adds `kᵀ v` to it (`h` × `h` numbers), and its query reads `q S`. A rank needs the sum of all earlier ranks:
+# This is linear attention in its simplest form (Qwen's state also decays, and each token corrects it: a rank changes the state that comes
+# in, and hands on as many bytes). A state `S` begins at 0, each token adds `kᵀ v` to it (`h` × `h` numbers), and its query reads `q S`. A
+# rank needs the sum of all earlier ranks:
 
 
 # %%
@@ -402,7 +401,7 @@ show(
 )
 
 # %% [markdown]
-# ## Predict: which model fits my mesh?
+# ## Predict: how many GiB of state does each GPU hold?
 #
 # Take 64 GPUs of one rack (GB200). A plan may use 127 GiB of each. Training in float32 with Adam holds 16 bytes for each
 # parameter: weight, gradient and two moments, all cut over 64 devices. gpt-oss has 116.8e9 parameters, Qwen3.5 396.3e9,
@@ -461,8 +460,8 @@ for name, one in answers.items():
 #
 # ### A sink sends nothing
 #
-# gpt-oss adds an *attention sink*: one learned number for each head, beside the scores. It is a weight. It leaves nothing in the cache and
-# sends nothing.
+# gpt-oss adds an *attention sink*: one learned number for each head, beside the scores. It is a weight: it leaves nothing in the cache, and
+# no activation is sent for it.
 #
 # ### What the small model of DeepSeek's family gathers
 #

@@ -119,7 +119,7 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 #
 # The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its chips, by all its network ports:
 #
-# | | all ports, 50 GB/s each | fast links into a GPU | limit of a gather |
+# | | into the domain, by all ports of 50 GB/s | into one GPU, by fast links | the slower one limits |
 # |---|---|---|---|
 # | node of 8 H100s | 400 GB/s | 450 GB/s | the ports |
 # | rack of 72 GB200s | 3,600 GB/s | 900 GB/s | the fast links |
@@ -220,8 +220,8 @@ assert seconds[3] / seconds[2] < 1 + planner.ERROR
 
 # %% [markdown]
 # The same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16` leaves the node, and a step takes four times as
-# long. In the rack it takes 7 % longer, within the error: most messages hide, and of twice as many ranks twice as much stays visible. **`tp=16` is
-# allowed there, and gains nothing.**
+# long. In the rack it takes 7 % longer, within the error: most messages hide, but with twice as many ranks about twice as much stays
+# visible. **`tp=16` is allowed there, and gains nothing.**
 #
 # ## Predict: how wide must an expert be?
 #
@@ -295,8 +295,8 @@ assert 1.3 < without.time.step_s / eight < 1.45 and 1.45 < eight / rack < 1.6
 #
 # ## Predict: what do eight bits change?
 #
-# In 8 bits a matmul is up to twice as fast, in 4 bits four times. Links are as fast as before. The threshold of a GB200 was 2,664 tokens, with matmuls and
-# gathered weights of 16 bits. **What is it now?**
+# On a GB200 a matmul in 8 bits is up to twice as fast, in 4 bits up to four times. Links are as fast as before. The threshold of a GB200
+# was 2,664 tokens, with matmuls and gathered weights of 16 bits. **What is it now?**
 
 # %%
 bits = {
@@ -345,7 +345,8 @@ assert all(1.55 < a / b < 1.68 for a, b in zip(computes, computes[1:], strict=Fa
 #
 # 1. C/β: compute it again for each machine, and for each kind of its links. Newer GPUs need more tokens.
 # 2. `tp` hides its messages up to m/(C/β) devices, even where 72 GPUs share a switch.
-# 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. In a rack `ep` may be 64 without a loss.
+# 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. In a rack gpt-oss-120b loses nothing by
+#    `ep=64`.
 # 4. A pipeline is for slow links. For 405B on 256 GPUs in racks the planner leaves it out.
 # 5. Eight bits double C. Send eight bits too, or hidden messages become exposed.
 

@@ -524,13 +524,15 @@ if opened("16.prefix"):
     show(draw.slots(rows, "Keys and values of two requests; =: equal in all layers"))
 
 # %% [markdown]
-# So instructions come first and dates, names and questions last. Services that charge for tokens charge less for those already in the cache.
+# So instructions come first and dates, names and questions last. Many services that charge for tokens charge less for those already in the
+# cache.
 #
 # ### Speculative decoding
 #
-# A decode pass reads all weights for one token of a request; a pass for five tokens takes hardly longer. So a small *draft* model
-# guesses four tokens, and one pass of the large model checks them all (*speculative decoding*; Leviathan et al. 2023). It keeps the
-# guesses before the first wrong one, and adds one token of its own. The answer is that of the large model.
+# A decode pass reads all weights for one token of a request; with few requests a pass for five tokens takes hardly longer. So a small
+# *draft* model guesses four tokens, and one pass of the large model checks them all (*speculative decoding*; Leviathan et al. 2023). It
+# keeps the guesses before the first wrong one, and adds one token of its own. The answer is that of the large model (if tokens are sampled:
+# it has the large model's probabilities).
 
 # %% tags=["plumbing"]
 GUESSES, RIGHT = 4, (4, 1, 3)

@@ -227,7 +227,8 @@ assert {name.split()[0] for name, _ in bars[-2:]} == {"tp"}
 met("17.slowest", "tp", "recorded:")
 
 # %% [markdown]
-# Activations in every layer are the hardest to overlap, too (lessons 05, 10). So `tp` belongs inside the group of devices that fast links join: here a host (lesson 15 has larger ones).
+# And activations of every layer are the hardest to overlap (lessons 05, 10). So keep `tp` on fast links: here inside a host (lesson 15 has
+# larger groups).
 #
 # ## Predict: at how many tokens do both send the same?
 #
@@ -400,10 +401,10 @@ for function in (one_ring, two_level) if right else (one_ring,):
 # %% [markdown]
 # ### Who sends what to whom
 #
-# Which bytes cross depends on the algorithm. NCCL, which NVIDIA's GPUs use, sums long messages round a **ring**: each device sends to the
-# next one. Shorter ones it sums along **two trees**, each with half of the message: sums go up to the root, the result comes down ([NCCL
-# 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/), 2019). One edge of each tree lies between the
-# hosts, and the two roots are on different hosts. An all-to-all goes directly, a piece to each device.
+# Which bytes cross depends on the algorithm. NCCL, which NVIDIA's GPUs use, sums long messages round a **ring**, where no switch adds them
+# up: each device sends to the next one. Shorter ones it sums along **two trees**, each with half of the message: sums go up to the root,
+# the result comes down ([NCCL 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/), 2019). One edge of
+# each tree lies between the hosts, and the two roots are on different hosts. An all-to-all goes directly, a piece to each device.
 #
 # ### Exercise (expert): the law
 #
@@ -435,11 +436,11 @@ except TeamError as error:
     assert "has come back" in error.ends[1]
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
 # It does not know hosts. Under `--mode auto` it chooses other collectives, and other bytes cross.
 #
-# ## On your cluster
+# ### On your cluster
 #
 # Three ways to start the same thing. Each prints the job file of its engine; `--submit` hands it over. `site.toml` says what the
 # cluster is: partition, account, hosts, image.

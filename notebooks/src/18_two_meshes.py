@@ -9,8 +9,8 @@
 #     objectives:
 #     - Compute the fewest bytes, and the fewest rounds, that bring weights from one mesh
 #       to another, and plan a round.
-#     - Say what each of three ways sends that give Muon whole matrices, and from which
-#       batch on that is little.
+#     - Say what each of three ways sends that give Muon whole matrices, and what share of
+#       FSDP's bytes that is.
 #     - Compute what islands send if they average their weights every H steps, and say
 #       when that is data parallelism.
 # ---
@@ -18,8 +18,9 @@
 # %% [markdown]
 # # 18 · Two meshes, Muon, islands: what do they send?
 #
-# Three parts, one question: what must travel, and how often? From a *trainer*'s mesh to the mesh of a *sampler*, which writes the answers
-# that the trainer learns from. To Muon, an optimizer that needs whole matrices. And between *islands*, groups of devices on slow links.
+# A trainer's weight is cut over four devices. A *sampler*, which writes the answers that the trainer learns from, wants it on two others,
+# cut in another way. How few bytes must travel? Then the same question for Muon, an optimizer that needs whole matrices, and for *islands*,
+# groups of devices on slow links.
 
 # %% tags=["plumbing"]
 import os
@@ -190,8 +191,8 @@ if opened("18.plan"):
 # %% [markdown]
 # ## Part 2: Muon needs whole matrices
 #
-# The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. For that a device needs the whole matrix. But FSDP has cut
-# it. An all-to-all can make rows of all layers whole matrices of one layer:
+# Again: who lacks what? The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. For that a device needs the whole
+# matrix. But FSDP has cut it. An all-to-all can make rows of all layers whole matrices of one layer:
 
 # %%
 show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
@@ -203,7 +204,7 @@ show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
 #
 # - `gather`: each device gets all eight matrices.
 # - `owner`: each device gets all rows of one matrix, and computes. Then it sends the rows back. (Two all-to-alls.)
-# - `layer` (ZeRO 1): the reduce-scatter of gradients, which runs anyway, gives each device one whole layer in place of some rows of each.
+# - `layer` (ZeRO-1): the gradients are reduce-scattered anyway. Here each device gets one whole layer of them, not some rows of each.
 #
 # A matrix has 1 MiB (float32). An all-gather sends 7/8 of the result, an all-to-all 7/8 of what a device has. **How many MiB does a device
 # send in addition?**
@@ -301,8 +302,9 @@ met("18.flops", more_flops, "computed")
 # %% [markdown]
 # ## Part 3: islands
 #
-# Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a *worker*, and every H steps
-# all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023: AdamW inside, and Nesterov momentum on the averaged update.)
+# Again: how often must it travel? Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a
+# *worker*, and every H steps all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023: AdamW inside, and Nesterov momentum
+# on the averaged update.)
 #
 # ## Predict: what do islands send?
 #

@@ -109,8 +109,8 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | positions | each rank counts its positions from 0 |
 # | copies | each rank holds all of a value, where a part would be enough |
 #
-# The rules: read the program, then name a suspect. Your first guess is noted, and opens the clues and the cure. Each clue has a price, for
-# example one run: on a real cluster you would need that run to get the clue. To guess again, change the line `suspect = …` above the clues,
+# The rules: read the program, then name a suspect. Your first guess is noted, and opens the clues and the cure. Each clue has a price, a
+# look, a line or a run: on a real cluster you would need it to get the clue. To guess again, change the line `suspect = …` above the clues,
 # and run its cell again. (The stored copy shows all clues.)
 #
 # ## 1. The gradient norm that grows with tp
@@ -303,10 +303,10 @@ if opened("19.memory"):
 #    `zeros_like` depends on no input, so it takes no layout from the weights: *all* moments are put on one device, even if the weights are
 #    cut (jax-ml/jax, issue 26040, open).
 #
-# ## 4. The first loss is 11.4 in place of 2
+# ### 4. The first loss is 11.4 in place of 2
 #
-# A long sequence is cut into parts. Each rank has its part of the positions, and rotates queries and
-# keys by position:
+# A trained model is trained further, so its loss should begin near 2. It begins at 11.4, as if it had learned nothing. Its long sequences
+# are cut into parts. Each rank has its part of the positions, and rotates queries and keys by position:
 
 
 # %%
@@ -344,7 +344,7 @@ if opened("19.rotation"):
 # (thunlp/Seq1F1B, issue 6, 2025: there the parts come one after another; NVIDIA/Megatron-LM, pull request 5243, 2026, where with packed documents a rank took the positions 0, 3, 0, 3 in
 # place of 0, 3, 4, 7.)
 #
-# ## 5. The same answers, another loss
+# ### 5. The same answers, another loss
 #
 # A model is tuned on answers of different lengths. The same answers give another gradient if the batch is split into parts.
 # `counted` is 1 for each token that counts:
@@ -389,7 +389,7 @@ assert {row["collective"] for row in seen.rows} == {"all-reduce"}
 # (huggingface/transformers, issue 24725, 2023, and pull request 34191, 2024, with microbatches in place of ranks; ml-explore/mlx-lm, pull request
 # 1413, 2026. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.)
 #
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar check my_code:program my_code:reference       the first value that one device has differently
