@@ -19,8 +19,8 @@
 # # 18 · Two meshes, Muon, islands: what do they send?
 #
 # A trainer's weight is cut over four devices. A *sampler*, which writes the answers that the trainer learns from, wants it on two others,
-# cut in another way. How few bytes must travel? Then the same question for Muon, an optimizer that needs whole matrices, and for *islands*,
-# groups of devices on slow links.
+# cut otherwise. How few bytes must travel? Then the same for Muon, an optimizer that needs whole matrices, and for *islands*, groups of
+# devices on slow links.
 
 # %% tags=["plumbing"]
 import os

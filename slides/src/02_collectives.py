@@ -205,9 +205,10 @@ curves(
 # **Ask:** which axis belongs inside a node: the one that sends often, or the one that sends much? Both; and the one that sends
 # often cannot hide.
 #
-# **Misunderstanding:** that a faster link makes every message faster. Below a megabyte the start is all.
+# **Misunderstanding:** that a faster link makes every message faster. Below a megabyte nearly all of the time is starts.
 #
-# **On the board:** a ring of 8 would start 14 times. NCCL takes a tree for small messages: log₂ 8 = 3 levels. Our model counts one start for the call and one for each level, up and down: 8 of 4.1 µs.
+# **On the board:** a ring of 8 would start 14 times, a tree has log₂ 8 = 3 levels. (NCCL chooses by size and machine.) Our model counts a
+# tree: one start for the call and one for each level, up and down: 8 of 4.1 µs.
 # At 6.9 MB the bytes, 2 · 7/8 · 6.9 MB at 370 GB/s, take as long: 32.6 µs.
 #
 # **Source:** alpha-beta model, as in Thakur et al. 2005, "Optimization of collective communication operations in MPICH" (there β is

@@ -191,7 +191,7 @@ curves(
 
 # %% [markdown] tags=["notes"]
 # **Ask:** the rows per GPU stay the same. Why does the step grow at all from 8 to 16? Gradients now cross the network between
-# hosts, 800 Gb/s a node, and MaxText sums them at the end of the step.
+# hosts, 800 Gb/s a node, and what does not overlap is waited for.
 #
 # **Misunderstanding:** that each doubling costs the same. A ring sends 2Ψ(N−1)/N: half of it with two nodes, all but a sixteenth
 # with sixteen.

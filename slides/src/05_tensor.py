@@ -271,7 +271,7 @@ show(
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## The 8→16 cliff, measured
 #
-# A GPT of 3.6B on 64 A100s, batch 512; the best run of each degree. Inside the node each doubling of N costs some 10 %.
+# A GPT of 3.6B on 64 A100s, batch 512; the best run of each degree. Inside the node each doubling of N costs 10 to 14 %.
 # Beyond the node, the step takes **twice as long**.
 #
 # <footer>Measured: vTrain (Bang et al. 2024), in <code>tests/measured.json</code> · lesson <code>notebooks/05_tensor_parallelism</code></footer>

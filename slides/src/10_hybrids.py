@@ -62,7 +62,7 @@ from llmpar.predict.hardware import chip
 show(draw.links("pp=4 fsdp=4 tp=8", chip("h100")))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what happens if `tp` and `pp` change places? The all-reduces of every layer cross the network, at a ninth of the rate.
+# **Ask:** what happens if `tp` and `pp` change places? The all-reduces of every layer cross the network, at about a seventh of the rate.
 #
 # **Misunderstanding:** that a mesh is only a shape. The order of its axes is the wiring; `llmpar inspect` prints the link of each.
 #

@@ -89,7 +89,7 @@ curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=Tr
 # **Misunderstanding:** that the mesh of training serves best. There, tensor parallelism is for memory; here, it is for latency.
 #
 # **Source:** Pope et al. 2022; Austin et al. 2025, inference chapter. No constant is fitted to serving: of 15 published runs of an
-# engine half are within 10 % of these formulas.
+# engine half are within 13 % of these formulas.
 
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Choosing"
 # ## Rules of thumb, beside the planner

@@ -170,7 +170,7 @@ steps(draw.program([*HARMLESS], {"sent": {}}), draw.program([*HARMLESS], {"sent"
 # ## Explicit axes refuse instead of choosing
 #
 # `jax.make_mesh` makes them by default now, so published code stops: the first example of the scaling book's chapter 10, in its first
-# printing. `llmpar.explain` names the arrow that is missing:
+# version. `llmpar.explain` names the arrow that is missing:
 #
 # <footer>Austin et al. 2025, chapter 10: code of that kind · lesson <code>notebooks/13_your_own_code</code></footer>
 
@@ -192,7 +192,7 @@ Markdown(f'```python\njnp.einsum("bd,df->bf", x * x, w)  # both cut by X along d
 #
 # **Misunderstanding:** that an error is worse than a program that runs. It comes before the bill.
 #
-# **Source:** Austin et al. 2025, *How to Scale Your Model*; later printings ask for `AxisType.Auto`.
+# **Source:** Austin et al. 2025, *How to Scale Your Model*; later versions ask for `AxisType.Auto`.
 
 # %% [markdown] tags=["slide"] minutes=1
 # ## Mystery: the norm that grows with tp

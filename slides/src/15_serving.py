@@ -65,7 +65,7 @@ show(bound(PASSES, "The same model, three passes"))
 # **Misunderstanding:** that a faster chip makes tokens faster. One sequence computes for 0.03 of its 7 ms: memory must be faster.
 #
 # **Source:** Pope et al. 2022; Austin et al. 2025, inference chapter. Estimates: no constant is fitted to serving; of 15 published runs of
-# an engine half are within 10 %.
+# an engine half are within 13 %.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## What an inference engine manages
@@ -292,7 +292,7 @@ show(draw.table(cells, tuple(KINDS), "What each is known for"))
 # All cut heads over `tp`, most layers over `pp`, experts over `ep`, and run replicas.
 
 # %% [markdown] tags=["notes"]
-# Empty: not what it is known for. TensorRT-LLM's requests are answered by Triton Inference Server. vLLM runs on TPUs, too.
+# Empty: not what it is known for. TensorRT-LLM has a server of its own, and runs behind Triton Inference Server. vLLM runs on TPUs, too.
 #
 # **Ask:** which strategy of today does none of them use? FSDP: a gather of the weights for each token.
 #

@@ -152,7 +152,7 @@ bars(found, ("matmuls", "tensor-parallel links", "weights and gradients on links
 # %% [markdown] tags=["notes"]
 # **Ask:** hands for A, B, C, then: and in the rack? 7 % longer than `tp=8`, within the error. Allowed, and no gain.
 #
-# **Misunderstanding:** that 72 GPUs on one switch mean `tp=72`. tp hides up to m/(C/β): 20 for this model on GB200, 11 for 70B.
+# **Misunderstanding:** that 72 GPUs on one switch mean `tp=72`. tp hides up to m/(C/β): nearly 20 for this model on GB200, nearly 11 for 70B.
 #
 # **Source:** the planner's estimates, ± 11 %; the chip is the same in both, only the number of chips below a switch differs.
 
