@@ -34,7 +34,15 @@ BYTES = {
 _UNITS = (
     BYTES,
     {"a fraction of 1": 1, "times": 1, "per cent": 0.01},
-    {"weeks": 604800, "days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "ms": 1e-3},
+    {
+        "weeks": 604800,
+        "days": 86400,
+        "hours": 3600,
+        "minutes": 60,
+        "seconds": 1,
+        "ms": 1e-3,
+        "µs": 1e-6,
+    },
 )
 """Units that people count the same thing in, and their sizes."""
 SPELLINGS = {
@@ -49,6 +57,9 @@ SPELLINGS = {
     "min": "minutes",
     "mins": "minutes",
     "sec": "seconds",
+    "us": "µs",
+    "μs": "µs",
+    "microseconds": "µs",
     "a2a": "all-to-all",
     "all to all single": "all-to-all",
     "psum": "all-reduce",
