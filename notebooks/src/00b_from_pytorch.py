@@ -182,10 +182,7 @@ assert "out_specs which require replication" in refused
 # ## FSDP2 needs one more line: gather the weight before its use
 #
 # `fully_shard` stores a part of each weight on each GPU. By default its hooks gather a layer's weights before the layer runs, and free them
-# after it:
-
-# %%
-show(draw.gather_use_forget())
+# after it.
 
 
 # %%
@@ -210,6 +207,8 @@ compiled_kinds = {kind: sent_by(fsdp, w, x).count(kind) for kind in kinds}
 met("00b.fsdp", compiled_kinds, "compiled")
 assert sent_by(fsdp, w, x) == ["all-gather", "reduce-scatter"]
 assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
+if opened("00b.fsdp"):
+    show(draw.gather_use_forget())
 
 # %% [markdown]
 # `grad` wrote the second one: the backward pass of an all-gather sums over the devices, and gives each device its part of the sum. It

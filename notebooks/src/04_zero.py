@@ -242,13 +242,9 @@ def stage1(w, m1, m2, t, x, y):
 
 # %% [markdown]
 # ## Stage 3: gather, use, forget
-
-# %% tags=["plumbing"]
-show(draw.gather_use_forget())
-
-# %% [markdown]
-# While one layer is used, the next one is gathered. `jax.checkpoint` keeps nothing that a function computed: in the backward
-# pass the function runs again, and gathers again.
+#
+# A layer's weight is gathered, used and forgotten. `jax.checkpoint` keeps nothing that a function computed: in the backward pass
+# the function runs again, and gathers again.
 
 
 # %%
@@ -364,10 +360,12 @@ programs = {stage: checked(stage, function) for stage, function in hand.items()}
 found = {stage: round(psi) for stage, (_, psi) in programs.items()}
 met("04.sent", {0: found[0], 1: found[1], 2: 2, 3: found[3]}, "Ψ:")
 met("04.scatters", COUNTS[3]["reduce-scatter"])
+if opened("04.scatters"):
+    show(draw.gather_use_forget())
 
 # %% [markdown]
 # **The gradient of a gather is a reduce-scatter.** A weight was copied to all devices, so its gradient is a sum over all devices; each
-# device needs only its own rows of that sum.
+# device needs only its own rows of that sum. In the picture the next layer is gathered while one is used.
 #
 # So stage 1 divides the optimizer's memory by N and sends what stage 0 sends. Stage 3 sends one more Ψ: the second gather, for
 # the backward pass. (In stage 2, in *Further*, each layer's gradient is scattered as soon as it exists: 2Ψ too.)

@@ -449,8 +449,8 @@ for name, one in answers.items():
 #
 # 1. What does a token add to the cache? 2·k·h numbers (full), the same for the last w tokens (window), one latent for all
 #    heads, or nothing (a recurrent layer has one state).
-# 2. What travels along `sp`? Keys make n − 1 hops. A window's keys make only as many hops as the window reaches back, in ranks.
-#    Latents are sent in place of keys, by a gather or a ring. A state has the same size for any length.
+# 2. What travels along `sp`? Keys make n − 1 hops. With positions in order a window's keys make only as many hops as the window reaches
+#    back, in ranks. Latents are sent in place of keys, by a gather or a ring. A state has the same size for any length.
 # 3. `tp` cuts heads. It cuts no latent: each rank of `tp` keeps it whole.
 # 4. Only layers with experts send tokens over `ep`; dense layers and shared experts do not.
 # 5. Check the state first: all its bytes, divided by the devices. A state that does not fit needs more devices, not another mesh.
