@@ -134,8 +134,10 @@ attempt("04.memory_table", memory_gb)
 # %% tags=["plumbing"]
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
 bars = [(name, parts | {"activations": ACTIVATIONS}) for name, parts in bars]
-title = "Llama 3 8B on 8 GPUs: memory of each"
+title = "Llama 3 8B on eight H100s: memory of each"
+four = [(f"stage {stage}", held(stage, 4, 7e9)) for stage in range(4)]
 if opened("04.memory_table"):
+    show(draw.memory_bars(four, chip("a100-40").usable_bytes, "7B on four A100s"))
     show(draw.memory_bars(bars, h100.usable_bytes, title))
 sevens = [formulas.zero_bytes(7e9, 4, stage) for stage in range(4)]
 met("04.memory_table", {stage: held / 1e9 for stage, held in enumerate(sevens)}, "GB:")
@@ -149,7 +151,8 @@ assert sevens[3] < a100.usable_bytes < min(sevens[:3])
 assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
 
 # %% [markdown]
-# On eight H100s stage 1 is enough for 8B. On the four smaller A100s 7B needs stage 3. No stage cuts activations.
+# (The bars count GiB: 112 GB are 104 GiB.) On the four A100s 7B needs stage 3. On eight H100s, which are larger, stage 1 is enough for 8B.
+# No stage cuts activations.
 #
 # ## Predict: what does each device send?
 #

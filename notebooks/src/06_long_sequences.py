@@ -838,7 +838,7 @@ if SP > 1:
     a_token = sent["sp", "all-reduce"]["bytes_sent"]
     assert a_token == LLAMA.num_layers * 2 * small * (SP - 1) // SP
     turned = 2 * held.pop() * (SP - 1)
-    print(f"a token sends {a_token:,} B; to turn the cache would send {turned:,} B")
+    print(f"a token sends {a_token:,} B; the cache, round the ring, {turned:,} B")
 
 # %% [markdown]
 # ### On your cluster
