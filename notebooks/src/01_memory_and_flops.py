@@ -395,8 +395,8 @@ for name, _ in LINES:
 #
 # ### Other words for recomputation
 #
-# By default torchtitan's selective checkpointing keeps every *second* matmul: less than `selective` here. It calls `block` *full*. PyTorch
-# calls the whole idea activation checkpointing.
+# torchtitan's selective checkpointing by operations (`op`) keeps every *second* matmul: less than `selective` here. It calls `block`
+# *full*. PyTorch calls the whole idea activation checkpointing.
 #
 # ### Exercise (expert): which inputs to keep?
 #

@@ -201,7 +201,7 @@ assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 # ## ZB-V: three things are called the bubble
 #
 # ZB-V gives chunks of layers to the stages going down and then up again, in the shape of a V. So the first stage has the first layers
-# and the *last* ones. Its authors say that it has no bubble (Qi et al. 2024). Yet above it ends at 25.5, not at 24. Both are true:
+# and the *last* ones. Its authors say that it has no bubble (Qi et al. 2023). Yet above it ends at 25.5, not at 24. Both are true:
 
 # %% tags=["plumbing"]
 for starts, ends in zip(zb_v.start, zb_v.end, strict=True):

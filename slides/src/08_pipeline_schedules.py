@@ -145,7 +145,7 @@ show(draw.timelines(small, letters=False))
 #
 # ZB-V is published with a bubble of **zero**. But it ends at 25.5, not at 24. Ask which bubble is meant.
 #
-# <footer>Huang et al. 2018 · Narayanan et al. 2021 · Qi et al. 2023, 2024 · lesson <code>notebooks/08_pipeline_schedules</code></footer>
+# <footer>Huang et al. 2018 · Narayanan et al. 2021 · Qi et al. 2023 · lesson <code>notebooks/08_pipeline_schedules</code></footer>
 
 # %%
 assert small["ZB-V"].bubble == 0 and small["ZB-V"].makespan - small["ZB-V"].ideal == 1.5
