@@ -17,7 +17,7 @@
 # %% [markdown]
 # # 14 · Models of 2026: what do their layers keep and send?
 #
-# For one conversation of 131,072 tokens, Llama 3 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3 has more
+# For one conversation of 131,072 tokens, Llama 3.1 70B keeps 40 GiB: keys and values of each token, in each layer. DeepSeek-V3 has more
 # than nine times as many parameters and keeps a fifth of these bytes. Qwen3.5 keeps a tenth. What do their layers keep instead?
 
 # %% tags=["plumbing"]

@@ -117,7 +117,8 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# The chips that fast links join are a *domain*. A gather brings the weights into a domain once, for all its chips, by all its network ports:
+# The chips that fast links join are a *domain*. At best a gather brings the weights into a domain once, for all its chips, by all its
+# network ports:
 #
 # | | into the domain, by all ports of 50 GB/s | into one GPU, by fast links | the slower one limits |
 # |---|---|---|---|

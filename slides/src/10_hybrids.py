@@ -14,7 +14,7 @@ where(*TAKE_HOME)
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Hybrids"
 # ## 3-D: an axis for each kind of link
 #
-# Four nodes of four GPUs. `tp` sends most, in every layer: **inside a node**. `dp` sends once a step, `pp` least of all: between
+# Four nodes of four GPUs, Llama 3 8B. `tp` sends most, in every layer: **inside a node**. `dp` sends once a step, `pp` least of all: between
 # nodes.
 #
 # <footer>Narayanan et al. 2021; Llama Team 2024, section 3.3 · lesson <code>notebooks/10_hybrids</code></footer>
