@@ -1,7 +1,8 @@
 # %% [markdown] tags=["slide"] minutes=1
 # ## Poll: which order finishes first?
 #
-# These are the beginnings of five orders of the same work. Which finishes first? Which holds least?
+# These are the beginnings of five orders of the same work. Which finishes first? Which holds least? (A stage holds a microbatch from its
+# forward to the end of its backward.)
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code></footer>
 
@@ -13,7 +14,7 @@ from llmpar.plan.timetable import timetable
 
 FIVE = ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V")
 begun = {name: timetable(make(name.lower(), 4, 8)) for name in FIVE}
-show(draw.timelines(begun, until=9, letters=False))
+show(draw.timelines(begun, until=12, letters=False))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** two hands for each: first, and holds least. (ZB-V finishes first, 1F1B holds least. "What each order saves and costs" shows all of it.)
