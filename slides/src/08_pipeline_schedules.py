@@ -1,8 +1,7 @@
 # %% [markdown] tags=["slide"] minutes=1
 # ## Poll: which order finishes first?
 #
-# These are the beginnings of five orders of the same work. Which finishes first? Which holds least? (A stage holds a microbatch from its
-# forward to the end of its backward.)
+# Five orders of one work begin so. Which ends first? Which holds least until its backward is done?
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code></footer>
 
@@ -17,6 +16,8 @@ begun = {name: timetable(make(name.lower(), 4, 8)) for name in FIVE}
 show(draw.timelines(begun, until=12, letters=False))
 
 # %% [markdown] tags=["notes"]
+# A stage holds a microbatch from its forward to the end of its backward, both halves of it.
+#
 # **Ask:** two hands for each: first, and holds least. (ZB-V finishes first, 1F1B holds least. "What each order saves and costs" shows all of it.)
 #
 # **Misunderstanding:** that 1F1B is faster than GPipe. It holds less, in the same time.
