@@ -818,9 +818,9 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 # %% [markdown]
 # ### When tokens come one at a time
 #
-# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To send
-# it round the ring for every token would send more than a thousand times as much. The query goes to all ranks, which costs nothing (they
-# all computed it); each looks at its own share, and the partial results merge in two small sums.
+# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. The
+# query goes to all ranks, which costs nothing (they all computed it); each looks at its own share, and the partial results merge in two
+# small sums. To send the cache round the ring instead would take more than a thousand times the bytes.
 
 # %% tags=["plumbing"]
 POSITIONS, weights = 4096, llamas["ring"].state.params
