@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmpar.draw.strips import pattern, ring_held
+from llmpar.draw.geometry import rounds
+from llmpar.draw.strips import lettered, pattern
 from llmpar.explore import small
 from llmpar.explore.small import MemoryExplorer, RoutingExplorer, SumExplorer, TimelineExplorer
 from llmpar.model import moe
@@ -40,9 +41,9 @@ def test_a_figure_of_one_control_brings_all_its_answers(kind):
 
 @pytest.mark.parametrize("kind, ranks", [(kind, n) for kind in SumExplorer.known for n in (2, 4, 5)])
 def test_a_ring_hop_by_hop_ends_as_its_collective_does(kind, ranks):
-    hops = ring_held(kind, ranks)
-    assert (hops[0][1], hops[-1][1]) == pattern(kind, ranks)
-    assert sum(len(sends) for sends, _ in hops) == ranks * ranks * formulas.sent_bytes(kind, 1, ranks)
+    hops = rounds(kind, ranks)
+    assert tuple(lettered(hops[end]["held"]) for end in (0, -1)) == pattern(kind, ranks)
+    assert sum(len(hop["sends"]) for hop in hops) == ranks * ranks * formulas.sent_bytes(kind, 1, ranks)
     found = SumExplorer(collective=kind, ranks=ranks).document()["answer"]
     assert len(found["frames"]) == len(hops) == found["panels"]["picture"]["svg"].count("data-frame=")
 
@@ -180,10 +181,10 @@ def test_a_figures_router_chooses_as_the_model_does_and_drops_as_much():
 
 def test_a_transfer_follows_both_layouts():
     figure = small.TransferExplorer()
-    for before, after, rounds in [("d m", "d m/tp", 1), ("d/fsdp m/tp", "d m", 4)]:
+    for before, after, many in [("d m", "d m/tp", 1), ("d/fsdp m/tp", "d m", 4)]:
         figure.set(before=before, after=after)
         text = figure.scene.text
         plan = two_meshes(f"{before} @t -> {after} @s", {"t": "fsdp=2 tp=2", "s": "tp=4"}, (64, 128))
-        assert f"{plan.bound:,} B, rounds: {rounds}." in text and len(plan.rounds) == rounds
+        assert f"{plan.bound:,} B, rounds: {many}." in text and len(plan.rounds) == many
     third = {"sampler": "tp=3", "after": "d m/tp"}
     assert "is not a multiple of tp = 3" in figure.answer(figure.state | third)["says"]

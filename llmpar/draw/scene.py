@@ -10,6 +10,7 @@ import base64
 import functools
 import html
 import io
+import itertools
 import math
 import textwrap
 import tomllib
@@ -101,11 +102,6 @@ class Rect(_Item):
     def box(self) -> Box:
         return self.x, self.y, self.x + self.w, self.y + self.h
 
-    @property
-    def acts(self) -> bool:
-        """Return whether it can be clicked or dragged."""
-        return bool(self.act or self.op)
-
 
 @dataclass(frozen=True)
 class Text(_Item):
@@ -167,19 +163,17 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
     """Return the primitives inside groups, in drawing order, at their final places and in their frames."""
     out: list = []
     for item in items:
+        own = item.frame if frame == -1 else frame
         if isinstance(item, Group):
-            inside = item.frame if frame == -1 else frame
-            out += flatten(item.items, dx + item.dx, dy + item.dy, inside)
+            out += flatten(item.items, dx + item.dx, dy + item.dy, own)
             continue
-        at = (
-            {"points": tuple((x + dx, y + dy) for x, y in item.points)}
-            if isinstance(item, Line)
-            else {}
-        )
+        at: dict[str, Any] = {"frame": own}
+        if isinstance(item, Line):
+            at["points"] = tuple((x + dx, y + dy) for x, y in item.points)
+        else:
+            at |= {"x": item.x + dx, "y": item.y + dy}
         placed = object.__new__(type(item))  # several times as quick as `dataclasses.replace`
-        vars(placed).update(vars(item), **(at or {"x": item.x + dx, "y": item.y + dy}))
-        if frame != -1:
-            vars(placed)["frame"] = frame
+        vars(placed).update(vars(item), **at)
         out.append(placed)
     return out
 
@@ -424,7 +418,7 @@ class _Svg:
             self.paint(item.fill, item.stroke, item.width, item.dash),
             f'data-op="{item.op}"' if item.op else "",
             f"data-set={attribute(item.act)}" if item.act else "",
-            button if item.acts else "",
+            button if item.act or item.op else "",
         ]
         tip = f"<title>{escape(item.tip)}</title>" if item.tip else ""
         drawn = f"<rect {' '.join(filter(None, attributes))}>{tip}</rect>"
@@ -435,9 +429,8 @@ class _Svg:
     def pattern(self, hatch: str, stroke: str) -> str:
         """Return the name of a hatch in a colour."""
         name = f"llmpar-{'dots' if hatch == '.' else 'lines'}-{stroke}"
-        mark = f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
-        if hatch == ".":
-            mark = f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}'
+        line = f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
+        mark = f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}' if hatch == "." else line
         size = 'width="6" height="6" patternUnits="userSpaceOnUse"'
         self.patterns[name] = f'<pattern id="{name}" {size}>{mark}/></pattern>'
         return name
@@ -468,20 +461,19 @@ def to_svg(scene: Scene, live: bool = False) -> str:
     """Return the scene as one self-contained SVG, which follows the reader's light or dark setting or theme.
 
     The buttons of a form are in it where it is ``live``."""
-    svg, elements, frame = _Svg(), list[str](), -1
+    svg, elements = _Svg(), list[str]()
     write: dict[type, Callable[[Any], str]] = {Text: svg.text, Rect: svg.rect, Line: svg.line}
     items = [item for item in flatten(scene.items) if live or not item.live]
-    for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
-        if item.frame != frame:
-            elements += ["</g>"] * (frame != -1)
-            frame = item.frame
-            hidden = ' display="none"' * (frame != 0)
-            name = "moving" if frame == MOVING else frame
-            elements += [f'<g data-frame="{name}"{hidden}>'] * (frame != -1)
-        elements.append(write[type(item)](item))
-    elements += ["</g>"] * (frame != -1)
+    by_frame = lambda item: item.frame
+    for frame, group in itertools.groupby(sorted(items, key=by_frame), by_frame):
+        drawn = [write[type(item)](item) for item in group]
+        name = "moving" if frame == MOVING else frame
+        hidden = ' display="none"' * (frame != 0)
+        moves = [f'<g data-frame="{name}"{hidden}>', *drawn, "</g>"]
+        elements += drawn if frame == -1 else moves
     w, h = _n(scene.width), _n(scene.height)
-    role = "group" if any(isinstance(item, Rect) and item.acts for item in items) else "img"
+    acts = any(isinstance(item, Rect) and (item.act or item.op) for item in items)
+    role = "group" if acts else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="{role}"'
@@ -549,11 +541,9 @@ def to_png(scene: Scene, software: str = "") -> bytes:
                     "edgecolor": color[item.stroke],
                 }
                 axes.add_patch(FancyBboxPatch(facecolor="none", linewidth=0, **style))
-        elif item.fill:
-            axes.add_patch(Polygon(item.points, facecolor=color[item.fill], **stroke, **style))
         else:
-            stroke["color"] = stroke.pop("edgecolor")
-            axes.plot(*zip(*item.points, strict=True), solid_capstyle="butt", **stroke, **style)
+            area = {"closed": bool(item.fill), "facecolor": color[item.fill], "joinstyle": "round"}
+            axes.add_patch(Polygon(item.points, **area, **stroke, **style))
         if isinstance(item, Line) and item.head:
             axes.add_patch(Polygon(_head(item), facecolor=color[item.stroke], linewidth=0, **style))
     (canvas := FigureCanvasAgg(figure)).draw()

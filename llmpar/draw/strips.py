@@ -54,18 +54,9 @@ def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     }[kind]
 
 
-def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
-    """Return what is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each
-    device then holds. A part of a sum is handed on, a finished part is kept as well."""
-    out = [(list[list[int]](), pattern(kind, ranks)[0])]
-    for step in rounds(kind, ranks)[1:]:
-        before = out[-1][1]
-        after = [row[:] for row in before]
-        for source, target, part in step["sends"]:
-            after[target][part] = "".join(sorted({*before[source][part], *before[target][part]}))
-            after[source][part] *= bool(step["held"][source][part])
-        out.append((step["sends"], after))
-    return out
+def lettered(held: list[list[set[int]]]) -> Held:
+    """Return what devices hold (`geometry.rounds`) in the letters of the devices whose numbers it is."""
+    return [["".join("abcde"[rank] for rank in sorted(ranks)) for ranks in row] for row in held]
 
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
@@ -156,11 +147,12 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
     """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
     frames."""
-    hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
+    hops, panels, lines = rounds(kind, ranks), list[list](), list[str]()
     w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:
         w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
-    for k, (sends, rows) in enumerate(hops):
+    for k, hop in enumerate(hops):
+        sends, rows = hop["sends"], lettered(hop["held"])
         items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
         for r, row in enumerate(rows):
             new = [part for _, target, part in sends if target == r]

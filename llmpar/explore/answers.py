@@ -34,6 +34,20 @@ from llmpar.planner import planner
 from llmpar.predict import hardware
 from llmpar.predict.digits import about, banded, rounded
 
+AXIS_OF = {
+    "context_parallel": "sp",
+    "sequence_order": "sp",
+    "schedule": "pp",
+    "virtual_stages": "pp",
+    "stage_saves": "pp",
+    "tp_sequence": "tp",
+    "tp_comm_overlap": "tp",
+    "tp_dispatch": "tp",
+    "ep_node": "ep",
+    "expert_copies": "ep",
+    "dispatch": "ep",
+}
+"""The axis without which a field of a plan changes nothing."""
 Limits = dict[str, Allowed]
 """What values of a state may be, where their kind does not say it."""
 
@@ -118,26 +132,9 @@ def fields(state: dict, plan: Plan | None) -> list[dict]:
     """Return the plan's other fields as controls: the planner's choices, and those that were set by hand."""
     own = state["fields"]
     values = {name: getattr(plan, name, planner.GPU_SHARE) for name in OFFERED} | own
-    shown = [name for name in OFFERED if name in own or plan and matters(plan, name)]
+    live = lambda name: plan and (name not in AXIS_OF or plan.mesh.sizes[AXIS_OF[name]] > 1)
+    shown = [name for name in OFFERED if name in own or live(name)]
     return [OFFERED[name] | {"value": values[name], "yours": name in own} for name in shown]
-
-
-def matters(plan: Plan, name: str) -> bool:
-    """Return whether a field can change anything on this mesh."""
-    axis = {
-        "context_parallel": "sp",
-        "sequence_order": "sp",
-        "schedule": "pp",
-        "virtual_stages": "pp",
-        "stage_saves": "pp",
-        "tp_sequence": "tp",
-        "tp_comm_overlap": "tp",
-        "tp_dispatch": "tp",
-        "ep_node": "ep",
-        "expert_copies": "ep",
-        "dispatch": "ep",
-    }
-    return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
 
 
 def numbers(seen: View) -> dict[str, Any]:
@@ -236,20 +233,13 @@ def remedies(state: dict) -> list[dict]:
         return [offer(f"{name} {words}", "use it", model=name, **patch) for name in others]
     if state["node_size"] and works(state | {"node_size": 0}):
         return [offer("it works with the chip's own nodes", "use them", node_size=0)]
-    try:
-        state, shape = settle(state)
-    except ValueError:
-        state, shape = legible(state)
-        mesh = (
-            str(shape)
-            if works(state | {"mesh": str(shape)})
-            else nearest(state, shape, [shape.size])
-        )
-        return [
-            offer(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)
-        ] * bool(mesh)
-    offers = list[dict]()
-    if near := nearest(state, shape, [shape.size]):
+    (state, shape), is_read = legible(state)
+    near, offers = nearest(state, shape, [shape.size]), list[dict]()
+    if not is_read:
+        mesh = str(shape) if works(state | {"mesh": str(shape)}) else near
+        text = f"a mesh that works is {mesh}"
+        return [offer(text, "use it", mesh=mesh, devices=shape.size)] * bool(mesh)
+    if near:
         offers.append(offer(f"the nearest mesh that works is {near}", "use it", mesh=near))
     for name in state["fields"]:
         if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
@@ -282,25 +272,24 @@ def other_models(state: dict) -> list[str]:
         return [*dict.fromkeys([*near, kept])]
 
 
-def legible(state: dict) -> tuple[dict, MeshShape]:
-    """Return a state that cannot be read with a number of devices that can (its own, or the one before), and
-    its mesh: fsdp alone where none of that size is written."""
+def legible(state: dict) -> tuple[tuple[dict, MeshShape], bool]:
+    """Return a state in one spelling with its mesh, and whether it can be read. One that cannot has a number
+    of devices that can (its own, or the one before), and fsdp alone where no mesh of that size is written."""
+    with contextlib.suppress(ValueError):
+        return settle(state), True
     right = lambda n: isinstance(n, int) and 1 <= n <= MOST_DEVICES
     num = next(filter(right, (state["devices"], state["agreed"])), START["devices"])
     state, shape = state | {"devices": num, "agreed": num}, MeshShape(fsdp=num)
     with contextlib.suppress(ValueError):
         written = settle(state)[1]
         shape = written if written.size == num else shape
-    return state, shape
+    return (state, shape), False
 
 
 def elsewhere(state: dict) -> str:
     """Return in words how many devices a mesh would work on, where none works on these; no button changes
     that."""
-    try:
-        state, shape = settle(state)
-    except ValueError:
-        state, shape = legible(state)
+    (state, shape), _ = legible(state)
     n = shape.size
     fewer = sorted({*divisors(n), *(2**i for i in range(n.bit_length()))} - {n}, reverse=True)
     if works(state | {"mesh": str(shape)}) or nearest(state, shape, [n]):

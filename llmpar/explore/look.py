@@ -103,13 +103,9 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
     the mesh follows, over its axes and fsdp, to one that works if any does; if the mesh was changed the
     number does. Raise ValueError where one cannot be read."""
     for control in CONTROLS:
-        value = state[control["name"]]
         if control["kind"] == "int":
-            most = control.get("max", 1 << 24)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(
-                    f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}"
-                )
+            sizes = Allowed(int, 1, control.get("max", 1 << 24))
+            sizes.check(control["label"], state[control["name"]])
     state = _launched(state)
     if len(state["mesh"]) > 200:
         raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")

@@ -149,16 +149,15 @@ def chosen(seen: View) -> Tensor:
 
 def tensor_choice(seen: View) -> str:
     """Return a list to choose a tensor from, with the state's chosen."""
-    rows, now = tensors(seen), chosen(seen).name
-    options = []
-    for kind, title in _KINDS.items():
-        options.append(f"<optgroup label={attribute(title)}>")
-        for name in (row.name for row in rows if row.kind == kind):
-            mark = " selected" * (name == now)
-            options.append(
-                f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>"
-            )
-        options.append("</optgroup>")
+    now, groups = chosen(seen).name, defaultdict[str, str](str)
+    for row in tensors(seen):
+        mark = " selected" * (row.name == now)
+        value = attribute(json.dumps(row.name))
+        groups[row.kind] += f"<option value={value}{mark}>{escape(row.name)}</option>"
+    options = (
+        f"<optgroup label={attribute(title)}>{groups[kind]}</optgroup>"
+        for kind, title in _KINDS.items()
+    )
     select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
     return f"<label><b>{HOLDS}</b> {select}</label>"
 

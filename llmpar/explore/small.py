@@ -12,10 +12,11 @@ from typing import Any
 
 from llmpar.draw.charts import memory_bars, overlap
 from llmpar.draw.dispatch import expert_loads
+from llmpar.draw.geometry import rounds
 from llmpar.draw.hosts import traffic
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
-from llmpar.draw.strips import hop_words, ring_held, ring_sums
+from llmpar.draw.strips import hop_words, ring_sums
 from llmpar.explore import look
 from llmpar.explore.answers import Limits, offer, refused
 from llmpar.explore.explorer import Explorer
@@ -446,10 +447,9 @@ class SumExplorer(Figure):
     def answer(self, state: dict) -> dict:
         if wrong := self.malformed(state):
             return wrong
-        hops = range(len(ring_held(kind := state["collective"], n := state["ranks"])))
-        shown = [
-            {"seconds": 1.0, "text": f"{hop_words(kind, hop, n).capitalize()}."} for hop in hops
-        ]
+        kind, n = state["collective"], state["ranks"]
+        texts = (hop_words(kind, hop, n) for hop in range(len(rounds(kind, n))))
+        shown = [{"seconds": 1.0, "text": f"{text.capitalize()}."} for text in texts]
         return super().answer(state) | {"frames": shown, "says": ring_sums(kind, n).text}
 
     @property
