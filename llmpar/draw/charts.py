@@ -393,7 +393,7 @@ LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> Scene:
     """Draw schedules: for each iteration of a loop what computes, and below what is on the links (and on the
-    network between hosts, where an event names it); what waits for them is hatched.
+    network between hosts, where an event names it): filled where computing waits for it, else hollow.
 
     An iteration is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network",
     "name", "start_s", "end_s", "exposed_s"}`` in seconds from its begin. An event that names ``axes`` has
@@ -437,12 +437,8 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
             if event["lane"] != "compute":
                 times = time_text(event["end_s"] - event["start_s"]), time_text(event["exposed_s"])
                 lines.append(f"  {event['name']}: {times[0]}, {times[1]} exposed")
-    meaning = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key: list[tuple] = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
-    key.append(("edge", "computing waits for it", "/"))
-    if column or any(names.values()):
-        key = [(fill, f"{lane}: exposed, computing waits") for lane, fill in [*lanes.items()][1:]]
-        key += [("paper", "hollow: hidden behind computing")] * bool(key)
+    sends = [(fill, f"{lane}: exposed, computing waits") for lane, fill in [*lanes.items()][1:]]
+    key = [*sends, *[("paper", "hollow: hidden behind computing")] * bool(sends)]
     drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join(lines), column=column)
 
@@ -453,28 +449,20 @@ def _shared_s(one: dict, other: dict) -> float:
 
 
 def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool) -> list:
-    """Return an event in its box, the ``w_open`` pixels of it that computing waits for, and its name.
-
-    With axes it is hollow beside computing and filled where computing waits; else what waits is hatched.
-    Of ``crowded`` events names would lie on one another."""
-    axes, full = (
-        event.get("axes"),
-        f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}",
-    )
+    """Return an event in its box, and its name. What is sent is hollow beside computing, and filled in the
+    last ``w_open`` pixels, where computing waits. Of ``crowded`` events names would lie on one another."""
+    full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
     fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
-    if axes:
+    if axes := event.get("axes"):
         fill, stroke = axis_colours(axes[0])
-    hollow, hatch = bool(axes) and w_open < 0.99 * box.w, "" if axes else "/"
-    width, waits = (
-        0.75 if box.w > 3 else 0.25,
-        event["exposed_s"] > 0 and event["lane"] != "compute",
-    )
+    sent, width = event["lane"] != "compute", 0.75 if box.w > 3 else 0.25
+    hollow = sent and w_open < 0.99 * box.w
     box = replace(box, fill="paper" if hollow else fill, stroke=stroke, width=width, tip=full)
     items: list = [box]
-    if waits:
+    if sent and event["exposed_s"] > 0:
         x = box.x + box.w - w_open
-        items.append(Rect(x, box.y, w_open, box.h, fill, stroke, 0.75, hatch, tip=f"waits {full}"))
-    if box.w > 24 and not crowded and not (hatch and waits):
-        w = box.w - w_open * (box.fill == "paper")
+        items.append(Rect(x, box.y, w_open, box.h, fill, stroke, 0.75, tip=f"waits {full}"))
+    if box.w > 24 and not crowded:
+        w = box.w - w_open * hollow
         items += fitting_text(box.x + w / 2, box.y + 16, w - 4, full, event["name"], on=box.fill)
     return items

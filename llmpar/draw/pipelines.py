@@ -313,9 +313,8 @@ def _operations(
         tip = f"stage {stage}, {name}: {did}"
         cell = Rect(x, y, w, tall, fill, *look, dash=bool(unrun), tip=tip, op=drag)
         items.append(cell)
-        first = w
-        if fill == "B" and half < 1:
-            first = x_of(start + half * (end - start)) - x
+        first = x_of(start + half * (end - start)) - x if fill == "B" else w
+        if w - first > 0.5:
             left, right, top, low = x + first, x + w - 0.5, y + 0.5, y + tall - 0.5
             corners = (left, top), (right, top), (right, low), (left, low)
             items.append(Line(corners, "W", 0.25, fill="W"))
