@@ -33,6 +33,14 @@ IDLE = "paper/"  # the role of a bubble
 MOST_PARTS, MOST_SENT = 9, 6
 MAP_NAMES = 10  # of the fastest that fit
 MAP_CAPACITIES = 1.6  # how far beyond a device's memory, and what is ringed, a map goes
+_ROUND = [float(f"{digit}e{power}") for power in range(-9, 6) for digit in (1, 2, 5)]
+ROUND_BYTES = [n * 1024.0**power for power in range(6) for n in _ROUND if 1 <= n < 1000]
+ROUND_SECONDS = [
+    *(s for s in _ROUND if s < 600),
+    *(60 * s for s in _ROUND if 600 <= 60 * s < 7200),
+    *(3600 * s for s in _ROUND if 7200 <= 3600 * s),
+]
+"""What stands beside the axes of a map: round as `time_text` says it, in seconds, minutes or hours."""
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
@@ -250,10 +258,10 @@ def mesh_map(
     near = [point for point in points if point.bytes <= most]
     shown = [*dict.fromkeys([*near, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
-    y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)
+    y_of, times = _log([point.seconds for point in shown], bottom, 0, ROUND_SECONDS)
     left = max([text_width(time_text(v), SMALL) for v in times] + [33]) + 10
     x_of, sizes = _log(
-        [point.bytes for point in shown] + [capacity] * bool(capacity), left, right, 1024.0
+        [point.bytes for point in shown] + [capacity] * bool(capacity), left, right, ROUND_BYTES
     )
     at = lambda point: (x_of(point.bytes), y_of(point.seconds))
     area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
@@ -339,15 +347,13 @@ def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
     return [*items, *names]
 
 
-def _log(values: list[float], start: float, end: float, thousand: float):
-    """Return a logarithmic scale from ``start`` to ``end`` pixels, and the round numbers on it."""
+def _log(values: list[float], start: float, end: float, round_numbers):
+    """Return a logarithmic scale from ``start`` to ``end`` pixels, and the ``round_numbers`` on it."""
     low, high = min(values) / 1.25, max(values) * 1.25
     spare = max(1.0, math.sqrt(6 * low / high))
     low, high = low / spare, high * spare
     of = lambda v: start + (end - start) * math.log(v / low) / math.log(high / low)
-    unit = thousand ** math.floor(math.log(low, thousand))
-    steps = [s * t * u for u in (unit, unit * thousand) for t in (1, 10, 100) for s in (1, 2, 5)]
-    return of, [v for v in steps if low <= v <= high]
+    return of, [v for v in round_numbers if low <= v <= high]
 
 
 def _ranking(points: list[MeshPoint], top: float) -> list:

@@ -165,19 +165,19 @@ class Cells:
                 text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
                 items.append(small_text(right - 10, y, text, "end", axis_line(axis)))
         for line, (axis, stride) in enumerate(self.top):
-            for cell in range(0, self.columns, stride):
+            cells, y = range(0, self.columns, stride), 1.3 * pixels(SMALL) * (line + 0.4)
+            lows = [self.ranges(cell)[axis][0] for cell in cells]
+            names = [self.name(axis, cell) for cell in cells]
+            if axis in sides:  # from the row's first one on
+                names = [f"+{low - lows[0]}" for low in lows]
+            forms = names, [name.split()[-1] for name in names], list(map(str, lows))
+            room = stride * (self.w + GAP) - 6
+            fits = lambda *texts, room=room: all(text_width(text, SMALL) <= room for text in texts)
+            short = next((form for form in forms if fits(*form)), forms[-1])
+            first = names[0] if fits(names[0]) else short[0]
+            for cell, name in zip(cells, [first, *short[1:]], strict=True):
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
-                low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
-                # from the row's first one on
-                name = f"+{low}" if axis in sides else self.name(axis, cell)
-                texts = name, name.split()[-1], str(low)
-                fits = [
-                    text for text in texts if text_width(text, SMALL) + 6 <= stride * (self.w + GAP)
-                ]
-                short = (*fits, texts[-1])[0]
-                items.append(
-                    small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis))
-                )
+                items.append(small_text(x, y, name, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
             (x, y), (end, bottom) = self.at(cell), self.at(cell + self.per - 1)
             box = x - 4, y - 4, end + self.w - x + 8, bottom + self.h - y + 8

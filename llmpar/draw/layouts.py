@@ -384,7 +384,7 @@ def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], sha
     they are wide."""
     parts = [_tensor(x, shape, sizes, layouts) for x in layouts]
     wide = [max(text_width(word, SMALL) for word in texts) + 10 for texts in words]
-    down = sum(bounds(part)[2] for part in parts) + sum(wide) > 500 * len(parts)
+    down = sum(bounds(part)[2] for part in parts) + sum(wide) > 1000
     blocks = parts[:1]
     for lines, color, width, part in zip(words, colors, wide, parts[1:], strict=True):
         tall = 18 * len(lines)

@@ -542,7 +542,11 @@ def to_png(scene: Scene, software: str = "") -> bytes:
                 }
                 axes.add_patch(FancyBboxPatch(facecolor="none", linewidth=0, **style))
         else:
-            area = {"closed": bool(item.fill), "facecolor": color[item.fill], "joinstyle": "round"}
+            area: dict[str, Any] = {
+                "closed": bool(item.fill),
+                "facecolor": color[item.fill],
+                "joinstyle": "round",
+            }
             axes.add_patch(Polygon(item.points, **area, **stroke, **style))
         if isinstance(item, Line) and item.head:
             axes.add_patch(Polygon(_head(item), facecolor=color[item.stroke], linewidth=0, **style))

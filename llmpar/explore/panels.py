@@ -39,8 +39,8 @@ from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 _PLACES = {
     "over": {"launch": "Your launch line", "beside": "Side by side"},
     "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
-    "middle": {"grid": "Devices", "layer": "One layer"},
-    "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
+    "middle": {"grid": "Devices", "layer": "One layer", "explain": "Why this number"},
+    "right": {"map": "All meshes", "sent": "Sent"},
     "below": {
         "code": "Take it along: as code, or for another framework",
         "serve": "Served by an engine",
