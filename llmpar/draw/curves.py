@@ -117,16 +117,12 @@ def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
         piece = list(part) if known else []
         if len(piece) > 1:
             items.append(Line(tuple(piece), color, 2.5, dashed))
-        if marker or len(piece) == 1:
-            items += [_dot(x, y, marker or "o", color) for x, y in piece]
+        for x, y in piece if marker or len(piece) == 1 else ():
+            corners = (x - 6, y + 5), (x + 6, y + 5), (x, y - 6)
+            round_off = 0 if marker == "s" else DOT
+            dot = Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=round_off)
+            items.append(Line(corners, color, 1, fill=color) if marker == "^" else dot)
     return items
-
-
-def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
-    """Return a point of a curve."""
-    if marker == "^":
-        return Line(((x - 6, y + 5), (x + 6, y + 5), (x, y - 6)), color, 1, fill=color)
-    return Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=DOT * (marker == "o"))
 
 
 def loss_curve(losses, reference=None) -> Scene:

@@ -8,7 +8,6 @@ devices is drawn once (`one_tensor`). Frame 0 (`scene.Group`) is at rest; frame 
 
 import json
 import math
-import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
 from llmpar.draw.scene import (
     LIGHT,
     MOVING,
-    PLAIN_EM,
     SMALL,
     Group,
     Items,
@@ -30,6 +28,7 @@ from llmpar.draw.scene import (
     compose,
     fitting_text,
     legend,
+    paragraph,
     pixels,
     size_text,
     small_text,
@@ -540,11 +539,7 @@ def _captions(segments: list[Segment]) -> list[Group]:
 
 def _lines(text: str, fill: str, frame: int, top: float = 0) -> Group:
     """Return a text of a frame in lines as wide as the column."""
-    lines = textwrap.wrap(text, int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2)
-    items = [
-        small_text(0, 1.3 * pixels(SMALL) * i, line, "start", fill) for i, line in enumerate(lines)
-    ]
-    return Group(tuple(items), dy=top, frame=frame)
+    return Group(tuple(paragraph([text], COLUMN - 16, SMALL, fill)), dy=top, frame=frame)
 
 
 def segment_words(segment: Segment) -> str:

@@ -316,28 +316,29 @@ class Scene:
         )
 
 
+def paragraph(texts, wide: float, role: str, fill: str, bold: bool = False) -> list[Text]:
+    """Return texts in lines that are at most so ``wide``, each from a line of its own on."""
+    size = pixels(role)
+    letters = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
+    lines = [line for text in texts for line in textwrap.wrap(text, letters)]
+    return [
+        Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)
+    ]
+
+
 def compose(
     title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0
 ) -> Scene:
     """Draw a scene of blocks below one another, between a title above and notes below; as large as it needs
     to be. In a ``column`` of so many pixels the title is left to the page around it."""
 
-    def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
-        size = pixels(role)
-        letters = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
-        lines = [line for text in texts for line in textwrap.wrap(text, letters)]
-        return [
-            Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold)
-            for i, line in enumerate(lines)
-        ]
-
     wide = (
         column - 2 * margin
         if column
         else max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
     )
-    head = [] if column else paragraph([title], TITLE, "ink", True)
-    parts = [head, *blocks, paragraph(notes, SMALL, "soft")]
+    head = [] if column else paragraph([title], wide, TITLE, "ink", True)
+    parts = [head, *blocks, paragraph(notes, wide, SMALL, "soft")]
     items = stack([part for part in parts if part], 8 if column else 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)

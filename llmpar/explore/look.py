@@ -28,19 +28,31 @@ from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import hardware, memory
 from llmpar.predict.layer import Segment, layer_segments
 
-_CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
-_HOW = {
+_MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
+_SEEN = {
+    "device": 0,
+    "tensor": "weight blocks.ffn.gate",
+    "explain": "",
+    "pinned": "",
+    "launch": "",
+    "launched": 0,
+    "serve": "",
+}
+START: dict[str, Any] = {
+    "model": "llama3-8b",
+    "chip": "h100",
+    "devices": 8,
+    "batch_size": 16,
+    "seq_len": 4096,
     "mesh": "dp=2 fsdp=2 tp=2",
     "fields": {},
     "agreed": 8,
     "own": {},
     "own_chips": {},
     "config": "",
+    **_MACHINE,
+    **_SEEN,
 }
-_MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
-_SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": "", "pinned": ""}
-_SEEN |= {"launch": "", "launched": 0, "serve": ""}
-START: dict[str, Any] = _CASE | _HOW | _MACHINE | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
