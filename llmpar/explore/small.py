@@ -18,7 +18,7 @@ from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_sums
 from llmpar.explore import look
-from llmpar.explore.answers import Limits, offer, refused
+from llmpar.explore.answers import Limits, offer, refused, unanswered
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
 from llmpar.files import Allowed
@@ -34,8 +34,11 @@ from llmpar.predict.workload import POLICIES
 
 
 class Figure(Explorer):
-    """What small figures share. One with a single control brings all its answers along; ``only`` names a
-    control to be left alone with, without what stands below the picture but words."""
+    """What small figures share. One with a single control brings all its answers along, another those to its
+    first control where that is what it ``brings``; ``only`` names a control to be left alone with, without
+    what stands below the picture but words."""
+
+    brings = ""
 
     def __init__(self, only: str = "", **state):
         if only:
@@ -45,9 +48,9 @@ class Figure(Explorer):
         super().__init__(**state)
 
     def stored(self) -> list[dict]:
-        if len(self.controls) > 1:
+        only = self.controls[0]
+        if len(self.controls) > 1 and only["name"] != self.brings:
             return []
-        (only,) = self.controls
         values = only.get("options") or range(only["min"], only["max"] + 1, only.get("step", 1))
         others = [value for value in values if value != self.state[only["name"]]]
         return [self.state | {only["name"]: value} for value in others]
@@ -173,7 +176,7 @@ class TimelineExplorer(Figure):
 
     def answer(self, state: dict) -> dict:
         if wrong := self.malformed(state):
-            return wrong
+            return unanswered(state) | wrong
         if state["move"]:
             return self.move(state)
         reply, known, own = super().answer(state), dict[str, Timetable](), None
@@ -362,7 +365,7 @@ class MemoryExplorer(Figure):
         "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
         " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
     )
-    title, kind = "ZeRO explorer", "memory"
+    title, kind, brings = "ZeRO explorer", "memory", "microbatches"
     sentence = (
         "In {microbatches} microbatches, train {model} on {batch_size} sequences of {seq_len} tokens,"
         " as {mesh} of {chip}, recomputing {remat}"
@@ -394,10 +397,6 @@ class MemoryExplorer(Figure):
         {"name": "chip", "kind": "choice", "label": "chip"}
         | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
-
-    def stored(self) -> list[dict]:
-        others = (n for n in self.controls[0]["options"] if n != self.state["microbatches"])
-        return [self.state | {"microbatches": n} for n in others]
 
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
@@ -444,13 +443,11 @@ class SumExplorer(Figure):
     def draw(self, state: dict) -> Scene:
         return ring_sums(state["collective"], state["ranks"], moving=True)
 
-    def answer(self, state: dict) -> dict:
-        if wrong := self.malformed(state):
-            return wrong
+    def completed(self, state: dict, reply: dict) -> dict:
         kind, n = state["collective"], state["ranks"]
         texts = (hop_words(kind, hop, n) for hop in range(len(rounds(kind, n))))
         shown = [{"seconds": 1.0, "text": f"{text.capitalize()}."} for text in texts]
-        return super().answer(state) | {"frames": shown, "says": ring_sums(kind, n).text}
+        return reply | {"frames": shown, "says": ring_sums(kind, n).text}
 
     @property
     def scene(self) -> Scene:

@@ -98,10 +98,7 @@ class SpecsExplorer(Explorer):
         route = [layouts[0], *map(_layout, hops)]
         return resharded(route, steps, shape, sizes, _BYTES[state["dtype"]])
 
-    def answer(self, state: dict) -> dict:
-        reply = super().answer(state)
-        if reply["refusal"]:
-            return reply
+    def completed(self, state: dict, reply: dict) -> dict:
         (sizes, shape, layouts), hops = self.read(state), self.hops(state)
         sent = sum(hop.bytes_sent for hop in hops)
         plain = sum(hop.bytes_sent for hop in self.hops(state, plain=True))
@@ -175,10 +172,7 @@ class HloExplorer(Explorer):
     def draw(self, state: dict) -> Scene:
         return look_at_text(state["text"], state["mesh"]).picture()
 
-    def answer(self, state: dict) -> dict:
-        reply = super().answer(state)
-        if reply["refusal"]:
-            return reply
+    def completed(self, state: dict, reply: dict) -> dict:
         seen = look_at_text(state["text"], state["mesh"])
         rows = "".join(f"<tr>{tagged('td', map(escape, row))}</tr>" for row in words_of(seen.rows))
         head, _, rest = str(seen).partition("\n")
