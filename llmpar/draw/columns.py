@@ -18,6 +18,7 @@ from llmpar.draw.scene import (
     Text,
     boxed,
     compose,
+    on_paper,
     size_text,
     small_text,
     style_of,
@@ -314,13 +315,11 @@ def _labels(rings: dict[str, tuple[float, float]], first, dots, fits: float, are
     ranks = {str(rank): place for rank, place in enumerate(first, 1)}
     for label, (x, y) in (rings | ranks).items():
         text = _beside(x, y, label, taken, dots, area, _BESIDE[label in rings])
-        x0, y0, x1, y1 = text.box
         taken.append(text.box)
         to = text.x + (x - text.x) / 3, text.y + (y - text.y) / 3
         is_far = label in ranks and math.dist((x, y), to) > 12
         items += [Line(((x, y), to), "soft", 0.75)] * is_far
-        under = Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3)
-        items += [under] * (label in rings) + [text]
+        items += on_paper(text) if label in rings else [text]
     return items
 
 

@@ -14,6 +14,7 @@ from llmpar.draw.scene import (
     Scene,
     Text,
     compose,
+    on_paper,
     pixels,
     small_text,
     text_width,
@@ -91,7 +92,8 @@ def curves(
     # names that end together stand apart
     for end, right, name, color in sorted(ends, reverse=True):
         lowest = min(end, lowest - 1.3 * pixels(BODY))
-        items.append(Text(right + 12, lowest, name, fill=color, bold=True))
+        label = Text(right + 12, lowest, name, fill=color, bold=True)
+        items += on_paper(label) if right < wide else [label]
     texts += [f"marked: {what}" for _, what in marks]
     return compose(title or f"{y} over {x}", [items], "\n".join([f"{y} over {x}", *texts]))
 

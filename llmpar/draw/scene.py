@@ -204,6 +204,12 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
     return Text(x, y, text, SMALL, anchor, fill)
 
 
+def on_paper(text: Text) -> list:
+    """Return a text on a piece of paper, which hides what it would cross."""
+    x0, y0, x1, y1 = text.box
+    return [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
+
+
 def fitting_text(
     x: float, y: float, wide: float, *texts: str, on: str = "", fill: str = ""
 ) -> list[Text]:
