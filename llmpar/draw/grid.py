@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
-from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
+from llmpar.draw.geometry import coordinates, groups, slices, strides
 from llmpar.draw.scene import (
     LIGHT,
     MOVING,
@@ -44,8 +44,8 @@ from llmpar.predict.layer import Segment
 MOST_APART, MOST_CELLS = 8, 64
 """The most devices that are drawn at rest, each with its tensor, and the most cells: above, they stand for
 blocks of devices."""
-COLUMN, _BESIDE, GRID_MARGIN, GAP = 560, 400, 4, 4
-"""The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
+COLUMN, GRID_MARGIN, GAP = 560, 4, 4
+"""The width of a picture, its margin, and what parts two cells, in pixels."""
 _RING_WORDS = {
     "all-gather": "pieces go round the ring",
     "reduce-scatter": "sums go round the ring",
@@ -578,44 +578,3 @@ def layer_lanes(segments: list[Segment], count: int = 1) -> Scene:
     (`frames`)."""
     layer = {"name": "a layer forward", "count": count, "events": [vars(one) for one in segments]}
     return two_lanes([layer], "One layer in time", COLUMN)
-
-
-def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
-    """Draw a collective among 2 to 16 devices as a film of at most ``most`` rounds (`geometry.rounds`):
-    devices on a circle, arrows for what is sent. A device has a bar for each block, as high as the part that
-    it holds: of a sum the number of partial sums, of a transpose that of the pieces for the rank."""
-    g, steps, color = len(members), rounds(kind, len(members)), f"{axis}-line"
-    if not 2 <= g <= 16:
-        raise ValueError(f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to 16")
-    last, w, h = len(steps) - 1, 24.0 if g <= 8 else 2.0 * g, 16.0
-    shown = sorted({round(i * last / min(last, most - 1)) for i in range(min(last + 1, most))})
-    full = max(len(ranks) for step in steps for row in step["held"] for ranks in row)
-    radius, film, lines = max(42.0, g * w / 6), list[list](), list[str]()
-    angles = [2 * math.pi * rank / g for rank in range(g)]
-    spots = [(1.25 * radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
-    for t in shown:
-        counts = [[len(ranks) for ranks in row] for row in steps[t]["held"]]
-        name = f"round {t} of {last}" if t else "before"
-        items: list = [small_text(0, -radius - 34, name, fill="ink")]
-        for source, target, _ in steps[t]["sends"]:
-            (x0, y0), (x1, y1) = spots[source], spots[target]
-            ends = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.3, 0.7)]
-            items.append(Line(tuple(ends), color, 1.5, head=True))
-        for rank, (x, y) in enumerate(spots):
-            items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
-            for b, count in enumerate(counts[rank]):
-                bar = x - w / 2 + b * w / g, y + h / 2 - h * count / full, w / g, h * count / full
-                items += [Rect(*bar, axis, color, 0.5)] * (count > 0)
-            spot, anchor = (x, y + (15 if y > 0 else -15)), "middle"
-            if abs(x) > 1.1 * radius:
-                spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"
-            items.append(small_text(*spot, str(members[rank]), anchor))
-        film.append(items)
-        lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in counts))
-    across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
-    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
-    title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
-    note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(
-        title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE
-    )

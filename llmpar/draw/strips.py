@@ -6,7 +6,7 @@ letter of the device whose numbers it is, a sum those of all whose numbers are i
 
 import math
 
-from llmpar.draw.charts import count_noun
+from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
 from llmpar.draw.scene import (
@@ -21,6 +21,7 @@ from llmpar.draw.scene import (
     Text,
     bounds,
     compose,
+    fitting_text,
     pixels,
     small_text,
     stack,
@@ -29,6 +30,7 @@ from llmpar.draw.scene import (
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
+_BESIDE, LETTERS = 400, "abcdefgh"
 # [device, part]: the letters of the devices whose numbers are added up in it
 Held = list[list[str]]
 PATTERNS = {
@@ -43,7 +45,7 @@ PATTERNS = {
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     """Return what each device holds before a collective and after it."""
-    letters, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
+    letters, each, only = LETTERS[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
     own, all_of = [[letter] * ranks for letter in letters], [list(letters) for _ in each]
     return {
         "all-gather": ([[only(r, p, letters[p]) for p in each] for r in each], all_of),
@@ -56,7 +58,7 @@ def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
 
 def lettered(held: list[list[set[int]]]) -> Held:
     """Return what devices hold (`geometry.rounds`) in the letters of the devices whose numbers it is."""
-    return [["".join("abcde"[rank] for rank in sorted(ranks)) for ranks in row] for row in held]
+    return [["".join(LETTERS[rank] for rank in sorted(ranks)) for ranks in row] for row in held]
 
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
@@ -73,18 +75,22 @@ def hop_words(kind: str, hop: int, ranks: int) -> str:
     )
 
 
-def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
-    """Return a device: its name, and below it the parts, with a stripe for each device whose numbers are in
-    one; dashed where there is none; what is ``new`` is outlined. An ``index`` stands behind its letter."""
-    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, Items()
-    items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
-    items += [small_text(w / 2, h / 2, name, fill="black")] * big
+def column(
+    rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=(), name: str = ""
+) -> list:
+    """Return a device: its ``name``, else its rank, and below it the parts, with a stripe for each device
+    whose numbers are in one; dashed where there is none; what is ``new`` is outlined. An ``index`` stands
+    behind its letter."""
+    name, big, tint = name or f"{rank}", h > 11, OTHERS[rank % len(OTHERS)]
+    items: list = [Rect(0, 0, w, h if big else 3, tint, "edge", 0.75, radius=2)]
+    items += fitting_text(w / 2, h / 2, w * big, f"device {name}", name, on=tint)
     for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
         y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
         for i, letter in enumerate(letters):
-            items.append(Rect(i * wide, y, wide, h, OTHERS["abcde".index(letter)], "edge", 0.5))
-            text = letter + "".join(index[p : p + 1])
-            items += [small_text((i + 0.5) * wide, y + h / 2, text, fill="black")] * big
+            tint, text = OTHERS[LETTERS.index(letter) % len(OTHERS)], "".join(index[p : p + 1])
+            items.append(Rect(i * wide, y, wide, h, tint, "edge", 0.5))
+            middle = (i + 0.5) * wide, y + h / 2
+            items += fitting_text(*middle, wide * big, letter + text, on=tint)
             items += [small_text(i * wide, y + h / 2, "+", fill="black")] * (i > 0 and wide > 13)
         look = ("ink", 2.5) if p in new else ("edge", 0.75)
         items.append(Rect(0, y, w, h, "" if letters else "paper", *look, dash=not letters))
@@ -144,34 +150,70 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     return compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
 
 
+def _hop(hop: dict, w: float, h: float, gap: float, wide: float, names=()) -> list:
+    """Return what devices hold after a hop (`geometry.rounds`), with arrows for what has come in."""
+    sends, rows, items = hop["sends"], lettered(hop["held"]), Items()
+    items.append(Rect(-gap, 0, len(rows) * (w + gap) + gap, 1))  # as wide as with arrows
+    for r, row in enumerate(rows):
+        new = [part for _, target, part in sends if target == r]
+        name = "".join(names[r : r + 1])
+        items.append(Group(tuple(column(r, row, w, h, 2, new, name=name)), r * (w + gap)))
+    for source, target, part in sends:
+        y = h + 2 + part * (h + 2) + h / 2
+        lefts = {source * (w + gap) + w, target * (w + gap) - gap}
+        items += [Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True) for x in lefts]
+    return items
+
+
+def _held(hop: dict) -> str:
+    """Return in words what each device holds after a hop."""
+    return " | ".join(map(_words, lettered(hop["held"])))
+
+
+NOTE = (
+    "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
+)
+
+
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
     """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
     frames."""
     hops, panels, lines = rounds(kind, ranks), list[list](), list[str]()
-    w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
+    sizes = text_width(LETTERS[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:
-        w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
+        sizes = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
     for k, hop in enumerate(hops):
-        sends, rows = hop["sends"], lettered(hop["held"])
-        items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
-        for r, row in enumerate(rows):
-            new = [part for _, target, part in sends if target == r]
-            items.append(Group(tuple(column(r, row, w, h, 2, new)), r * (w + gap)))
-        for source, target, part in sends:
-            y = h + 2 + part * (h + 2) + h / 2
-            lefts = {source * (w + gap) + w, target * (w + gap) - gap}
-            items += [Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True) for x in lefts]
-        words = hop_words(kind, k, ranks)
+        items, words = _hop(hop, *sizes), hop_words(kind, k, ranks)
         if not moving:
             items.append(small_text(0, -12, words.partition(":")[0], "start", "ink"))
         panels.append(items)
-        lines.append(f"{words}: {' | '.join(map(_words, rows))}")
+        lines.append(f"{words}: {_held(hop)}")
     if moving:
         panels = [[Group(tuple(items), frame=k) for k, items in enumerate(panels)]]
     drawn = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
-    note = "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
     title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
-    return compose(title, [stack(drawn, 18)], "\n".join([*lines, note]), [note])
+    return compose(title, [stack(drawn, 18)], "\n".join([*lines, NOTE]), [NOTE])
+
+
+def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
+    """Draw a collective over an axis among 2 to 8 devices as a film of at most ``most`` rounds
+    (`geometry.rounds`): what each device holds, as in `ring_sums`, in a column of a page."""
+    g, hops = len(members), rounds(kind, len(members))
+    if not 2 <= g <= len(LETTERS):
+        raise ValueError(
+            f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to {len(LETTERS)}"
+        )
+    last, wide = len(hops) - 1, 14.0 if g > 4 else text_width(LETTERS[:g], SMALL) + 4
+    shown = sorted({round(i * last / min(last, most - 1)) for i in range(min(last + 1, most))})
+    names, film, lines = list(map(str, members)), list[list](), list[str]()
+    for t in shown:
+        head = small_text(0, -12, f"round {t} of {last}" if t else "before", "start", "ink")
+        film.append([head, *_hop(hops[t], wide, 14.0, 8.0, 1.25, names)])
+        lines.append(f"round {t}: {_held(hops[t])}")
+    across = max(1, int(_BESIDE // (g * (wide + 8) + 22)))
+    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
+    title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
+    return compose(title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {NOTE}"], 4, _BESIDE)
 
 
 CORNERS = ((1, 0, 26, 0, 14, "middle"), (2, 22, 12, 12, 0, "start"), (0, -28, 0, -8, 0, "end"))

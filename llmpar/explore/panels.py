@@ -11,8 +11,9 @@ from html import escape
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, count_noun, role_of
-from llmpar.draw.grid import layer_lanes, ring, tensor_grid
+from llmpar.draw.grid import layer_lanes, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, time_text, to_svg
+from llmpar.draw.strips import ring
 from llmpar.explore.look import View, model_of, planned, works
 from llmpar.explore.words import (
     act,
