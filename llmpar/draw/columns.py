@@ -364,8 +364,8 @@ def _ranking(points: list[MeshPoint], top: float) -> list:
     for i, (point, name) in enumerate(zip(points, names, strict=True)):
         x, y = half * (i // deep), top + 17 * (i % deep)
         box = x - 2, y - 8, half * (3 - columns) - 4, 16
-        items += [Rect(*box, "paper", radius=3, tip=name, act=point.act)]
         items += [
+            Rect(*box, "paper", radius=3, tip=name, act=point.act),
             small_text(x + 14, y, f"{i + 1}", "end"),
             small_text(x + 20, y, name, "start", "ink"),
         ]

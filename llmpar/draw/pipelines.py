@@ -192,8 +192,8 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(text_width, tables)) + 34
     wide = _WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
-    items, lines, y = Items(), list[str](), 0.0
-    items += [small_text(left - 8, -14, "stage", "end")] * letters
+    items: Items = [small_text(left - 8, -14, "stage", "end")] * letters
+    lines, y = list[str](), 0.0
     for label, table in tables.items():
         bottom = y + (tall + 1) * table.schedule.num_stages
         middle, end, rows = (y + bottom) / 2, table.makespan, _rows(table)

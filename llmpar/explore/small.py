@@ -20,7 +20,7 @@ from llmpar.draw.strips import hop_words, ring_sums
 from llmpar.explore import look
 from llmpar.explore.answers import Limits, offer, refused, unanswered
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button, tagged
+from llmpar.explore.words import button, html_table, table_row
 from llmpar.files import Allowed
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
@@ -307,22 +307,20 @@ def _ladder(goals: list[tuple[bool, str]]) -> str:
 def _score(known: dict[str, Timetable], state: dict, own: Timetable | None) -> str:
     """Return the known orders of as many stages and microbatches as a table, each a click away, and one's
     own."""
-    rows = (
-        f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
-    )
+    rows, head = "", ("order", "makespan", "bubble", "microbatches held, by stage")
     shown = known | ({"yours": own} if own and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
-    now, look = "yours" if state["order"] else state["schedule"], "display:inline-block;height:9px;"
-    look += "background:var(--activations);outline:1px solid var(--edge);width:"
+    now = "yours" if state["order"] else state["schedule"]
+    look = "display:inline-block;height:9px;background:var(--activations);outline:1px solid var(--edge)"
     for name, table in shown.items():
         bars = [
-            f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()
+            f"<span style='{look};width:{40 * n / most:.0f}px'></span> {n:g}"
+            for n in table.peak_live()
         ]
         label = button(name, schedule=name, order="") if name in known else name
         label = f"<b>{label}</b>" if name == now else label
-        row = tagged("td", (label, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
-        rows += f"<tr>{row}</tr>"
-    return f"<table>{rows}</table>"
+        rows += table_row(label, (f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
+    return html_table(head, rows)
 
 
 class OverlapExplorer(Figure):
@@ -379,8 +377,10 @@ class MemoryExplorer(Figure):
         "microbatches": 4,
         "remat": "block",
     }
-    limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
-    limits |= dict.fromkeys(("model", "chip"), Allowed(str))  # `preset` names those that are near
+    limits = {
+        **within(1 << 20, "batch_size", "seq_len", "microbatches"),
+        **dict.fromkeys(("model", "chip"), Allowed(str)),  # `preset` names those that are near
+    }
     controls = [
         {
             "name": "microbatches",
