@@ -328,14 +328,23 @@ def sent(seen: View) -> Scene:
     """Draw what a device sends in a step, and how much of its time on links the step waits for."""
     rows, bars = traffic_of(seen), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
-    on_links = {key: _seconds_by_term(clock, row) for key, row in rows.items()} if clock else {}
+    on_links = (
+        {}
+        if clock is None
+        else {
+            key: _summed(row, "term", functools.partial(clock.message, row))
+            for key, row in rows.items()
+        }
+    )
     total_s = defaultdict[str, float](float)
     for term, s in (pair for seconds in on_links.values() for pair in seconds.items()):
         total_s[term] += s
     # Of a term as much is waited for as the step has of it; sums have noise.
     terms_s = seen.one.time.terms
     share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in total_s.items() if s}
-    most_of = [(names, _most_of(row)) for (names, _), row in rows.items()]
+    bytes_of = lambda row: _summed(row, "value", lambda message: row.sent(message.num_bytes))
+    largest = lambda sums: max(sums, key=sums.__getitem__)
+    most_of = [(names, largest(bytes_of(row))) for (names, _), row in rows.items()]
     named = Counter(most_of)
     for ((names, kind), row), most in zip(rows.items(), most_of, strict=True):
         what = most[1] if named[most] == 1 else kind.removeprefix("collective-")
@@ -348,20 +357,12 @@ def sent(seen: View) -> Scene:
     return columns.sent_bars(bars)
 
 
-def _seconds_by_term(clock: Clock, row: Prediction) -> dict[str, float]:
-    """Return the seconds that a row's messages take on links, by the term of the step that they belong to."""
-    seconds = defaultdict[str, float](float)
+def _summed(row: Prediction, by: str, amount: Callable[..., float]) -> dict[str, float]:
+    """Return the sums of an amount over a row's messages, by their term of the step or by their value."""
+    sums = defaultdict[str, float](float)
     for message, times in row.messages.items():
-        seconds[message.term] += times * clock.message(row, message)
-    return seconds
-
-
-def _most_of(row: Prediction) -> str:
-    """Return the name of the values that most bytes of a row are of."""
-    of = Counter[str]()
-    for message, times in row.messages.items():
-        of[message.value] += times * row.sent(message.num_bytes)
-    return of.most_common(1)[0][0]
+        sums[getattr(message, by)] += times * amount(message)
+    return sums
 
 
 def others(seen: View) -> dict[str, Candidate | str]:
