@@ -400,26 +400,11 @@ class MemoryExplorer(Figure):
 
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
-        count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
-        for zero in range(4):
-            plan = Plan(state["mesh"], zero=zero, microbatches=count, remat=state["remat"])  # type: ignore[arg-type]
-            resolved = plan.resolve(preset(state["model"]), "gpu")
-            given, besides = (
-                memory.argument_bytes(resolved, *size),
-                memory.temp_bytes(resolved, *size),
-            )
-            # gradients of a microbatch, and the sum over several
-            sums = memory.weights_bytes(resolved)
-            grads = min(besides, sums["unreduced"] + sums["accumulated"] * (count > 1))
-            parts = {
-                "weights": given["params"],
-                "gradients": grads,
-                "optimizer": given["optimizer"],
-            }
-            rows[f"ZeRO-{zero}"] = parts | {
-                "activations (ZeRO-3: and gathered layers)": besides - grads
-            }
-        return rows
+        config, size = preset(state["model"]), (state["batch_size"], state["seq_len"])
+        fields: dict[str, Any] = {name: state[name] for name in ("mesh", "microbatches", "remat")}
+        stages = {f"ZeRO-{zero}": Plan(**fields | {"zero": zero}) for zero in range(4)}
+        parts = lambda plan: memory.named(memory.parts_bytes(plan.resolve(config, "gpu"), *size))
+        return {name: parts(plan) for name, plan in stages.items()}
 
     def draw(self, state: dict) -> Scene:
         says = self.several if state["microbatches"] > 1 else self.one
