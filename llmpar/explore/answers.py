@@ -26,28 +26,14 @@ from llmpar.explore.look import (
 )
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
+from llmpar.plan import checks
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan.model_config import from_dict
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import near_presets, preset
 from llmpar.planner import planner
 from llmpar.predict import hardware
 from llmpar.predict.digits import about, banded, rounded
 
-AXIS_OF = {
-    "context_parallel": "sp",
-    "sequence_order": "sp",
-    "schedule": "pp",
-    "virtual_stages": "pp",
-    "stage_saves": "pp",
-    "tp_sequence": "tp",
-    "tp_comm_overlap": "tp",
-    "tp_dispatch": "tp",
-    "ep_node": "ep",
-    "expert_copies": "ep",
-    "dispatch": "ep",
-}
-"""The axis without which a field of a plan changes nothing."""
 Limits = dict[str, Allowed]
 """What values of a state may be, where their kind does not say it."""
 
@@ -78,7 +64,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
-        "fields": fields(state, seen.one.plan),
+        "fields": fields(state, seen),
         "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),
@@ -128,12 +114,13 @@ def more(state: dict) -> dict | None:
     return None if reply["refusal"] else reply
 
 
-def fields(state: dict, plan: Plan | None) -> list[dict]:
-    """Return the plan's other fields as controls: the planner's choices, and those that were set by hand."""
-    own = state["fields"]
+def fields(state: dict, seen: View | None) -> list[dict]:
+    """Return the plan's other fields as controls: the planner's choices that decide something here, and
+    those that were set by hand."""
+    own, plan = state["fields"], seen and seen.one.plan
     values = {name: getattr(plan, name, planner.GPU_SHARE) for name in OFFERED} | own
-    live = lambda name: plan and (name not in AXIS_OF or plan.mesh.sizes[AXIS_OF[name]] > 1)
-    shown = [name for name in OFFERED if name in own or live(name)]
+    idle = checks.unused(seen.plan, OFFERED) if seen else OFFERED
+    shown = [name for name in OFFERED if name in own or name not in idle]
     return [OFFERED[name] | {"value": values[name], "yours": name in own} for name in shown]
 
 
