@@ -313,8 +313,10 @@ def step_memory(
     levels = byte_ticks(high)
     left = max(text_width(size_text(v), SMALL) for v in levels) + 8
     right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
-    items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]
-    items += [small_text(left - 6, y_of(v), size_text(v), "end") for v in levels]
+    items: list = [
+        *(Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels),
+        *(small_text(left - 6, y_of(v), size_text(v), "end") for v in levels),
+    ]
     lines, limit, labels = [f"usable: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
     for k, (name, moments) in enumerate(rows.items()):
         x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
@@ -411,8 +413,10 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
         waits = sum(event["exposed_s"] for event in one["events"] if event["lane"] != "compute")
         head = f"{one['name']}, {one['count']:,} × {time_text(span)}"
         head = f"{head}, {time_text(waits)} of it exposed" if one["count"] else one["name"]
-        items: list = [Text(0 if column else left, 0, head, bold=True)]
-        items += scale(x_of, ticks(0, span), bottom + 8, time_text, bottom)
+        items: list = [
+            Text(0 if column else left, 0, head, bold=True),
+            *scale(x_of, ticks(0, span), bottom + 8, time_text, bottom),
+        ]
         # What waits lies on top.
         ordered = sorted(enumerate(one["events"], 1), key=lambda event: event[1]["exposed_s"] > 0)
         for top, (lane, fill) in zip(itertools.count(14, 40), lanes.items(), strict=False):

@@ -277,8 +277,10 @@ def mesh_map(
     if capacity:
         words = f"does not fit in {size_text(capacity)}"
         side = "start" if fits + text_width(words, SMALL) < right else "end"
-        items.append(Line(((fits, -4), (fits, bottom)), "ink", 2, dash=True))
-        items.append(small_text(fits, -12, words, side, "bad"))
+        items += [
+            Line(((fits, -4), (fits, bottom)), "ink", 2, dash=True),
+            small_text(fits, -12, words, side, "bad"),
+        ]
     lines = list[str]()
     for point in sorted(shown, key=lambda point: -point.seconds):
         (x, y), (fill, stroke, _) = at(point), style_of(point.axis or "links")

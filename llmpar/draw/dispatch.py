@@ -159,7 +159,10 @@ def expert_loads(rows, slots: int) -> Scene:
     empty = num_slots * experts - total + sum(lost)
     full = f"{empty} of {num_slots * experts} slots empty"
     lines.append(f"load: {' '.join(map(str, load))}, dropped {sum(lost)}, {full}")
-    key = [(OTHERS[r % len(OTHERS)], f"from rank {r}", "") for r in range(ranks)]
-    key += [("paper", "empty slot", ""), ("edge", "dropped", "/")]
+    key = [
+        *((OTHERS[r % len(OTHERS)], f"from rank {r}", "") for r in range(ranks)),
+        ("paper", "empty slot", ""),
+        ("edge", "dropped", "/"),
+    ]
     title = f"Copies that reach each expert; it has {slots} slots on every rank"
     return compose(title, [items, legend(key)], "\n".join([*lines, note]), [note])

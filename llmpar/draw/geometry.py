@@ -71,18 +71,19 @@ def rounds(kind: str, g: int) -> list[dict]:
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
     everything, each = reduced or exchanged, range(g)
-    held = [[{rank} if everything or rank == b else set() for b in each] for rank in each]
-    out: list[dict] = [{"sends": [], "held": held}]
+    has = [[{rank} if everything or rank == b else set() for b in each] for rank in each]
+    out: list[dict] = [{"sends": [], "held": has}]
     parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)
     hops = 1 if kind == "collective-permute" and g > 1 else g - 1
     for part, t in itertools.product(parts, range(hops)):
         hop = t + 1 if exchanged else 1
         shift = -hop if exchanged else t + (part == "reduce-scatter")
         sends = [[r, (r + hop) % g, (r - shift) % g] for r in each]
-        before, held = held, [row[:] for row in held]
+        before = has
+        has = [row[:] for row in before]
         for source, target, b in sends:
-            held[target][b] = held[target][b] | before[source][b]
+            has[target][b] = has[target][b] | before[source][b]
             if part != "all-gather":
-                held[source][b] = held[source][b] - before[source][b]
-        out.append({"sends": sends, "held": held})
+                has[source][b] = has[source][b] - before[source][b]
+        out.append({"sends": sends, "held": has})
     return out

@@ -170,8 +170,8 @@ class Cells:
             if axis in sides:  # from the row's first one on
                 names = [f"+{low - lows[0]}" for low in lows]
             forms = names, [name.split()[-1] for name in names], list(map(str, lows))
-            room = stride * (self.w + GAP) - 6
-            fits = lambda *texts, room=room: all(text_width(text, SMALL) <= room for text in texts)
+            wide = stride * (self.w + GAP) - 6
+            fits = lambda *texts, wide=wide: all(text_width(text, SMALL) <= wide for text in texts)
             short = next((form for form in forms if fits(*form)), forms[-1])
             first = names[0] if fits(names[0]) else short[0]
             for cell, name in zip(cells, [first, *short[1:]], strict=True):

@@ -180,25 +180,6 @@ def own_model(text: str) -> ModelConfig:
             raise ValueError(str(error).replace(f"'{path}'", "'config.json'")) from None
 
 
-def own_chip(name: str, row: Any) -> hardware.Chip:
-    """Return the chip that `dataclasses.asdict` made plain. Raise ValueError for values that no file of a
-    chip may have."""
-    source = f"own_chips, {name}"
-    Allowed(dict).check(source, row)
-    plain = {field: value for field, value in row.items() if field not in ("reached", "base")}
-    if missing := sorted({field.name for field in dataclasses.fields(hardware.Chip)} - {*row}):
-        raise ValueError(
-            f"{source} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
-        )
-    if reached := row["reached"]:
-        Allowed(dict).check(f"{source}: reached", reached)
-        reached = hardware.Rates(
-            **hardware.checked(hardware.Rates, {**reached}, f"{source}, reached")
-        )
-    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, source)
-    return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
-
-
 def question_of(state: dict) -> Question:
     """Return the planner's question: the model, the machine, the batch, and the fields that are set by
     hand."""
@@ -227,8 +208,10 @@ def model_of(state: dict) -> ModelConfig:
 
 def own_machine(state: dict) -> tuple[hardware.Chip, hardware.Chip]:
     """Return a state's chip as its row or file has it, and as it is in the reader's machine."""
-    row = state["own_chips"].get(state["chip"])
-    chip = own_chip(state["chip"], row) if row else hardware.chip(state["chip"])
+    name, source = state["chip"], f"own_chips, {state['chip']}"
+    row = state["own_chips"].get(name)
+    Allowed(dict, none=True).check(source, row)
+    chip = hardware.from_table({**row}, source, name) if row else hardware.chip(name)
     figures = {name: state[name] for name in hardware.MACHINE}
     if times := state["network_times"]:
         figures["network"] = (figures["network"] or planner.machine(chip)["network"]) * 2.0**times

@@ -451,8 +451,13 @@ def panels(seen: View) -> dict[str, Scene | str]:
         if seen.timed:
             count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
             drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-        drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
-        drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
+        drawn |= {
+            "sent": sent(seen),
+            "explain": explanation(seen) + film(seen),
+            "holds": holds(seen),
+            "code": code(seen),
+            "famous": published_runs(seen),
+        }
         if seen.state["launch"].strip():
             drawn["launch"] = launched(seen)
         if seen.state["serve"].strip():

@@ -39,8 +39,13 @@ class SpecsExplorer(Explorer):
 
     title, kind = "Who holds what, and what moves?", "specs"
     sentence = "On mesh {mesh} an array of {shape} {dtype}\ngoes from {before} to {after}"
-    start = {"mesh": "X=4 Y=2", "shape": "8, 16", "dtype": "float32"}
-    start |= {"before": "P('X', None)", "after": "P(None, 'Y')"}
+    start = {
+        "mesh": "X=4 Y=2",
+        "shape": "8, 16",
+        "dtype": "float32",
+        "before": "P('X', None)",
+        "after": "P(None, 'Y')",
+    }
     controls = [
         {"name": "mesh", "kind": "text", "label": "mesh: each axis with its size"},
         {"name": "shape", "kind": "text", "label": "shape of the whole array"},
