@@ -199,7 +199,7 @@ def time_bars(
 def role_of(part: str, words: dict[str, str]) -> str:
     """Return the role of a part of a bar, by its name."""
     role = words.get(part, part)
-    if role.rstrip("/") not in LIGHT:
+    if role.rstrip("/.") not in LIGHT:
         raise ValueError(
             f"part '{part}' has no colour of its own in draw/colours.toml; say whose it has:"
             f" roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"

@@ -411,7 +411,7 @@ def _bars(seen: View, one: Candidate) -> list[list[tuple[str, float]]]:
     """Return the parts of a plan's time, memory and what is sent, each with the role of its colour."""
     plan = seen.question.resolved(one.plan, seen.question.platform)
     rows = traffic_of(dataclasses.replace(seen, one=one, plan=plan))
-    roles = lambda parts, words: [(role_of(x, words).rstrip("/"), v) for x, v in parts.items()]
+    roles = lambda parts, words: [(role_of(x, words).rstrip("/."), v) for x, v in parts.items()]
     moved = [(axis_colours(axes)[0], row.bytes_sent) for (axes, _), row in rows.items()]
     return [roles(one.time.terms, TIME), roles(one.parts, MEMORY), moved]
 
