@@ -24,7 +24,7 @@ BUDGETS = {
     "training": 2_569,
     "predict": 2_696,
     "planner": 1_898,
-    "draw": 2_754,
+    "draw": 2_752,
     "inspect": 4_016,
     "explore": 1_624,
     "serve": 930,

@@ -129,7 +129,6 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """Draw what each rank holds after every step of a permutation, ``pairs`` of (source, target) as in
     compiled HLO. Rank r starts with piece r."""
     ranks = 1 + max(max(pair) for pair in pairs)
-    few = ranks <= len(OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(ranks)]
@@ -138,8 +137,8 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     for t in range(steps):
         items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
         for r, piece in enumerate(pieces):
-            fill = OTHERS[piece] if few else axis if piece == r else "cell"
-            box = Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3)
+            look = OTHERS[piece % len(OTHERS)], f"{axis}-line"
+            box = Rect(left + w * r, h * t, w * 0.8, 28, *look, radius=3)
             items += boxed(box, f"piece {piece}", str(piece))
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
@@ -148,12 +147,10 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
             f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(pieces))
         )
         pieces = [pieces[came_from.get(r, r)] for r in range(ranks)]
-    colour = (
-        "A piece has the colour of its first rank."
-        if few
-        else "Filled: a rank holds its own piece."
+    note = (
+        "A piece has the colour of its first rank. Between two steps each rank sends what it holds,"
+        f" over {axis}."
     )
-    note = f"{colour} Between two steps each rank sends what it holds, over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
