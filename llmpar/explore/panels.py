@@ -443,28 +443,37 @@ def _point(one: Candidate) -> columns.MeshPoint:
     )
 
 
+def layer(seen: View) -> Scene:
+    """Draw one layer in time, and how often a step runs it."""
+    count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+    return layer_lanes(seen.segments, count)
+
+
+_MADE: dict[str, Callable[[View], Scene | str]] = {
+    "axes": axes,
+    "memory": memory,
+    "grid": grid,
+    "step": step_times,
+    "layer": layer,
+    "sent": sent,
+    "explain": lambda seen: explanation(seen) + film(seen),
+    "holds": holds,
+    "code": code,
+    "famous": published_runs,
+    "launch": launched,
+    "serve": serving,
+    "map": _mesh_map,
+    "beside": side_by_side,
+}
+"""What makes each panel, in the order of the text that says them."""
+
+
 def panels(seen: View) -> dict[str, Scene | str]:
-    """Return every panel of a state, with the digits that its error leaves."""
-    drawn: dict[str, Scene | str] = {}
+    """Return every panel that a state has, with the digits that its error leaves."""
+    has = dict.fromkeys(("step", "layer", "map", "beside"), seen.timed)
+    has |= {name: bool(seen.state[name].strip()) for name in ("launch", "serve")}
     with estimated(seen):
-        drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
-        if seen.timed:
-            count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-            drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-        drawn |= {
-            "sent": sent(seen),
-            "explain": explanation(seen) + film(seen),
-            "holds": holds(seen),
-            "code": code(seen),
-            "famous": published_runs(seen),
-        }
-        if seen.state["launch"].strip():
-            drawn["launch"] = launched(seen)
-        if seen.state["serve"].strip():
-            drawn["serve"] = serving(seen)
-        if seen.timed:
-            drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
-    return drawn
+        return {name: make(seen) for name, make in _MADE.items() if has.get(name, True)}
 
 
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
