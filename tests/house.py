@@ -26,7 +26,7 @@ BUDGETS = {
     "planner": 1_898,
     "draw": 2_752,
     "inspect": 4_016,
-    "explore": 1_620,
+    "explore": 1_618,
     "serve": 930,
     "launch": 1_191,
     "lessons": 1_528,

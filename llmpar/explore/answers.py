@@ -220,27 +220,23 @@ def remedies(state: dict) -> list[dict]:
         return [offer(f"{name} {words}", "use it", model=name, **patch) for name in others]
     if state["node_size"] and works(state | {"node_size": 0}):
         return [offer("it works with the chip's own nodes", "use them", node_size=0)]
+    use = lambda text, **patch: [offer(text, "use it", **patch)]
     (state, shape), is_read = legible(state)
-    near, offers = nearest(state, shape, [shape.size]), list[dict]()
+    near, own = nearest(state, shape, [shape.size]), state["fields"]
     if not is_read:
         mesh = str(shape) if works(state | {"mesh": str(shape)}) else near
-        text = f"a mesh that works is {mesh}"
-        return [offer(text, "use it", mesh=mesh, devices=shape.size)] * bool(mesh)
-    if near:
-        offers.append(offer(f"the nearest mesh that works is {near}", "use it", mesh=near))
-    for name in state["fields"]:
-        if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
-            words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
-            offers.append(offer(words, "use it", fields={name: None}))
-    own = dict.fromkeys(state["fields"])
+        return use(f"a mesh that works is {mesh}", mesh=mesh, devices=shape.size) * bool(mesh)
+    offers = use(f"the nearest mesh that works is {near}", mesh=near) * bool(near)
+    for name in own:
+        words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
+        offers += use(words, fields={name: None}) * works(state | {"fields": own | {name: None}})
     if len(own) > 1 and not offers and works(state | {"fields": {}}):
-        offers.append(
-            offer("it works with all fields as the planner chooses them", "use it", fields=own)
-        )
-    parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
+        words = "it works with all fields as the planner chooses them"
+        offers += use(words, fields=dict.fromkeys(own))
+    parts = shape.dp * shape.fsdp * shape.ep * max(1, own.get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
-        offers.append(offer(f"this mesh works with {batch} sequences", "use it", batch_size=batch))
+        offers += use(f"this mesh works with {batch} sequences", batch_size=batch)
     return offers
 
 
