@@ -280,7 +280,6 @@ def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
             own[source].remove((source, target))
             own[target].add((source, target))
         assert step["held"] == [[{rank for rank, to in mine if to == b} for b in range(g)] for mine in own]
-        assert all(sum(map(len, row)) == g for row in step["held"]), "g pieces before, g after"
     assert own == [{(source, rank) for source in range(g)} for rank in range(g)] and len(steps) == g
     assert steps == geometry.rounds("ragged-all-to-all", g)
 
