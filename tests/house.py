@@ -24,19 +24,19 @@ BUDGETS = {
     "training": 2_569,
     "predict": 2_696,
     "planner": 1_898,
-    "draw": 2_815,
+    "draw": 2_752,
     "inspect": 4_016,
-    "explore": 1_666,
+    "explore": 1_618,
     "serve": 930,
     "launch": 1_191,
-    "lessons": 1_544,
+    "lessons": 1_528,
     "cli": 2_297,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_446,
-    "statements": 27_611,
+    "statements": 27_484,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -247,7 +247,7 @@ def test_colours_of_one_kind_are_told_apart_by_all_eyes_and_in_grey(eyes):
 def test_words_of_charts_have_roles_and_dark_pages_no_others():
     assert scenes.COLOURS["dark"].keys() <= LIGHT.keys() == DARK.keys()
     for word, role in (charts.MEMORY | charts.TIME).items():
-        assert role.rstrip("/") in LIGHT, word
+        assert role.rstrip("/.") in LIGHT, word
         assert word not in LIGHT or charts.MEMORY.get(word, role) == role, word
     assert scenes.style_of("tp/") == ("paper", "tp-line", "/")
     assert scenes.style_of("weights") == ("weights", "edge", "")

@@ -1,7 +1,7 @@
 """Draw a value: values in, a `draw.scene.Scene` out. No JAX, and nothing here runs anything.
 
 grid         mesh  tensor_grid                  where devices are, and which holds what of a tensor
-             layer_lanes  ring                  one layer in time; a collective's rounds
+             layer_lanes                        one layer in time
 layouts      layout  arrow  links               a tensor cut, what moves, over which links
 hosts        wired  growing  table              machines and their wire; a mesh axis by axis; cells in colour
              traffic                            who sends what to whom from one mesh to another
@@ -21,7 +21,8 @@ pipelines    timeline  timelines  bubbles       pipeline orders in time; what is
 programs     program  traced  program_order         lines of code; a function, rank by rank; what runs when
 serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
-strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
+strips       before_after  ring_sums  ring      collectives before and after, hop by hop
+             cube                               devices in space
 geometry                                        coordinates of devices, groups, slices, rounds
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """
@@ -40,7 +41,7 @@ from llmpar.draw.charts import (
 from llmpar.draw.curves import curves, failures, loss_curve
 from llmpar.draw.dispatch import dispatch, expert_loads
 from llmpar.draw.geometry import groups, holders
-from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
+from llmpar.draw.grid import layer_lanes, mesh, tensor_grid
 from llmpar.draw.hosts import growing, table, traffic, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
@@ -48,4 +49,4 @@ from llmpar.draw.pipelines import bubbles, timeline, timelines
 from llmpar.draw.programs import program, program_order, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
-from llmpar.draw.strips import before_after, cube, ring_sums
+from llmpar.draw.strips import before_after, cube, ring, ring_sums

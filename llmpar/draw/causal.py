@@ -42,8 +42,8 @@ def causal(
         items: list = [
             Rect(0, 0, 240, 240, "paper", "grid", hatch="/"),
             Text(0, -56, name, bold=True),
+            *(small_text(*one) for one in names),
         ]
-        items += [small_text(*one) for one in names]
         for q, rank in sorted(owner.items()):
             tint, y = OTHERS[rank], side * q
             # queries at the left, keys above

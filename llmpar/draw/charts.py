@@ -129,7 +129,6 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """Draw what each rank holds after every step of a permutation, ``pairs`` of (source, target) as in
     compiled HLO. Rank r starts with piece r."""
     ranks = 1 + max(max(pair) for pair in pairs)
-    few = ranks <= len(OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(ranks)]
@@ -138,8 +137,8 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     for t in range(steps):
         items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
         for r, piece in enumerate(pieces):
-            fill = OTHERS[piece] if few else axis if piece == r else "cell"
-            box = Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3)
+            look = OTHERS[piece % len(OTHERS)], f"{axis}-line"
+            box = Rect(left + w * r, h * t, w * 0.8, 28, *look, radius=3)
             items += boxed(box, f"piece {piece}", str(piece))
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
@@ -148,12 +147,10 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
             f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(pieces))
         )
         pieces = [pieces[came_from.get(r, r)] for r in range(ranks)]
-    colour = (
-        "A piece has the colour of its first rank."
-        if few
-        else "Filled: a rank holds its own piece."
+    note = (
+        "A piece has the colour of its first rank. Between two steps each rank sends what it holds,"
+        f" over {axis}."
     )
-    note = f"{colour} Between two steps each rank sends what it holds, over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
@@ -199,7 +196,7 @@ def time_bars(
 def role_of(part: str, words: dict[str, str]) -> str:
     """Return the role of a part of a bar, by its name."""
     role = words.get(part, part)
-    if role.rstrip("/") not in LIGHT:
+    if role.rstrip("/.") not in LIGHT:
         raise ValueError(
             f"part '{part}' has no colour of its own in draw/colours.toml; say whose it has:"
             f" roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
@@ -313,8 +310,10 @@ def step_memory(
     levels = byte_ticks(high)
     left = max(text_width(size_text(v), SMALL) for v in levels) + 8
     right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
-    items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]
-    items += [small_text(left - 6, y_of(v), size_text(v), "end") for v in levels]
+    items: list = [
+        *(Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels),
+        *(small_text(left - 6, y_of(v), size_text(v), "end") for v in levels),
+    ]
     lines, limit, labels = [f"usable: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
     for k, (name, moments) in enumerate(rows.items()):
         x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
@@ -393,7 +392,7 @@ LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> Scene:
     """Draw schedules: for each iteration of a loop what computes, and below what is on the links (and on the
-    network between hosts, where an event names it); what waits for them is hatched.
+    network between hosts, where an event names it): filled where computing waits for it, else hollow.
 
     An iteration is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network",
     "name", "start_s", "end_s", "exposed_s"}`` in seconds from its begin. An event that names ``axes`` has
@@ -411,8 +410,10 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
         waits = sum(event["exposed_s"] for event in one["events"] if event["lane"] != "compute")
         head = f"{one['name']}, {one['count']:,} × {time_text(span)}"
         head = f"{head}, {time_text(waits)} of it exposed" if one["count"] else one["name"]
-        items: list = [Text(0 if column else left, 0, head, bold=True)]
-        items += scale(x_of, ticks(0, span), bottom + 8, time_text, bottom)
+        items: list = [
+            Text(0 if column else left, 0, head, bold=True),
+            *scale(x_of, ticks(0, span), bottom + 8, time_text, bottom),
+        ]
         # What waits lies on top.
         ordered = sorted(enumerate(one["events"], 1), key=lambda event: event[1]["exposed_s"] > 0)
         for top, (lane, fill) in zip(itertools.count(14, 40), lanes.items(), strict=False):
@@ -437,12 +438,8 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
             if event["lane"] != "compute":
                 times = time_text(event["end_s"] - event["start_s"]), time_text(event["exposed_s"])
                 lines.append(f"  {event['name']}: {times[0]}, {times[1]} exposed")
-    meaning = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key: list[tuple] = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
-    key.append(("edge", "computing waits for it", "/"))
-    if column or any(names.values()):
-        key = [(fill, f"{lane}: exposed, computing waits") for lane, fill in [*lanes.items()][1:]]
-        key += [("paper", "hollow: hidden behind computing")] * bool(key)
+    sends = [(fill, f"{lane}: exposed, computing waits") for lane, fill in [*lanes.items()][1:]]
+    key = [*sends, *[("paper", "hollow: hidden behind computing")] * bool(sends)]
     drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join(lines), column=column)
 
@@ -453,28 +450,20 @@ def _shared_s(one: dict, other: dict) -> float:
 
 
 def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool) -> list:
-    """Return an event in its box, the ``w_open`` pixels of it that computing waits for, and its name.
-
-    With axes it is hollow beside computing and filled where computing waits; else what waits is hatched.
-    Of ``crowded`` events names would lie on one another."""
-    axes, full = (
-        event.get("axes"),
-        f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}",
-    )
+    """Return an event in its box, and its name. What is sent is hollow beside computing, and filled in the
+    last ``w_open`` pixels, where computing waits. Of ``crowded`` events names would lie on one another."""
+    full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
     fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
-    if axes:
+    if axes := event.get("axes"):
         fill, stroke = axis_colours(axes[0])
-    hollow, hatch = bool(axes) and w_open < 0.99 * box.w, "" if axes else "/"
-    width, waits = (
-        0.75 if box.w > 3 else 0.25,
-        event["exposed_s"] > 0 and event["lane"] != "compute",
-    )
+    sent, width = event["lane"] != "compute", 0.75 if box.w > 3 else 0.25
+    hollow = sent and w_open < 0.99 * box.w
     box = replace(box, fill="paper" if hollow else fill, stroke=stroke, width=width, tip=full)
     items: list = [box]
-    if waits:
+    if sent and event["exposed_s"] > 0:
         x = box.x + box.w - w_open
-        items.append(Rect(x, box.y, w_open, box.h, fill, stroke, 0.75, hatch, tip=f"waits {full}"))
-    if box.w > 24 and not crowded and not (hatch and waits):
-        w = box.w - w_open * (box.fill == "paper")
+        items.append(Rect(x, box.y, w_open, box.h, fill, stroke, 0.75, tip=f"waits {full}"))
+    if box.w > 24 and not crowded:
+        w = box.w - w_open * hollow
         items += fitting_text(box.x + w / 2, box.y + 16, w - 4, full, event["name"], on=box.fill)
     return items

@@ -18,6 +18,7 @@ from llmpar.draw.scene import (
     Text,
     boxed,
     compose,
+    on_paper,
     size_text,
     small_text,
     style_of,
@@ -33,6 +34,14 @@ IDLE = "paper/"  # the role of a bubble
 MOST_PARTS, MOST_SENT = 9, 6
 MAP_NAMES = 10  # of the fastest that fit
 MAP_CAPACITIES = 1.6  # how far beyond a device's memory, and what is ringed, a map goes
+_ROUND = [float(f"{digit}e{power}") for power in range(-9, 6) for digit in (1, 2, 5)]
+ROUND_BYTES = [n * 1024.0**power for power in range(6) for n in _ROUND if 1 <= n < 1000]
+ROUND_SECONDS = [
+    *(s for s in _ROUND if s < 600),
+    *(60 * s for s in _ROUND if 600 <= 60 * s < 7200),
+    *(3600 * s for s in _ROUND if 7200 <= 3600 * s),
+]
+"""What stands beside the axes of a map: round as `time_text` says it, in seconds, minutes or hours."""
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
@@ -250,10 +259,10 @@ def mesh_map(
     near = [point for point in points if point.bytes <= most]
     shown = [*dict.fromkeys([*near, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
-    y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)
+    y_of, times = _log([point.seconds for point in shown], bottom, 0, ROUND_SECONDS)
     left = max([text_width(time_text(v), SMALL) for v in times] + [33]) + 10
     x_of, sizes = _log(
-        [point.bytes for point in shown] + [capacity] * bool(capacity), left, right, 1024.0
+        [point.bytes for point in shown] + [capacity] * bool(capacity), left, right, ROUND_BYTES
     )
     at = lambda point: (x_of(point.bytes), y_of(point.seconds))
     area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
@@ -268,8 +277,10 @@ def mesh_map(
     if capacity:
         words = f"does not fit in {size_text(capacity)}"
         side = "start" if fits + text_width(words, SMALL) < right else "end"
-        items.append(Line(((fits, -4), (fits, bottom)), "ink", 2, dash=True))
-        items.append(small_text(fits, -12, words, side, "bad"))
+        items += [
+            Line(((fits, -4), (fits, bottom)), "ink", 2, dash=True),
+            small_text(fits, -12, words, side, "bad"),
+        ]
     lines = list[str]()
     for point in sorted(shown, key=lambda point: -point.seconds):
         (x, y), (fill, stroke, _) = at(point), style_of(point.axis or "links")
@@ -306,13 +317,11 @@ def _labels(rings: dict[str, tuple[float, float]], first, dots, fits: float, are
     ranks = {str(rank): place for rank, place in enumerate(first, 1)}
     for label, (x, y) in (rings | ranks).items():
         text = _beside(x, y, label, taken, dots, area, _BESIDE[label in rings])
-        x0, y0, x1, y1 = text.box
         taken.append(text.box)
         to = text.x + (x - text.x) / 3, text.y + (y - text.y) / 3
         is_far = label in ranks and math.dist((x, y), to) > 12
         items += [Line(((x, y), to), "soft", 0.75)] * is_far
-        under = Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3)
-        items += [under] * (label in rings) + [text]
+        items += on_paper(text) if label in rings else [text]
     return items
 
 
@@ -339,15 +348,13 @@ def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
     return [*items, *names]
 
 
-def _log(values: list[float], start: float, end: float, thousand: float):
-    """Return a logarithmic scale from ``start`` to ``end`` pixels, and the round numbers on it."""
+def _log(values: list[float], start: float, end: float, round_numbers):
+    """Return a logarithmic scale from ``start`` to ``end`` pixels, and the ``round_numbers`` on it."""
     low, high = min(values) / 1.25, max(values) * 1.25
     spare = max(1.0, math.sqrt(6 * low / high))
     low, high = low / spare, high * spare
     of = lambda v: start + (end - start) * math.log(v / low) / math.log(high / low)
-    unit = thousand ** math.floor(math.log(low, thousand))
-    steps = [s * t * u for u in (unit, unit * thousand) for t in (1, 10, 100) for s in (1, 2, 5)]
-    return of, [v for v in steps if low <= v <= high]
+    return of, [v for v in round_numbers if low <= v <= high]
 
 
 def _ranking(points: list[MeshPoint], top: float) -> list:
@@ -359,8 +366,8 @@ def _ranking(points: list[MeshPoint], top: float) -> list:
     for i, (point, name) in enumerate(zip(points, names, strict=True)):
         x, y = half * (i // deep), top + 17 * (i % deep)
         box = x - 2, y - 8, half * (3 - columns) - 4, 16
-        items += [Rect(*box, "paper", radius=3, tip=name, act=point.act)]
         items += [
+            Rect(*box, "paper", radius=3, tip=name, act=point.act),
             small_text(x + 14, y, f"{i + 1}", "end"),
             small_text(x + 20, y, name, "start", "ink"),
         ]

@@ -14,6 +14,7 @@ from llmpar.draw.scene import (
     Scene,
     Text,
     compose,
+    on_paper,
     pixels,
     small_text,
     text_width,
@@ -91,7 +92,8 @@ def curves(
     # names that end together stand apart
     for end, right, name, color in sorted(ends, reverse=True):
         lowest = min(end, lowest - 1.3 * pixels(BODY))
-        items.append(Text(right + 12, lowest, name, fill=color, bold=True))
+        label = Text(right + 12, lowest, name, fill=color, bold=True)
+        items += on_paper(label) if right < wide else [label]
     texts += [f"marked: {what}" for _, what in marks]
     return compose(title or f"{y} over {x}", [items], "\n".join([f"{y} over {x}", *texts]))
 
@@ -117,16 +119,12 @@ def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
         piece = list(part) if known else []
         if len(piece) > 1:
             items.append(Line(tuple(piece), color, 2.5, dashed))
-        if marker or len(piece) == 1:
-            items += [_dot(x, y, marker or "o", color) for x, y in piece]
+        for x, y in piece if marker or len(piece) == 1 else ():
+            corners = (x - 6, y + 5), (x + 6, y + 5), (x, y - 6)
+            round_off = 0 if marker == "s" else DOT
+            dot = Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=round_off)
+            items.append(Line(corners, color, 1, fill=color) if marker == "^" else dot)
     return items
-
-
-def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
-    """Return a point of a curve."""
-    if marker == "^":
-        return Line(((x - 6, y + 5), (x + 6, y + 5), (x, y - 6)), color, 1, fill=color)
-    return Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=DOT * (marker == "o"))
 
 
 def loss_curve(losses, reference=None) -> Scene:

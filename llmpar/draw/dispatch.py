@@ -129,47 +129,40 @@ def _cell(x: float, y: float, source: int, token: int | None, followed: bool) ->
     return [empty] if token is None else [empty, copy]
 
 
-def expert_loads(rows, slots: int | None = None) -> Scene:
+def expert_loads(rows, slots: int) -> Scene:
     """Draw how full the experts are: ``rows[rank][expert]`` is a number of copies, in the colour of the rank
-    that they come from. With so many ``slots`` for each expert on every rank: what is full, empty and left
-    out; without: how long the others wait for the busiest expert."""
+    that they come from. An expert has so many ``slots`` on every rank: what is full, empty and left out."""
     ranks, experts = len(rows), len(rows[0])
-    load = [sum(row[e] for row in rows) for e in range(experts)]
-    taken = [[n if slots is None else min(n, slots) for n in row] for row in rows]
-    lost = [load[e] - sum(row[e] for row in taken) for e in range(experts)]
-    total, high = sum(load), max(load) if slots is None else slots * ranks
-    left, per, items = text_width("expert 00") + 12, 420 / max(1, high + max(lost)), Items()
+    load = [sum(column) for column in zip(*rows, strict=True)]
+    taken = [[min(n, slots) for n in row] for row in rows]
+    lost = [n - sum(row[e] for row in taken) for e, n in enumerate(load)]
+    total, num_slots = sum(load), slots * ranks
+    left, per, items = text_width("expert 00") + 12, 420 / max(1, num_slots + max(lost)), Items()
     for e in range(experts):
         x, y = left, 26 * e
         items.append(Text(left - 10, y + 9, f"expert {e}", anchor="end"))
         for r, row in enumerate(taken):
-            w, whole = per * row[e], per * (row[e] if slots is None else slots)
+            w, whole = per * row[e], per * slots
             items += [Rect(x, y, w, 18, OTHERS[r % len(OTHERS)], "ink", 0.75)] * (w > 0)
             items += [Rect(x + w, y, whole - w, 18, "paper", "edge", 0.75)] * (w < whole)
             x += whole
-        idle = per * (high - load[e]) * (slots is None)
-        w = idle or per * lost[e]
-        items += [Rect(x, y, w, 18, "paper", "edge", 0.75, "/")] * (w > 0)
+        items += [Rect(x, y, per * lost[e], 18, "paper", "edge", 0.75, "/")] * (lost[e] > 0)
         words = count_noun(load[e], "copy") + f", {lost[e]} dropped" * (lost[e] > 0)
         items.append(small_text(left + 432, y + 9, words, "start", "ink"))
     away = sum(
         n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r
     )
-    note = (
-        f"{away} of {total} copies change their rank; the busiest expert has"
-        f" {max(load) * experts / max(total, 1):.2f} × the mean."
-    )
+    mean = f"{max(load) * experts / max(total, 1):.2f} × the mean"
+    note = f"{away} of {total} copies change their rank; the busiest expert has {mean}."
     sent = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
     lines = [f"rank {r}: {words}" for r, words in enumerate(sent)]
-    lines.append("load: " + " ".join(map(str, load)))
-    key = [(OTHERS[r % len(OTHERS)], f"from rank {r}", "") for r in range(ranks)]
-    if slots is None:
-        key.append(("edge", "waits for the busiest", "/"))
-    else:
-        empty = high * experts - total + sum(lost)
-        lines[-1] += f", dropped {sum(lost)}, {empty} of {high * experts} slots empty"
-        key += [("paper", "empty slot", ""), ("edge", "dropped", "/")]
-    title = "Copies that reach each expert" + (
-        "" if slots is None else f"; it has {slots} slots on every rank"
-    )
+    empty = num_slots * experts - total + sum(lost)
+    full = f"{empty} of {num_slots * experts} slots empty"
+    lines.append(f"load: {' '.join(map(str, load))}, dropped {sum(lost)}, {full}")
+    key = [
+        *((OTHERS[r % len(OTHERS)], f"from rank {r}", "") for r in range(ranks)),
+        ("paper", "empty slot", ""),
+        ("edge", "dropped", "/"),
+    ]
+    title = f"Copies that reach each expert; it has {slots} slots on every rank"
     return compose(title, [items, legend(key)], "\n".join([*lines, note]), [note])

@@ -65,26 +65,25 @@ def rounds(kind: str, g: int) -> list[dict]:
     """Return a collective among g ranks by rings: in each round what is sent, from which rank to which, and
     what each then holds.
 
-    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of a sum's g
-    partial sums; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else
-    0 or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
+    ``sends`` are [from, to, block]; ``held[rank][block]`` is the set of ranks whose numbers a rank has of a
+    block: of a sum those that are added up in it, of a transpose those whose pieces for the rank ``block`` it
+    has. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
-    counts = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]
-    out = [{"sends": [], "held": [row[:] for row in counts]}]
-    if kind == "collective-permute" and g > 1:
-        sends = [[r, (r + 1) % g, r] for r in range(g)]
-        after = [[int([b, rank, b] in sends) for b in range(g)] for rank in range(g)]
-        return [*out, {"sends": sends, "held": after}]
+    everything, each = reduced or exchanged, range(g)
+    has = [[{rank} if everything or rank == b else set() for b in each] for rank in each]
+    out: list[dict] = [{"sends": [], "held": has}]
     parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)
-    for part, t in itertools.product(parts, range(g - 1)):
+    hops = 1 if kind == "collective-permute" and g > 1 else g - 1
+    for part, t in itertools.product(parts, range(hops)):
         hop = t + 1 if exchanged else 1
-        shift = {"reduce-scatter": t + 1, "all-gather": t}.get(part, -hop)
-        sends = [[r, (r + hop) % g, (r - shift) % g] for r in range(g)]
-        before = [row[:] for row in counts]
+        shift = -hop if exchanged else t + (part == "reduce-scatter")
+        sends = [[r, (r + hop) % g, (r - shift) % g] for r in each]
+        before = has
+        has = [row[:] for row in before]
         for source, target, b in sends:
-            moved = 1 if exchanged else before[source][b]
-            counts[target][b] = moved + counts[target][b] * (part != "all-gather")
-            counts[source][b] -= moved * (part != "all-gather")
-        out.append({"sends": sends, "held": [row[:] for row in counts]})
+            has[target][b] = has[target][b] | before[source][b]
+            if part != "all-gather":
+                has[source][b] = has[source][b] - before[source][b]
+        out.append({"sends": sends, "held": has})
     return out

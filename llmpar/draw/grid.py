@@ -8,17 +8,15 @@ devices is drawn once (`one_tensor`). Frame 0 (`scene.Group`) is at rest; frame 
 
 import json
 import math
-import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
-from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
+from llmpar.draw.geometry import coordinates, groups, slices, strides
 from llmpar.draw.scene import (
     LIGHT,
     MOVING,
-    PLAIN_EM,
     SMALL,
     Group,
     Items,
@@ -30,6 +28,7 @@ from llmpar.draw.scene import (
     compose,
     fitting_text,
     legend,
+    paragraph,
     pixels,
     size_text,
     small_text,
@@ -45,8 +44,8 @@ from llmpar.predict.layer import Segment
 MOST_APART, MOST_CELLS = 8, 64
 """The most devices that are drawn at rest, each with its tensor, and the most cells: above, they stand for
 blocks of devices."""
-COLUMN, _BESIDE, GRID_MARGIN, GAP = 560, 400, 4, 4
-"""The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
+COLUMN, GRID_MARGIN, GAP = 560, 4, 4
+"""The width of a picture, its margin, and what parts two cells, in pixels."""
 _RING_WORDS = {
     "all-gather": "pieces go round the ring",
     "reduce-scatter": "sums go round the ring",
@@ -165,19 +164,19 @@ class Cells:
                 text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
                 items.append(small_text(right - 10, y, text, "end", axis_line(axis)))
         for line, (axis, stride) in enumerate(self.top):
-            for cell in range(0, self.columns, stride):
+            cells, y = range(0, self.columns, stride), 1.3 * pixels(SMALL) * (line + 0.4)
+            lows = [self.ranges(cell)[axis][0] for cell in cells]
+            names = [self.name(axis, cell) for cell in cells]
+            if axis in sides:  # from the row's first one on
+                names = [f"+{low - lows[0]}" for low in lows]
+            forms = names, [name.split()[-1] for name in names], list(map(str, lows))
+            wide = stride * (self.w + GAP) - 6
+            fits = lambda *texts, wide=wide: all(text_width(text, SMALL) <= wide for text in texts)
+            short = next((form for form in forms if fits(*form)), forms[-1])
+            first = names[0] if fits(names[0]) else short[0]
+            for cell, name in zip(cells, [first, *short[1:]], strict=True):
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
-                low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
-                # from the row's first one on
-                name = f"+{low}" if axis in sides else self.name(axis, cell)
-                texts = name, name.split()[-1], str(low)
-                fits = [
-                    text for text in texts if text_width(text, SMALL) + 6 <= stride * (self.w + GAP)
-                ]
-                short = (*fits, texts[-1])[0]
-                items.append(
-                    small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis))
-                )
+                items.append(small_text(x, y, name, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
             (x, y), (end, bottom) = self.at(cell), self.at(cell + self.per - 1)
             box = x - 4, y - 4, end + self.w - x + 8, bottom + self.h - y + 8
@@ -540,11 +539,7 @@ def _captions(segments: list[Segment]) -> list[Group]:
 
 def _lines(text: str, fill: str, frame: int, top: float = 0) -> Group:
     """Return a text of a frame in lines as wide as the column."""
-    lines = textwrap.wrap(text, int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2)
-    items = [
-        small_text(0, 1.3 * pixels(SMALL) * i, line, "start", fill) for i, line in enumerate(lines)
-    ]
-    return Group(tuple(items), dy=top, frame=frame)
+    return Group(tuple(paragraph([text], COLUMN - 16, SMALL, fill)), dy=top, frame=frame)
 
 
 def segment_words(segment: Segment) -> str:
@@ -583,46 +578,3 @@ def layer_lanes(segments: list[Segment], count: int = 1) -> Scene:
     (`frames`)."""
     layer = {"name": "a layer forward", "count": count, "events": [vars(one) for one in segments]}
     return two_lanes([layer], "One layer in time", COLUMN)
-
-
-def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
-    """Draw a collective among 2 to 16 devices as a film of at most ``most`` rounds (`geometry.rounds`):
-    devices on a circle, arrows for what is sent. A device has a bar for each block, as high as the part that
-    it holds: of a sum the number of partial sums, of a transpose that of the pieces for the rank."""
-    g, steps, color = len(members), rounds(kind, len(members)), f"{axis}-line"
-    if not 2 <= g <= 16:
-        raise ValueError(f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to 16")
-    last, w, h = len(steps) - 1, 24.0 if g <= 8 else 2.0 * g, 16.0
-    shown = sorted({round(i * last / min(last, most - 1)) for i in range(min(last + 1, most))})
-    full = max(max(row) for step in steps for row in step["held"])
-    radius, film, lines = max(42.0, g * w / 6), list[list](), list[str]()
-    angles = [2 * math.pi * rank / g for rank in range(g)]
-    spots = [(1.25 * radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
-    for t in shown:
-        items: list = [
-            small_text(0, -radius - 34, f"round {t} of {last}" if t else "before", fill="ink")
-        ]
-        for source, target, _ in steps[t]["sends"]:
-            (x0, y0), (x1, y1) = spots[source], spots[target]
-            ends = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.3, 0.7)]
-            items.append(Line(tuple(ends), color, 1.5, head=True))
-        for rank, (x, y) in enumerate(spots):
-            items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
-            for b, count in enumerate(steps[t]["held"][rank]):
-                bar = x - w / 2 + b * w / g, y + h / 2 - h * count / full, w / g, h * count / full
-                items += [Rect(*bar, axis, color, 0.5)] * (count > 0)
-            spot, anchor = (x, y + (15 if y > 0 else -15)), "middle"
-            if abs(x) > 1.1 * radius:
-                spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"
-            items.append(small_text(*spot, str(members[rank]), anchor))
-        film.append(items)
-        lines.append(
-            f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"])
-        )
-    across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
-    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
-    title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
-    note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(
-        title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE
-    )

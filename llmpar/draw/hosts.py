@@ -144,8 +144,7 @@ def traffic(plan: TwoMeshes) -> Scene:
         for i in senders
     ]
     total = size_text(plan.bound), ""
-    rows.append(("receives", [*(load(j, "receives") for j in receivers), total]))
-    rows.append(("", []))
+    rows += [("receives", [*(load(j, "receives") for j in receivers), total]), ("", [])]
     for number, one in enumerate(plan.rounds, 1):
         comes = {j: cell(f"{i}", (i, j)) for i, j in one}
         together = size_text(sum(one.values())), ""

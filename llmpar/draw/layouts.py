@@ -259,8 +259,8 @@ def _cells(
         index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()
     }
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
-    marks = [("/", f"{hue(a, sizes)}-line") for a in sums[:1]]
-    marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
+    copied = named and _copies(layout, sizes)[1] > 1
+    marks = [*(("/", f"{hue(a, sizes)}-line") for a in sums[:1]), *[(".", "edge")] * copied]
     picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
     grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
     across, down = (math.prod(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
@@ -384,7 +384,7 @@ def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], sha
     they are wide."""
     parts = [_tensor(x, shape, sizes, layouts) for x in layouts]
     wide = [max(text_width(word, SMALL) for word in texts) + 10 for texts in words]
-    down = sum(bounds(part)[2] for part in parts) + sum(wide) > 500 * len(parts)
+    down = sum(bounds(part)[2] for part in parts) + sum(wide) > 1000
     blocks = parts[:1]
     for lines, color, width, part in zip(words, colors, wide, parts[1:], strict=True):
         tall = 18 * len(lines)

@@ -79,16 +79,18 @@ def matmul(
         size = scale * (1 if len(place) == 1 else 0.65)
         blocks: list = stack([_matrix(one, cut, devices, size) for one in place], 8)
         x0, top, x1, bottom = bounds(blocks)
-        blocks += [small_text((x0 + x1) / 2, top - 13, word) for word in words]
-        blocks.append(
-            Text((x0 + x1) / 2, top - 13 - 20 * len(words), name, anchor="middle", bold=True)
-        )
+        blocks += [
+            *(small_text((x0 + x1) / 2, top - 13, word) for word in words),
+            Text((x0 + x1) / 2, top - 13 - 20 * len(words), name, anchor="middle", bold=True),
+        ]
         x0, _, x1, _ = bounds(blocks)
         line.append(Group(tuple(blocks), at - x0, -(top + bottom) / 2))
         lines.append(": ".join([name if name == texts[i] else f"{name} ({texts[i]})", *words]))
         at += x1 - x0
-    key: list = [(tint, f"device {i}") for i, tint in enumerate(OTHERS[:devices])]
-    key += [(axis, sheets, "/") for axis in cut if f" +{axis}" in chain]
+    key: list = [
+        *((tint, f"device {i}") for i, tint in enumerate(OTHERS[:devices])),
+        *((axis, sheets, "/") for axis in cut if f" +{axis}" in chain),
+    ]
     blocks = [line, legend(key if cut else [], 760)]
     return compose(title or chain, blocks, "\n".join(lines), notes)
 

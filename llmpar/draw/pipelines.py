@@ -43,32 +43,9 @@ class _Band:
     wide: float
 
     def x(self, time: float) -> float:
-        """Return the place of a time, in pixels."""
-        return self.left + self.wide * (time - self.low) / (self.high - self.low)
-
-    def operations(self, stage: int, row, marked=(), half: float = 1) -> list:
-        """Return a stage's operations as named cells: dashed are those that have not run, outlined the
-        ``marked``; a bar is chunk 1 or later. A B has W's colour from the ``half`` of it on."""
-        items: list = []
-        for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
-            if max(start, self.low) >= min(end, self.high):
-                continue
-            name, op, y = str(Op(kind, u, chunk)), f"{stage}:{place}", float(ROW * stage)
-            x, fill = self.x(max(start, self.low)), "paper" if unrun else kind
-            w, first = self.x(min(end, self.high)) - x, 1.0
-            if fill == "B" and half < 1:
-                middle = start + half * (end - start)
-                first = (self.x(min(max(middle, self.low), self.high)) - x) / w
-            did = "has not run" if unrun else f"{start:g} to {end:g} time units"
-            look = ("ink", 2.5) if op in marked else ("edge", 0.75)
-            tip = f"stage {stage}, {name}: {did}"
-            items += _operation(
-                Rect(x, y, w, _CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first
-            )
-            names = name, f"{kind}{u}", str(u)
-            items += fitting_text(x + first * w / 2, y + 12, first * w - 2, *names, on=fill)
-            items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
-        return items
+        """Return the place of a time, in pixels; of one outside the part its nearest end."""
+        inside = min(max(time, self.low), self.high)
+        return self.left + self.wide * (inside - self.low) / (self.high - self.low)
 
     def live(self, stage: int, live: dict[float, float], most: float) -> Line:
         """Return what a stage holds over time, as an area: ``live`` microbatches from each time on."""
@@ -140,14 +117,13 @@ def timeline(
     live = [_live_over_time(row, last) if "B" in kinds else {} for row in stages]
     most = max(max(h.values(), default=0) for h in live) or 1
     notes = [_busy_and_live(row, one, span) for row, one in zip(stages, live, strict=True)]
-    items = Items()
+    items, whole = Items(), half if last == "B" else 1.0
     for k in range(num_bands):
         band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
-        part = scale(band.x, ticks(band.low, band.high), bottom, "{:g}".format, bottom)
-        part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
+        part = _time(band.x, band.low, band.high, bottom)
         for i, row in enumerate(stages):
             part += [
-                *band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1),
+                *_operations(i, [*row, *ahead[i]], band.x, ROW * i, _CELL, whole, True, marked),
                 *([band.live(i, live[i], most)] if live[i] else []),
                 small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"),
             ]
@@ -216,25 +192,22 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(text_width, tables)) + 34
     wide = _WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
-    items, lines, y = Items(), list[str](), 0.0
-    items += [small_text(left - 8, -14, "stage", "end")] * letters
+    items: Items = [small_text(left - 8, -14, "stage", "end")] * letters
+    lines, y = list[str](), 0.0
     for label, table in tables.items():
         bottom = y + (tall + 1) * table.schedule.num_stages
-        middle, end = (y + bottom) / 2, table.makespan
+        middle, end, rows = (y + bottom) / 2, table.makespan, _rows(table)
+        named = letters and (until > 0 or table.schedule.placement == "linear")
+        half = 1.0
+        if split and not table.schedule.split_backward:
+            half = table.costs[1] / (sum(table.costs[1:]) or 1)
         items.append(Text(left - 34, middle, label, anchor="end", bold=True))
         for i in range(table.schedule.num_stages):
             top = y + (tall + 1) * i
             items += [small_text(left - 8, top + tall / 2, f"{i}", "end")] * letters
             idle = Rect(left, top, x_of(end) - left, tall, "paper", "edge", 0.5, "/")
-            items += [idle] * (not until) + _cells(
-                table,
-                i,
-                x_of,
-                top,
-                tall,
-                split,
-                letters and (until > 0 or table.schedule.placement == "linear"),
-            )
+            items += [idle] * (not until)
+            items += _operations(i, rows[i], x_of, top, tall, half, named)
             begun = sum(at < span for at in table.start[i])
             names = " ".join(map(str, table.schedule.rows[i][:begun]))
             lines += [f"{label}, stage {i} begins {names}"] * bool(until)
@@ -272,7 +245,7 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(
         until
     )
-    drawn = [[*_time(x_of, span, y - 6), *items], legend(key, 1.2 * wide)]
+    drawn = [[*_time(x_of, 0, span, y - 6), *items], legend(key, 1.2 * wide)]
     return compose(title, drawn, "\n".join(lines))
 
 
@@ -286,17 +259,17 @@ def bubbles(table: Timetable) -> Scene:
     left, tall = text_width("critical stage") + 20, pixels(SMALL) + 4
     wide = _WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of = lambda time: left + wide * time / end
-    items, y = Items(), 0.0
+    items, y, rows = Items(), 0.0, _rows(table)
     for i, (starts, ends) in enumerate(spans):
         first, last = x_of(starts[0]), x_of(ends[-1])
         for x, to, hatch in ((left, first, "."), (first, last, "/"), (last, x_of(end), ".")):
             items += [Rect(x, y, to - x, tall, "paper", "edge", 0.5, hatch)] * (to > x)
         items += [
             small_text(left - 10, y + tall / 2, f"stage {i}", "end", "ink"),
-            *_cells(table, i, x_of, y, tall, table.schedule.split_backward, False),
+            *_operations(i, rows[i], x_of, y, tall, 1.0, letters=False),
         ]
         y += tall + 1
-    items = [*_time(x_of, end, y + 4), *items]
+    items = [*_time(x_of, 0, end, y + 4), *items]
     idle, own_idle, begin = end - work, table.bubble, table.start[critical][0]
     lines, y = [], y + 44
     inside = f"stage {critical}, from its first operation to its last: {own_idle:g} idle"
@@ -321,46 +294,40 @@ def bubbles(table: Timetable) -> Scene:
     return compose(f"Three bubbles of {table.schedule.name}", [items, key], "\n".join(lines))
 
 
-def _cells(
-    table: Timetable,
-    stage: int,
-    x_of: Callable[[float], float],
-    y: float,
-    tall: float,
-    split: bool,
-    letters,
-) -> list:
-    """Return a stage's operations as far as drawn; a whole backward has both halves' colours if others
-    ``split``."""
+def _operations(
+    stage: int, row, x_of: Callable[[float], float], y: float, tall: float, half: float,
+    letters: bool = True, marked=None,
+) -> list:  # fmt: skip
+    """Return a stage's operations as cells, as far as drawn; a bar is chunk 1 or later. Dashed are those that
+    have not run. What of a whole backward is beyond the first ``half`` has W's colour. With ``marked``, the
+    names of those to be outlined, operations have names by which they are dragged."""
     items = Items()
-    whole = split and not table.schedule.split_backward
-    share = table.costs[1] / ((table.costs[1] + table.costs[2]) or 1) if whole else 1.0
-    row = zip(table.schedule.rows[stage], table.start[stage], table.end[stage], strict=True)
-    for op, start, end in row:
+    for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
         x, w = x_of(start), x_of(end) - x_of(start)
         if w <= 0:
             continue
-        halves = op.kind == "B" and share < 1
-        part = (x_of(start + share * (end - start)) - x) / w if halves else 1.0
-        tip = f"stage {stage}, {op}: {start:g} to {end:g} time units"
-        items += _operation(Rect(x, y, w, tall, op.kind, "edge", 0.5, tip=tip), part)
-        items += [Rect(x, y + tall - 2.5, w, 2.5, "black")] * (op.chunk > 0)
-        names = (f"{op.kind}{op.microbatch}", f"{op.microbatch}") if letters else ()
-        items += fitting_text(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
+        op, name, fill = f"{stage}:{place}", str(Op(kind, u, chunk)), "paper" if unrun else kind
+        did = "has not run" if unrun else f"{start:g} to {end:g} time units"
+        look = ("ink", 2.5) if op in (marked or ()) else ("edge", 0.75)
+        drag = "" if marked is None else op
+        tip = f"stage {stage}, {name}: {did}"
+        cell = Rect(x, y, w, tall, fill, *look, dash=bool(unrun), tip=tip, op=drag)
+        items.append(cell)
+        first = x_of(start + half * (end - start)) - x if fill == "B" else w
+        if w - first > 0.5:
+            left, right, top, low = x + first, x + w - 0.5, y + 0.5, y + tall - 0.5
+            corners = (left, top), (right, top), (right, low), (left, low)
+            items.append(Line(corners, "W", 0.25, fill="W"))
+        names = (name, f"{kind}{u}", f"{u}") if letters else ()
+        items += fitting_text(x + first / 2, y + tall / 2, first - 2, *names, on=fill)
+        items += [Rect(x + 1, y + tall - 3, w - 2, 3, "black")] * (chunk > 0)
     return items
 
 
-def _operation(cell: Rect, share: float) -> list:
-    """Return an operation's cell; of a whole backward, what is beyond its ``share`` of B has W's colour."""
-    x, (_, top, right, low) = cell.x + share * cell.w, cell.box
-    corners = (x, top + 0.5), (right - 0.5, top + 0.5), (right - 0.5, low - 0.5), (x, low - 0.5)
-    return [cell, *[Line(corners, "W", 0.25, fill="W")] * (share < 1)]
-
-
-def _time(x_of: Callable[[float], float], span: float, y: float) -> list:
+def _time(x_of: Callable[[float], float], low: float, high: float, y: float) -> list:
     """Return ticks of the time below ``y``, and grid lines."""
-    drawn = scale(x_of, ticks(0, span, 8), y, "{:g}".format, y + 4)
-    return [*drawn, small_text(x_of(0) - 12, y + 13, "time units", "end")]
+    drawn = scale(x_of, ticks(low, high, 8), y, "{:g}".format, y + 4)
+    return [*drawn, small_text(x_of(low) - 12, y + 13, "time units", "end")]
 
 
 def _key(split: bool) -> list[tuple[str, str]]:

@@ -125,8 +125,8 @@ def traced(
             continue
         name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
         wide = max(text_width(text, SMALL) for text in (name, over, size)) + 10
-        items += _bars(of, x + wide / 2, middles, axes[0])
         items += [
+            *_bars(of, x + wide / 2, middles, axes[0]),
             small_text(x + wide / 2, -30, name, fill="ink"),
             small_text(x + wide / 2, -14, over),
             small_text(x + wide / 2, bottom, size, fill="ink"),
@@ -177,9 +177,9 @@ def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes
         x, wide = x_of(span["begin"]), x_of(span["end"]) - x_of(span["begin"])
         names = f"{span['name']}, {span['source']}", span["name"], span["name"].replace("loop ", "")
         items += [
-            Line(((x + 1, 18), (x + 1, 12), (x + wide - 1, 12), (x + wide - 1, 18)), "edge", 1)
+            Line(((x + 1, 18), (x + 1, 12), (x + wide - 1, 12), (x + wide - 1, 18)), "edge", 1),
+            *fitting_text(x + wide / 2, 2, wide, *names, fill="ink"),
         ]
-        items += fitting_text(x + wide / 2, 2, wide, *names, fill="ink")
     for one in steps:
         x, wide = x_of(one["begin"]), x_of(one["end"]) - x_of(one["begin"])
         tip = f"{one['name']} {one['source']}" + f" and {one['count'] - 1} more" * (
@@ -195,10 +195,10 @@ def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes
             )
     items += _alive(read, x_of, top[lanes[-1]] + _TRACK + 26, left, reserved_bytes)
     counts = Counter((_kind(one), one["lane"], one["name"]) for one in steps)
-    lines = [f"{lane}{kind}: {name} ×{n}" for (kind, lane, name), n in counts.items()]
-    lines += [
-        f"{one['name']}, {one['source']}: steps {one['begin'] + 1} to {one['end']}"
-        for one in read["spans"]
+    spans = "{name}, {source}: steps {first} to {end}"
+    lines = [
+        *(f"{lane}{kind}: {name} ×{n}" for (kind, lane, name), n in counts.items()),
+        *(spans.format(first=one["begin"] + 1, **one) for one in read["spans"]),
     ]
     times = lambda one: f" ×{one['count']}" * (one["count"] > 1)
     largest = (
@@ -209,11 +209,13 @@ def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes
     note = f"Largest in the fullest step, {peak['at'] + 1} of {len(live)}: {', '.join(largest)}."
     lines += [f"alive at most {peak['bytes']:,} B", note]
     seen = {(a, _kind(one)) for one in steps for a in _lanes(one) if a != "compute"}
-    key: list[tuple] = [("matmuls", "matmul"), ("elementwise", "other operations")]
-    key += [
-        (hue(axis, sizes), axis + kind, "/" * (kind == _EXPOSED)) for axis, kind in sorted(seen)
+    key: list[tuple] = [
+        ("matmuls", "matmul"),
+        ("elementwise", "other operations"),
+        *((hue(axis, sizes), axis + kind, "/" * (kind == _EXPOSED)) for axis, kind in sorted(seen)),
+        ("weights", "arguments"),
+        ("activations", "other values"),
     ]
-    key += [("weights", "arguments"), ("activations", "other values")]
     column = _ACROSS + left + 48
     return compose(_ORDER, [items, legend(key, 760)], "\n".join(lines), [note], column=column)
 

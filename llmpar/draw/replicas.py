@@ -33,10 +33,12 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     wide = text_width("same weights") + devices * (side + 3) + 24
     pitch, y, items = wide + 14, 46.0, Items()
     for r in everyone:
-        items.append(Text(r * pitch + wide / 2, -16, f"device {r}", anchor="middle", bold=True))
         words = f"rows {r * rows}–{(r + 1) * rows - 1}"
-        items += titled(Rect(r * pitch, 0, wide, high, OTHERS[r], "edge"), words)
-        items += titled(Rect(r * pitch, high + 4, wide, high, "weights", "edge"), "weights")
+        items += [
+            Text(r * pitch + wide / 2, -16, f"device {r}", anchor="middle", bold=True),
+            *titled(Rect(r * pitch, 0, wide, high, OTHERS[r], "edge"), words),
+            *titled(Rect(r * pitch, high + 4, wide, high, "weights", "edge"), "weights"),
+        ]
     boxes = [("gradients", "own gradient", False), ("weights", "own weights", False)]
     if together:
         boxes[1:] = [
@@ -139,8 +141,10 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
                     wide if tick < times[-1] else last,
                 )
                 full = high * _share(stage, part, layer, tick, layers, devices)
-                items.append(Rect(x, y, w, high, "paper", "grid", 0.75))
-                items += [Rect(x, y + high - full, w, full, fill, "ink", 0.5)] * (full > 0)
+                items += [
+                    Rect(x, y, w, high, "paper", "grid", 0.75),
+                    *[Rect(x, y + high - full, w, full, fill, "ink", 0.5)] * (full > 0),
+                ]
         for name, first, end in spans:
             x, x1 = x0 + first * wide, x0 + end * wide if end else x0 + panel
             items += [
@@ -149,11 +153,12 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
             ]
     for i, stage in enumerate(stages):
         y = i * pitch
-        items.append(
-            Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True)
-        )
         items += [
-            small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end") for n in range(layers)
+            Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True),
+            *(
+                small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end")
+                for n in range(layers)
+            ),
         ]
         amount = lambda part, t, s=stage: sum(
             _share(s, part, n, t, layers, devices) for n in range(layers)

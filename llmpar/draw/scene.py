@@ -10,6 +10,7 @@ import base64
 import functools
 import html
 import io
+import itertools
 import math
 import textwrap
 import tomllib
@@ -101,11 +102,6 @@ class Rect(_Item):
     def box(self) -> Box:
         return self.x, self.y, self.x + self.w, self.y + self.h
 
-    @property
-    def acts(self) -> bool:
-        """Return whether it can be clicked or dragged."""
-        return bool(self.act or self.op)
-
 
 @dataclass(frozen=True)
 class Text(_Item):
@@ -167,19 +163,17 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
     """Return the primitives inside groups, in drawing order, at their final places and in their frames."""
     out: list = []
     for item in items:
+        own = item.frame if frame == -1 else frame
         if isinstance(item, Group):
-            inside = item.frame if frame == -1 else frame
-            out += flatten(item.items, dx + item.dx, dy + item.dy, inside)
+            out += flatten(item.items, dx + item.dx, dy + item.dy, own)
             continue
-        at = (
-            {"points": tuple((x + dx, y + dy) for x, y in item.points)}
-            if isinstance(item, Line)
-            else {}
-        )
+        at: dict[str, Any] = {"frame": own}
+        if isinstance(item, Line):
+            at["points"] = tuple((x + dx, y + dy) for x, y in item.points)
+        else:
+            at |= {"x": item.x + dx, "y": item.y + dy}
         placed = object.__new__(type(item))  # several times as quick as `dataclasses.replace`
-        vars(placed).update(vars(item), **(at or {"x": item.x + dx, "y": item.y + dy}))
-        if frame != -1:
-            vars(placed)["frame"] = frame
+        vars(placed).update(vars(item), **at)
         out.append(placed)
     return out
 
@@ -208,6 +202,12 @@ def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
 def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str = "soft") -> Text:
     """Return a label in small type."""
     return Text(x, y, text, SMALL, anchor, fill)
+
+
+def on_paper(text: Text) -> list:
+    """Return a text on a piece of paper, which hides what it would cross."""
+    x0, y0, x1, y1 = text.box
+    return [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
 
 
 def fitting_text(
@@ -322,28 +322,29 @@ class Scene:
         )
 
 
+def paragraph(texts, wide: float, role: str, fill: str, bold: bool = False) -> list[Text]:
+    """Return texts in lines that are at most so ``wide``, each from a line of its own on."""
+    size = pixels(role)
+    letters = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
+    lines = [line for text in texts for line in textwrap.wrap(text, letters)]
+    return [
+        Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)
+    ]
+
+
 def compose(
     title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0
 ) -> Scene:
     """Draw a scene of blocks below one another, between a title above and notes below; as large as it needs
     to be. In a ``column`` of so many pixels the title is left to the page around it."""
 
-    def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
-        size = pixels(role)
-        letters = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
-        lines = [line for text in texts for line in textwrap.wrap(text, letters)]
-        return [
-            Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold)
-            for i, line in enumerate(lines)
-        ]
-
     wide = (
         column - 2 * margin
         if column
         else max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
     )
-    head = [] if column else paragraph([title], TITLE, "ink", True)
-    parts = [head, *blocks, paragraph(notes, SMALL, "soft")]
+    head = [] if column else paragraph([title], wide, TITLE, "ink", True)
+    parts = [head, *blocks, paragraph(notes, wide, SMALL, "soft")]
     items = stack([part for part in parts if part], 8 if column else 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)
@@ -424,7 +425,7 @@ class _Svg:
             self.paint(item.fill, item.stroke, item.width, item.dash),
             f'data-op="{item.op}"' if item.op else "",
             f"data-set={attribute(item.act)}" if item.act else "",
-            button if item.acts else "",
+            button if item.act or item.op else "",
         ]
         tip = f"<title>{escape(item.tip)}</title>" if item.tip else ""
         drawn = f"<rect {' '.join(filter(None, attributes))}>{tip}</rect>"
@@ -435,9 +436,8 @@ class _Svg:
     def pattern(self, hatch: str, stroke: str) -> str:
         """Return the name of a hatch in a colour."""
         name = f"llmpar-{'dots' if hatch == '.' else 'lines'}-{stroke}"
-        mark = f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
-        if hatch == ".":
-            mark = f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}'
+        line = f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
+        mark = f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}' if hatch == "." else line
         size = 'width="6" height="6" patternUnits="userSpaceOnUse"'
         self.patterns[name] = f'<pattern id="{name}" {size}>{mark}/></pattern>'
         return name
@@ -468,20 +468,19 @@ def to_svg(scene: Scene, live: bool = False) -> str:
     """Return the scene as one self-contained SVG, which follows the reader's light or dark setting or theme.
 
     The buttons of a form are in it where it is ``live``."""
-    svg, elements, frame = _Svg(), list[str](), -1
+    svg, elements = _Svg(), list[str]()
     write: dict[type, Callable[[Any], str]] = {Text: svg.text, Rect: svg.rect, Line: svg.line}
     items = [item for item in flatten(scene.items) if live or not item.live]
-    for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
-        if item.frame != frame:
-            elements += ["</g>"] * (frame != -1)
-            frame = item.frame
-            hidden = ' display="none"' * (frame != 0)
-            name = "moving" if frame == MOVING else frame
-            elements += [f'<g data-frame="{name}"{hidden}>'] * (frame != -1)
-        elements.append(write[type(item)](item))
-    elements += ["</g>"] * (frame != -1)
+    by_frame = lambda item: item.frame
+    for frame, group in itertools.groupby(sorted(items, key=by_frame), by_frame):
+        drawn = [write[type(item)](item) for item in group]
+        name = "moving" if frame == MOVING else frame
+        hidden = ' display="none"' * (frame != 0)
+        moves = [f'<g data-frame="{name}"{hidden}>', *drawn, "</g>"]
+        elements += drawn if frame == -1 else moves
     w, h = _n(scene.width), _n(scene.height)
-    role = "group" if any(isinstance(item, Rect) and item.acts for item in items) else "img"
+    acts = any(isinstance(item, Rect) and (item.act or item.op) for item in items)
+    role = "group" if acts else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="{role}"'
@@ -549,11 +548,13 @@ def to_png(scene: Scene, software: str = "") -> bytes:
                     "edgecolor": color[item.stroke],
                 }
                 axes.add_patch(FancyBboxPatch(facecolor="none", linewidth=0, **style))
-        elif item.fill:
-            axes.add_patch(Polygon(item.points, facecolor=color[item.fill], **stroke, **style))
         else:
-            stroke["color"] = stroke.pop("edgecolor")
-            axes.plot(*zip(*item.points, strict=True), solid_capstyle="butt", **stroke, **style)
+            area: dict[str, Any] = {
+                "closed": bool(item.fill),
+                "facecolor": color[item.fill],
+                "joinstyle": "round",
+            }
+            axes.add_patch(Polygon(item.points, **area, **stroke, **style))
         if isinstance(item, Line) and item.head:
             axes.add_patch(Polygon(_head(item), facecolor=color[item.stroke], linewidth=0, **style))
     (canvas := FigureCanvasAgg(figure)).draw()

@@ -37,14 +37,18 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
             (answer[k - 1 : k], len(prompt) + k - 1, "decode") if k else (prompt, 0, "prefill")
         )
         x, kept = left + k * (wide + 20) + wide / 2, ["activations"] * past + ["paper/"] * len(new)
-        boxes = [("matmuls", top + i * high, high, token) for i, token in enumerate(new, -len(new))]
-        boxes += [("weights", top + 26, 40, "weights"), ("cell", out, high, made)]
-        for role, y, h, text in boxes + [
-            (role, top + 80 + low * i, low, "") for i, role in enumerate(kept)
-        ]:
+        boxes = [
+            *(("matmuls", top + i * high, high, token) for i, token in enumerate(new, -len(new))),
+            ("weights", top + 26, 40, "weights"),
+            ("cell", out, high, made),
+            *((role, top + 80 + low * i, low, "") for i, role in enumerate(kept)),
+        ]
+        for role, y, h, text in boxes:
             items += boxed(bar_part(role, x - wide / 2, y, wide, h, text), text)
-        items += [Line(((x, y - 20), (x, y)), "edge", 2, head=True) for y in (top + 23, out - 3)]
-        items.append(Text(x, -16, name, anchor="middle", bold=True))
+        items += [
+            *(Line(((x, y - 20), (x, y)), "edge", 2, head=True) for y in (top + 23, out - 3)),
+            Text(x, -16, name, anchor="middle", bold=True),
+        ]
         lines.append(
             f"{name}: {' '.join(new)} in, {made} out; reads all weights, {past} keys and values"
         )

@@ -6,7 +6,7 @@ letter of the device whose numbers it is, a sum those of all whose numbers are i
 
 import math
 
-from llmpar.draw.charts import count_noun
+from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
 from llmpar.draw.scene import (
@@ -21,6 +21,7 @@ from llmpar.draw.scene import (
     Text,
     bounds,
     compose,
+    fitting_text,
     pixels,
     small_text,
     stack,
@@ -29,6 +30,7 @@ from llmpar.draw.scene import (
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
+_BESIDE, _LETTERS = 400, "abcdefgh"
 # [device, part]: the letters of the devices whose numbers are added up in it
 Held = list[list[str]]
 PATTERNS = {
@@ -43,7 +45,7 @@ PATTERNS = {
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     """Return what each device holds before a collective and after it."""
-    letters, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
+    letters, each, only = _LETTERS[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
     own, all_of = [[letter] * ranks for letter in letters], [list(letters) for _ in each]
     return {
         "all-gather": ([[only(r, p, letters[p]) for p in each] for r in each], all_of),
@@ -54,18 +56,9 @@ def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     }[kind]
 
 
-def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
-    """Return what is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each
-    device then holds. A part of a sum is handed on, a finished part is kept as well."""
-    out = [(list[list[int]](), pattern(kind, ranks)[0])]
-    for step in rounds(kind, ranks)[1:]:
-        before = out[-1][1]
-        after = [row[:] for row in before]
-        for source, target, part in step["sends"]:
-            after[target][part] = "".join(sorted({*before[source][part], *before[target][part]}))
-            after[source][part] *= bool(step["held"][source][part])
-        out.append((step["sends"], after))
-    return out
+def lettered(parts: list[list[set[int]]]) -> Held:
+    """Return what devices hold (`geometry.rounds`) in the letters of the devices whose numbers it is."""
+    return [["".join(_LETTERS[rank] for rank in sorted(ranks)) for ranks in row] for row in parts]
 
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
@@ -82,19 +75,27 @@ def hop_words(kind: str, hop: int, ranks: int) -> str:
     )
 
 
-def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
-    """Return a device: its name, and below it the parts, with a stripe for each device whose numbers are in
-    one; dashed where there is none; what is ``new`` is outlined. An ``index`` stands behind its letter."""
-    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, Items()
-    items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
-    items += [small_text(w / 2, h / 2, name, fill="black")] * big
+def column(
+    rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=(), name: str = ""
+) -> list:
+    """Return a device: its ``name``, else its rank, and below it the parts, with a stripe for each device
+    whose numbers are in one; dashed where there is none; what is ``new`` is outlined. An ``index`` stands
+    behind its letter."""
+    name, big, tint = name or f"{rank}", h > 11, OTHERS[rank % len(OTHERS)]
+    items: list = [
+        Rect(0, 0, w, h if big else 3, tint, "edge", 0.75, radius=2),
+        *fitting_text(w / 2, h / 2, w * big, f"device {name}", name, on=tint),
+    ]
     for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
         y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
         for i, letter in enumerate(letters):
-            items.append(Rect(i * wide, y, wide, h, OTHERS["abcde".index(letter)], "edge", 0.5))
-            text = letter + "".join(index[p : p + 1])
-            items += [small_text((i + 0.5) * wide, y + h / 2, text, fill="black")] * big
-            items += [small_text(i * wide, y + h / 2, "+", fill="black")] * (i > 0 and wide > 13)
+            tint, text = OTHERS[_LETTERS.index(letter) % len(OTHERS)], "".join(index[p : p + 1])
+            middle, adds = (i + 0.5) * wide, i > 0 and wide > 13
+            items += [
+                Rect(i * wide, y, wide, h, tint, "edge", 0.5),
+                *fitting_text(middle, y + h / 2, wide * big, letter + text, on=tint),
+                *[small_text(i * wide, y + h / 2, "+", fill="black")] * adds,
+            ]
         look = ("ink", 2.5) if p in new else ("edge", 0.75)
         items.append(Rect(0, y, w, h, "" if letters else "paper", *look, dash=not letters))
     return items
@@ -153,33 +154,70 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     return compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
 
 
+def _hop(hop: dict, w: float, h: float, gap: float, wide: float, names=()) -> list:
+    """Return what devices hold after a hop (`geometry.rounds`), with arrows for what has come in."""
+    sends, rows, items = hop["sends"], lettered(hop["held"]), Items()
+    items.append(Rect(-gap, 0, len(rows) * (w + gap) + gap, 1))  # as wide as with arrows
+    for r, row in enumerate(rows):
+        new = [part for _, target, part in sends if target == r]
+        name = "".join(names[r : r + 1])
+        items.append(Group(tuple(column(r, row, w, h, 2, new, name=name)), r * (w + gap)))
+    for source, target, part in sends:
+        y = h + 2 + part * (h + 2) + h / 2
+        lefts = {source * (w + gap) + w, target * (w + gap) - gap}
+        items += [Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True) for x in lefts]
+    return items
+
+
+def _held(hop: dict) -> str:
+    """Return in words what each device holds after a hop."""
+    return " | ".join(map(_words, lettered(hop["held"])))
+
+
+_NOTE = (
+    "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
+)
+
+
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
     """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
     frames."""
-    hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
-    w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
+    hops, panels, lines = rounds(kind, ranks), list[list](), list[str]()
+    sizes = text_width(_LETTERS[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:
-        w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
-    for k, (sends, rows) in enumerate(hops):
-        items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
-        for r, row in enumerate(rows):
-            new = [part for _, target, part in sends if target == r]
-            items.append(Group(tuple(column(r, row, w, h, 2, new)), r * (w + gap)))
-        for source, target, part in sends:
-            y = h + 2 + part * (h + 2) + h / 2
-            lefts = {source * (w + gap) + w, target * (w + gap) - gap}
-            items += [Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True) for x in lefts]
-        words = hop_words(kind, k, ranks)
+        sizes = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
+    for k, hop in enumerate(hops):
+        items, words = _hop(hop, *sizes), hop_words(kind, k, ranks)
         if not moving:
             items.append(small_text(0, -12, words.partition(":")[0], "start", "ink"))
         panels.append(items)
-        lines.append(f"{words}: {' | '.join(map(_words, rows))}")
+        lines.append(f"{words}: {_held(hop)}")
     if moving:
         panels = [[Group(tuple(items), frame=k) for k, items in enumerate(panels)]]
     drawn = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
-    note = "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
     title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
-    return compose(title, [stack(drawn, 18)], "\n".join([*lines, note]), [note])
+    return compose(title, [stack(drawn, 18)], "\n".join([*lines, _NOTE]), [_NOTE])
+
+
+def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
+    """Draw a collective over an axis among 2 to 8 devices as a film of at most ``most`` rounds
+    (`geometry.rounds`): what each device holds, as in `ring_sums`, in a column of a page."""
+    g, hops = len(members), rounds(kind, len(members))
+    if not 2 <= g <= len(_LETTERS):
+        raise ValueError(
+            f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to {len(_LETTERS)}"
+        )
+    last, wide = len(hops) - 1, 14.0 if g > 4 else text_width(_LETTERS[:g], SMALL) + 4
+    shown = sorted({round(i * last / min(last, most - 1)) for i in range(min(last + 1, most))})
+    names, film, lines = list(map(str, members)), list[list](), list[str]()
+    for t in shown:
+        head = small_text(0, -12, f"round {t} of {last}" if t else "before", "start", "ink")
+        film.append([head, *_hop(hops[t], wide, 14.0, 8.0, 1.25, names)])
+        lines.append(f"round {t}: {_held(hops[t])}")
+    across = max(1, int(_BESIDE // (g * (wide + 8) + 22)))
+    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
+    title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
+    return compose(title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {_NOTE}"], 4, _BESIDE)
 
 
 CORNERS = ((1, 0, 26, 0, 14, "middle"), (2, 22, 12, 12, 0, "start"), (0, -28, 0, -8, 0, "end"))
@@ -207,14 +245,18 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
             space += [Line(ends, "paper", 9), Line(ends, axis_line(a), 3)]
     for device, at in enumerate(places):
         (x, y), on = spot(at), lit and device in holding
-        space.append(Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15))
-        space.append(Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
+        space += [
+            Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15),
+            Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on),
+        ]
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
         labels = [(x + away[0], y + away[1], f"{a} {i}") for i, (x, y) in enumerate(arrow)]
-        space.append(Line(tuple(arrow), axis_line(a), 1.5, head=True))
-        space += [small_text(*label, anchor, axis_line(a)) for label in labels]
+        space += [
+            Line(tuple(arrow), axis_line(a), 1.5, head=True),
+            *(small_text(*label, anchor, axis_line(a)) for label in labels),
+        ]
     h = 1.8 * pixels(SMALL)
     for k, a in enumerate(cuts, 1):
         tall, right = rows * h / 2**k, left + 8

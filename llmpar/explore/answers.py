@@ -26,9 +26,9 @@ from llmpar.explore.look import (
 )
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
+from llmpar.plan import checks
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan.model_config import from_dict
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import near_presets, preset
 from llmpar.planner import planner
 from llmpar.predict import hardware
@@ -64,7 +64,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
         out["frames"] = frames(seen.segments)
     return out | {
         "verdict": verdict,
-        "fields": fields(state, seen.one.plan),
+        "fields": fields(state, seen),
         "panels": pictures,
         "more": not done,
         "numbers": numbers(seen),
@@ -114,30 +114,14 @@ def more(state: dict) -> dict | None:
     return None if reply["refusal"] else reply
 
 
-def fields(state: dict, plan: Plan | None) -> list[dict]:
-    """Return the plan's other fields as controls: the planner's choices, and those that were set by hand."""
-    own = state["fields"]
+def fields(state: dict, seen: View | None) -> list[dict]:
+    """Return the plan's other fields as controls: the planner's choices that decide something here, and
+    those that were set by hand."""
+    own, plan = state["fields"], seen and seen.one.plan
     values = {name: getattr(plan, name, planner.GPU_SHARE) for name in OFFERED} | own
-    shown = [name for name in OFFERED if name in own or plan and matters(plan, name)]
+    idle = checks.unused(seen.plan, OFFERED) if seen else OFFERED
+    shown = [name for name in OFFERED if name in own or name not in idle]
     return [OFFERED[name] | {"value": values[name], "yours": name in own} for name in shown]
-
-
-def matters(plan: Plan, name: str) -> bool:
-    """Return whether a field can change anything on this mesh."""
-    axis = {
-        "context_parallel": "sp",
-        "sequence_order": "sp",
-        "schedule": "pp",
-        "virtual_stages": "pp",
-        "stage_saves": "pp",
-        "tp_sequence": "tp",
-        "tp_comm_overlap": "tp",
-        "tp_dispatch": "tp",
-        "ep_node": "ep",
-        "expert_copies": "ep",
-        "dispatch": "ep",
-    }
-    return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
 
 
 def numbers(seen: View) -> dict[str, Any]:
@@ -236,34 +220,23 @@ def remedies(state: dict) -> list[dict]:
         return [offer(f"{name} {words}", "use it", model=name, **patch) for name in others]
     if state["node_size"] and works(state | {"node_size": 0}):
         return [offer("it works with the chip's own nodes", "use them", node_size=0)]
-    try:
-        state, shape = settle(state)
-    except ValueError:
-        state, shape = legible(state)
-        mesh = (
-            str(shape)
-            if works(state | {"mesh": str(shape)})
-            else nearest(state, shape, [shape.size])
-        )
-        return [
-            offer(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)
-        ] * bool(mesh)
-    offers = list[dict]()
-    if near := nearest(state, shape, [shape.size]):
-        offers.append(offer(f"the nearest mesh that works is {near}", "use it", mesh=near))
-    for name in state["fields"]:
-        if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
-            words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
-            offers.append(offer(words, "use it", fields={name: None}))
-    own = dict.fromkeys(state["fields"])
+    use = lambda text, **patch: [offer(text, "use it", **patch)]
+    (state, shape), is_read = legible(state)
+    near, own = nearest(state, shape, [shape.size]), state["fields"]
+    if not is_read:
+        mesh = str(shape) if works(state | {"mesh": str(shape)}) else near
+        return use(f"a mesh that works is {mesh}", mesh=mesh, devices=shape.size) * bool(mesh)
+    offers = use(f"the nearest mesh that works is {near}", mesh=near) * bool(near)
+    for name in own:
+        words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
+        offers += use(words, fields={name: None}) * works(state | {"fields": own | {name: None}})
     if len(own) > 1 and not offers and works(state | {"fields": {}}):
-        offers.append(
-            offer("it works with all fields as the planner chooses them", "use it", fields=own)
-        )
-    parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
+        words = "it works with all fields as the planner chooses them"
+        offers += use(words, fields=dict.fromkeys(own))
+    parts = shape.dp * shape.fsdp * shape.ep * max(1, own.get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
-        offers.append(offer(f"this mesh works with {batch} sequences", "use it", batch_size=batch))
+        offers += use(f"this mesh works with {batch} sequences", batch_size=batch)
     return offers
 
 
@@ -282,25 +255,24 @@ def other_models(state: dict) -> list[str]:
         return [*dict.fromkeys([*near, kept])]
 
 
-def legible(state: dict) -> tuple[dict, MeshShape]:
-    """Return a state that cannot be read with a number of devices that can (its own, or the one before), and
-    its mesh: fsdp alone where none of that size is written."""
+def legible(state: dict) -> tuple[tuple[dict, MeshShape], bool]:
+    """Return a state in one spelling with its mesh, and whether it can be read. One that cannot has a number
+    of devices that can (its own, or the one before), and fsdp alone where no mesh of that size is written."""
+    with contextlib.suppress(ValueError):
+        return settle(state), True
     right = lambda n: isinstance(n, int) and 1 <= n <= MOST_DEVICES
     num = next(filter(right, (state["devices"], state["agreed"])), START["devices"])
     state, shape = state | {"devices": num, "agreed": num}, MeshShape(fsdp=num)
     with contextlib.suppress(ValueError):
         written = settle(state)[1]
         shape = written if written.size == num else shape
-    return state, shape
+    return (state, shape), False
 
 
 def elsewhere(state: dict) -> str:
     """Return in words how many devices a mesh would work on, where none works on these; no button changes
     that."""
-    try:
-        state, shape = settle(state)
-    except ValueError:
-        state, shape = legible(state)
+    (state, shape), _ = legible(state)
     n = shape.size
     fewer = sorted({*divisors(n), *(2**i for i in range(n.bit_length()))} - {n}, reverse=True)
     if works(state | {"mesh": str(shape)}) or nearest(state, shape, [n]):

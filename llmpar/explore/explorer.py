@@ -88,24 +88,28 @@ class Explorer:
 
     def answer(self, state: dict) -> dict:
         """Return all that a front end shows of a state, as plain data."""
+        reply = answers.unanswered(state)
         if wrong := self.malformed(state):
-            return wrong
+            return reply | wrong
         try:
             drawn = self.draw(state)
         except ValueError as error:
-            return answers.unanswered(state) | answers.refused(error, []) | {"says": str(error)}
+            return reply | answers.refused(error, []) | {"says": str(error)}
         shown = {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
-        return answers.unanswered(state) | shown
+        return self.completed(state, reply | shown)
+
+    def completed(self, state: dict, reply: dict) -> dict:
+        """Return an answer that has the picture with what stands beside that."""
+        return reply
 
     def malformed(self, state: dict) -> dict | None:
-        """Return the answer to a state that cannot be read, as with a word that a choice does not offer; None
-        if it can."""
+        """Return the refusal of a state that cannot be read, as with a word that a choice does not offer;
+        None if it can."""
         choices = ((c["name"], tuple(c.get("options", ()))) for c in self.controls)
         known = {
             name: Allowed(str, choices=words) for name, words in choices if str in map(type, words)
         }
-        wrong = answers.malformed(state, self.start, known | self.limits)
-        return answers.unanswered(state) | wrong if wrong else None
+        return answers.malformed(state, self.start, known | self.limits)
 
     def more(self, state: dict) -> dict | None:
         """Return a more complete answer to the same state; None where there is none."""

@@ -134,11 +134,8 @@ class GivenExplorer(Explorer):
             title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN
         )
 
-    def answer(self, state: dict) -> dict:
-        reply, device = super().answer(state), state["device"]
-        if reply["refusal"]:
-            return reply
-        lines, says, parts = "", reply["says"], dict[str, dict]()
+    def completed(self, state: dict, reply: dict) -> dict:
+        device, lines, says, parts = state["device"], "", reply["says"], dict[str, dict]()
         for name, row in self.rows.items():
             blocks, (words, size) = row["blocks"], self.part_on(row, device)
             copies = sum(block is not None for block in row["holds"]) // len(row["shards"])

@@ -28,19 +28,31 @@ from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import hardware, memory
 from llmpar.predict.layer import Segment, layer_segments
 
-_CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
-_HOW = {
+_MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
+_SEEN = {
+    "device": 0,
+    "tensor": "weight blocks.ffn.gate",
+    "explain": "",
+    "pinned": "",
+    "launch": "",
+    "launched": 0,
+    "serve": "",
+}
+START: dict[str, Any] = {
+    "model": "llama3-8b",
+    "chip": "h100",
+    "devices": 8,
+    "batch_size": 16,
+    "seq_len": 4096,
     "mesh": "dp=2 fsdp=2 tp=2",
     "fields": {},
     "agreed": 8,
     "own": {},
     "own_chips": {},
     "config": "",
+    **_MACHINE,
+    **_SEEN,
 }
-_MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
-_SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": "", "pinned": ""}
-_SEEN |= {"launch": "", "launched": 0, "serve": ""}
-START: dict[str, Any] = _CASE | _HOW | _MACHINE | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
@@ -103,13 +115,9 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
     the mesh follows, over its axes and fsdp, to one that works if any does; if the mesh was changed the
     number does. Raise ValueError where one cannot be read."""
     for control in CONTROLS:
-        value = state[control["name"]]
         if control["kind"] == "int":
-            most = control.get("max", 1 << 24)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(
-                    f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}"
-                )
+            sizes = Allowed(int, 1, control.get("max", 1 << 24))
+            sizes.check(control["label"], state[control["name"]])
     state = _launched(state)
     if len(state["mesh"]) > 200:
         raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
@@ -172,25 +180,6 @@ def own_model(text: str) -> ModelConfig:
             raise ValueError(str(error).replace(f"'{path}'", "'config.json'")) from None
 
 
-def own_chip(name: str, row: Any) -> hardware.Chip:
-    """Return the chip that `dataclasses.asdict` made plain. Raise ValueError for values that no file of a
-    chip may have."""
-    source = f"own_chips, {name}"
-    Allowed(dict).check(source, row)
-    plain = {field: value for field, value in row.items() if field not in ("reached", "base")}
-    if missing := sorted({field.name for field in dataclasses.fields(hardware.Chip)} - {*row}):
-        raise ValueError(
-            f"{source} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
-        )
-    if reached := row["reached"]:
-        Allowed(dict).check(f"{source}: reached", reached)
-        reached = hardware.Rates(
-            **hardware.checked(hardware.Rates, {**reached}, f"{source}, reached")
-        )
-    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, source)
-    return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
-
-
 def question_of(state: dict) -> Question:
     """Return the planner's question: the model, the machine, the batch, and the fields that are set by
     hand."""
@@ -219,8 +208,10 @@ def model_of(state: dict) -> ModelConfig:
 
 def own_machine(state: dict) -> tuple[hardware.Chip, hardware.Chip]:
     """Return a state's chip as its row or file has it, and as it is in the reader's machine."""
-    row = state["own_chips"].get(state["chip"])
-    chip = own_chip(state["chip"], row) if row else hardware.chip(state["chip"])
+    name, source = state["chip"], f"own_chips, {state['chip']}"
+    row = state["own_chips"].get(name)
+    Allowed(dict, none=True).check(source, row)
+    chip = hardware.from_table({**row}, source, name) if row else hardware.chip(name)
     figures = {name: state[name] for name in hardware.MACHINE}
     if times := state["network_times"]:
         figures["network"] = (figures["network"] or planner.machine(chip)["network"]) * 2.0**times

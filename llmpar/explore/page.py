@@ -93,13 +93,14 @@ def html(explorer: Any, small: bool = False) -> str:
             " here (in the project's sources 'make runtime' brings it, before a wheel is built);"
             " save(…, small=True) needs none"
         )
+    whole = doc | {"given": explorer.given, "live": not small}
     parts = {
         "title": markup.escape(explorer.title),
         "text": markup.escape(explorer.scene.text),
         "light": doc["theme"]["light"]["paper"],
         "dark": doc["theme"]["dark"]["paper"],
         "style": STYLE.read_text(encoding="utf-8"),
-        "doc": as_json(doc | {"given": explorer.given, "live": not small}),
+        "doc": json.dumps(whole).replace("<", "\\u003c"),  # it stays inside its element
         "stored": packed(stored) if small else "",
         "module": as_script(MODULE),
         "worker": as_script(STATIC / "worker.js"),
@@ -113,11 +114,6 @@ def html(explorer: Any, small: bool = False) -> str:
 def packed(value: Any) -> str:
     """Return a value as JSON for a page to unpack: gzip'd, in letters."""
     return base64.b64encode(gzip.compress(json.dumps(value).encode(), mtime=0)).decode()
-
-
-def as_json(value: Any) -> str:
-    """Return a value as JSON that stays inside its element of a page."""
-    return json.dumps(value).replace("<", "\\u003c")
 
 
 def as_script(path: Path) -> str:

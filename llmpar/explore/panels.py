@@ -11,8 +11,9 @@ from html import escape
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, count_noun, role_of
-from llmpar.draw.grid import layer_lanes, ring, tensor_grid
+from llmpar.draw.grid import layer_lanes, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, time_text, to_svg
+from llmpar.draw.strips import ring
 from llmpar.explore.look import View, model_of, planned, works
 from llmpar.explore.words import (
     act,
@@ -39,8 +40,8 @@ from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 _PLACES = {
     "over": {"launch": "Your launch line", "beside": "Side by side"},
     "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
-    "middle": {"grid": "Devices", "layer": "One layer"},
-    "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
+    "middle": {"grid": "Devices", "layer": "One layer", "explain": "Why this number"},
+    "right": {"map": "All meshes", "sent": "Sent"},
     "below": {
         "code": "Take it along: as code, or for another framework",
         "serve": "Served by an engine",
@@ -149,16 +150,15 @@ def chosen(seen: View) -> Tensor:
 
 def tensor_choice(seen: View) -> str:
     """Return a list to choose a tensor from, with the state's chosen."""
-    rows, now = tensors(seen), chosen(seen).name
-    options = []
-    for kind, title in _KINDS.items():
-        options.append(f"<optgroup label={attribute(title)}>")
-        for name in (row.name for row in rows if row.kind == kind):
-            mark = " selected" * (name == now)
-            options.append(
-                f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>"
-            )
-        options.append("</optgroup>")
+    now, groups = chosen(seen).name, defaultdict[str, str](str)
+    for row in tensors(seen):
+        mark = " selected" * (row.name == now)
+        value = attribute(json.dumps(row.name))
+        groups[row.kind] += f"<option value={value}{mark}>{escape(row.name)}</option>"
+    options = (
+        f"<optgroup label={attribute(title)}>{groups[kind]}</optgroup>"
+        for kind, title in _KINDS.items()
+    )
     select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
     return f"<label><b>{HOLDS}</b> {select}</label>"
 
@@ -328,14 +328,23 @@ def sent(seen: View) -> Scene:
     """Draw what a device sends in a step, and how much of its time on links the step waits for."""
     rows, bars = traffic_of(seen), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
-    on_links = {key: _seconds_by_term(clock, row) for key, row in rows.items()} if clock else {}
+    on_links = (
+        {}
+        if clock is None
+        else {
+            key: _summed(row, "term", functools.partial(clock.message, row))
+            for key, row in rows.items()
+        }
+    )
     total_s = defaultdict[str, float](float)
     for term, s in (pair for seconds in on_links.values() for pair in seconds.items()):
         total_s[term] += s
     # Of a term as much is waited for as the step has of it; sums have noise.
     terms_s = seen.one.time.terms
     share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in total_s.items() if s}
-    most_of = [(names, _most_of(row)) for (names, _), row in rows.items()]
+    bytes_of = lambda row: _summed(row, "value", lambda message: row.sent(message.num_bytes))
+    largest = lambda sums: max(sums, key=sums.__getitem__)
+    most_of = [(names, largest(bytes_of(row))) for (names, _), row in rows.items()]
     named = Counter(most_of)
     for ((names, kind), row), most in zip(rows.items(), most_of, strict=True):
         what = most[1] if named[most] == 1 else kind.removeprefix("collective-")
@@ -348,20 +357,12 @@ def sent(seen: View) -> Scene:
     return columns.sent_bars(bars)
 
 
-def _seconds_by_term(clock: Clock, row: Prediction) -> dict[str, float]:
-    """Return the seconds that a row's messages take on links, by the term of the step that they belong to."""
-    seconds = defaultdict[str, float](float)
+def _summed(row: Prediction, by: str, amount: Callable[..., float]) -> dict[str, float]:
+    """Return the sums of an amount over a row's messages, by their term of the step or by their value."""
+    sums = defaultdict[str, float](float)
     for message, times in row.messages.items():
-        seconds[message.term] += times * clock.message(row, message)
-    return seconds
-
-
-def _most_of(row: Prediction) -> str:
-    """Return the name of the values that most bytes of a row are of."""
-    of = Counter[str]()
-    for message, times in row.messages.items():
-        of[message.value] += times * row.sent(message.num_bytes)
-    return of.most_common(1)[0][0]
+        sums[getattr(message, by)] += times * amount(message)
+    return sums
 
 
 def others(seen: View) -> dict[str, Candidate | str]:
@@ -410,7 +411,7 @@ def _bars(seen: View, one: Candidate) -> list[list[tuple[str, float]]]:
     """Return the parts of a plan's time, memory and what is sent, each with the role of its colour."""
     plan = seen.question.resolved(one.plan, seen.question.platform)
     rows = traffic_of(dataclasses.replace(seen, one=one, plan=plan))
-    roles = lambda parts, words: [(role_of(x, words).rstrip("/"), v) for x, v in parts.items()]
+    roles = lambda parts, words: [(role_of(x, words).rstrip("/."), v) for x, v in parts.items()]
     moved = [(axis_colours(axes)[0], row.bytes_sent) for (axes, _), row in rows.items()]
     return [roles(one.time.terms, TIME), roles(one.parts, MEMORY), moved]
 
@@ -442,23 +443,37 @@ def _point(one: Candidate) -> columns.MeshPoint:
     )
 
 
+def layer(seen: View) -> Scene:
+    """Draw one layer in time, and how often a step runs it."""
+    count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+    return layer_lanes(seen.segments, count)
+
+
+_MADE: dict[str, Callable[[View], Scene | str]] = {
+    "axes": axes,
+    "memory": memory,
+    "grid": grid,
+    "step": step_times,
+    "layer": layer,
+    "sent": sent,
+    "explain": lambda seen: explanation(seen) + film(seen),
+    "holds": holds,
+    "code": code,
+    "famous": published_runs,
+    "launch": launched,
+    "serve": serving,
+    "map": _mesh_map,
+    "beside": side_by_side,
+}
+"""What makes each panel, in the order of the text that says them."""
+
+
 def panels(seen: View) -> dict[str, Scene | str]:
-    """Return every panel of a state, with the digits that its error leaves."""
-    drawn: dict[str, Scene | str] = {}
+    """Return every panel that a state has, with the digits that its error leaves."""
+    has = dict.fromkeys(("step", "layer", "map", "beside"), seen.timed)
+    has |= {name: bool(seen.state[name].strip()) for name in ("launch", "serve")}
     with estimated(seen):
-        drawn |= {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
-        if seen.timed:
-            count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-            drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
-        drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen)}
-        drawn |= {"holds": holds(seen), "code": code(seen), "famous": published_runs(seen)}
-        if seen.state["launch"].strip():
-            drawn["launch"] = launched(seen)
-        if seen.state["serve"].strip():
-            drawn["serve"] = serving(seen)
-        if seen.timed:
-            drawn |= {"map": _mesh_map(seen), "beside": side_by_side(seen)}
-    return drawn
+        return {name: make(seen) for name, make in _MADE.items() if has.get(name, True)}
 
 
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:

@@ -12,14 +12,15 @@ from typing import Any
 
 from llmpar.draw.charts import memory_bars, overlap
 from llmpar.draw.dispatch import expert_loads
+from llmpar.draw.geometry import rounds
 from llmpar.draw.hosts import traffic
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
-from llmpar.draw.strips import hop_words, ring_held, ring_sums
+from llmpar.draw.strips import hop_words, ring_sums
 from llmpar.explore import look
-from llmpar.explore.answers import Limits, offer, refused
+from llmpar.explore.answers import Limits, offer, refused, unanswered
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button, tagged
+from llmpar.explore.words import button, html_table, table_row
 from llmpar.files import Allowed
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
@@ -33,8 +34,11 @@ from llmpar.predict.workload import POLICIES
 
 
 class Figure(Explorer):
-    """What small figures share. One with a single control brings all its answers along; ``only`` names a
-    control to be left alone with, without what stands below the picture but words."""
+    """What small figures share. One with a single control brings all its answers along, another those to its
+    first control where that is what it ``brings``; ``only`` names a control to be left alone with, without
+    what stands below the picture but words."""
+
+    brings = ""
 
     def __init__(self, only: str = "", **state):
         if only:
@@ -44,9 +48,9 @@ class Figure(Explorer):
         super().__init__(**state)
 
     def stored(self) -> list[dict]:
-        if len(self.controls) > 1:
+        only = self.controls[0]
+        if len(self.controls) > 1 and only["name"] != self.brings:
             return []
-        (only,) = self.controls
         values = only.get("options") or range(only["min"], only["max"] + 1, only.get("step", 1))
         others = [value for value in values if value != self.state[only["name"]]]
         return [self.state | {only["name"]: value} for value in others]
@@ -172,7 +176,7 @@ class TimelineExplorer(Figure):
 
     def answer(self, state: dict) -> dict:
         if wrong := self.malformed(state):
-            return wrong
+            return unanswered(state) | wrong
         if state["move"]:
             return self.move(state)
         reply, known, own = super().answer(state), dict[str, Timetable](), None
@@ -303,22 +307,20 @@ def _ladder(goals: list[tuple[bool, str]]) -> str:
 def _score(known: dict[str, Timetable], state: dict, own: Timetable | None) -> str:
     """Return the known orders of as many stages and microbatches as a table, each a click away, and one's
     own."""
-    rows = (
-        f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
-    )
+    rows, head = "", ("order", "makespan", "bubble", "microbatches held, by stage")
     shown = known | ({"yours": own} if own and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
-    now, look = "yours" if state["order"] else state["schedule"], "display:inline-block;height:9px;"
-    look += "background:var(--activations);outline:1px solid var(--edge);width:"
+    now = "yours" if state["order"] else state["schedule"]
+    look = "display:inline-block;height:9px;background:var(--activations);outline:1px solid var(--edge)"
     for name, table in shown.items():
         bars = [
-            f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()
+            f"<span style='{look};width:{40 * n / most:.0f}px'></span> {n:g}"
+            for n in table.peak_live()
         ]
         label = button(name, schedule=name, order="") if name in known else name
         label = f"<b>{label}</b>" if name == now else label
-        row = tagged("td", (label, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
-        rows += f"<tr>{row}</tr>"
-    return f"<table>{rows}</table>"
+        rows += table_row(label, (f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
+    return html_table(head, rows)
 
 
 class OverlapExplorer(Figure):
@@ -361,7 +363,7 @@ class MemoryExplorer(Figure):
         "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
         " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
     )
-    title, kind = "ZeRO explorer", "memory"
+    title, kind, brings = "ZeRO explorer", "memory", "microbatches"
     sentence = (
         "In {microbatches} microbatches, train {model} on {batch_size} sequences of {seq_len} tokens,"
         " as {mesh} of {chip}, recomputing {remat}"
@@ -375,8 +377,10 @@ class MemoryExplorer(Figure):
         "microbatches": 4,
         "remat": "block",
     }
-    limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
-    limits |= dict.fromkeys(("model", "chip"), Allowed(str))  # `preset` names those that are near
+    limits = {
+        **within(1 << 20, "batch_size", "seq_len", "microbatches"),
+        **dict.fromkeys(("model", "chip"), Allowed(str)),  # `preset` names those that are near
+    }
     controls = [
         {
             "name": "microbatches",
@@ -394,32 +398,13 @@ class MemoryExplorer(Figure):
         | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
 
-    def stored(self) -> list[dict]:
-        others = (n for n in self.controls[0]["options"] if n != self.state["microbatches"])
-        return [self.state | {"microbatches": n} for n in others]
-
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
-        count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
-        for zero in range(4):
-            plan = Plan(state["mesh"], zero=zero, microbatches=count, remat=state["remat"])  # type: ignore[arg-type]
-            resolved = plan.resolve(preset(state["model"]), "gpu")
-            given, besides = (
-                memory.argument_bytes(resolved, *size),
-                memory.temp_bytes(resolved, *size),
-            )
-            # gradients of a microbatch, and the sum over several
-            sums = memory.weights_bytes(resolved)
-            grads = min(besides, sums["unreduced"] + sums["accumulated"] * (count > 1))
-            parts = {
-                "weights": given["params"],
-                "gradients": grads,
-                "optimizer": given["optimizer"],
-            }
-            rows[f"ZeRO-{zero}"] = parts | {
-                "activations (ZeRO-3: and gathered layers)": besides - grads
-            }
-        return rows
+        config, size = preset(state["model"]), (state["batch_size"], state["seq_len"])
+        fields: dict[str, Any] = {name: state[name] for name in ("mesh", "microbatches", "remat")}
+        stages = {f"ZeRO-{zero}": Plan(**fields | {"zero": zero}) for zero in range(4)}
+        parts = lambda plan: memory.named(memory.parts_bytes(plan.resolve(config, "gpu"), *size))
+        return {name: parts(plan) for name, plan in stages.items()}
 
     def draw(self, state: dict) -> Scene:
         says = self.several if state["microbatches"] > 1 else self.one
@@ -443,14 +428,11 @@ class SumExplorer(Figure):
     def draw(self, state: dict) -> Scene:
         return ring_sums(state["collective"], state["ranks"], moving=True)
 
-    def answer(self, state: dict) -> dict:
-        if wrong := self.malformed(state):
-            return wrong
-        hops = range(len(ring_held(kind := state["collective"], n := state["ranks"])))
-        shown = [
-            {"seconds": 1.0, "text": f"{hop_words(kind, hop, n).capitalize()}."} for hop in hops
-        ]
-        return super().answer(state) | {"frames": shown, "says": ring_sums(kind, n).text}
+    def completed(self, state: dict, reply: dict) -> dict:
+        kind, n = state["collective"], state["ranks"]
+        texts = (hop_words(kind, hop, n) for hop in range(len(rounds(kind, n))))
+        shown = [{"seconds": 1.0, "text": f"{text.capitalize()}."} for text in texts]
+        return reply | {"frames": shown, "says": ring_sums(kind, n).text}
 
     @property
     def scene(self) -> Scene:

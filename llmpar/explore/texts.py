@@ -39,8 +39,13 @@ class SpecsExplorer(Explorer):
 
     title, kind = "Who holds what, and what moves?", "specs"
     sentence = "On mesh {mesh} an array of {shape} {dtype}\ngoes from {before} to {after}"
-    start = {"mesh": "X=4 Y=2", "shape": "8, 16", "dtype": "float32"}
-    start |= {"before": "P('X', None)", "after": "P(None, 'Y')"}
+    start = {
+        "mesh": "X=4 Y=2",
+        "shape": "8, 16",
+        "dtype": "float32",
+        "before": "P('X', None)",
+        "after": "P(None, 'Y')",
+    }
     controls = [
         {"name": "mesh", "kind": "text", "label": "mesh: each axis with its size"},
         {"name": "shape", "kind": "text", "label": "shape of the whole array"},
@@ -98,10 +103,7 @@ class SpecsExplorer(Explorer):
         route = [layouts[0], *map(_layout, hops)]
         return resharded(route, steps, shape, sizes, _BYTES[state["dtype"]])
 
-    def answer(self, state: dict) -> dict:
-        reply = super().answer(state)
-        if reply["refusal"]:
-            return reply
+    def completed(self, state: dict, reply: dict) -> dict:
         (sizes, shape, layouts), hops = self.read(state), self.hops(state)
         sent = sum(hop.bytes_sent for hop in hops)
         plain = sum(hop.bytes_sent for hop in self.hops(state, plain=True))
@@ -175,10 +177,7 @@ class HloExplorer(Explorer):
     def draw(self, state: dict) -> Scene:
         return look_at_text(state["text"], state["mesh"]).picture()
 
-    def answer(self, state: dict) -> dict:
-        reply = super().answer(state)
-        if reply["refusal"]:
-            return reply
+    def completed(self, state: dict, reply: dict) -> dict:
         seen = look_at_text(state["text"], state["mesh"])
         rows = "".join(f"<tr>{tagged('td', map(escape, row))}</tr>" for row in words_of(seen.rows))
         head, _, rest = str(seen).partition("\n")

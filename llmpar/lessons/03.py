@@ -62,8 +62,10 @@ def repair() -> Exercise:
         each_element=lambda grad_sum, count: jnp.clip(mean(grad_sum, count), -CLIP, CLIP),
     )
     right = {"gradient": mean, "clipped": clipped}
-    wrong = {key: right | {"gradient": g} for key, g in gradients.items()}
-    wrong |= {key: right | {"clipped": c} for key, c in clips.items()}
+    wrong = {
+        **{key: right | {"gradient": g} for key, g in gradients.items()},
+        **{key: right | {"clipped": c} for key, c in clips.items()},
+    }
     given = lambda answer: [(function, "dp=4", grad_sums, counts) for function in answer.values()]
     return Exercise("core", right, wrong, observe=run, devices=given)
 

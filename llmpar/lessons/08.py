@@ -21,33 +21,14 @@ def _rows(text: str, stages: int, microbatches: int) -> list:
     return [[str(op) for op in row] for row in order.rows]
 
 
-def _ahead(more: int = 0, all_alike: int = 0) -> str:
-    """Write 1F1B of 3 stages and 4 microbatches with other numbers of forwards before the first pair."""
-    rows = []
-    for i in range(3):
-        ahead = min(all_alike or 2 - i + more, 4)
-        row = [f"F{u}" for u in range(ahead)]
-        for u in range(4):
-            row += [f"F{ahead + u}"] * (ahead + u < 4) + [f"B{u}"]
-        rows.append(" ".join(row))
-    return "\n".join(rows)
-
-
 def one_f_one_b() -> Exercise:
     """Ask for 1F1B as text."""
-    wrong = dict(
-        gpipe=str(make("gpipe", 3, 4)),
-        serial="\n".join(["F0 B0 F1 B1 F2 B2 F3 B3"] * 3),
-        one_more_ahead=_ahead(more=1),
-        all_alike=_ahead(all_alike=2),
-        w_put_off=str(make("zb-h1", 3, 4)),
-    )
 
     def observe(text):
         whole = re.sub(r"\bB(\d+) +W\1\b", r"B\1", text)  # B0 W0 is one backward, in two parts
         return _rows(text if "W" in whole else whole, 3, 4)
 
-    return Exercise("core", str(make("1f1b", 3, 4)), wrong, observe)
+    return Exercise("core", str(make("1f1b", 3, 4)), observe=observe)
 
 
 def game() -> Exercise:
@@ -57,22 +38,15 @@ def game() -> Exercise:
         _rows(text, 4, 4)
         return max(timetable(from_text(text)).bubble, 3.0)
 
-    whole_backward = str(make("1f1b", 4, 4))
-    wrong = dict(
-        whole_backward=whole_backward,
-        as_at_the_start=re.sub(r"B(\d)", r"B\1 W\1", whole_backward),
-        serial="\n".join(["F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3"] * 4),
-    )
     return Exercise(
         "core",
         str(make("zb-h1", 4, 4)),
-        wrong,
-        observe,
+        observe=observe,
         counts=dict(reached=lambda bubble: dict(bubble=f"{bubble:g}")),
     )
 
 
-def _better(level, best: str, limit: int, costs: tuple[float, float, float], **wrong: str):
+def _better(level, best: str, limit: int, costs: tuple[float, float, float]) -> Exercise:
     """Judge an order of 3 stages and 5 microbatches: right is a bubble of at most 2 within the limit."""
 
     def observe(text):
@@ -80,21 +54,12 @@ def _better(level, best: str, limit: int, costs: tuple[float, float, float], **w
         table = timetable(from_text(text), costs)
         return {"bubble": max(table.bubble, 2.0), "held": max(*table.peak_live(), limit)}
 
-    whole_backward = str(make("1f1b", 3, 5))
-    wrong |= dict(
-        whole_backward=whole_backward,
-        w_at_once=re.sub(r"B(\d)", r"B\1 W\1", whole_backward),
-        too_much_held=str(make("zb-h2", 3, 5)),
-        serial="\n".join(["F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4"] * 3),
-    )
-    return Exercise(level, best, wrong, observe=observe)
+    return Exercise(level, best, observe=observe)
 
 
 def third_of_the_bubble() -> Exercise:
     """Ask for an order with a third of 1F1B's bubble in its memory: ZB-H1, for one."""
-    return _better(
-        "stretch", str(make("zb-h1", 3, 5)), 3, (1, 1, 1), gpipe=str(make("gpipe", 3, 5))
-    )
+    return _better("stretch", str(make("zb-h1", 3, 5)), 3, (1, 1, 1))
 
 
 def between_h1_and_h2() -> Exercise:
@@ -104,4 +69,4 @@ def between_h1_and_h2() -> Exercise:
         "F0 F1 F2 B0 F3 B1 W0 F4 B2 B3 W1 W2 B4 W3 W4\n"
         "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4"
     )
-    return _better("expert", best, 4, (1, 1.2, 0.8), too_little_held=str(make("zb-h1", 3, 5)))
+    return _better("expert", best, 4, (1, 1.2, 0.8))

@@ -273,7 +273,11 @@ def chip(name: str | Path) -> Chip:
 
     A table ``[reached]`` holds fields of `Rates`, as measured on the machine at hand.
     """
-    return _load(Path(name)) if str(name).endswith(".toml") else _row(str(name))
+    return (
+        from_table(read_toml(name, "chip file"), f"chip file {str(name)!r}", Path(name).stem)
+        if str(name).endswith(".toml")
+        else _row(str(name))
+    )
 
 
 def in_machine(
@@ -315,10 +319,10 @@ def _row(name: str) -> Chip:
     return CHIP_BY_NAME[key]
 
 
-def _load(path: Path) -> Chip:
-    row, source = read_toml(path, "chip file"), f"chip file {str(path)!r}"
-    base, reached = row.pop("base", None), row.pop("reached", None)
-    row = checked(Chip, {"name": path.stem, "aliases": []} | row, source)
+def from_table(row: dict[str, Any], source: str, name: str) -> Chip:
+    """Return the chip that a file's table describes, or what `dataclasses.asdict` makes of one."""
+    base, reached = row.pop("base", None) or None, row.pop("reached", None)
+    row = checked(Chip, {"name": name, "aliases": []} | row, source)
     if row.get("link", "torus") not in LINKS:
         raise ValueError(f"{source}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     inherited = None if base is None else _row(str(base))
