@@ -67,13 +67,14 @@ class Equation:
 @dataclass(eq=False)
 class Program:
     """State a program as a list of steps. ``consts`` has the values of constants by number, ``sizes`` the
-    axes that are manual in it."""
+    axes that are manual in it, ``lengths`` those of the scans by line."""
 
     takes: list[int]
     gives: list[int]
     steps: list[Equation]
     consts: dict[int, Any]
     sizes: dict[str, int]
+    lengths: dict[str, int]
 
     def all_steps(self) -> Iterator[tuple["Program", Equation]]:
         """List the steps with the program of their results: in the place of a shard_map its arguments'
@@ -88,10 +89,12 @@ class Program:
 
 
 class _Reader:
-    """Make a `Program` of a jaxpr. ``alone``: constraints on layouts are left out."""
+    """Make a `Program` of a jaxpr. ``alone``: constraints on layouts are left out. Loops on the lines
+    ``kept`` are not unrolled."""
 
-    def __init__(self, alone: bool):
+    def __init__(self, alone: bool, kept: Iterable[str]):
         self.alone, self.manual, self.ids = alone, False, itertools.count()
+        self.kept, self.lengths = kept, dict[str, int]()
         self.consts = dict[int, Any]()
         line = lambda eqn, place: re.sub(_OURS, "", equation_line(eqn, *place)) or place[1]
         self.line = functools.cache(line)  # of an unrolled loop's equation once
@@ -99,7 +102,7 @@ class _Reader:
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
         takes, steps = self.number(_jax.equations(closed)[0].invars), list[Equation]()
         gives = self.inline(closed, takes, steps, place)
-        return Program(takes, gives, steps, self.consts, sizes)
+        return Program(takes, gives, steps, self.consts, sizes, self.lengths)
 
     def number(self, variables: Iterable[Any]) -> list[int]:
         return [next(self.ids) for _ in variables]
@@ -123,11 +126,16 @@ class _Reader:
                 gives = xs[:1]
             elif name in _INLINED and len(_jax.equations(inner)[0].invars) == len(xs):
                 gives = self.inline(inner, xs, steps, inside)
-            elif name == "scan" and _is_short(params["length"], inner):
-                gives = self.unroll(eqn, inner, xs, steps, inside)
+            elif name == "scan" and self.is_short(line, params["length"], inner):
+                gives = self.unroll(eqn, inner, xs, steps, (inside[0], line))
             else:
                 gives = self.number(eqn.outvars)
-                steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
+                call = _caller(eqn)
+                if name == "scan":
+                    call = functools.partial(
+                        _scan, eqn, self.program(inner, sizes={}, place=inside)
+                    )
+                steps.append(Equation(name, line, xs, gives, call, params, eqn))
                 if name == "shard_map" and not self.manual:
                     steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
@@ -149,6 +157,11 @@ class _Reader:
         self.manual, body.gives = False, step.gives
         return body
 
+    def is_short(self, line: str, length: int, inner: Any) -> bool:
+        """Return whether a loop is read iteration by iteration."""
+        self.lengths[line], equations = length, length * len(_jax.equations(inner)[0].eqns)
+        return length <= _UNROLLED and equations <= _EQUATIONS and line not in self.kept
+
     def unroll(self, eqn: Any, inner: Any, xs: list, steps: list, place: Any) -> list[int]:
         """Add the iterations of a scan one after another."""
         consts, carried = _jax.scan_parts(eqn)
@@ -169,9 +182,18 @@ class _Reader:
         return [*carry, *stacked]
 
 
-def _is_short(length: int, inner: Any) -> bool:
-    """Return whether a loop is unrolled."""
-    return length <= _UNROLLED and length * len(_jax.equations(inner)[0].eqns) <= _EQUATIONS
+def _scan(eqn: Any, body: Program, *xs: Any) -> list:
+    """Run a scan over rows of any number, whatever axes its types name."""
+    consts, carried = _jax.scan_parts(eqn)
+    length, fixed, rows = eqn.params["length"], xs[:consts], xs[consts + carried :]
+
+    def turn(carry: list, parts: tuple) -> tuple[list, list]:
+        results, _ = run(body, [*fixed, *carry, *parts], False, {})
+        return results[:carried], results[carried:]
+
+    given = [*xs[consts : consts + carried]], rows, None if rows else length
+    carry, stacked = lax.scan(turn, *given, reverse=eqn.params["reverse"])
+    return [*carry, *stacked]
 
 
 def _caller(eqn: Any) -> Callable[..., Any]:
@@ -189,14 +211,15 @@ def _caller(eqn: Any) -> Callable[..., Any]:
     return (lambda *xs: [*call(*xs)]) if eqn.primitive.multiple_results else call
 
 
-def read(closed: Any, alone: bool = False) -> Program:
-    """Read a traced function as a list of steps. ``alone``: for one device, without layouts."""
-    return _Reader(alone).program(closed, {}, ("", ""))
+def read(closed: Any, alone: bool = False, kept: Iterable[str] = ()) -> Program:
+    """Read a traced function as a list of steps. ``alone``: for one device, without layouts. The loops on
+    the lines ``kept`` are one step each."""
+    return _Reader(alone, kept).program(closed, {}, ("", ""))
 
 
 _Values = dict[int, Any]
-Cures = Mapping[Equation, Callable[..., Any]]
-"""What is called in the place of a step's own call."""
+Cures = Mapping[Equation, tuple[list[int], Callable[..., Any]]]
+"""What is called in the place of a step's own call, and the values that it takes."""
 
 
 def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple[list, _Values]:
@@ -204,26 +227,31 @@ def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple
     row for each device, with the axes of the mesh as first dims."""
     values, seen = program.consts | dict(zip(program.takes, args, strict=True)), dict[int, Any]()
     for step in program.steps:
-        xs = [values[x] for x in step.takes]
+        takes, call = cures.get(step, (step.takes, step.call))
+        xs = [values[x] for x in takes]
         if step.body:
             results, inside = _run_mapped(step, xs, see, cures)
             seen |= inside
         else:
-            results = cures.get(step, step.call)(*xs)
-        results = results if isinstance(results, list | tuple) else [results]
-        values |= zip(step.gives, results, strict=True)
+            results = call(*xs)
+        values |= zip(step.gives, _as_list(results), strict=True)
     if see:
         seen |= {i: x for i, x in values.items() if i not in program.consts}
     return [values[x] for x in program.gives], seen
 
 
+def _as_list(results: Any) -> list | tuple:
+    return results if isinstance(results, list | tuple) else [results]
+
+
 def _run_mapped(step: Equation, xs: list, see: bool, cures: Cures) -> tuple[list, _Values]:
     params, body = step.params, step.body
     assert body
+    lead = (None,) * len(body.sizes)
 
     def local(*args: Any) -> tuple[list, _Values]:
         results, seen = run(body, args, see, cures)
-        return results, {i: x[(None,) * len(body.sizes)] for i, x in seen.items()}
+        return results, {i: jnp.asarray(x)[lead] for i, x in seen.items()}
 
     specs = list(params["out_specs"]), PartitionSpec(*body.sizes)
     mapped = jax.shard_map(
@@ -255,6 +283,19 @@ def twins(many: Program, one: Program) -> dict[int, int]:
                 if step.name == RETURN:
                     pairs |= zip(step.takes, other.takes, strict=True)
     return {a: b for a, b in pairs.items() if a not in many.consts and b not in one.consts}
+
+
+def between(
+    makers: Mapping[int, Equation], wanted: Iterable[int], given: Callable[[int], bool]
+) -> tuple[list[Equation], list[int]]:
+    """Return the steps that make values of such as are given, in order, and those that they take."""
+    steps, takes, todo = set[Equation](), list[int](), [*wanted]
+    for step in (makers[x] for x in todo if x in makers):
+        steps.add(step)
+        for x in step.takes:
+            if x not in takes and x not in todo:
+                (takes if given(x) else todo).append(x)
+    return [step for step in dict.fromkeys(makers.values()) if step in steps], takes
 
 
 def longest(program: Program, cost: Callable[[Equation], float]) -> dict[int, float]:
@@ -333,6 +374,40 @@ def draw_shard(
         return own_shard(bits, params["shape"], cuts)
 
     return draw
+
+
+def on_whole(
+    many: tuple[list[int], list["Pieces"], tuple[str, ...], dict[str, int]],
+    alone: tuple[list[int], list[Equation], dict[int, Any]],
+    wanted: dict[int, tuple[int, ...]],
+) -> tuple[list[int], Callable[..., list]]:
+    """Return what computes values from gathered operands, and takes this rank's shards of them: as `Cures`.
+
+    Args:
+        many: the operands' numbers, their cuts, the axes along which they are gathered, all axes' sizes.
+        alone: the operands' numbers where they are whole, the steps, and the constants' values there.
+        wanted: the results' numbers there, and their shapes on one rank.
+    """
+    takes, cuts, over, sizes = many
+    known, steps, consts = alone
+    # arrays know the mesh on which they were made; numbers do not
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    plain = lambda x: np.asarray(x) if isinstance(x, jax.Array) and not is_key(x) else x
+
+    def call(*xs: Any) -> list:
+        values = {i: plain(x) for i, x in consts.items()}
+        for i, x, cut in zip(known, xs, cuts, strict=True):
+            for dim in {kind for kind in cut.axes.values() if isinstance(kind, int)}:
+                axes = tuple(a for a in over if cut.axes[a] == dim)
+                x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+            values[i] = x
+        for step in steps:
+            results = step.call(*(values[x] for x in step.takes))
+            values |= zip(step.gives, _as_list(results), strict=True)
+        own = lambda x, shape: own_shard(x, shape, cuts_of_shape(shape, x.shape, sizes, over))
+        return [own(values[i], shape) for i, shape in wanted.items()]
+
+    return takes, call
 
 
 def own_shard(whole: Any, shape: tuple, cuts: list) -> Any:
@@ -427,7 +502,8 @@ def equal_along(local: np.ndarray, axis: int) -> bool:
 def _is_by_rank(local: np.ndarray, axis: int) -> bool:
     """Return whether values differ along an axis by a number of each rank alone, as positions do: then one
     rank has all of the smallest elements. One element tells nothing."""
-    apart = np.moveaxis(local - local.take([0], axis), axis, 1)
+    with np.errstate(invalid="ignore"):  # of infinities
+        apart = np.moveaxis(local - local.take([0], axis), axis, 1)
     apart = apart.reshape(*apart.shape[:2], -1)
     return apart.shape[2] > 1 and float(np.ptp(apart, axis=2).max()) <= 1
 
