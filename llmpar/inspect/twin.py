@@ -108,7 +108,11 @@ class _Reader:
         return [next(self.ids) for _ in variables]
 
     def constants(self, values: list[Any]) -> list[int]:
-        self.consts |= zip(ids := self.number(values), values, strict=True)
+        """Number constants. Those of one device are of no mesh, as numbers of NumPy are."""
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        is_plain = lambda x: not self.alone or not hasattr(x, "dtype") or is_key(x)
+        plain = [x if is_plain(x) else np.asarray(x, x.dtype) for x in values]
+        self.consts |= zip(ids := self.number(values), plain, strict=True)
         return ids
 
     def inline(self, closed: Any, takes: list, steps: list[Equation], place: Any) -> list[int]:
@@ -390,12 +394,9 @@ def on_whole(
     """
     takes, cuts, over, sizes = many
     known, steps, consts = alone
-    # arrays know the mesh on which they were made; numbers do not
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    plain = lambda x: np.asarray(x) if isinstance(x, jax.Array) and not is_key(x) else x
 
     def call(*xs: Any) -> list:
-        values = {i: plain(x) for i, x in consts.items()}
+        values = dict(consts)
         for i, x, cut in zip(known, xs, cuts, strict=True):
             for dim in {kind for kind in cut.axes.values() if isinstance(kind, int)}:
                 axes = tuple(a for a in over if cut.axes[a] == dim)
