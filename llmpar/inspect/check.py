@@ -18,6 +18,7 @@ from jax import lax
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.explain import noted
 from llmpar.inspect.hlo import short_dtype, typed
+from llmpar.inspect.look import meshes_in, on_arrays
 from llmpar.inspect.twin import (
     ENTER,
     RETURN,
@@ -380,7 +381,7 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
     leaves = [x for _, x in named if hasattr(x, "dtype")]
     names = [jax.tree_util.keystr(path[1:]) for path, x in named if hasattr(x, "dtype")]
     programs = (f,) if reference is None or reference is f else (f, reference)
-    calls = [_on_arrays(program, args, kwargs) for program in programs]
+    calls = [on_arrays(program, args, kwargs) for program in programs]
     case = _Case(leaves, *calls)
     rows, wrong = case.compare(case.results())
     if not wrong and case.has_gradients:
@@ -413,7 +414,7 @@ class _Case:
         self.has_gradients = scalars and any(map(_is_float, leaves))
         self.many, self.draws = read(traced), False
         self.one: Program | None = None
-        self.mesh = _mesh_of(leaves, self.many)
+        self.mesh = dict(next((mesh.shape for _, mesh in meshes_in("", traced, leaves)), {}))
         self.inputs = [[_values(x, seed) for x in leaves] for seed in range(4)]
         spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
         self.places = [x.sharding if spread(x) else None for x in leaves]
@@ -642,8 +643,8 @@ class _Reading:
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
             if not best:
-                each += [one for i in first for one in self.regathered(i)]
-                best = self.healing(each[::-1], kept)
+                more = [one for i in first for one in self.regathered(i)]
+                best, each = self.healing(more, kept), each + more
             if best:
                 for x in [*kept]:
                     fewer = [y for y in kept if y is not x]
@@ -874,20 +875,6 @@ def _names(axes: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------- numbers
 
 
-def _on_arrays(f: Callable, args: tuple, kwargs: dict) -> Callable:
-    """Return f as a function of the arrays among its arguments."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-
-    def call(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        given, named = jax.tree.unflatten(
-            tree, [next(rest) if hasattr(x, "dtype") else x for x in leaves]
-        )
-        return f(*given, **named)
-
-    return call
-
-
 def _and_gradients(call: Callable) -> Callable:
     """Return a list of results, and of the gradients of the first one by every array of floats."""
 
@@ -914,16 +901,6 @@ def _context() -> Iterator[None]:
     mesh = jax.sharding.get_mesh()
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_jax.mesh_of_ones(mesh)):
         yield
-
-
-def _mesh_of(leaves: list, program: Program) -> dict[str, int]:
-    """Return the mesh of a program's `shard_map`, or of arguments or constraints."""
-    steps = [*program.all_steps()]
-    inside = {a: n for home, _ in steps for a, n in home.sizes.items()}
-    shardings = [getattr(x, "sharding", None) for x in leaves]
-    shardings += [step.params.get("sharding") for _, step in steps]
-    meshes = [mesh for x in shardings if (mesh := getattr(x, "mesh", None)) is not None]
-    return inside or (dict(meshes[0].shape) if meshes else {})
 
 
 def _values(x: Any, seed: int) -> Any:
