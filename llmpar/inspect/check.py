@@ -643,7 +643,7 @@ class _Reading:
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
             if not best:
-                more = [one for i in first for one in self.regathered(i)]
+                more = [one for i in (*first, *deep) for one in self.regathered(i)]
                 best, each = self.healing(more, kept), each + more
             if best:
                 for x in [*kept]:
@@ -756,7 +756,9 @@ class _Reading:
         steps, given = between(self.makers, wanted, lambda x: x not in consts and self.is_plain(x))
         cuts = [self.cut(x) or _NO_PIECES for x in given]
         axes = tuple(a for a in sizes if any(a in cut.over("cut") for cut in cuts))
-        wrong = [step for step in steps if not all(map(self.is_plain, step.gives))]
+        parts = {x for x, cut in zip(given, cuts, strict=True) if cut.over("cut")}
+        takers = [step for step in steps if parts.intersection(step.takes)]
+        wrong = [step for step in takers if not all(map(self.is_plain, step.gives))]
         if any(step.axes or step.name.startswith("random_") for step in steps) or not wrong:
             return
         key = "not handed on" if wrong[0].name == "scan" else "over a shard"

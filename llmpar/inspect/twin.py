@@ -41,7 +41,8 @@ ENTER, RETURN = "enter", "return"
 @dataclass(eq=False)
 class Equation:
     """State one equation, after calls are inlined and short loops unrolled: the numbers of the values that it
-    takes and gives, and what computes them. ``body``: the program inside a shard_map."""
+    takes and gives, and what computes them. ``body``: the program inside a shard_map; ``turn``: that of an
+    iteration of a scan."""
 
     name: str
     line: str
@@ -51,6 +52,7 @@ class Equation:
     params: dict[str, Any]
     eqn: Any = None
     body: "Program | None" = None
+    turn: "Program | None" = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -93,7 +95,7 @@ class _Reader:
     ``kept`` are not unrolled."""
 
     def __init__(self, alone: bool, kept: Iterable[str]):
-        self.alone, self.manual, self.ids = alone, False, itertools.count()
+        self.alone, self.sizes, self.ids = alone, dict[str, int](), itertools.count()
         self.kept, self.lengths = kept, dict[str, int]()
         self.consts = dict[int, Any]()
         line = lambda eqn, place: re.sub(_OURS, "", equation_line(eqn, *place)) or place[1]
@@ -134,22 +136,21 @@ class _Reader:
                 gives = self.unroll(eqn, inner, xs, steps, (inside[0], line))
             else:
                 gives = self.number(eqn.outvars)
-                call = _caller(eqn)
+                steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
                 if name == "scan":
-                    call = functools.partial(
-                        _scan, eqn, self.program(inner, sizes={}, place=inside)
-                    )
-                steps.append(Equation(name, line, xs, gives, call, params, eqn))
-                if name == "shard_map" and not self.manual:
+                    steps[-1].turn = turn = self.program(inner, self.sizes, inside)
+                    steps[-1].call = functools.partial(_scan, eqn, turn)
+                if name == "shard_map" and not self.sizes:
                     steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
         return [of(v) for v in jaxpr.outvars]
 
     def body(self, step: Equation, inner: Any, place: Any) -> Program:
         """Read what is inside a shard_map. Its results are those of the steps that return them."""
-        self.manual, mesh = True, step.params["mesh"]
+        mesh = step.params["mesh"]
         manual = [a for a in mesh.axis_names if a in step.params["newly_manual_axes"]]
-        body = self.program(inner, {a: mesh.shape[a] for a in manual}, place)
+        self.sizes = {a: mesh.shape[a] for a in manual}
+        body = self.program(inner, self.sizes, place)
         lines = {i: one.line for one in body.steps for i in one.gives}
         for k, (x, gives) in enumerate(zip(body.gives, step.gives, strict=True)):
             cuts = enumerate(step.params["out_specs"][k])
@@ -158,7 +159,7 @@ class _Reader:
             }
             more["what"] = f"result {k}" if len(step.gives) > 1 else "the result"
             body.steps.append(Equation(RETURN, lines.get(x, step.line), [x], [gives], _same, more))
-        self.manual, body.gives = False, step.gives
+        self.sizes, body.gives = {}, step.gives
         return body
 
     def is_short(self, line: str, length: int, inner: Any) -> bool:
@@ -317,24 +318,29 @@ def hops(program: Program, value: int, axis: str) -> float:
     return longest(program, is_hop)[value]
 
 
-def share_draws(many: Program, one: Program) -> bool:
+def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]] = {}) -> bool:
     """Let ranks draw the random numbers of one device, each its shard of them, where their keys differ: a
-    program that folds its rank into a key is right, though its numbers are others. Return whether any are
-    drawn."""
+    program that folds its rank into a key is right, though its numbers are others. ``given``: along which
+    axes arguments differ. Return whether any are drawn."""
     pair, makers = twins(many, one), {i: step for _, step in one.all_steps() for i in step.gives}
-    differs = defaultdict[int, frozenset[str]](frozenset)  # along which axes a value may
+    differs = defaultdict[int, frozenset[str]](frozenset, given)  # along which axes a value may
+    drawn = False
     for program, step in many.all_steps():
         axes = frozenset(step.axes) if step.name == "axis_index" else frozenset()
         axes = axes.union(*(differs[x] for x in step.takes))
         differs |= dict.fromkeys(step.gives, axes)
         other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
+        drawn |= step.name == "random_bits"
+        if step.turn and other and other.turn:
+            inside = {i: differs[x] for i, x in zip(step.turn.takes, step.takes, strict=True)}
+            drawn |= share_draws(step.turn, other.turn, inside)
         if step.name == "random_bits" and program.sizes and other:
             whole, part = other.params["shape"], step.params["shape"]
             if cuts := cuts_of_shape(part, whole, program.sizes, axes):
                 own = [[a for a in cut if a in axes] for cut in cuts]
                 rest = axes.difference(*cuts)
                 step.call = draw_shard(step.params, whole, program.sizes, own, rest)
-    return any(step.name == "random_bits" for _, step in many.all_steps())
+    return drawn
 
 
 def close_hops(one: Program) -> None:
