@@ -41,7 +41,7 @@ ENTER, RETURN = "enter", "return"
 @dataclass(eq=False)
 class Equation:
     """State one equation, after calls are inlined and short loops unrolled: the numbers of the values that it
-    takes and gives, and what computes them. ``body``: the program inside a shard_map; ``turn``: that of an
+    takes and gives, and what computes them. ``body``: the program inside a shard_map; ``loop``: that of an
     iteration of a scan."""
 
     name: str
@@ -52,7 +52,7 @@ class Equation:
     params: dict[str, Any]
     eqn: Any = None
     body: "Program | None" = None
-    turn: "Program | None" = None
+    loop: "Program | None" = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -138,8 +138,8 @@ class _Reader:
                 gives = self.number(eqn.outvars)
                 steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
                 if name == "scan":
-                    steps[-1].turn = turn = self.program(inner, self.sizes, inside)
-                    steps[-1].call = functools.partial(_scan, eqn, turn)
+                    steps[-1].loop = loop = self.program(inner, self.sizes, inside)
+                    steps[-1].call = functools.partial(_scan, eqn, loop)
                 if name == "shard_map" and not self.sizes:
                     steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
@@ -192,12 +192,12 @@ def _scan(eqn: Any, body: Program, *xs: Any) -> list:
     consts, carried = _jax.scan_parts(eqn)
     length, fixed, rows = eqn.params["length"], xs[:consts], xs[consts + carried :]
 
-    def turn(carry: list, parts: tuple) -> tuple[list, list]:
+    def iterate(carry: list, parts: tuple) -> tuple[list, list]:
         results, _ = run(body, [*fixed, *carry, *parts], False, {})
         return results[:carried], results[carried:]
 
     given = [*xs[consts : consts + carried]], rows, None if rows else length
-    carry, stacked = lax.scan(turn, *given, reverse=eqn.params["reverse"])
+    carry, stacked = lax.scan(iterate, *given, reverse=eqn.params["reverse"])
     return [*carry, *stacked]
 
 
@@ -331,9 +331,9 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
         differs |= dict.fromkeys(step.gives, axes)
         other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
         drawn |= step.name == "random_bits"
-        if step.turn and other and other.turn:
-            inside = {i: differs[x] for i, x in zip(step.turn.takes, step.takes, strict=True)}
-            drawn |= share_draws(step.turn, other.turn, inside)
+        if step.loop and other and other.loop:
+            inside = {i: differs[x] for i, x in zip(step.loop.takes, step.takes, strict=True)}
+            drawn |= share_draws(step.loop, other.loop, inside)
         if step.name == "random_bits" and program.sizes and other:
             whole, part = other.params["shape"], step.params["shape"]
             if cuts := cuts_of_shape(part, whole, program.sizes, axes):
