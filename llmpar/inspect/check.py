@@ -504,7 +504,9 @@ class _Case:
             )
         else:
             rows = _Reading(self).findings(wrong)
-            if not self.reference and all(row["kind"] == "unknown" for row in rows):
+            if not self.reference and all(
+                row["kind"] in ("unknown", "over a shard") for row in rows
+            ):
                 self.refuse_own_rows()
         is_known = any(row["kind"] != "unknown" for row in rows)
         for axis, n in {}.items() if is_known else self.mesh.items():
