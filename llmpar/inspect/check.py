@@ -646,7 +646,7 @@ class _Reading:
                 best, each = self.healing(more, kept) or best, each + more
             if not best:
                 more = [one for i in (*first, *deep) for one in self.regathered(i)]
-                best, each = self.healing(more, kept), each + more
+                best = self.healing(more, kept)
             if best:
                 for x in [*kept]:
                     fewer = [y for y in kept if y is not x]
