@@ -100,7 +100,8 @@ def test_assertions_hold_fail_and_show_that_they_can():
         right.forbids("all-gather", fails_on=right)
     with pytest.raises(AssertionError, match="holds of fails_on too"):
         wrong.sends("all-gather", fails_on=wrong)
-    for misprint in ("all-gathers", "->", "nonsense -> nonsense", "f32[8]->f32[8]", "f32[8 -> f32[8]"):
+    moves = "f32[8@modle] -> f32[8]", "b/modle s -> b s", "f32[8]->f32[8]", "f32[8 -> f32[8]"
+    for misprint in ("all-gathers", "->", "nonsense -> nonsense", *moves):
         with pytest.raises(ValueError, match="is no collective; use all-reduce"):
             right.forbids(misprint)
     with pytest.raises(ValueError, match="no axis 'rows'; it has data, model"):

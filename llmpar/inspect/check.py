@@ -18,6 +18,7 @@ from jax import lax
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.explain import noted
 from llmpar.inspect.hlo import short_dtype, typed
+from llmpar.inspect.look import meshes_in, on_arrays
 from llmpar.inspect.twin import (
     ENTER,
     RETURN,
@@ -26,6 +27,7 @@ from llmpar.inspect.twin import (
     Equation,
     Pieces,
     Program,
+    between,
     close_hops,
     cut_of,
     cuts_of_shape,
@@ -33,6 +35,7 @@ from llmpar.inspect.twin import (
     draw_shard,
     equal_along,
     hops,
+    on_whole,
     own_shard,
     read,
     run,
@@ -72,16 +75,6 @@ def _whole(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return x
 
 
-def _resummed(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
-    """Sum over the axes along which there are terms of a sum, in the place of a step."""
-    return _whole(x, cut, cut.over("sum"))
-
-
-def _gathered(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
-    """Gather an operand; of a result that is as long, each rank keeps its shard."""
-    return _whole(x, cut, axes)
-
-
 def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     """Let a sum count a value once: that of the first rank, and of means the n-th part."""
     for axis in axes:
@@ -92,13 +85,20 @@ def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
 
 def _mended(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
     """Call a step with some operands mended."""
-    mended = [mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)]
-    if mend is not _gathered:
-        return mended if mend is _resummed else step.call(*mended)
-    whole, part = (x[chosen[0]].shape for x in (mended, xs))
-    cuts = [[a for a in axes if cut.axes[a] == d][::-1] for d in range(len(part))]
-    own = lambda y: own_shard(y, part, cuts) if y.shape == whole else y
-    return jax.tree.map(own, step.call(*mended))
+    return step.call(*(mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)))
+
+
+def _rest(step: Equation, cut: Pieces) -> list[str]:
+    """Return the axes over which a collective should be and is not: those of terms of a sum, or of shards."""
+    return [a for a in cut.over("sum") or cut.over("cut") if a not in step.axes]
+
+
+def _elsewhere(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
+    """Call a collective over the axes of the terms of a sum, or of the shards."""
+    right = tuple(cut.over("sum") or _rest(step, cut))
+    if "axis_name" in step.params:
+        return step.eqn.primitive.bind(*xs, **(step.params | {"axis_name": right}))
+    return [_whole(x, cut, cut.over("sum")) for x in xs]
 
 
 _SCALES = {"mean for a sum", "counted", "missing mean"}
@@ -119,9 +119,8 @@ class Mistake(NamedTuple):
     when: Callable[..., Any] = lambda *_: True
 
 
-_SUMS = "psum.*|reduce_scatter.*|unreduced.*"
+_SUMS, _GATHERS = "psum.*|reduce_scatter.*|unreduced.*", "all_gather.*|all_to_all"
 _OTHERS = "(?!psum|ppermute|reduce_scatter|all_to_all|unreduced|enter|return).*"
-_WHOLES = "argmax|argmin|sort|top_k|gather|cumsum|cummax|cumlogsumexp|reduce_prod"
 _NO_PIECES = Pieces({})
 
 
@@ -132,7 +131,6 @@ def _others(step: Equation, cuts: list[Pieces], axes: tuple) -> list[str]:
     return [a for a, kind in cuts[0].axes.items() if kind != wanted(a, kind)]
 
 
-_beside = lambda step, cuts: [a for a in cuts[0].over("sum") if a not in step.axes]
 MISTAKES = {
     "wrong axis": Mistake(
         "wrong axis",
@@ -140,8 +138,17 @@ MISTAKES = {
         "lax.psum(…, {right})",
         _SUMS,
         ("copy", "cut"),
-        _resummed,
-        lambda step, cuts, *_: _beside(step, cuts),
+        _elsewhere,
+        lambda step, cuts, *_: cuts[0].over("sum") and _rest(step, cuts[0]),
+    ),
+    "wrong gather": Mistake(
+        "wrong axis",
+        "wrong axis: {name} over {axes}, along which the value is the same on all ranks, and not over {rest}",
+        "{name} over {right}",
+        _GATHERS,
+        ("copy",),
+        _elsewhere,
+        lambda step, cuts, *_: len(_rest(step, cuts[0])) == 1 and not cuts[0].over("sum"),
     ),
     "transposed": Mistake(
         "counted",
@@ -174,7 +181,7 @@ MISTAKES = {
         "leave {axes} out of the sum",
         _SUMS,
         ("cut",),
-        _resummed,
+        _elsewhere,
     ),
     "added": Mistake(
         "counted",
@@ -214,11 +221,12 @@ MISTAKES = {
     "over a shard": Mistake(
         "over a shard",
         "{name} over a shard: each rank of {axes} has a part of dim {dim} alone",
-        "gather dim {dim} over {axes}, or combine what the ranks find",
-        _WHOLES,
-        ("cut",),
-        _gathered,
-        lambda step, cuts, axes, chosen: chosen == (0,) and "shard" not in cuts[0].axes.values(),
+        "gather dim {dim} over {axes}, or pass on what other ranks need, and combine what they find",
+    ),
+    "not handed on": Mistake(
+        "state not handed on",
+        "a state that is not handed on: each rank of {axes} begins the scan of its part of dim {dim} anew",
+        "pass the state to the next rank of {axes} (lax.ppermute), or gather dim {dim} over {axes}",
     ),
     "shard for a copy": Mistake(
         "shard for a copy",
@@ -276,7 +284,7 @@ def _places(
 ) -> Iterator[tuple]:
     """List along which axes, and for which operands of a step, there may be such a mistake: for all together
     first, then for each."""
-    near = {*step.axes} if mistake.steps == _SUMS else {*sizes}
+    near = {*step.axes} if mistake.steps in (_SUMS, _GATHERS) else {*sizes}
     for state in mistake.states if re.fullmatch(mistake.steps, step.name) else ():
         has = [near.intersection(cut.over(state)) for cut in cuts]
         axes = tuple(a for a in sizes if any(a in x for x in has))
@@ -373,7 +381,7 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
     leaves = [x for _, x in named if hasattr(x, "dtype")]
     names = [jax.tree_util.keystr(path[1:]) for path, x in named if hasattr(x, "dtype")]
     programs = (f,) if reference is None or reference is f else (f, reference)
-    calls = [_on_arrays(program, args, kwargs) for program in programs]
+    calls = [on_arrays(program, args, kwargs) for program in programs]
     case = _Case(leaves, *calls)
     rows, wrong = case.compare(case.results())
     if not wrong and case.has_gradients:
@@ -406,14 +414,20 @@ class _Case:
         self.has_gradients = scalars and any(map(_is_float, leaves))
         self.many, self.draws = read(traced), False
         self.one: Program | None = None
-        self.mesh = _mesh_of(leaves, self.many)
+        self.mesh = dict(next((mesh.shape for _, mesh in meshes_in("", traced, leaves)), {}))
         self.inputs = [[_values(x, seed) for x in leaves] for seed in range(4)]
         spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
         self.places = [x.sharding if spread(x) else None for x in leaves]
         try:
             with _jax.on_one_device(), _context():
                 bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-                self.one = read(jax.make_jaxpr(call)(*bare), alone=True)
+                alone = jax.make_jaxpr(call)(*bare)
+            self.one = read(alone, alone=True)
+            ours, longer = self.many.lengths, self.one.lengths.items()
+            if cut := {
+                line for line, n in longer if n > ours.get(line, n)
+            }:  # over a dim that is cut
+                self.many, self.one = read(traced, kept=cut), read(alone, True, cut)
             self.draws = share_draws(self.many, self.one)
             if self.draws or not reference:
                 self.right = self.alone(self.run_one)
@@ -490,7 +504,9 @@ class _Case:
             )
         else:
             rows = _Reading(self).findings(wrong)
-            if not self.reference and all(row["kind"] == "unknown" for row in rows):
+            if not self.reference and all(
+                row["kind"] in ("unknown", "over a shard") for row in rows
+            ):
                 self.refuse_own_rows()
         is_known = any(row["kind"] != "unknown" for row in rows)
         for axis, n in {}.items() if is_known else self.mesh.items():
@@ -558,6 +574,8 @@ class _Reading:
             is_part = re.fullmatch(_PARTS, step.name) and self.keys & {*step.takes}
             if is_part or re.match("random_(?!bits|gamma)", step.name):
                 self.keys |= {*step.gives}
+        self.one = case.one
+        self.twin_makers = {i: step for _, step in self.one.all_steps() for i in step.gives}
         self.alike = defaultdict[tuple, list[Equation]](list)  # iterations of one equation
         for _, step in case.many.all_steps():
             self.alike[id(step.eqn), step.line].append(step)
@@ -606,19 +624,12 @@ class _Reading:
 
     def jumps(self) -> list[int]:
         """Return the results of collectives that are counted more often, or less, than what they take: by a
-        number that may have been counted before, as a shard's mean is. Also what is sorted by shards."""
+        number that may have been counted before, as a shard's mean is."""
         factor = lambda i: getattr(self.cut(i), "factor", None)
         sums = [(i, s.takes[0]) for i, s in self.makers.items() if s.axes and s.takes]
         pairs = [(i, factor(i), factor(x)) for i, x in sums]
         jumps = [i for i, after, before in pairs if before != after and 1 not in (before, after)]
-        return jumps + [i for i, step in self.makers.items() if self.is_disordered(i, step)]
-
-    def is_disordered(self, i: int, step: Equation) -> bool:
-        """Return whether a step that needs a whole dim, as a sort does, gives shards in another order."""
-        if not re.fullmatch(_WHOLES, step.name):
-            return False
-        cut, before = self.cut(i), self.operand(step.takes[0])
-        return bool(cut and "shard" in cut.axes.values() and before.over("cut"))
+        return jumps
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
@@ -633,6 +644,9 @@ class _Reading:
                 deep = [i for i in self.first(last, True) if i not in first] + self.jumps()
                 more = [one for i in deep for one in self.suggestions(i)]
                 best, each = self.healing(more, kept) or best, each + more
+            if not best:
+                more = [one for i in (*first, *deep) for one in self.regathered(i)]
+                best = self.healing(more, kept)
             if best:
                 for x in [*kept]:
                     fewer = [y for y in kept if y is not x]
@@ -723,9 +737,44 @@ class _Reading:
                     begin = self.origin(x, axes)
                     tries.insert(0, {s: (s.takes.index(begin),) for s in self.takers[begin]})
                 for each in tries if mistake.mend else [{}]:
-                    of = (mistake.mend, cut, axes)
-                    mend = {s: functools.partial(_mended, *of, s, js) for s, js in each.items()}
+                    of = mistake.mend, cut, axes
+                    call = _elsewhere if mistake.mend is _elsewhere else _mended
+                    mend = {
+                        s: (s.takes, functools.partial(call, *of, s, js)) for s, js in each.items()
+                    }
                     yield self.finding(key, step, i, axes, mend, cut, x)
+
+    def is_plain(self, i: int) -> bool:
+        """Return whether a value is a copy, or shards in order, along each axis."""
+        cut = self.cut(i)
+        kinds = cut.axes.values() if cut and cut.factor == 1 else [""]
+        return all(kind == "copy" or isinstance(kind, int) for kind in kinds)
+
+    def regathered(self, i: int) -> Iterator[Finding]:
+        """Suggest that what makes a value from right ones, without a collective, needs whole dims."""
+        if self.makers[i].name == RETURN:
+            i = self.makers[i].takes[0]
+        wanted, sizes, consts = self.makers[i].gives, self.sizes[i], self.case.many.consts
+        steps, given = between(self.makers, wanted, lambda x: x not in consts and self.is_plain(x))
+        cuts = [self.cut(x) or _NO_PIECES for x in given]
+        axes = tuple(a for a in sizes if any(a in cut.over("cut") for cut in cuts))
+        parts = {x for x, cut in zip(given, cuts, strict=True) if cut.over("cut")}
+        takers = [step for step in steps if parts.intersection(step.takes)]
+        wrong = [step for step in takers if not all(map(self.is_plain, step.gives))]
+        if any(step.axes or step.name.startswith("random_") for step in steps) or not wrong:
+            return
+        key = "not handed on" if wrong[0].name == "scan" else "over a shard"
+        shapes = [self.values[0][x].shape[len(sizes) :] for x in wanted]
+        for over in dict.fromkeys([*((a,) for a in axes), axes] if axes else ()):
+            twins, known, inner = wanted, given, steps
+            if over == axes:  # on whole values the program of one device
+                twins, known = ([self.twin_of.get(x, x) for x in each] for each in (wanted, given))
+                inner, _ = between(self.twin_makers, twins, known.__contains__)
+            local = dict(zip(twins, shapes, strict=True))
+            cure = on_whole((given, cuts, over, sizes), (known, inner, self.one.consts), local)
+            pairs = zip(given, cuts, strict=True)
+            x, cut = next((x, cut) for x, cut in pairs if over[0] in cut.over("cut"))
+            yield self.finding(key, wrong[0], i, over, {self.makers[i]: cure}, cut, x)
 
     def origin(self, i: int, axes: Iterable[str]) -> int:
         """Return the value that this one repeats or chooses, where it is the same part along these axes."""
@@ -770,7 +819,9 @@ class _Reading:
             mend = draw_shard(step.params, over, sizes, cuts)
             each = {"another key": [a for a in differs if a not in sum(cuts, ())], "same key": same}
         yield from (
-            self.finding(key, step, i, axes[:1], {step: mend}) for key, axes in each.items() if axes
+            self.finding(key, step, i, axes[:1], {step: (step.takes, mend)})
+            for key, axes in each.items()
+            if axes
         )
 
     def finding(
@@ -787,7 +838,7 @@ class _Reading:
         """Put a mistake into words, for an operand with a cut."""
         maker, what = self.makers.get(operand), step.params.get("what", "")
         state: Any = next((cut.axes[a] for a in axes if a in cut.axes), "")
-        rest = [a for a in cut.over("sum") if a not in step.axes]
+        rest = _rest(step, cut)
         words = {
             "axes": " and ".join(axes),
             "names": _names(axes),
@@ -828,20 +879,6 @@ def _names(axes: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------- numbers
 
 
-def _on_arrays(f: Callable, args: tuple, kwargs: dict) -> Callable:
-    """Return f as a function of the arrays among its arguments."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-
-    def call(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        given, named = jax.tree.unflatten(
-            tree, [next(rest) if hasattr(x, "dtype") else x for x in leaves]
-        )
-        return f(*given, **named)
-
-    return call
-
-
 def _and_gradients(call: Callable) -> Callable:
     """Return a list of results, and of the gradients of the first one by every array of floats."""
 
@@ -868,16 +905,6 @@ def _context() -> Iterator[None]:
     mesh = jax.sharding.get_mesh()
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_jax.mesh_of_ones(mesh)):
         yield
-
-
-def _mesh_of(leaves: list, program: Program) -> dict[str, int]:
-    """Return the mesh of a program's `shard_map`, or of arguments or constraints."""
-    steps = [*program.all_steps()]
-    inside = {a: n for home, _ in steps for a, n in home.sizes.items()}
-    shardings = [getattr(x, "sharding", None) for x in leaves]
-    shardings += [step.params.get("sharding") for _, step in steps]
-    meshes = [mesh for x in shardings if (mesh := getattr(x, "mesh", None)) is not None]
-    return inside or (dict(meshes[0].shape) if meshes else {})
 
 
 def _values(x: Any, seed: int) -> Any:

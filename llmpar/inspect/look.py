@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -116,9 +116,9 @@ def look(
             if cure:
                 raise ValueError(_NO_CURE)
             return between
-        meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
+        meshes = [*meshes_in("the context", context), *meshes_in("", args, kwargs)]
         if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
-            meshes += _meshes("the program", jaxpr := program.jaxpr)
+            meshes += meshes_in("the program", jaxpr := program.jaxpr)
             lines, notes = kept_lines(jaxpr), notes + unchecked(jaxpr)
             program = _lowered(program, _one(meshes))
         if isinstance(program, jax.stages.Compiled):
@@ -128,7 +128,7 @@ def look(
             compiled, text = read_program(program, platform_of(mesh) if mesh else "")
     memory = compiled_memory(compiled)
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
-    mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
+    mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in meshes_in(name, where))])
     result = read_look(text, mesh, notes + _returned(leaves), lines, _links(mesh), letters)
     name = (
         type(f).__name__
@@ -225,6 +225,19 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     return inner(getattr(jitted, "trace", jitted.lower)(*args, **kwargs))
 
 
+def on_arrays(f: Any, args: tuple, kwargs: dict) -> Callable[..., Any]:
+    """Return f as a function of the arrays among its arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def call(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        filled = [next(rest) if hasattr(x, "dtype") else x for x in leaves]
+        given, named = jax.tree.unflatten(tree, filled)
+        return f(*given, **named)
+
+    return call
+
+
 def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
     """Lower a traced program, or a jaxpr with the shardings of its types. A mesh without devices gets
     JAX's."""
@@ -250,15 +263,15 @@ def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
         return jax.jit(core.jaxpr_as_fun(program)).lower(*given)
 
 
-def _meshes(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
+def meshes_in(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
     """List the meshes of arrays, types, shardings, meshes and jaxprs in a tree, each with the name of its
     place."""
     for path, x in jax.tree.leaves_with_path(tree):
         if hasattr(x, "eqns"):
             inner, consts = getattr(x, "jaxpr", x), getattr(x, "consts", ())
             types = [v.aval for eqn in inner.eqns for v in eqn.outvars]
-            yield from _meshes(name, consts, [v.aval for v in inner.invars], types)
-            yield from (pair for e in inner.eqns for pair in _meshes(e.primitive.name, e.params))
+            yield from meshes_in(name, consts, [v.aval for v in inner.invars], types)
+            yield from (pair for e in inner.eqns for pair in meshes_in(e.primitive.name, e.params))
         mesh = (
             x
             if isinstance(x, Mesh | AbstractMesh)
@@ -338,19 +351,15 @@ def find_cure(
     Raises ValueError where the program cannot be traced so.
     """
     f = getattr(f, "__wrapped__", f) if hasattr(f, "lower") else f
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
-    values, call = dict[_Place, Any](), lambda args, kwargs: f(*args, **kwargs)
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "dtype")]
+    values, call = dict[_Place, Any](), on_arrays(f, args, kwargs)
     sum_of = lambda look: sum(row["bytes_sent"] for row in look.rows)
 
     def compiled(specs: dict[_Place, NamedSharding], **options: Any) -> Look:
-        filled = lambda arrays: jax.tree.unflatten(
-            tree, [arrays.get(i, x) for i, x in enumerate(leaves)]
-        )
-        jitted = jax.jit(lambda arrays: call(*filled(arrays)), **options)
+        jitted = jax.jit(lambda *arrays: call(*arrays), **options)
         # JAX keeps what it traced before, but not under another name
         with _written(specs, values), set_xla_metadata(llmpar=str(next(_new))):
-            return look(jitted, arrays)
+            return look(jitted, *arrays)
 
     def helped(option: tuple[_Place, PartitionSpec], like: Any = None) -> Look | None:
         with contextlib.suppress(Exception):  # JAX refuses a layout in many words
@@ -371,7 +380,7 @@ def find_cure(
     if not is_known or sum_of(compiled({})) != sum_of(seen):
         raise ValueError(_NO_CURE)
     most = max(seen.rows, key=lambda row: row["bytes_sent"], default={"source": ""})["source"]
-    for options in _layouts(dict(values), [*arrays.values()], mesh, most) if seen.rows else ():
+    for options in _layouts(dict(values), arrays, mesh, most) if seen.rows else ():
         looks = [(one, now) for one in options if (now := helped(one, program))]
         # of lines that leave as much, up to a fiftieth, the first is the cause
         for one, _ in sorted(looks, key=lambda pair: 50 * sum_of(pair[1]) // sum_of(seen)):

@@ -4,11 +4,10 @@ A line of the file is a row of `look.Look`. Rows are the same if file, types, co
 the number of a line moves with every edit above it.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from llmpar.draw.page import html_page, html_part, page_table
 from llmpar.files import read_text
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.hlo import COLLECTIVES
-from llmpar.plan.layout import parse_arrow
 
 UPDATE_PINS = "LLMPAR_UPDATE_PINS"
 """Set to 1, all pins are written anew."""
@@ -25,9 +23,9 @@ TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
 _LETTERED, _AXES = (
     re.compile(r"(([A-Za-z](/\w+(,\w+)*)?|\+\w+|->)( |$)){3,}"),
-    re.compile(r"(?<=[/,+])\w+"),
+    re.compile(r"(?<=[@(,:/+])[A-Za-z_]\w*"),
 )
-"""A move in the letters that `look` was given, and its axes."""
+"""A move in the letters that `look` was given, and the axes of a move."""
 Words = tuple[str, ...]
 """A row as words, one for each of `TITLES`."""
 
@@ -64,13 +62,24 @@ def markdown(rows: Iterable[Words], titles: Words = TITLES) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """State what one program sends otherwise than another, as marked lines: ``+`` new, ``-`` gone, ``~`` of
-    other counts and bytes than before. It is false where there is none. ``pairs`` has all rows of both, those
-    that are in one of them beside empty words."""
+    """State what one program sends otherwise than another. It is false where there is nothing. ``pairs`` has
+    all rows of both, those that are in one of them beside empty words."""
 
-    lines: list[Words]
-    pairs: list[tuple[Words, Words]] = field(default_factory=list)
+    pairs: list[tuple[Words, Words]]
     names: tuple[str, str] = ("before", "after")
+
+    @property
+    def lines(self) -> list[Words]:
+        """Return the rows that differ, marked: ``+`` new, ``-`` gone, ``~`` of other counts and bytes."""
+        lines = list[Words]()
+        for one, words in self.pairs:
+            if not any(one):
+                lines.append(("+", *words, "new"))
+            elif not any(words):
+                lines.append(("-", *one, "gone"))
+            elif one[4:] != words[4:]:
+                lines.append(("~", *words, f"was {' '.join(one[4:])}"))
+        return lines
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -111,19 +120,13 @@ def difference(
     """Compare two tables. Of rows that are the same, those of the same counts and bytes are paired first."""
     key = lambda words: (re.sub(r":\d+$", "", words[0]), *words[1:4])
     same = lambda words, one: (key(one) == key(words), one[4:] == words[4:])
-    rest, lines, empty = list(before), list[Words](), ("",) * len(TITLES)
-    pairs = list[tuple[Words, Words]]()
+    rest, empty, pairs = list(before), ("",) * len(TITLES), list[tuple[Words, Words]]()
     for words in after:
         one = max(rest, key=lambda one: same(words, one), default=empty)
         pairs.append((one if key(one) == key(words) else empty, words))
-        if key(one) != key(words):
-            lines.append(("+", *words, "new"))
-            continue
-        rest.remove(one)
-        if one[4:] != words[4:]:
-            lines.append(("~", *words, f"was {' '.join(one[4:])}"))
-    pairs += [(words, empty) for words in rest]
-    return Difference(lines + [("-", *words, "gone") for words in rest], pairs, names)
+        if one in rest and key(one) == key(words):
+            rest.remove(one)
+    return Difference(pairs + [(words, empty) for words in rest], names)
 
 
 def check_pin(
@@ -169,14 +172,6 @@ def check_pin(
         )
 
 
-def _is_arrow(what: str) -> bool:
-    """Tell whether words are an arrow between two layouts."""
-    with contextlib.suppress(ValueError):
-        arrow = parse_arrow(what)
-        return bool(arrow.before.dims and arrow.after.dims)
-    return False
-
-
 def matching(
     mesh: Mapping[str, int],
     rows: list[dict[str, Any]],
@@ -187,10 +182,10 @@ def matching(
     """Return the rows whose collective or types are ``what``, over an axis; with ``partly`` also those whose
     groups fill no whole axes. Raises ValueError for words that no row could have, so that a misspelt
     assertion does not hold in silence."""
-    moves = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
-    moves |= bool(_LETTERED.fullmatch(what)) and {*_AXES.findall(what)} <= {*mesh}
+    is_typed = "[" in what and all(map(_TYPE.fullmatch, what.split(" -> ")))
+    moves = (is_typed or _LETTERED.fullmatch(what)) and {*_AXES.findall(what)} <= {*mesh}
     known = *COLLECTIVES, *(row[key] for row in rows for key in ("arrow", "letters"))
-    if what not in known and not (moves or _is_arrow(what)):
+    if what not in known and not moves:
         raise ValueError(
             f"'{what}' is no collective; use {', '.join(COLLECTIVES)}, or types as look prints them"
         )

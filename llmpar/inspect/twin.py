@@ -41,7 +41,8 @@ ENTER, RETURN = "enter", "return"
 @dataclass(eq=False)
 class Equation:
     """State one equation, after calls are inlined and short loops unrolled: the numbers of the values that it
-    takes and gives, and what computes them. ``body``: the program inside a shard_map."""
+    takes and gives, and what computes them. ``body``: the program inside a shard_map; ``loop``: that of an
+    iteration of a scan."""
 
     name: str
     line: str
@@ -51,6 +52,7 @@ class Equation:
     params: dict[str, Any]
     eqn: Any = None
     body: "Program | None" = None
+    loop: "Program | None" = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -67,13 +69,14 @@ class Equation:
 @dataclass(eq=False)
 class Program:
     """State a program as a list of steps. ``consts`` has the values of constants by number, ``sizes`` the
-    axes that are manual in it."""
+    axes that are manual in it, ``lengths`` those of the scans by line."""
 
     takes: list[int]
     gives: list[int]
     steps: list[Equation]
     consts: dict[int, Any]
     sizes: dict[str, int]
+    lengths: dict[str, int]
 
     def all_steps(self) -> Iterator[tuple["Program", Equation]]:
         """List the steps with the program of their results: in the place of a shard_map its arguments'
@@ -88,10 +91,12 @@ class Program:
 
 
 class _Reader:
-    """Make a `Program` of a jaxpr. ``alone``: constraints on layouts are left out."""
+    """Make a `Program` of a jaxpr. ``alone``: constraints on layouts are left out. Loops on the lines
+    ``kept`` are not unrolled."""
 
-    def __init__(self, alone: bool):
-        self.alone, self.manual, self.ids = alone, False, itertools.count()
+    def __init__(self, alone: bool, kept: Iterable[str]):
+        self.alone, self.sizes, self.ids = alone, dict[str, int](), itertools.count()
+        self.kept, self.lengths = kept, dict[str, int]()
         self.consts = dict[int, Any]()
         line = lambda eqn, place: re.sub(_OURS, "", equation_line(eqn, *place)) or place[1]
         self.line = functools.cache(line)  # of an unrolled loop's equation once
@@ -99,13 +104,17 @@ class _Reader:
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
         takes, steps = self.number(_jax.equations(closed)[0].invars), list[Equation]()
         gives = self.inline(closed, takes, steps, place)
-        return Program(takes, gives, steps, self.consts, sizes)
+        return Program(takes, gives, steps, self.consts, sizes, self.lengths)
 
     def number(self, variables: Iterable[Any]) -> list[int]:
         return [next(self.ids) for _ in variables]
 
     def constants(self, values: list[Any]) -> list[int]:
-        self.consts |= zip(ids := self.number(values), values, strict=True)
+        """Number constants. Those of one device are of no mesh, as numbers of NumPy are."""
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        is_plain = lambda x: not self.alone or not hasattr(x, "dtype") or is_key(x)
+        plain = [x if is_plain(x) else np.asarray(x, x.dtype) for x in values]
+        self.consts |= zip(ids := self.number(values), plain, strict=True)
         return ids
 
     def inline(self, closed: Any, takes: list, steps: list[Equation], place: Any) -> list[int]:
@@ -123,21 +132,25 @@ class _Reader:
                 gives = xs[:1]
             elif name in _INLINED and len(_jax.equations(inner)[0].invars) == len(xs):
                 gives = self.inline(inner, xs, steps, inside)
-            elif name == "scan" and _is_short(params["length"], inner):
-                gives = self.unroll(eqn, inner, xs, steps, inside)
+            elif name == "scan" and self.is_short(line, params["length"], inner):
+                gives = self.unroll(eqn, inner, xs, steps, (inside[0], line))
             else:
                 gives = self.number(eqn.outvars)
                 steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
-                if name == "shard_map" and not self.manual:
+                if name == "scan":
+                    steps[-1].loop = loop = self.program(inner, self.sizes, inside)
+                    steps[-1].call = functools.partial(_scan, eqn, loop)
+                if name == "shard_map" and not self.sizes:
                     steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
         return [of(v) for v in jaxpr.outvars]
 
     def body(self, step: Equation, inner: Any, place: Any) -> Program:
         """Read what is inside a shard_map. Its results are those of the steps that return them."""
-        self.manual, mesh = True, step.params["mesh"]
+        mesh = step.params["mesh"]
         manual = [a for a in mesh.axis_names if a in step.params["newly_manual_axes"]]
-        body = self.program(inner, {a: mesh.shape[a] for a in manual}, place)
+        self.sizes = {a: mesh.shape[a] for a in manual}
+        body = self.program(inner, self.sizes, place)
         lines = {i: one.line for one in body.steps for i in one.gives}
         for k, (x, gives) in enumerate(zip(body.gives, step.gives, strict=True)):
             cuts = enumerate(step.params["out_specs"][k])
@@ -146,8 +159,13 @@ class _Reader:
             }
             more["what"] = f"result {k}" if len(step.gives) > 1 else "the result"
             body.steps.append(Equation(RETURN, lines.get(x, step.line), [x], [gives], _same, more))
-        self.manual, body.gives = False, step.gives
+        self.sizes, body.gives = {}, step.gives
         return body
+
+    def is_short(self, line: str, length: int, inner: Any) -> bool:
+        """Return whether a loop is read iteration by iteration."""
+        self.lengths[line], equations = length, length * len(_jax.equations(inner)[0].eqns)
+        return length <= _UNROLLED and equations <= _EQUATIONS and line not in self.kept
 
     def unroll(self, eqn: Any, inner: Any, xs: list, steps: list, place: Any) -> list[int]:
         """Add the iterations of a scan one after another."""
@@ -169,9 +187,18 @@ class _Reader:
         return [*carry, *stacked]
 
 
-def _is_short(length: int, inner: Any) -> bool:
-    """Return whether a loop is unrolled."""
-    return length <= _UNROLLED and length * len(_jax.equations(inner)[0].eqns) <= _EQUATIONS
+def _scan(eqn: Any, body: Program, *xs: Any) -> list:
+    """Run a scan over rows of any number, whatever axes its types name."""
+    consts, carried = _jax.scan_parts(eqn)
+    length, fixed, rows = eqn.params["length"], xs[:consts], xs[consts + carried :]
+
+    def iterate(carry: list, parts: tuple) -> tuple[list, list]:
+        results, _ = run(body, [*fixed, *carry, *parts], False, {})
+        return results[:carried], results[carried:]
+
+    given = [*xs[consts : consts + carried]], rows, None if rows else length
+    carry, stacked = lax.scan(iterate, *given, reverse=eqn.params["reverse"])
+    return [*carry, *stacked]
 
 
 def _caller(eqn: Any) -> Callable[..., Any]:
@@ -189,14 +216,15 @@ def _caller(eqn: Any) -> Callable[..., Any]:
     return (lambda *xs: [*call(*xs)]) if eqn.primitive.multiple_results else call
 
 
-def read(closed: Any, alone: bool = False) -> Program:
-    """Read a traced function as a list of steps. ``alone``: for one device, without layouts."""
-    return _Reader(alone).program(closed, {}, ("", ""))
+def read(closed: Any, alone: bool = False, kept: Iterable[str] = ()) -> Program:
+    """Read a traced function as a list of steps. ``alone``: for one device, without layouts. The loops on
+    the lines ``kept`` are one step each."""
+    return _Reader(alone, kept).program(closed, {}, ("", ""))
 
 
 _Values = dict[int, Any]
-Cures = Mapping[Equation, Callable[..., Any]]
-"""What is called in the place of a step's own call."""
+Cures = Mapping[Equation, tuple[list[int], Callable[..., Any]]]
+"""What is called in the place of a step's own call, and the values that it takes."""
 
 
 def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple[list, _Values]:
@@ -204,26 +232,31 @@ def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple
     row for each device, with the axes of the mesh as first dims."""
     values, seen = program.consts | dict(zip(program.takes, args, strict=True)), dict[int, Any]()
     for step in program.steps:
-        xs = [values[x] for x in step.takes]
+        takes, call = cures.get(step, (step.takes, step.call))
+        xs = [values[x] for x in takes]
         if step.body:
             results, inside = _run_mapped(step, xs, see, cures)
             seen |= inside
         else:
-            results = cures.get(step, step.call)(*xs)
-        results = results if isinstance(results, list | tuple) else [results]
-        values |= zip(step.gives, results, strict=True)
+            results = call(*xs)
+        values |= zip(step.gives, _as_list(results), strict=True)
     if see:
         seen |= {i: x for i, x in values.items() if i not in program.consts}
     return [values[x] for x in program.gives], seen
 
 
+def _as_list(results: Any) -> list | tuple:
+    return results if isinstance(results, list | tuple) else [results]
+
+
 def _run_mapped(step: Equation, xs: list, see: bool, cures: Cures) -> tuple[list, _Values]:
     params, body = step.params, step.body
     assert body
+    lead = (None,) * len(body.sizes)
 
     def local(*args: Any) -> tuple[list, _Values]:
         results, seen = run(body, args, see, cures)
-        return results, {i: x[(None,) * len(body.sizes)] for i, x in seen.items()}
+        return results, {i: jnp.asarray(x)[lead] for i, x in seen.items()}
 
     specs = list(params["out_specs"]), PartitionSpec(*body.sizes)
     mapped = jax.shard_map(
@@ -257,6 +290,19 @@ def twins(many: Program, one: Program) -> dict[int, int]:
     return {a: b for a, b in pairs.items() if a not in many.consts and b not in one.consts}
 
 
+def between(
+    makers: Mapping[int, Equation], wanted: Iterable[int], given: Callable[[int], bool]
+) -> tuple[list[Equation], list[int]]:
+    """Return the steps that make values of such as are given, in order, and those that they take."""
+    steps, takes, todo = set[Equation](), list[int](), [*wanted]
+    for step in (makers[x] for x in todo if x in makers):
+        steps.add(step)
+        for x in step.takes:
+            if x not in takes and x not in todo:
+                (takes if given(x) else todo).append(x)
+    return [step for step in dict.fromkeys(makers.values()) if step in steps], takes
+
+
 def longest(program: Program, cost: Callable[[Equation], float]) -> dict[int, float]:
     """Return what the steps on the longest path to each value cost; arguments cost nothing."""
     far = defaultdict[int, float](float)
@@ -272,24 +318,29 @@ def hops(program: Program, value: int, axis: str) -> float:
     return longest(program, is_hop)[value]
 
 
-def share_draws(many: Program, one: Program) -> bool:
+def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]] = {}) -> bool:
     """Let ranks draw the random numbers of one device, each its shard of them, where their keys differ: a
-    program that folds its rank into a key is right, though its numbers are others. Return whether any are
-    drawn."""
+    program that folds its rank into a key is right, though its numbers are others. ``given``: along which
+    axes arguments differ. Return whether any are drawn."""
     pair, makers = twins(many, one), {i: step for _, step in one.all_steps() for i in step.gives}
-    differs = defaultdict[int, frozenset[str]](frozenset)  # along which axes a value may
+    differs = defaultdict[int, frozenset[str]](frozenset, given)  # along which axes a value may
+    drawn = False
     for program, step in many.all_steps():
         axes = frozenset(step.axes) if step.name == "axis_index" else frozenset()
         axes = axes.union(*(differs[x] for x in step.takes))
         differs |= dict.fromkeys(step.gives, axes)
         other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
+        drawn |= step.name == "random_bits"
+        if step.loop and other and other.loop:
+            inside = {i: differs[x] for i, x in zip(step.loop.takes, step.takes, strict=True)}
+            drawn |= share_draws(step.loop, other.loop, inside)
         if step.name == "random_bits" and program.sizes and other:
             whole, part = other.params["shape"], step.params["shape"]
             if cuts := cuts_of_shape(part, whole, program.sizes, axes):
                 own = [[a for a in cut if a in axes] for cut in cuts]
                 rest = axes.difference(*cuts)
                 step.call = draw_shard(step.params, whole, program.sizes, own, rest)
-    return any(step.name == "random_bits" for _, step in many.all_steps())
+    return drawn
 
 
 def close_hops(one: Program) -> None:
@@ -333,6 +384,37 @@ def draw_shard(
         return own_shard(bits, params["shape"], cuts)
 
     return draw
+
+
+def on_whole(
+    many: tuple[list[int], list["Pieces"], tuple[str, ...], dict[str, int]],
+    alone: tuple[list[int], list[Equation], dict[int, Any]],
+    wanted: dict[int, tuple[int, ...]],
+) -> tuple[list[int], Callable[..., list]]:
+    """Return what computes values from gathered operands, and takes this rank's shards of them: as `Cures`.
+
+    Args:
+        many: the operands' numbers, their cuts, the axes along which they are gathered, all axes' sizes.
+        alone: the operands' numbers where they are whole, the steps, and the constants' values there.
+        wanted: the results' numbers there, and their shapes on one rank.
+    """
+    takes, cuts, over, sizes = many
+    known, steps, consts = alone
+
+    def call(*xs: Any) -> list:
+        values = dict(consts)
+        for i, x, cut in zip(known, xs, cuts, strict=True):
+            for dim in {kind for kind in cut.axes.values() if isinstance(kind, int)}:
+                axes = tuple(a for a in over if cut.axes[a] == dim)
+                x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+            values[i] = x
+        for step in steps:
+            results = step.call(*(values[x] for x in step.takes))
+            values |= zip(step.gives, _as_list(results), strict=True)
+        own = lambda x, shape: own_shard(x, shape, cuts_of_shape(shape, x.shape, sizes, over))
+        return [own(values[i], shape) for i, shape in wanted.items()]
+
+    return takes, call
 
 
 def own_shard(whole: Any, shape: tuple, cuts: list) -> Any:
@@ -427,7 +509,8 @@ def equal_along(local: np.ndarray, axis: int) -> bool:
 def _is_by_rank(local: np.ndarray, axis: int) -> bool:
     """Return whether values differ along an axis by a number of each rank alone, as positions do: then one
     rank has all of the smallest elements. One element tells nothing."""
-    apart = np.moveaxis(local - local.take([0], axis), axis, 1)
+    with np.errstate(invalid="ignore"):  # of infinities
+        apart = np.moveaxis(local - local.take([0], axis), axis, 1)
     apart = apart.reshape(*apart.shape[:2], -1)
     return apart.shape[2] > 1 and float(np.ptp(apart, axis=2).max()) <= 1
 
