@@ -25,7 +25,7 @@ BUDGETS = {
     "predict": 2_696,
     "planner": 1_898,
     "draw": 2_752,
-    "inspect": 4_016,
+    "inspect": 4_090,
     "explore": 1_618,
     "serve": 930,
     "launch": 1_191,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_446,
-    "statements": 27_484,
+    "statements": 27_558,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
