@@ -1,18 +1,20 @@
 """The model's weights as trees: what they are, and how they start.
 
-`ModelConfig.weights` describes each weight once; the trees here have the shape of the model's parameters.
+`ModelConfig.weights` describes each weight once; the trees here are nested dicts by the parts of its path.
 """
 
 import functools
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx, traverse_util
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
 
-from llmpar.model.llama import Llama
-from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.model_config import ModelConfig, Weight
 
 Tree = Any
 """A pytree of arrays, or of one description each: nested dicts like the model's."""
@@ -20,7 +22,7 @@ Tree = Any
 
 def described(config: ModelConfig, counts: Sequence[int] | None = None) -> Tree:
     """Return the tree of every weight's `model_config.Weight`, with so many layers of each kind."""
-    return traverse_util.unflatten_dict(config.weights(counts), sep=".")
+    return unflatten_dict(config.weights(counts), sep=".")
 
 
 def weight_dims(config: ModelConfig) -> Tree:
@@ -31,23 +33,39 @@ def weight_dims(config: ModelConfig) -> Tree:
 def trainable_params(tree: Tree, config: ModelConfig) -> Tree:
     """Return what gradients change, of a tree like the model's or of a part: all, or with LoRA the
     adapters."""
-    weights, flat = config.weights(), traverse_util.flatten_dict(tree, sep=".")
+    weights, flat = config.weights(), flatten_dict(tree, sep=".")
     learned = {path: leaf for path, leaf in flat.items() if not weights[path].frozen}
-    return traverse_util.unflatten_dict(learned, sep=".")
+    return unflatten_dict(learned, sep=".")
 
 
 def joined(tree: Tree, part: Tree) -> Tree:
     """Return the tree with the leaves of a part of it in place of its own."""
-    flat = (traverse_util.flatten_dict(x, sep=".") for x in (tree, part))
-    return traverse_util.unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
+    flat = (flatten_dict(x, sep=".") for x in (tree, part))
+    return unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
 
 
-@functools.cache
-def model_graph(config: ModelConfig, model: type[Llama] = Llama) -> nnx.GraphDef:
-    """Return the model without its weights: ``nnx.merge(model_graph(config), params)`` is the model."""
-    return nnx.split(nnx.eval_shape(lambda: model(config, nnx.Rngs(0))))[0]
+def init_params(config: ModelConfig, seed: int | Array = 0) -> Tree:
+    """Make fresh weights (`Weight.std`) from a seed or a key; under jit each device makes only its own shard.
+    Embedding, layers and head have keys derived from it, and the weights of a layer from that of the layer.
+    """
+    keys = _numbered(seed if isinstance(seed, Array) else jax.random.key(seed))
+    rows = config.must_run().weights()
+    params = _fresh({"embedding": rows["embedding"]}, keys)
+    for kind, (count, block) in enumerate(config.blocks):
+        layer = lambda key, block=block: _fresh(block.block_weights(), _numbered(key))
+        stack = jax.vmap(layer)(jax.random.split(next(keys), count))
+        prefix = f"blocks.{kind}." if config.kinds else "blocks."
+        params |= {prefix + path: w for path, w in stack.items()}
+    rest = {path: row for path, row in rows.items() if path not in params}
+    return unflatten_dict(params | _fresh(rest, keys), sep=".")
 
 
-def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
-    """Make fresh weights, a plain dict of arrays; under jit each device makes only its own shard."""
-    return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
+def _numbered(key: Array) -> Iterator[Array]:
+    """Yield keys that are derived from one, without end."""
+    return (jax.random.fold_in(key, i) for i in itertools.count())
+
+
+def _fresh(rows: Mapping[str, Weight], keys: Iterator[Array]) -> dict[str, Array]:
+    """Make initial values of weights; those that are equal everywhere take no key."""
+    normal = lambda w: w.std * jax.random.normal(next(keys), w.shape)
+    return {path: normal(w) if w.std else jnp.full(w.shape, w.fill) for path, w in rows.items()}

@@ -22,12 +22,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
-from llmpar.model.weights import Tree, joined, model_graph, trainable_params, weight_dims
+from llmpar.model.weights import Tree, joined, trainable_params, weight_dims
 from llmpar.parallel.collectives import at, vary, varying
 from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
@@ -39,7 +38,7 @@ class StageModel(Llama):
     """A Llama cut open: its loss is that of a stream that comes with the batch from another stage."""
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Float[Array, "v d"], None]:
-        head = par.weight(self.embedding if self.config.tied else self.head)
+        head = par.weight(self.params["embedding" if self.config.tied else "head"])
         return self.normed(batch["stream"], par), head, None
 
 
@@ -60,14 +59,13 @@ class Stage:
 
     def model(self, **weights: Tree) -> StageModel:
         """Return the model with this stage's weights, or others in their place."""
-        graph = model_graph(self.config, StageModel)
-        return nnx.merge(graph, {"blocks": self.blocks, **self.shared, **weights})
+        return StageModel(self.config, {"blocks": self.blocks, **self.shared, **weights})
 
 
 def embed(stage: Stage, **weights: Array) -> Stream:
     """Return the stream that enters the first stage; with this ``embedding``, if one is given."""
     model = stage.model(**weights)
-    return model.embed(stage.par.weight(model.embedding), stage.batch, stage.par)
+    return model.embed(stage.par.weight(model.params["embedding"]), stage.batch, stage.par)
 
 
 def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[Stream, Any], Any]:

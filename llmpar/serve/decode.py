@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from llmpar.kernels.flash import KV, Q
 from llmpar.model import attention, gated_delta
-from llmpar.model.llama import logits_of
-from llmpar.model.weights import Tree, model_graph, weight_dims
+from llmpar.model.llama import Llama, logits_of
+from llmpar.model.weights import Tree, weight_dims
 from llmpar.parallel.collectives import at, scope, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
@@ -104,7 +103,7 @@ class Decoder:
             "positions": rows.start[:, None] + offset,
             "segments": tokens * 0,
         }
-        x, head, _ = nnx.merge(model_graph(self.plan.config), params).hidden_and_head(batch, par)
+        x, head, _ = Llama(self.plan.config, params).hidden_and_head(batch, par)
         offsets = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
         x = par.move(jnp.take_along_axis(x, offsets[..., None], 1), "stream b s d -> vocab b s d")
         known = jnp.take_along_axis(targets, offsets, 1), offsets + rows.start[:, None] + 1
