@@ -10,7 +10,7 @@ Keys have length 1, queries 1/√h. Before that, each of their numbers, and of t
 weighted sum of its own last few positions (`tokens_of`). Of documents that share a row each begins with a
 state of zeros, and with nothing before its first token.
 
-Tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
+Tokens are taken in chunks of `CHUNK` positions (`by_chunks`). Inside a chunk everything is a
 matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, section 3.2); a loop over
 chunks hands the state on. Matrices of positions times positions are in memory for `CHUNKS` chunks, and are
 computed again for gradients.
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from llmpar.parallel.collectives import hop, scope, vary_alike
+from llmpar.parallel.collectives import hop, vary_alike
 from llmpar.plan.sequence_order import CHUNK, CHUNKS
 
 
@@ -49,8 +49,7 @@ class Along(NamedTuple):
 
     def hop(self, x: Array, arrow: str) -> Array:
         """Return what the rank before sends; zeros on the first."""
-        with scope(arrow):
-            arrived = hop(x, self.axes, self.method)
+        arrived = hop(x, self.axes, self.method, arrow)
         return jnp.where(self.rank == 0, jnp.zeros_like(x), arrived)
 
 
@@ -85,7 +84,7 @@ def mix(
     x = jnp.concatenate([before, x], 1)
     weights = q_conv, k_conv, v_conv, a_log, dt_bias
     tokens = tokens_of(x, (q, k, v, rate_logit, forget), weights, documents)
-    out, _ = chunked(along, tokens, documents[:, taps - 1 :])
+    out, _ = by_chunks(along, tokens, documents[:, taps - 1 :])
     next_document, next_position = jnp.diff(segments), jnp.diff(positions)
     in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
     return jnp.where(in_order.all(1)[:, None, None, None], out, jnp.nan).astype(dtype)
@@ -107,7 +106,7 @@ def resume(
     documents = jnp.zeros((len(x), x.shape[1] + 1), int)
     *qkv, log_decay, beta = tokens_of(x, inputs, weights, documents)
     rates = (jnp.where(is_token[..., None], rate, 0) for rate in (log_decay, beta))
-    out, state = chunked(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
+    out, state = by_chunks(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
     return out.astype(inputs[2].dtype), (kept, state)
 
 
@@ -159,7 +158,7 @@ def weighted(
     return jax.nn.silu(total)
 
 
-def chunked(
+def by_chunks(
     along: Along,
     tokens: tuple[Array, ...],
     documents: Int[Array, "b _"],

@@ -41,6 +41,7 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.kernels import grouped
 from llmpar.model import attention, gated_delta, moe
+from llmpar.model.attention import Ids
 from llmpar.model.lora import used_weights
 from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.model.weights import Tree
@@ -57,8 +58,6 @@ Batch = dict[str, jax.Array]
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
 relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``,
 float32, too (`clipped_surrogate`)."""
-# Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
-QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts the tokens of
@@ -139,7 +138,7 @@ class Attention(Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
     @jax.named_scope("attention")
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
         names = ["q", "k", "v", *["gate"] * ("gate" in self.params)]
         biases = [self.params.get(f"{name}_bias") for name in names]
@@ -161,7 +160,9 @@ class Attention(Module):
         sinks = self.params.get("sinks")
         sinks_kr = None if sinks is None else par.weight(sinks).reshape(k, -1)
         if par.cache:
-            y_bskrh = par.cache.attend(q_bskrh, k_bskh, v_bskh, ids[0], config.mask, sinks_kr)
+            y_bskrh = par.cache.attend(
+                q_bskrh, k_bskh, v_bskh, ids.q_positions, config.mask, sinks_kr
+            )
         else:
             arrow = "attention b s k h -> keys b s k h"
             k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
@@ -187,7 +188,7 @@ class LatentAttention(Attention):
     eps = LATENT_EPS
 
     @jax.named_scope("attention")
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         """Return attention's result. Latents are moved to the region of keys, and only then expanded to keys
         and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]
@@ -207,7 +208,7 @@ class LatentAttention(Attention):
         latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
         if par.cache:
             up = par.weight(self.params["kv_up"])
-            y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, self.config, ids[0])
+            y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, config, ids.q_positions)
         else:
             y_bsnh = self.expanded(q_bsnh, latent, ids, par)
         return self.to_stream(y_bsnh, par)
@@ -219,7 +220,7 @@ class LatentAttention(Attention):
         return par.plus(y, self.params.get(f"{name}_bias"))
 
     def expanded(
-        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: QueryKeyIds, par: Solo
+        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
@@ -240,7 +241,7 @@ class GatedDelta(Attention):
     """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`)."""
 
     @jax.named_scope("gated_delta")
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         weights, arrow = self.weights(par, *"qkvzba"), "stream b s d -> attention b s d"
         *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
         names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
@@ -256,9 +257,9 @@ class GatedDelta(Attention):
         ]
         mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
         y = (
-            par.cache.resume(ids[0], inputs[:5], inputs[5:])
+            par.cache.resume(ids.q_positions, inputs[:5], inputs[5:])
             if par.cache
-            else mix(*inputs, *ids[2:])
+            else mix(*inputs, ids.k_positions, ids.k_segments)
         )
         y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.params["out_norm"])
@@ -270,7 +271,7 @@ def attend(
     q: Float[Array, "b s k r h"],
     k: Float[Array, "b t _ h"] | attention.Latents,
     v: Float[Array, "b t _ w"] | attention.Up,
-    ids: tuple[Array, ...],
+    ids: Ids,
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
@@ -292,11 +293,11 @@ def attend(
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     # layouts write s, not t, for the positions of keys
-    q_layout, args = "queries b s k r h", (q, k, v, *ids)
+    q_layout, args = "queries b s k r h", [q, k, v, *ids]
     given = [q_layout, *layouts, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
         given.append("queries k r")
-        args += (par.move(sinks, "attention k r -> queries k r"),)
+        args.append(par.move(sinks, "attention k r -> queries k r"))
     attend_by_plan = functools.partial(attention.attend_by_plan, par, mask)
     y = par.local(attend_by_plan, given, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
@@ -385,7 +386,7 @@ class Block(Module):
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
     are parallel: both read its result."""
 
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
         config, params = self.config, self.params
         y = self.norm("attention_norm", x, par)
@@ -532,7 +533,7 @@ class Llama(Module):
             row_positions = None if par.cache else k_ids[0]
             rope = rope_table(config, batch["positions"], row_positions)
             rope = nan_in_broken_rows(rope, is_valid_b)
-            ids: Any = (*q_ids, *k_ids)
+            ids = Ids(*q_ids, *k_ids)
             rows = config.block_weights()
             return lambda x, w: Block(config, as_params(w, rows))(x, ids, rope, par)
 

@@ -304,11 +304,11 @@ def dispatch_tokens(
     received_g = arrives_gtk.sum((1, 2), dtype=jnp.int32)
     slots = SlotTable(slot_p.reshape(t, k), choice_c, sent_g, received_g)
 
-    rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
+    rows = take_with_inverse(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
         1, num_ranks, num_slots, -1
     )
-    rows = exchange(par, rows, sent_g, received_g, hop.tokens)
-    weights = take_rows(
+    rows = par.ragged(rows, sent_g, received_g, hop.tokens)
+    weights = take_with_inverse(
         *vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k)))
     )
     expert = (
@@ -325,25 +325,16 @@ def combine_tokens(
     """Run steps 5 and 6: send the rows back, and add up each token's results from its ranks, in float32."""
     num_ranks, (t, k) = len(slots.sent_g), slots.slot_tk.shape
     rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
-    rows = exchange(par, rows, slots.received_g, slots.sent_g, hop.back)
+    rows = par.ragged(rows, slots.received_g, slots.sent_g, hop.back)
     rows = rows.reshape(-1, rows.shape[-1])
-    rows = take_rows(*vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None])))
+    rows = take_with_inverse(
+        *vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None]))
+    )
     return rows.reshape(t, k, -1).astype(jnp.float32).sum(1).astype(rows.dtype)
 
 
-def exchange(
-    par: Solo, rows: Array, sent_g: Int[Array, " g"], received_g: Int[Array, " g"], arrow: str
-) -> Array:
-    """Send each rank its part of the buffer: all slots, or only the full ones, which it counts."""
-    return (
-        par.ragged(rows, sent_g, received_g, arrow)
-        if par.plan.dispatch == "ragged"
-        else par.move(rows, arrow)
-    )
-
-
 @jax.custom_vjp
-def take_rows(
+def take_with_inverse(
     x: Float[Array, "n ..."], index: Int[Array, " t"], back: Int[Array, "n k"]
 ) -> Float[Array, "t ..."]:
     """Return rows ``x[index]``, zeros where an index is past the end. ``back`` has the results that each row
@@ -352,8 +343,8 @@ def take_rows(
     return grouped.take_rows(x, index)
 
 
-take_rows.defvjp(
-    lambda x, index, back: (take_rows(x, index, back), back),
+take_with_inverse.defvjp(
+    lambda x, index, back: (take_with_inverse(x, index, back), back),
     lambda back, grad: (grouped.take_rows(grad, back).sum(1), None, None),
 )
 

@@ -6,7 +6,7 @@
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,14 +20,17 @@ Tree = Any
 """A pytree of arrays, or of one description each: nested dicts like the model's."""
 
 
-def described(config: ModelConfig, counts: Sequence[int] | None = None) -> Tree:
-    """Return the tree of every weight's `model_config.Weight`, with so many layers of each kind."""
-    return unflatten_dict(config.weights(counts), sep=".")
-
-
-def weight_dims(config: ModelConfig) -> Tree:
-    """Return the tree of every weight's region and dims."""
-    return jax.tree.map(lambda weight: weight.dims, described(config))
+def of_weights(
+    config: ModelConfig,
+    f: Callable[[Weight], Any] = lambda weight: weight,
+    learned: bool = False,
+    counts: Sequence[int] | None = None,
+) -> Tree:
+    """Return the tree of ``f`` of every `model_config.Weight`, by default of the weight itself; ``learned``:
+    only of those that gradients change (`trainable_params`); ``counts``: with so many layers of each kind."""
+    rows = config.weights(counts)
+    flat = {path: f(w) for path, w in rows.items() if not (learned and w.frozen)}
+    return unflatten_dict(flat, sep=".")
 
 
 def trainable_params(tree: Tree, config: ModelConfig) -> Tree:

@@ -24,10 +24,6 @@ from llmpar.plan.plan import Resolved
 class Auto(Solo):
     """Under `jax.jit`: an arrow is a sharding constraint, and XLA's partitioner chooses the collectives."""
 
-    def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
-        super().__init__(plan)
-        self.mesh = mesh
-
     def weight(self, param):
         """Return the parameter, constrained to the layout in which it is used."""
         return checkpoint_name(
@@ -67,9 +63,7 @@ class Auto(Solo):
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)
 
-    def over_devices(
-        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
-    ) -> Callable:
+    def over_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Return ``f`` itself, a function of global arrays."""
         return f
 

@@ -41,10 +41,10 @@ from jax import lax
 from jaxtyping import Array
 
 from llmpar.model.llama import Batch, LossAndTally, Stream
-from llmpar.model.weights import Tree, weight_dims
-from llmpar.parallel.collectives import at, put, scope, vary
+from llmpar.model.weights import Tree, of_weights
+from llmpar.parallel.collectives import at, put, scope, vary, zeros_like
 from llmpar.parallel.modes import Manual
-from llmpar.pipeline.stage import Stage, add, embed, programs, when, zeros_like
+from llmpar.pipeline.stage import Stage, add, embed, programs, when
 from llmpar.plan import places
 from llmpar.plan.lockstep import DIRECTIONS, lockstep, slots
 from llmpar.plan.model_config import ModelConfig
@@ -96,7 +96,8 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     assert (schedule := par.plan.pipeline)
     table, alive = _table(schedule, config), slots(lockstep(schedule))
     if par.plan.gather_per == "step":
-        params = jax.tree.map(par.gather, params, weight_dims(config))
+        dims = of_weights(config, lambda weight: weight.dims)
+        params = jax.tree.map(par.gather, params, dims)
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
     chunks = jax.tree.map(in_chunks, params["blocks"])
     shared = {name: w for name, w in params.items() if name != "blocks"}

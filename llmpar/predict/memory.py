@@ -602,9 +602,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     if config.experts and plan.pipeline and not config.lora:
         rows, arrived = _rows_of_weights(plan, config, tokens, item)
     elif plan.ffn_chunks > 1 and not config.experts:
-        # a loop over pieces has weights' gradients themselves
-        waits = bool(plan.pipeline and not config.lora)
-        rows = waits * 3 * config.width * config.ffn_width * item // tp
+        # a loop over pieces has weights' gradients themselves, which wait in a pipeline
+        matrices = 3 if plan.pipeline and not config.lora else 0
+        rows = matrices * config.width * config.ffn_width * item // tp
     crossing = arrived + _waiting(
         plan,
         config,
