@@ -43,6 +43,7 @@ from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.flash import KV, Q
 from llmpar.parallel.collectives import after, at, hop, put, vary_alike, zeros_like
 from llmpar.parallel.modes import Solo
+from llmpar.parallel.remat import LSE, OUT
 from llmpar.plan.backend import OF_JAX
 from llmpar.plan.sequence_order import (
     CAUSAL,
@@ -73,9 +74,9 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# Names of what attention's backward pass reads. Policies of `remat` save OUT and LSE by name; at ZeRO 3
-# without remat the policy saves whatever has a name, so IN, too: what a barrier returns has none.
-IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
+# The name of what attention's backward pass reads besides `OUT` and `LSE`. At ZeRO 3 without remat the policy
+# saves whatever has a name: what a barrier returns has none.
+IN = "attention_in"
 
 # The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
 # queries and keys are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and
@@ -106,13 +107,13 @@ def attend_by_plan(par: Solo, mask: Mask, q, k, v, *ids_and_sinks: Array) -> Out
         whole = plan.documents == "whole"
         run: Callable = partial(by_kernel, kernel=kernel, in_order=plan.in_order, whole=whole)
     elif kernel == "flash":
-        run = partial(flash_attention, platform=str(par.platform), **ring)
+        run = partial(flash_attention, platform=str(plan.platform), **ring)
     else:
         run = partial(
             ring_attention,
             tile=plan.attention_block,
             in_order=plan.in_order and not axes,
-            branch=par.platform != "gpu",
+            branch=plan.platform != "gpu",
             **ring,
         )
     out, lse = run(q, k, v, Ids(*ids_and_sinks[:4]), mask=mask)

@@ -6,10 +6,9 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight ready for a matmul; `used_weights` yields several, each with its LoRA adapters if it has
-              any. ``par.move_matmul`` is a move and the matmuls after it, and ``par.matmul_move`` a matmul
-              and the move after it; they are one call so that a ring may send one block while it multiplies
-              another
+              weight ready for a matmul. ``par.move_matmul`` is a move and the matmuls after it, and
+              ``par.matmul_move`` a matmul and the move after it; they are one call so that a ring may send
+              one block while it multiplies another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
@@ -48,7 +47,7 @@ from llmpar.model.weights import Tree
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import Param, Solo
-from llmpar.parallel.remat import PROJECTED, STREAM
+from llmpar.parallel.remat import OUT, PROJECTED, STREAM
 from llmpar.plan.model_config import ModelConfig, Weight
 from llmpar.plan.places import LayerLoop
 
@@ -95,16 +94,14 @@ class Module:
     """A part of the model: its config, and of the ``params`` given those under its ``path``."""
 
     eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
+    # ``part.weights(par, "q", "k")``: weights as they are used, each with its LoRA adapters if it has any
+    weights = used_weights
 
     def __init__(self, config: ModelConfig, params: Params, path: str = ""):
         self.config = config
         under = f"{path}." if path else ""
         own = (name for name in params if name.startswith(under))
         self.params = {name.removeprefix(under): params[name] for name in own}
-
-    def weights(self, par: Solo, *names: str) -> Iterable[Any]:
-        """Return weights as they are used, each with its LoRA adapters if it has any."""
-        return used_weights(par, self.params, self.config.lora, *names)
 
     @jax.named_scope("norm")
     def norm(
@@ -228,10 +225,11 @@ class LatentAttention(Attention):
         (num_latent,), mask = self.params["kv_norm.scale"].shape, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
+            heads, latents = q[..., None, :], latent[:, :, None]
             up = par.weight(self.params["kv_up"])
-            args = q[..., None, :], latent[:, :, None], up, ids, mask, par
             # z: the one head of a latent; c: its width, with its rotary key
-            return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
+            layouts = "keys b s z c", "attention c n h"
+            return attend(heads, latents, up, ids, mask, par, layouts=layouts)[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
         return attend(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
@@ -261,7 +259,7 @@ class GatedDelta(Attention):
             if par.cache
             else mix(*inputs, ids.k_positions, ids.k_segments)
         )
-        y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
+        y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.params["out_norm"])
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
         return self.to_stream(y, par)
@@ -449,7 +447,7 @@ class Llama(Module):
             x_bsd, targets_bs = inputs
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
-            multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
+            multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
             # a custom gradient must have the type of its argument, so both vary over the same axes
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)

@@ -4,7 +4,7 @@ The model's text knows one thing of them: `used_weights`, where a part's weights
 adapters then multiplies itself (`Adapted.matmul`), wherever `par` multiplies.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from llmpar.parallel.float8 import Float8
-from llmpar.parallel.modes import Param, Solo
+from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import PROJECTED
-from llmpar.plan.model_config import LoraConfig
 
 
 @jax.tree_util.register_dataclass
@@ -41,14 +40,13 @@ class Adapted:
         )
 
 
-def used_weights(
-    par: Solo, params: Mapping[str, Param], lora: LoraConfig | None, *names: str
-) -> Iterator[Array | Adapted | Float8]:
-    """Yield parameters of a part of the model as they are used: gathered, each with its adapters if it has
-    any, or in float8."""
+def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted | Float8]:
+    """Yield weights of a part of the model (`llama.Module`) as they are used: gathered, each with its
+    adapters if it has any, or in float8."""
+    lora = part.config.lora
     for name in names:
-        w: Any = par.weight(params[name])
-        if lora and f"lora.{name}_a" in params:
-            a, b = (par.weight(params[f"lora.{name}_{x}"]) for x in "ab")
+        w: Any = par.weight(part.params[name])
+        if lora and f"lora.{name}_a" in part.params:
+            a, b = (par.weight(part.params[f"lora.{name}_{x}"]) for x in "ab")
             w = Adapted(w, a, b, lora.scale)
         yield Float8(w) if par.plan.matmul_dtype == "float8" else w

@@ -150,8 +150,10 @@ def visit_experts(
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")
     visit = functools.partial(multiply, experts, variant)
-    cut = par.parts("slots c")
-    blocks = arrange(cut * num_tokens, cut * num_pieces, num_ranks)
+    senders = par.parts(
+        "slots c"
+    )  # ranks of tp whose tokens are gathered (`Plan.tp_dispatch`), or 1
+    blocks = arrange(senders * num_tokens, senders * num_pieces, num_ranks)
     if num_ranks == 1:
         return visit(blocks, x_td, weights_tk, chosen_tk, matrices).reshape(x.shape)
     at_copies = None

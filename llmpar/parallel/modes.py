@@ -87,7 +87,6 @@ class Solo:
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
         self.plan = plan = plan or Plan().resolve()
         self.mesh = mesh  # jax's, concrete or abstract; needed where the mode enters a shard_map
-        self.platform = plan.platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
         self.live = plan.mesh.live(*plan.mesh.sizes)  # the axes of more than one device
 
@@ -176,7 +175,7 @@ class Solo:
 
     def axes(self, layout: str) -> tuple[str, ...]:
         """Return the mesh axes that cut the layout's one dim, for code in an island that names them."""
-        return ()
+        return self.plan.place(layout).axes
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
         """Scan over the leading dim of ``stack``. An iteration calls ``x, aux = block(x, weights)`` for each
@@ -334,16 +333,13 @@ class Manual(Solo):
         0.10.2 crashes when collectives that were hoisted run beside a loop with others: a rendezvous counts
         too many participants.) Accelerators get no barrier: it would make all of ``f`` wait until its weights
         are gathered."""
-        return (lambda *args: f(*lax.optimization_barrier(args))) if self.platform == "cpu" else f
+        barrier = lambda *args: f(*lax.optimization_barrier(args))
+        return barrier if self.plan.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """Return the position of this device's block among the blocks of the layout's one dim."""
         axes = self.axes(layout)
         return lax.axis_index(axes) if axes else 0
-
-    def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim."""
-        return self.plan.place(layout).axes
 
     def over_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Return ``f`` in a shard_map: its arguments and results are a device's own shards. ``layouts`` and

@@ -34,8 +34,6 @@ class Auto(Solo):
         """Constrain ``x`` to the arrow's last layout; the partitioner chooses where a sum is finished."""
         return self.constrain(x, self.plan.physical(arrow).after) if x.ndim else x
 
-    axes = Manual.axes
-
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """Run ``f`` inside shard_map, on each device's blocks, and finish its unfinished sums."""
         given = tuple(spec(self.plan.place(x)) for x in layouts)

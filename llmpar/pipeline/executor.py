@@ -110,7 +110,7 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
 
     cells = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
     sent = {name: jnp.asarray((table["send"] == step).any(1)) for name, step in DIRECTIONS.items()}
-    # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
+    # The type of a message. It varies over the axes over which weights do, and so over pp.
     stream = jax.eval_shape(lambda: embed(stage({name: x[0, 0] for name, x in table.items()})))
     blocks = sums.pop("blocks")
     parts, saved, residual = programs(

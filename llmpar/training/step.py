@@ -155,7 +155,7 @@ class Step:
         # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
         # (`WeightLayouts.unreduced`)
         params = jax.tree.map(self.par.unfinished, params, of_weights(self.config))
-        if self.plan.pipeline and isinstance(self.par, Manual):
+        if self.plan.pipeline and isinstance(self.par, Manual):  # stages run in `Manual` alone
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
             sums, grads = self._backward(params, batch)
