@@ -155,7 +155,7 @@ def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
     data, options = inputs(packed=True), dict(tile=8, branch=False)
     agree(results(program(ring_attention, **options), *data), oracle(*data))
-    assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
+    assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options))(*data[0], data[1]))
 
 
 def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
