@@ -46,8 +46,8 @@ def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]
 def hop(x: Array, axis: str | tuple[str, ...], method: str, text: str, by: int = 1) -> Array:
     """Return the value of the rank before on a ring, or of that so many before, sent by the method
     `Plan.hop`, in the `scope` of a text."""
-    n, me = lax.axis_size(axis), lax.axis_index(axis)
     with scope(text):
+        n, me = lax.axis_size(axis), lax.axis_index(axis)
         if method != "exchange":
             return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
         to_next = (jnp.arange(n) == (me + by) % n).reshape(-1, *[1] * x.ndim)
