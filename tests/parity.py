@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
@@ -21,7 +22,7 @@ from jax.interpreters import partial_eval
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.sent import unordered
 from llmpar.model import attention, llama
-from llmpar.model.weights import trainable_params
+from llmpar.model.weights import model_graph, trainable_params
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
@@ -125,7 +126,7 @@ def logits_of(config):
     """The logits of (weights, batch) by `Solo`, in float32."""
 
     def logits(params, batch):
-        x, head, _ = llama.Llama(config, params).hidden_and_head(batch, Solo())
+        x, head, _ = nnx.merge(model_graph(config), params).hidden_and_head(batch, Solo())
         return attention.capped(llama.logits_of(x, head), config.variant.logit_cap)
 
     return jax.jit(logits)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax import nnx
 from parity import LLAMA, MOE, QWEN, family
 from shared import TABLES
 
+from llmpar.model.llama import Llama
 from llmpar.model.rope import rope_table
-from llmpar.model.weights import init_params
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, RopeScaling
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face  # fmt: skip
 
@@ -54,13 +54,19 @@ REAL += map(preset, ("mixtral-8x22b", "llama3.1-405b", "qwen2.5-72b", "qwen3-0.6
 
 @pytest.mark.parametrize("config", REAL, ids=lambda c: c.name)
 def test_shapes_and_dims_are_those_of_the_real_model(config):
-    """Nothing is allocated: fresh weights as abstract values."""
-    made = flatten_dict(jax.eval_shape(lambda: init_params(config)), sep=".")
-    weights = config.weights()
-    assert {path: w.shape for path, w in made.items()} == {path: w.shape for path, w in weights.items()}
-    assert {path for path, w in weights.items() if len(w.dims.split()) - 1 != len(w.shape)} == set()
-    frozen = {path for path, weight in weights.items() if weight.frozen}
-    assert frozen == {path for path in made if config.lora and ".lora." not in path}
+    """Nothing is allocated: the modules' own parameters as abstract values, with their dims."""
+    model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    real = {}
+    for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        dims = p.dims
+        if path[0] == "blocks":  # the modules of one block, stacked
+            region, _, letters = dims.partition(" ")
+            dims = f"{region} l {letters}"
+        real[".".join(map(str, path))] = (dims, p.shape)
+    assert real == {path: (w.dims, w.shape) for path, w in config.weights().items()}
+    assert {len(shape) for dims, shape in real.values() if len(dims.split()) - 1 != len(shape)} == set()
+    frozen = {path for path, weight in config.weights().items() if weight.frozen}
+    assert frozen == {path for path in real if config.lora and ".lora." not in path}
 
 
 CARDS = json.loads((Path(__file__).parent / "fixtures" / "cards.json").read_text())
@@ -134,7 +140,7 @@ def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
-    model = jax.jit(lambda: init_params(LLAMA))()
+    model = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Llama(LLAMA, nnx.Rngs(0)), nnx.Param)))()
     q, o = np.asarray(model["blocks"]["attention"]["q"]), np.asarray(model["blocks"]["attention"]["o"])
     assert abs(q.std() / LLAMA.init_scale - 1) < 0.05
     assert abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05

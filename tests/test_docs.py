@@ -15,14 +15,14 @@ from unittest.mock import create_autospec
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from shared import TABLES, started
 
 import llmpar
 from llmpar import MeshExplorer
 from llmpar.cli import main
 from llmpar.cli.commands import parse
-from llmpar.model.llama import FeedForward, as_params
-from llmpar.model.weights import init_params
+from llmpar.model.llama import FeedForward, param
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
@@ -215,8 +215,7 @@ def test_the_readme_s_feed_forward_is_the_model_s():
     exec(examples(README)[1], names)
     config, par = PRESETS["tiny"], Solo()
     rows = config.block_weights()
-    weights = jax.tree.map(lambda w: w[0], init_params(config)["blocks"])
-    layer = FeedForward(config, as_params(weights, rows), "ffn")
+    layer = FeedForward(config, {path: param(nnx.Rngs(0), row) for path, row in rows.items()}, "ffn")
     x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
     np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
 

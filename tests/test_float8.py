@@ -11,6 +11,7 @@ import optax
 import parity
 import plans
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ, batch, put, state_of
 from shared import CASES, program_text
@@ -20,7 +21,7 @@ from test_wire import error
 from llmpar.inspect import roofline
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.check import check
-from llmpar.model.llama import Llama
+from llmpar.model.weights import model_graph
 from llmpar.parallel.float8 import matmul_in_float8
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
@@ -64,7 +65,7 @@ def test_operands_are_rounded_once_and_products_summed_in_float32():
 def alone():
     """Loss and gradients on one device, divided by the number of targets at the end, as in a step."""
     par, total = Solo(Plan(matmul_dtype="float8").resolve()), (batch()["targets"] >= 0).sum()
-    loss = lambda params, data: Llama(LLAMA, params).loss(data, par)[0]
+    loss = lambda params, data: nnx.merge(model_graph(LLAMA), params).loss(data, par)[0]
     made = jax.jit(jax.value_and_grad(loss))(parity.weights(LLAMA), batch())
     return jax.tree.map(lambda x: np.asarray(x) / np.float32(total), made)
 

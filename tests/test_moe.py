@@ -33,7 +33,7 @@ from llmpar import Plan, Step, make_mesh, preset
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped
 from llmpar.model import moe
-from llmpar.model.llama import Llama
+from llmpar.model.weights import model_graph
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.predict.traffic import full_share, step_traffic
@@ -368,7 +368,7 @@ def test_the_summary_and_the_flow_of_a_step():
 
 def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="cannot run here: layers of model_type 'deepseek_v32' are counted"):
-        Llama(preset("deepseek-v3.2"), {})
+        model_graph(preset("deepseek-v3.2"))
     with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
         Plan("ep=4").resolve(with_experts(num_experts=6), None, 8, 64)
     with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):

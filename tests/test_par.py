@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from shared import TABLES
 from test_notation import random_layout
@@ -13,7 +14,7 @@ from test_notation import random_layout
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import make_mesh, sharding, spec
-from llmpar.parallel.modes import Manual, Param
+from llmpar.parallel.modes import Manual
 from llmpar.parallel.partitioned import Auto
 from llmpar.plan.layout import Arrow, Layout, parse_arrow, parse_layout
 from llmpar.plan.plan import Plan
@@ -99,5 +100,5 @@ def test_auto_pins_what_an_arrow_ends_in():
     out = jax.jit(lambda x: par.move(x, "attention b s d +n -> stream b s d"))(jnp.zeros((8, 4, 4)))
     assert out.sharding.is_equivalent_to(sharding(MESH, PLAN.place("stream b s d")), 3)
     assert par.move(jnp.float32(1), "ffn +m -> data") == 1
-    w = jax.jit(lambda p: par.weight(Param(p, "ffn d m", (4, 4))))(jnp.zeros((4, 4)))
+    w = jax.jit(lambda p: par.weight(nnx.Param(p, dims="ffn d m")))(jnp.zeros((4, 4)))
     assert w.sharding.shard_shape((4, 4)) == (4, 2)

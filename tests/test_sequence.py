@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from parity import LLAMA, dealt, name, predicted, weights
 
 from llmpar import Plan, Step
 from llmpar.inspect.census import compiled_memory
 from llmpar.model import attention
-from llmpar.model.llama import Llama
+from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh, spec
 from llmpar.parallel.modes import Manual
 from llmpar.plan.sequence_order import sequence_permutation
@@ -68,7 +69,7 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.1))
     orders = balance.row_orders(plan.sequence_order, known["segments"], plan.mesh.sp)
     data = spec(step.plan.place("data b s"))
-    losses = lambda params, batch: Llama(LLAMA, params).cross_entropies(batch, mode)[0]
+    losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, mode)[0]
     mode = Manual(step.plan)
     given = jax.tree.map(spec, step.stored), data
     run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))

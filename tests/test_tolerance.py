@@ -13,11 +13,12 @@ import optax
 import parity
 import pytest
 import rich.console
+from flax import nnx
 from parity import BATCH, LLAMA, MOE, SEQ, batch, compare_leaves, name, natural, padded, state_of, weights
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.report import SPREAD_NAMES, rounded_products, spread, spread_table
-from llmpar.model.llama import Llama
+from llmpar.model.weights import model_graph
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
 from llmpar.predict.tolerance import FACTOR, tolerance
@@ -47,7 +48,7 @@ def alone(config, dtype):
     par = Solo(Plan(dtype=dtype).resolve())
 
     def loss(params, batch):
-        model = Llama(config, params)
+        model = nnx.merge(model_graph(config), params)
         x, head, _ = model.hidden_and_head(batch, par)
         logits = jax.numpy.einsum("bsd,vd->bsv", x, head)
         count = (batch["targets"] >= 0).sum().astype(jax.numpy.float32)
@@ -165,7 +166,7 @@ def test_gradients_of_logits_are_rounded_before_they_are_multiplied_but_on_tpus(
     """A GPU would take more than twice as long for products of the float32 gradients of float32 logits."""
     par = Solo(Plan(dtype="bfloat16", attention_kernel="portable").resolve(LLAMA, platform))
     params = weights(LLAMA)
-    loss = lambda params, batch: Llama(LLAMA, params).loss(batch, par)[0]
+    loss = lambda params, batch: nnx.merge(model_graph(LLAMA), params).loss(batch, par)[0]
     program = jax.jit(jax.grad(loss)).lower(params, batch()).as_text()
     v = LLAMA.vocab_size
     dots = re.findall(r"dot_general .*: \((.*)\) -> tensor<(\S+)>", program)

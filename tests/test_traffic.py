@@ -6,13 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from parity import LLAMA, QWEN
 from shared import CASES
 
 from llmpar import Plan, preset
 from llmpar.inspect.census import executed_flops
-from llmpar.model.llama import Llama
-from llmpar.model.weights import init_params
+from llmpar.model.weights import init_params, model_graph
 from llmpar.parallel.modes import Solo
 from llmpar.predict import memory, traffic
 
@@ -26,7 +26,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     params = jax.eval_shape(lambda: init_params(config))
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
-    loss = lambda params, data: Llama(config, params).cross_entropies(data, par)[0].sum()
+    loss = lambda params, data: nnx.merge(model_graph(config), params).cross_entropies(data, par)[0].sum()
     return executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 

@@ -6,9 +6,10 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight ready for a matmul. ``par.move_matmul`` is a move and the matmuls after it, and
-              ``par.matmul_move`` a matmul and the move after it; they are one call so that a ring may send
-              one block while it multiplies another
+              weight ready for a matmul; `used_weights` yields several, each with its LoRA adapters if it has
+              any. ``par.move_matmul`` is a move and the matmuls after it, and ``par.matmul_move`` a matmul
+              and the move after it; they are one call so that a ring may send one block while it multiplies
+              another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
@@ -24,16 +25,15 @@ The methods of `Llama` compute the loss of a training step. Each calls those tha
       router_losses           summed over the tokens that have a target
 """
 
-import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -41,17 +41,17 @@ from jaxtyping import Array, Float, Int
 from llmpar.kernels import grouped
 from llmpar.model import attention, gated_delta, moe
 from llmpar.model.attention import Ids
-from llmpar.model.lora import used_weights
+from llmpar.model.lora import adapt, used_weights
 from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
-from llmpar.model.weights import Tree
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
-from llmpar.parallel.modes import Param, Solo
+from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import OUT, PROJECTED, STREAM
-from llmpar.plan.model_config import ModelConfig, Weight
+from llmpar.plan.model_config import LLAMA, ModelConfig, Variant, Weight
 from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
+Tree = Any
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
@@ -64,19 +64,20 @@ Aux = dict[str, Array] | None
 LossAndTally = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
-Params = Mapping[str, Param]
-"""The parameters of a part of the model, by their paths in it: of a block ``attention.q``, of its attention
-``q``."""
+Params = dict[str, nnx.Param]
+"""The parameters of a block, from path in the block to parameter (`ModelConfig.block_weights`)."""
 MATRICES = "gate", "up", "down"
 """The matrices of a feed-forward."""
 LATENT_EPS = 1e-6
 """The epsilon of the norms in latent attention. The model's other norms use ``norm_eps``."""
 
 
-def as_params(tree: Tree, rows: Mapping[str, Weight]) -> Params:
-    """Return the arrays of a tree of weights as parameters, by their paths."""
-    flat = flatten_dict(tree, sep=".")
-    return {path: Param(x, rows[path].dims, rows[path].shape) for path, x in flat.items()}
+def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
+    """Make a parameter with initial values. Its ``dims`` are its region and dims, such as ``ffn d m``."""
+    value = jnp.full(weight.shape, weight.fill)
+    if weight.std:
+        value = weight.std * jax.random.normal(rngs.params(), weight.shape)
+    return nnx.Param(value, dims=weight.dims)
 
 
 def scaled_by(x: Array, factor: float) -> Array:
@@ -90,60 +91,77 @@ def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-class Module:
-    """A part of the model: its config, and of the ``params`` given those under its ``path``."""
+class Norm(nnx.Module):
+    """Divide by the root mean square, in float32 (Zhang & Sennrich 2019), or normalise to mean 0 and
+    deviation 1 (Ba et al. 2016); then multiply by a scale."""
 
-    eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
-    # ``part.weights(par, "q", "k")``: weights as they are used, each with its LoRA adapters if it has any
-    weights = used_weights
-
-    def __init__(self, config: ModelConfig, params: Params, path: str = ""):
-        self.config = config
-        under = f"{path}." if path else ""
-        own = (name for name in params if name.startswith(under))
-        self.params = {name.removeprefix(under): params[name] for name in own}
+    def __init__(self, scale: nnx.Param, eps: float, variant: Variant = LLAMA):
+        self.scale, self.eps, self.variant = scale, eps, variant
+        # before sharding: a device may have a part of the scale
+        self.size = math.prod(scale.shape)
 
     @jax.named_scope("norm")
-    def norm(
-        self, name: str, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
+    def __call__(
+        self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
     ) -> Float[Array, "*dims d"]:
-        """Return ``x`` after the norm of this name, or ``x`` itself if the part has no such norm.
-
-        It divides by the root mean square, in float32 (Zhang & Sennrich 2019), or normalises to mean 0 and
-        deviation 1 (Ba et al. 2016); then it multiplies by a scale. The mean is over the last dim. If
-        ``heads`` is n or k, it is over this dim of heads, too, and ranks that have different heads sum their
-        parts."""
-        if (scale := self.params.get(f"{name}.scale")) is None:
-            return x
-        variant, eps = self.config.variant, self.eps or self.config.norm_eps
+        """Return the normed value. The mean is over the last dim. If ``heads`` is n or k, it is over this dim
+        of heads, too, and ranks that have different heads sum their parts."""
         x32 = x.astype(jnp.float32)
-        if variant.norm == "layer":
+        if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            term = lambda par, x: (x * x).sum((-2, -1)) / math.prod(scale.shape)
+            term = lambda par, x: (x * x).sum((-2, -1)) / self.size
             finish = f"attention b s +{heads} -> attention b s"
             square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
-            x32 = x32 * jax.lax.rsqrt(square_bs[..., None, None] + eps)
+            x32 = x32 * jax.lax.rsqrt(square_bs[..., None, None] + self.eps)
         else:
-            x32 = unit(x32, eps)
-        offset = variant.norm_offset
+            x32 = unit(x32, self.eps)
+        offset = self.variant.norm_offset
         times = lambda x, scale: x * (scale + offset) if offset else x * scale
-        return par.with_weight(times, x32.astype(x.dtype), scale)
+        return par.with_weight(times, x32.astype(x.dtype), self.scale)
 
 
-class Attention(Module):
+class Part(nnx.Module):
+    """A block, or a part of it. Its attributes are the parameters directly under its path: in ``attention``
+    the parameter ``attention.q`` is ``q``, and ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. For a
+    weight that only some models have, the class has an attribute that is None: it stays None if ``params``
+    has no such weight."""
+
+    eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
+
+    def __init__(self, config: ModelConfig, params: Params, path: str):
+        self.config = config
+        for name, weight in params.items():
+            owner, _, own = name.removesuffix(".scale").rpartition(".")
+            if owner == path:
+                is_norm, eps = name.endswith(".scale"), self.eps or config.norm_eps
+                setattr(self, own, Norm(weight, eps, config.variant) if is_norm else weight)
+        adapt(self, config.lora, params, path)
+
+
+class Attention(Part):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
+
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    q_bias: nnx.Param | None = None
+    k_bias: nnx.Param | None = None
+    v_bias: nnx.Param | None = None
+    o_bias: nnx.Param | None = None
+    sinks: nnx.Param | None = None
+    gate: nnx.Param | None = None
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        names = ["q", "k", "v", *["gate"] * ("gate" in self.params)]
-        biases = [self.params.get(f"{name}_bias") for name in names]
-        arrow, weights = "stream b s d -> attention b s d", self.weights(par, *names)
+        weights = used_weights(self, par, "q", "k", "v", *["gate"] * (self.gate is not None))
+        biases = self.q_bias, self.k_bias, self.v_bias, *[None] * (self.gate is not None)
+        arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh, *gate = par.move_matmul(x, arrow, *weights, biases=biases)
-        over_all = variant.qk_norm == "all"
-        q_bsnh = self.norm("q_norm", q_bsnh, par, "n" if over_all else "")
-        k_bskh = self.norm("k_norm", k_bskh, par, "k" if over_all else "")
+        if self.q_norm and self.k_norm:
+            over_all = variant.qk_norm == "all"
+            q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
+            k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
         # With rope "none" all angles are 0, so `rotate` only multiplies queries by the factor of
         # `Variant.query_scale`, if it is set.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
@@ -154,8 +172,7 @@ class Attention(Module):
         if variant.score_scale:  # `attend` divides scores by the root of h
             q_bsnh = scaled_by(q_bsnh, variant.score_scale * h**0.5)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
-        sinks = self.params.get("sinks")
-        sinks_kr = None if sinks is None else par.weight(sinks).reshape(k, -1)
+        sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
         if par.cache:
             y_bskrh = par.cache.attend(
                 q_bskrh, k_bskh, v_bskh, ids.q_positions, config.mask, sinks_kr
@@ -171,10 +188,10 @@ class Attention(Module):
     def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads. The dim `_` has a
         device's positions in the region attention; with tp_sequence the result has fewer of them."""
-        (o_nhd,) = self.weights(par, "o")
+        (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.plus(y, self.params.get("o_bias"))
+        return par.plus(y, self.o_bias)
 
 
 class LatentAttention(Attention):
@@ -182,6 +199,8 @@ class LatentAttention(Attention):
     rotary key of width r, and all heads compute their keys and values from these. So only c + r numbers per
     token are moved between ranks, or kept in a cache. (In this class c and r are these widths.)"""
 
+    kv_norm: Norm
+    kv_up: nnx.Param
     eps = LATENT_EPS
 
     @jax.named_scope("attention")
@@ -190,8 +209,8 @@ class LatentAttention(Attention):
         and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]
         x = par.move(x, "stream b s d -> attention b s d")
-        if "q_down" in self.params:  # queries are computed from a latent, too
-            q_latent = self.norm("q_norm", self.projected("q_down", x, par), par)
+        if self.q_norm:  # queries are computed from a latent, too
+            q_latent = self.q_norm(self.projected("q_down", x, par), par)
             q_bsnh = self.projected("q_up", q_latent, par)
         else:
             q_bsnh = self.projected("q", x, par)
@@ -200,11 +219,11 @@ class LatentAttention(Attention):
             q_bsnh = scaled_by(q_bsnh, scale * config.head_width**0.5)
         q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
         down = self.projected("kv_down", x, par)  # b s (c + r)
-        latent_bsc = self.norm("kv_norm", down[..., :-r], par)
+        latent_bsc = self.kv_norm(down[..., :-r], par)
         shared_bsr = rotated(down[..., None, -r:])[..., 0, :]
         latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
         if par.cache:
-            up = par.weight(self.params["kv_up"])
+            up = par.weight(self.kv_up)
             y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, config, ids.q_positions)
         else:
             y_bsnh = self.expanded(q_bsnh, latent, ids, par)
@@ -212,9 +231,9 @@ class LatentAttention(Attention):
 
     def projected(self, name: str, x: Array, par: Solo) -> Array:
         """Multiply by one of the matrices, and add its bias, if it has one."""
-        (weight,) = self.weights(par, name)
+        (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
-        return par.plus(y, self.params.get(f"{name}_bias"))
+        return par.plus(y, getattr(self, f"{name}_bias", None))
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
@@ -222,14 +241,12 @@ class LatentAttention(Attention):
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
         has one letter a dim."""
-        (num_latent,), mask = self.params["kv_norm.scale"].shape, self.config.mask
+        num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
-            heads, latents = q[..., None, :], latent[:, :, None]
-            up = par.weight(self.params["kv_up"])
+            args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
             # z: the one head of a latent; c: its width, with its rotary key
-            layouts = "keys b s z c", "attention c n h"
-            return attend(heads, latents, up, ids, mask, par, layouts=layouts)[..., 0, :]
+            return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
         return attend(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
@@ -238,12 +255,14 @@ class LatentAttention(Attention):
 class GatedDelta(Attention):
     """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`)."""
 
+    out_norm: nnx.Param
+
     @jax.named_scope("gated_delta")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
-        weights, arrow = self.weights(par, *"qkvzba"), "stream b s d -> attention b s d"
+        weights, arrow = used_weights(self, par, *"qkvzba"), "stream b s d -> attention b s d"
         *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
         names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
-        inputs += [rate, forget, *(par.weight(self.params[name]) for name in names)]
+        inputs += [rate, forget, *(par.weight(getattr(self, name)) for name in names)]
         along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
         # n is the number of key heads or of value heads, which tp cuts alike; u is a dim of 1, t the taps
         layouts = [
@@ -260,7 +279,7 @@ class GatedDelta(Attention):
             else mix(*inputs, ids.k_positions, ids.k_segments)
         )
         y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
-        y = par.with_weight(lambda y, scale: y * scale, y, self.params["out_norm"])
+        y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
         return self.to_stream(y, par)
 
@@ -301,8 +320,12 @@ def attend(
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
-class FeedForward(Module):
+class FeedForward(Part):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
+
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -313,11 +336,10 @@ class FeedForward(Module):
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
         """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default finishes the sum over m."""
-        gate, up, down = self.weights(par, *MATRICES)
+        gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
         # `reduce="layer"` their gradients would be summed over devices once for each piece.
-        of = self.params.get("gate_bias"), self.params.get("up_bias")
-        biases = [None if bias is None else par.weight(bias) for bias in of]
+        biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
@@ -325,28 +347,37 @@ class FeedForward(Module):
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
-        return par.plus(y, self.params.get("down_bias"))
+        return par.plus(y, self.down_bias)
 
 
-class Experts(Module):
-    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token. Its
-    ``router_bias`` is learned by gradients; its ``bias`` balances the load of experts by a rule
-    (`Step._balance_experts`)."""
+class Experts(Part):
+    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
+
+    router: nnx.Param
+    # ``router_bias`` is learned by gradients; ``bias`` balances the load of experts by a rule
+    # (`Step._balance_experts`)
+    router_bias: nnx.Param | None = None
+    bias: nnx.Param | None = None
+    shared_gate: nnx.Param | None = None
+
+    def __init__(self, config: ModelConfig, params: Params):
+        super().__init__(config, params, "experts")
+        assert config.experts
+        if config.experts.num_shared:
+            self.shared = FeedForward(config, params, "experts.shared")
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
         """Return the sum of the chosen experts, weighed by the router, and of the shared ones; and the
         router's outputs."""
-        params, experts = self.params, self.config.experts
-        assert experts
+        assert (experts := self.config.experts)
         logits_bse = jnp.einsum(
-            "bsd,de->bse", x, par.weight(params["router"]), preferred_element_type=jnp.float32
+            "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
-        logits_bse = par.plus(logits_bse, params.get("router_bias"))
+        logits_bse = par.plus(logits_bse, self.router_bias)
         bias = []  # empty, or the one bias
-        if "bias" in params:
-            constant = lax.stop_gradient(params["bias"].value)
-            bias = [par.weight(dataclasses.replace(params["bias"], value=constant))]
+        if self.bias is not None:
+            bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
         # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
         # write e for this dim of choices, since k is KV heads in layouts.
         route = par.local(
@@ -358,7 +389,7 @@ class Experts(Module):
         x = par.move(x, "stream b s d -> tokens b s d")
         choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
-        weights = [params[name] for name in names if name in params]
+        weights = [w for name in names if (w := getattr(self, name, None)) is not None]
         visit = par.local(
             functools.partial(moe.visit_experts, experts, par.island, variant=self.config.variant),
             ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
@@ -370,55 +401,77 @@ class Experts(Module):
             # arrow of this method. With tp_dispatch, tp does not cut m in the region tokens: then the move of
             # ``shared`` to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
-            shared = FeedForward(self.config, params, "shared")(
-                x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m"
-            )
-            if "shared_gate" in params:
-                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(params["shared_gate"])))
+            shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(self.shared_gate)))
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
         return par.move(y, "tokens b s d +m -> stream b s d"), aux
 
 
-class Block(Module):
+class Block(Part):
     """One layer: attention, then feed-forward or experts, each added to the residual stream. Each has a norm
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
     are parallel: both read its result."""
 
+    attention_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    ffn_norm: Norm | None = None
+    ffn_post_norm: Norm | None = None
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        params = {path: param(rngs, row) for path, row in config.block_weights().items()}
+        super().__init__(config, params, "")
+        if config.mixer == "recurrent":
+            self.mixer = GatedDelta(config, params, "mixer")
+        else:
+            kind = LatentAttention if config.has_latent_attention else Attention
+            self.attention = kind(config, params, "attention")
+        if config.experts:
+            self.experts = Experts(config, params)
+        else:
+            self.ffn = FeedForward(config, params, "ffn")
+
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
-        config, params = self.config, self.params
-        y = self.norm("attention_norm", x, par)
-        kind = LatentAttention if config.has_latent_attention else Attention
-        mix = kind(config, params, "attention")
-        if config.mixer == "recurrent":
-            mix = GatedDelta(config, params, "mixer")
-        x = self.added(x, mix(y, ids, rope, par), "attention_post_norm", par)
-        if {"ffn_norm.scale", "ffn_post_norm.scale"} & params.keys():  # else the two are parallel
-            if "attention_post_norm.scale" not in params:
+        normed = lambda norm, x: norm(x, par) if norm else x
+        y = normed(self.attention_norm, x)
+        mix = self.mixer if self.config.mixer == "recurrent" else self.attention
+        x = self.added(x, mix(y, ids, rope, par), self.attention_post_norm, par)
+        if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
+            if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
-            y = self.norm("ffn_norm", x, par)
-        if config.experts:
-            y, aux = Experts(config, params, "experts")(y, par)
-        else:
-            y, aux = FeedForward(config, params, "ffn")(y, par), None
-        return self.added(x, y, "ffn_post_norm", par), aux
+            y = normed(self.ffn_norm, x)
+        y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
+        return self.added(x, y, self.ffn_post_norm, par), aux
 
-    def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
+    def added(self, x: Stream, y: Stream, norm: Norm | None, par: Solo) -> Stream:
         """Return ``x`` plus a result ``y``, which is normed first if the block has this norm."""
-        if f"{norm}.scale" in self.params:
-            y = self.norm(norm, checkpoint_name(y, STREAM), par)
+        if norm:
+            y = norm(checkpoint_name(y, STREAM), par)
         return x + scaled_by(y, self.config.variant.residual_scale)
 
 
-class Llama(Module):
-    """Embedding, blocks, a norm, an output head, and the loss, with the weights of a tree
-    (`weights.init_params`). The weights of all layers of one kind are stacked along a leading dim ``l``."""
+class Llama(nnx.Module):
+    """Embedding, blocks, a norm, an output head, and the loss. The weights of all layers of one kind are
+    stacked along a leading dim ``l``."""
 
-    def __init__(self, config: ModelConfig, weights: Tree):
-        rows = config.must_run().weights()
-        ends = {name: part for name, part in weights.items() if name != "blocks"}
-        super().__init__(config, as_params(ends, rows))
-        self.blocks = weights["blocks"]
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        weights = config.must_run().weights()
+        self.embedding = param(rngs, weights["embedding"])
+        stacks = [self.stack(count, block, rngs) for count, block in config.blocks]
+        self.blocks: Any = (
+            nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
+        )
+        self.norm = Norm(param(rngs, weights["norm.scale"]), config.norm_eps, config.variant)
+        if not config.tied:
+            self.head = param(rngs, weights["head"])
+        self.config = config
+
+    @staticmethod
+    def stack(count: int, config: ModelConfig, rngs: nnx.Rngs) -> Block:
+        """Make ``count`` layers of one kind, with stacked weights."""
+        make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
+        return nnx.split_rngs(splits=count)(make)(rngs)
 
     def loss(self, batch: Batch, par: Solo) -> LossAndTally:
         """Return the sum of the cross-entropies and of the routers' own losses, which `Step` divides by the
@@ -464,15 +517,15 @@ class Llama(Module):
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
         """Return the residual stream after the last block and norm, the output head ``v d`` (the embedding
         once more, where they are tied), and the routers' outputs."""
-        embedding = par.weight(self.params["embedding"])
-        head = embedding if self.config.tied else par.weight(self.params["head"])
+        embedding = par.weight(self.embedding)
+        head = embedding if self.config.tied else par.weight(self.head)
         loops = [(loop, par.layers) for loop in self.config.loops]
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
         return self.normed(x, par), head, aux
 
     def normed(self, x: Stream, par: Solo) -> Stream:
         """Apply the last norm, and multiply by `Variant.logit_scale`."""
-        return scaled_by(self.norm("norm", x, par), self.config.variant.logit_scale)
+        return scaled_by(self.norm(x, par), self.config.variant.logit_scale)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
@@ -523,8 +576,9 @@ class Llama(Module):
         # the line above gathers the ids of whole rows; those of the queries are a slice of them
         q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
         stacks = [self.blocks[f"{i}"] for i in range(len(self.config.kinds))] or [self.blocks]
+        graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
-        def block(config: ModelConfig) -> Callable:
+        def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
             # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
             is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
             # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
@@ -532,10 +586,10 @@ class Llama(Module):
             rope = rope_table(config, batch["positions"], row_positions)
             rope = nan_in_broken_rows(rope, is_valid_b)
             ids = Ids(*q_ids, *k_ids)
-            rows = config.block_weights()
-            return lambda x, w: Block(config, as_params(w, rows))(x, ids, rope, par)
+            return lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
 
-        return [block(config) for _, config in self.config.blocks], stacks
+        configs = (config for _, config in self.config.blocks)
+        return [*map(block, graphs, configs)], [*weights]
 
     @jax.named_scope("router_losses")
     def router_losses(

@@ -1,7 +1,8 @@
 """Low-rank adapters (Hu et al. 2021): beside a frozen weight W two small trained ones, x W + (x A) B · scale.
 
-The model's text knows one thing of them: `used_weights`, where a part's weights are needed. A weight with
-adapters then multiplies itself (`Adapted.matmul`), wherever `par` multiplies.
+The model's text knows two things of them: `adapt`, where a part is made, and `used_weights`, where its
+weights are needed. A weight with adapters then multiplies itself (`Adapted.matmul`), wherever `par`
+multiplies.
 """
 
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from llmpar.parallel.float8 import Float8
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import PROJECTED
+from llmpar.plan.model_config import LoraConfig
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +43,21 @@ class Adapted:
         )
 
 
+def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path: str) -> None:
+    """Give the part of the model at a path the adapters that its config asks for."""
+    under = f"{path}.lora."
+    own = {name: weight for name, weight in params.items() if name.startswith(under)}
+    if lora and own:
+        part.lora = nnx.Dict({name.removeprefix(under): weight for name, weight in own.items()})
+        part.lora_scale = lora.scale
+
+
 def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted | Float8]:
-    """Yield weights of a part of the model (`llama.Module`) as they are used: gathered, each with its
-    adapters if it has any, or in float8."""
-    lora = part.config.lora
+    """Yield weights of a part as they are used, each with its adapters if it has any, or in float8."""
+    adapters = getattr(part, "lora", {})
     for name in names:
-        w: Any = par.weight(part.params[name])
-        if lora and f"lora.{name}_a" in part.params:
-            a, b = (par.weight(part.params[f"lora.{name}_{x}"]) for x in "ab")
-            w = Adapted(w, a, b, lora.scale)
+        w: Any = par.weight(getattr(part, name))
+        if f"{name}_a" in adapters:
+            a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
+            w = Adapted(w, a, b, part.lora_scale)
         yield Float8(w) if par.plan.matmul_dtype == "float8" else w

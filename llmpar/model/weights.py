@@ -4,16 +4,15 @@
 """
 
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array
 
+from llmpar.model.llama import Llama
 from llmpar.plan.model_config import ModelConfig, Weight
 
 Tree = Any
@@ -47,28 +46,12 @@ def joined(tree: Tree, part: Tree) -> Tree:
     return unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
 
 
-def init_params(config: ModelConfig, seed: int | Array = 0) -> Tree:
-    """Make fresh weights (`Weight.std`) from a seed or a key; under jit each device makes only its own shard.
-    Embedding, layers and head have keys derived from it, and the weights of a layer from that of the layer.
-    """
-    keys = _numbered(seed if isinstance(seed, Array) else jax.random.key(seed))
-    rows = config.must_run().weights()
-    params = _fresh({"embedding": rows["embedding"]}, keys)
-    for kind, (count, block) in enumerate(config.blocks):
-        layer = lambda key, block=block: _fresh(block.block_weights(), _numbered(key))
-        stack = jax.vmap(layer)(jax.random.split(next(keys), count))
-        prefix = f"blocks.{kind}." if config.kinds else "blocks."
-        params |= {prefix + path: w for path, w in stack.items()}
-    rest = {path: row for path, row in rows.items() if path not in params}
-    return unflatten_dict(params | _fresh(rest, keys), sep=".")
+@functools.cache
+def model_graph(config: ModelConfig, model: type[Llama] = Llama) -> nnx.GraphDef:
+    """Return the model without its weights: ``nnx.merge(model_graph(config), params)`` is the model."""
+    return nnx.split(nnx.eval_shape(lambda: model(config, nnx.Rngs(0))))[0]
 
 
-def _numbered(key: Array) -> Iterator[Array]:
-    """Yield keys that are derived from one, without end."""
-    return (jax.random.fold_in(key, i) for i in itertools.count())
-
-
-def _fresh(rows: Mapping[str, Weight], keys: Iterator[Array]) -> dict[str, Array]:
-    """Make initial values of weights; those that are equal everywhere take no key."""
-    normal = lambda w: w.std * jax.random.normal(next(keys), w.shape)
-    return {path: normal(w) if w.std else jnp.full(w.shape, w.fill) for path, w in rows.items()}
+def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
+    """Make fresh weights, a plain dict of arrays; under jit each device makes only its own shard."""
+    return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))

@@ -47,11 +47,11 @@ These transposes are right only with shard_map's check of varying axes, which st
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
@@ -67,16 +67,6 @@ from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Plan, Resolved
 
 
-@dataclass(frozen=True)
-class Param:
-    """A parameter of the model: its value, of which a device may have a part; its region and dims, such as
-    ``ffn d m``; and the shape of the whole."""
-
-    value: Array
-    dims: str
-    shape: tuple[int, ...]
-
-
 class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
@@ -90,17 +80,17 @@ class Solo:
         self.dtype = jnp.dtype(plan.dtype)
         self.live = plan.mesh.live(*plan.mesh.sizes)  # the axes of more than one device
 
-    def weight(self, param: Param) -> Array:
+    def weight(self, param: nnx.Variable) -> Array:
         """Return the parameter in the computing dtype."""
-        return param.value.astype(self.dtype)
+        return param[...].astype(self.dtype)
 
-    def with_weight(self, f: Callable, x: Array, param: Param | Array) -> Array:
+    def with_weight(self, f: Callable, x: Array, param: nnx.Variable | Array) -> Array:
         """Return ``f(x, weight)``, element by element along the last dims of ``x``. ``param`` is a parameter,
         or an array that `weight` has returned."""
         weight = param if isinstance(param, Array) else self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
 
-    def plus(self, x: Array, bias: Param | Array | None) -> Array:
+    def plus(self, x: Array, bias: nnx.Variable | Array | None) -> Array:
         """Return ``x`` plus a bias, in the dtype of ``x``; without a bias ``x`` itself."""
         return x if bias is None else self.with_weight(lambda x, b: x + b.astype(x.dtype), x, bias)
 
@@ -235,7 +225,7 @@ def chain(blocks: Sequence[Callable]) -> Callable:
 class Manual(Solo):
     """Inside `jax.shard_map` over all axes: arrows are collectives, each in the `scope` of its arrow."""
 
-    def weight(self, param: Param) -> Array:
+    def weight(self, param: nnx.Variable) -> Array:
         """Return the weight as it is used: gathered from its stored shard (`gather`), or as it is where
         a pipeline has gathered it once for the step.
 
@@ -251,7 +241,7 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         with scope(param.dims):
-            x = vary(param.value, self.plan.varying(region))
+            x = vary(param[...], self.plan.varying(region))
         used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
 

@@ -92,7 +92,7 @@ class Explicit(Auto):
     def weight(self, param):
         """Return the weight as it is used. Where the step marked the stored one, its gradient stays a sum."""
         layouts, dims = self.plan.layouts_of(param.dims), param.dims
-        shard = self.lay(param.value, layouts.stored, dims, marked=True).astype(self.dtype)
+        shard = self.lay(param[...], layouts.stored, dims, marked=True).astype(self.dtype)
         return checkpoint_name(
             self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT
         )

@@ -22,11 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
-from llmpar.model.weights import Tree, joined, of_weights, trainable_params
+from llmpar.model.weights import Tree, joined, model_graph, of_weights, trainable_params
 from llmpar.parallel.collectives import at, zeros_like
 from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
@@ -38,7 +39,7 @@ class StageModel(Llama):
     """A Llama cut open: its loss is that of a stream that comes with the batch from another stage."""
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Float[Array, "v d"], None]:
-        head = par.weight(self.params["embedding" if self.config.tied else "head"])
+        head = par.weight(self.embedding if self.config.tied else self.head)
         return self.normed(batch["stream"], par), head, None
 
 
@@ -59,13 +60,14 @@ class Stage:
 
     def model(self, **weights: Tree) -> StageModel:
         """Return the model with this stage's weights, or others in their place."""
-        return StageModel(self.config, {"blocks": self.blocks, **self.shared, **weights})
+        graph = model_graph(self.config, StageModel)
+        return nnx.merge(graph, {"blocks": self.blocks, **self.shared, **weights})
 
 
 def embed(stage: Stage, **weights: Array) -> Stream:
     """Return the stream that enters the first stage; with this ``embedding``, if one is given."""
     model = stage.model(**weights)
-    return model.embed(stage.par.weight(model.params["embedding"]), stage.batch, stage.par)
+    return model.embed(stage.par.weight(model.embedding), stage.batch, stage.par)
 
 
 def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[Stream, Any], Any]:

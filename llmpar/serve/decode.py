@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from llmpar.kernels.flash import KV, Q
 from llmpar.model import attention, gated_delta
-from llmpar.model.llama import Llama, logits_of
-from llmpar.model.weights import Tree, of_weights
+from llmpar.model.llama import logits_of
+from llmpar.model.weights import Tree, model_graph, of_weights
 from llmpar.parallel.collectives import at, scope, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
@@ -104,7 +105,7 @@ class Decoder:
             "positions": rows.start[:, None] + offset,
             "segments": tokens * 0,
         }
-        x, head, _ = Llama(self.plan.config, params).hidden_and_head(batch, par)
+        x, head, _ = nnx.merge(model_graph(self.plan.config), params).hidden_and_head(batch, par)
         offsets = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
         x = par.move(jnp.take_along_axis(x, offsets[..., None], 1), "stream b s d -> vocab b s d")
         known = jnp.take_along_axis(targets, offsets, 1), offsets + rows.start[:, None] + 1
@@ -164,9 +165,8 @@ class _Cached(Manual):
         self.caches = self.caches | {self.kind: own}
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
         ids = attention.Ids(positions, 0, (slots * size + rank)[None], 0)  # a row is one document
-        keys, *values = at(own, self.layer)
-        options = {"ids": ids, "axis": axes, "mask": mask, "sinks": sinks}
-        return attend_cache(q, keys, *values or [keys], **options)
+        kept = at(own, self.layer)  # keys and values; or latents, which are both
+        return attend_cache(q, kept[0], kept[-1], ids, axes, mask, sinks)
 
     def resume(self, positions, inputs, weights):
         """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an

@@ -23,14 +23,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
-from llmpar.model.llama import Batch, Llama, LossAndTally
-from llmpar.model.weights import Tree, init_params, joined, of_weights, trainable_params
+from llmpar.model.llama import Batch, LossAndTally
+from llmpar.model.weights import (
+    Tree,
+    init_params,
+    joined,
+    model_graph,
+    of_weights,
+    trainable_params,
+)
 from llmpar.parallel.collectives import varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
 from llmpar.parallel.modes import Manual, Solo
@@ -175,7 +183,8 @@ class Step:
         gradients."""
 
         def loss(trainable: Tree) -> LossAndTally:
-            return Llama(self.config, joined(params, trainable)).loss(batch, self.par)
+            model = nnx.merge(model_graph(self.config), joined(params, trainable))
+            return model.loss(batch, self.par)
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
         return sums, self._carry_out(grads, "accumulate")
@@ -434,7 +443,7 @@ class Step:
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
-            model = Llama(self.config, params)
+            model = nnx.merge(model_graph(self.config), params)
             parts = cut_in_microbatches(batch, plan.microbatches)
             loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)

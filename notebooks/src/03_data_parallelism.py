@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -54,7 +55,7 @@ from llmpar.lessons.lesson import (
     train_on,
     verdicts,
 )
-from llmpar.model.llama import Llama
+from llmpar.model.weights import model_graph
 from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.parallel.modes import Manual, Solo
@@ -320,8 +321,8 @@ batch["targets"] = np.where(left_out, -1, batch["targets"])
 def solo_step(params, velocity):  # one device, with the update written out
     def loss(params):
         count = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        losses, _ = Llama(LLAMA, params).cross_entropies(batch, Solo())
-        return losses.sum() / count
+        model = nnx.merge(model_graph(LLAMA), params)
+        return model.cross_entropies(batch, Solo())[0].sum() / count
 
     value, grads = jax.value_and_grad(loss)(params)
     velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, grads)
