@@ -1,30 +1,34 @@
 """Attention, on one device or around a ring of devices.
 
-It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial result is the
-softmax-weighted sum of the tile's values (out), and the log of the sum of exponentials of its scores (lse).
-Second, two partial results of the same queries, for different keys, *merge* into one, in any order:
+It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial
+result is the softmax-weighted sum of the tile's values (out), and the log of the sum of
+exponentials of its scores (lse). Second, two partial results of the same queries, for
+different keys, *merge* into one, in any order:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Blockwise attention merges the tiles of one device, a ring also merges over the blocks of keys that arrive
-from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Online softmax: Milakov and
-Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
-Abbeel 2023.)
+Blockwise attention merges the tiles of one device, a ring also merges over the blocks
+of keys that arrive from other ranks, and decoding (`llmpar.serve.decode`) merges over
+ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and recomputation: Dao et
+al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
 
-Which keys a query may see is computed from ids: the position and the segment (the number of its document)
-of each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
-(`llmpar.plan.sequence_order`): the result is the same, and only the work and the hops that are saved change.
+Which keys a query may see is computed from ids: the position and the segment (the
+number of its document) of each query and of each key. Every rank knows the ids of all
+keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
+result is the same, and only the work and the hops that are saved change.
 
-The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
-loops over the ranks' blocks of keys; `Tiles.attend` loops over the pairs of tiles of one block;
-`attend_tile` multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their gradients. In
-`flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel` calls JAX's own
+The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into
+tiles; `ring_forward` loops over the ranks' blocks of keys; `Tiles.attend` loops over
+the pairs of tiles of one block; `attend_tile` multiplies. `ring_backward`,
+`Tiles.attend_grad` and `attend_tile_grad` are their gradients. In `flash_attention` a
+kernel of `llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel` calls JAX's own
 attention, without a ring.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
-width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
-into i tiles of c positions, keys into j tiles of d positions (in this file d is not the model's width). Tiles
-have heads before positions, which suits matmuls: `i b k r c h` and `j b k d h`.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
+head, h head width, w the width of a head's values. Ids are arrays `b 2 s`, whose dim of
+2 has positions, then segments. Queries are cut into i tiles of c positions, keys into j
+tiles of d positions (in this file d is not the model's width). Tiles have heads before
+positions, which suits matmuls: `i b k r c h` and `j b k d h`.
 """
 
 import itertools

@@ -1,27 +1,32 @@
-"""The gated delta rule: a mixer whose past is a state of fixed size, instead of keys and values.
+"""The gated delta rule: a mixer whose past is a state of fixed size, instead of keys
+and values.
 
-Each value head has a state S, a matrix of h rows and w columns. It is a memory: ``k S`` is the value that it
-has for a key k. A token with key k, value v, query q, decay α and rate β forgets a part of all, then corrects
-the value of its key (Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq. 10; kᵀ is k transposed):
+Each value head has a state S, a matrix of h rows and w columns. It is a memory: ``k S``
+is the value that it has for a key k. A token with key k, value v, query q, decay α and
+rate β forgets a part of all, then corrects the value of its key (Yang, Kautz and
+Hatamizadeh 2024, Gated Delta Networks, eq. 10; kᵀ is k transposed):
 
     S = α S + kᵀ β (v - k α S)        out = q S
 
-Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the values', is SiLU of a
-weighted sum of its own last few positions (`tokens_of`). Of documents that share a row each begins with a
-state of zeros, and with nothing before its first token.
+Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the
+values', is SiLU of a weighted sum of its own last few positions (`tokens_of`). Of
+documents that share a row each begins with a state of zeros, and with nothing before
+its first token.
 
-Tokens are taken in chunks of `CHUNK` positions (`by_chunks`). Inside a chunk everything is a
-matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, section 3.2); a loop over
-chunks hands the state on. Matrices of positions times positions are in memory for `CHUNKS` chunks, and are
-computed again for gradients.
+Tokens are taken in chunks of `CHUNK` positions (`by_chunks`). Inside a chunk everything
+is a matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule,
+section 3.2); a loop over chunks hands the state on. Matrices of positions times
+positions are in memory for `CHUNKS` chunks, and are computed again for gradients.
 
-All of it is linear in the state that enters. So where sp cuts the sequence, each rank runs its own chunks
-from a state of zeros, together with the matrix by which a state that enters would leave; then states are
-handed on from rank to rank, and their results added (`handed_on`). And a row that is continued, as a cache
-does, needs no more of its past than the state, and the last inputs of the convolution (`resume`).
+All of it is linear in the state that enters. So where sp cuts the sequence, each rank
+runs its own chunks from a state of zeros, together with the matrix by which a state
+that enters would leave; then states are handed on from rank to rank, and their results
+added (`handed_on`). And a row that is continued, as a cache does, needs no more of its
+past than the state, and the last inputs of the convolution (`resume`).
 
-Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r value heads for each of
-them, n value heads, h key width, w value width, t taps of the convolution, z numbers of a position.
+Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r
+value heads for each of them, n value heads, h key width, w value width, t taps of the
+convolution, z numbers of a position.
 """
 
 import itertools

@@ -1,4 +1,5 @@
-"""Llama-family models. The code names dims, never mesh axes: read it as if there were one device.
+"""Llama-family models. The code names dims, never mesh axes: read it as if there were
+one device.
 
 Four terms are needed to read it:
 
@@ -12,11 +13,13 @@ Four terms are needed to read it:
               another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
-With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
-SwiGLU. Other families add parts. A block has such a part if `ModelConfig.block_weights` lists its weights
-(biases, more norms, experts, latent attention, sinks) or if a field of `Variant` is set (caps, scales).
+With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
+attention, RoPE and SwiGLU. Other families add parts. A block has such a part if
+`ModelConfig.block_weights` lists its weights (biases, more norms, experts, latent
+attention, sinks) or if a field of `Variant` is set (caps, scales).
 
-The methods of `Llama` compute the loss of a training step. Each calls those that are indented below it:
+The methods of `Llama` compute the loss of a training step. Each calls those that are
+indented below it:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
       cross_entropies         of each target, from the last hidden state and the output head

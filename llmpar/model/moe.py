@@ -1,4 +1,5 @@
-"""Route tokens to experts, on one device or more: choose, send, multiply, send back, add up.
+"""Route tokens to experts, on one device or more: choose, send, multiply, send back,
+add up.
 
 A layer of experts takes six steps:
 
@@ -11,25 +12,28 @@ A layer of experts takes six steps:
 5. The same all-to-all back.
 6. A token adds up the results of its ranks. Autodiff turns each all-to-all around: two forward, two backward.
 
-XLA's shapes are static, so the buffer has a slot for every token that may need one: without a capacity, which
-drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots of this buffer are
-left out in step 4, and not sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
+XLA's shapes are static, so the buffer has a slot for every token that may need one:
+without a capacity, which drops tokens, every rank's part has one for every token
+(`ExpertConfig.slots`). Empty slots of this buffer are left out in step 4, and not sent
+with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
 
-Where tp cuts experts along m, all of its ranks multiply the same rows. Either all of them send the same
-tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp -> c`` gathers what arrived: more bytes over
-tp for fewer over ep.
+Where tp cuts experts along m, all of its ranks multiply the same rows. Either all of
+them send the same tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp ->
+c`` gathers what arrived: more bytes over tp for fewer over ep.
 
-With `Plan.ep_node` steps 2 and 3 run twice, and so do 5 and 6 (`exchanges`): a token goes once to each node
-that has one of its experts, and inside it once to each rank that has one.
+With `Plan.ep_node` steps 2 and 3 run twice, and so do 5 and 6 (`exchanges`): a token
+goes once to each node that has one of its experts, and inside it once to each rank that
+has one.
 
-A rank with a popular expert works while others wait. With `Plan.expert_copies` the most popular ones are
-copied to all ranks, ``c d m +ep -> c d m``, and their tokens are not sent (`copy_hot`; He et al. 2022,
-FasterMoE: shadowing).
+A rank with a popular expert works while others wait. With `Plan.expert_copies` the most
+popular ones are copied to all ranks, ``c d m +ep -> c d m``, and their tokens are not
+sent (`copy_hot`; He et al. 2022, FasterMoE: shadowing).
 
-Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
-to 6 also t tokens, p pairs of a token and one of its choices, g ranks that have experts, l the experts of one
-of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al.
-2021; a token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
+Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an
+expert's width. In steps 2 to 6 also t tokens, p pairs of a token and one of its
+choices, g ranks that have experts, l the experts of one of them, c slots of its part of
+the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al. 2021; a
+token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""One executor for every pipeline: it runs a schedule, laid out in ticks, inside one shard_map program.
+"""One executor for every pipeline: it runs a schedule, laid out in ticks, inside one
+shard_map program.
 
 A `lax.scan` goes through the lockstep ticks. In each of them a device
 
@@ -6,9 +7,10 @@ A `lax.scan` goes through the lockstep ticks. In each of them a device
 2. runs the cell that the table has for its stage: F, B, W (`stage.programs`), or nothing at all;
 3. passes the result one stage on or back, by two ppermutes outside the branches, which every stage calls.
 
-What a cell needs later is kept in slots that `lockstep.slots` has allocated from what is alive. 1F1B with
-p = 2 stages and m = 2 microbatches has six ticks. Each cell of this table says what runs and what it reads,
-the slot that F writes or B reads, and where the result goes:
+What a cell needs later is kept in slots that `lockstep.slots` has allocated from what
+is alive. 1F1B with p = 2 stages and m = 2 microbatches has six ticks. Each cell of this
+table says what runs and what it reads, the slot that F writes or B reads, and where the
+result goes:
 
     tick | stage 0                            | stage 1
        0 | F0 of tokens, saved 0, to stage 1  | -
@@ -18,16 +20,19 @@ the slot that F writes or B reads, and where the result goes:
        4 | -                                  | B1 of the loss, saved 0, to stage 0
        5 | B1 of message 0, saved 1, unsent   | -
 
-Each message travels where its tick ends, in a branch that is taken only where a stage sends: else a third
-more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of Llama 3 8B on 64 H100s
-(`llmpar compile`, an estimate). To hide it, it would travel through a tick in which no stage reads it, and in
-1F1B 45 of 48 are read in the very next tick: 8 microbatches on 4 stages would take 38 ticks, not 22.
+Each message travels where its tick ends, in a branch that is taken only where a stage
+sends: else a third more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms
+in a step of Llama 3 8B on 64 H100s (`llmpar compile`, an estimate). To hide it, it
+would travel through a tick in which no stage reads it, and in 1F1B 45 of 48 are read in
+the very next tick: 8 microbatches on 4 stages would take 38 ticks, not 22.
 
-The layers of a stage are its share of the blocks' weights, stored `l/pp`; `places.layer_orders` says which
-layer is where. All other weights are whole on every stage, and their gradients are summed over pp at the
-end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
-before the first tick for all of them (`Resolved.gather_per`). Where a schedule wants two copies of the model
-(DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
+The layers of a stage are its share of the blocks' weights, stored `l/pp`;
+`places.layer_orders` says which layer is where. All other weights are whole on every
+stage, and their gradients are summed over pp at the end of the step
+(`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each
+cell, or before the first tick for all of them (`Resolved.gather_per`). Where a schedule
+wants two copies of the model (DualPipe), a stage borrows its opposite's layers for the
+step, and returns their gradients.
 """
 
 import functools

@@ -5,14 +5,16 @@
     cell        both ways: all that F, B and W compute, in one function
     programs    the cell cut into F, B and W
 
-The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branches, and their
-collectives may stay inside a `lax.cond`. The last norm and the head are used on the last stage alone, the
-embedding on the first. With tied embeddings both have its gradient; their sum over pp ends the step.
+The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same
+branches, and their collectives may stay inside a `lax.cond`. The last norm and the head
+are used on the last stage alone, the embedding on the first. With tied embeddings both
+have its gradient; their sum over pp ends the step.
 
-By default (`Plan.stage_saves`) B recomputes the stage from the input that F saved, and F of the last stage
-computes nothing, since its B follows and does. With residuals saved F keeps what B will need instead. In
-schedules that split the backward, W gets what is left of B once the input's gradient is out. Both cuts are
-made by `split_backward` in the equations of one traced cell, whatever the stage computes.
+By default (`Plan.stage_saves`) B recomputes the stage from the input that F saved, and
+F of the last stage computes nothing, since its B follows and does. With residuals saved
+F keeps what B will need instead. In schedules that split the backward, W gets what is
+left of B once the input's gradient is out. Both cuts are made by `split_backward` in
+the equations of one traced cell, whatever the stage computes.
 """
 
 import functools

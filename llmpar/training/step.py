@@ -1,4 +1,5 @@
-"""One training step: compute gradients under a plan, then update the sharded optimizer state and weights.
+"""One training step: compute gradients under a plan, then update the sharded optimizer
+state and weights.
 
     gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`), or all at the start
                            of the step (`Resolved.gather_per`)
@@ -10,9 +11,10 @@
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
-`Step.train_step` is this list as code. The optimizer runs on global arrays under jit. So an optimizer that
-needs whole matrices (Adafactor, Muon) is right although weights and gradients are sharded, and the compiled
-update of an elementwise optimizer such as AdamW has no collective.
+`Step.train_step` is this list as code. The optimizer runs on global arrays under jit.
+So an optimizer that needs whole matrices (Adafactor, Muon) is right although weights
+and gradients are sharded, and the compiled update of an elementwise optimizer such as
+AdamW has no collective.
 """
 
 import functools
