@@ -157,9 +157,9 @@ class Attention(Part):
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        weights = used_weights(self, par, "q", "k", "v", *["gate"] * (self.gate is not None))
-        biases = self.q_bias, self.k_bias, self.v_bias, *[None] * (self.gate is not None)
-        arrow = "stream b s d -> attention b s d"
+        names = ["q", "k", "v"] if self.gate is None else ["q", "k", "v", "gate"]
+        biases = [getattr(self, f"{name}_bias", None) for name in names]
+        arrow, weights = "stream b s d -> attention b s d", used_weights(self, par, *names)
         q_bsnh, k_bskh, v_bskh, *gate = par.move_matmul(x, arrow, *weights, biases=biases)
         if self.q_norm and self.k_norm:
             over_all = variant.qk_norm == "all"
