@@ -366,7 +366,7 @@ class ModelConfig:
         v, d, std = self.vocab_size, self.width, self.init_scale
         weights = {"embedding": Weight("vocab v d", (v, d), std)}
         weights |= (
-            self.described.ends
+            dict(self.described.ends)
             if self.described
             else {"norm.scale": Weight("stream d", (d,), is_vector=True)}
         )
