@@ -328,8 +328,8 @@ def attends(size: dict) -> Iterator[Row]:
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut)
     def ring(q, k, v, at):
         everywhere = jax.lax.all_gather(at, "sp", axis=1, tiled=True)
-        places = dict(q_positions_bs=at, k_positions_bt=everywhere)
-        return attention.ring_attention(q[..., None, :], k, v, axis="sp", **places)[0][..., 0, :]
+        ids = attention.Ids(at, 0, everywhere, 0)
+        return attention.ring_attention(q[..., None, :], k, v, ids, axis="sp")[0][..., 0, :]
 
     runs, memory, values = dict[str, Value](), dict[str, Value](), []
     for who, f, order in (("plain JAX", whole, "contiguous"), ("ours", ring, "zigzag")):

@@ -172,8 +172,8 @@ class Test:
     def attends_fast(self, array, b: int, s: int, k: int, r: int, h: int) -> None:
         """What our kernel and cuDNN's reach; the first shape stands for all."""
         q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
-        ids, given, what = dict(q_positions_bs=at, k_positions_bt=at), (q, kv, kv, q), f"{s}, heads of {h}"
-        both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
+        ids, given, what = attention.Ids(at, 0, at, 0), (q, kv, kv, q), f"{s}, heads of {h}"
+        both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, ids)[0], q, k, v)[1](g)
         is_first = [b, s, k, r, h] == self.size["attention"][0]
         if self.kernel:
             ours = functools.partial(attention.flash_attention, platform=self.platform)
@@ -259,8 +259,8 @@ def by_hand(settings, hops, q, k, v, grad, ids):
 
 def _whole(mask, q, k, v, grad, at, of):
     """The same with the whole score matrix."""
-    ids = dict(q_positions_bs=at, q_segments_bs=of, k_positions_bt=at, k_segments_bt=of)
-    out, pull = jax.vjp(lambda *given: attention.full(*given, mask=mask, **ids)[0], q, k, v)
+    ids = attention.Ids(at, of, at, of)
+    out, pull = jax.vjp(lambda *given: attention.full(*given, ids, mask=mask)[0], q, k, v)
     return out, *pull(grad)
 
 

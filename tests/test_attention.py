@@ -19,7 +19,7 @@ from shared import TABLES
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
-from llmpar.model.attention import flash_attention, full, merge, ring_attention
+from llmpar.model.attention import Ids, flash_attention, full, merge, ring_attention
 from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask, ring_hops, sequence_permutation
@@ -43,8 +43,7 @@ def inputs(kv_heads=2, ratio=2, packed=False, s=S):
 
 
 def ids_of(positions, segments):
-    positions = dict.fromkeys(("q_positions_bs", "k_positions_bt"), positions)
-    return positions | dict.fromkeys(("q_segments_bs", "k_segments_bt"), segments)
+    return Ids(positions, segments, positions, segments)
 
 
 def functional(q):
@@ -56,10 +55,9 @@ def functional(q):
 def oracle(qkv, ids, mask=CAUSAL, of_lse=True):
     """The definition, in float64: (out, lse), and the functional's gradients by the rules of calculus."""
     q, k, v, out_grad, lse_grad = (np.asarray(x, np.float64) for x in (*qkv, *functional(qkv[0])))
-    gap = ids["q_positions_bs"][:, :, None] - ids["k_positions_bt"][:, None]
+    gap = ids.q_positions[:, :, None] - ids.k_positions[:, None]
     seen = (gap >= 0) & (gap < (mask.window or np.inf))
-    if ids.get("q_segments_bs") is not None:
-        seen &= ids["q_segments_bs"][:, :, None] == ids["k_segments_bt"][:, None]
+    seen &= ids.q_segments[:, :, None] == ids.k_segments[:, None]
     scale, some = q.shape[-1] ** -0.5, seen.any(-1)[:, :, None, None]
     exps = np.exp(np.einsum("bskrh,btkh->bskrt", q, k) * scale) * seen[:, :, None, None]
     total = exps.sum(-1) + ~some
@@ -77,13 +75,13 @@ AT = P(None, "sp")
 
 def of_all(ids):
     gather = lambda x: jax.lax.all_gather(x, "sp", axis=1, tiled=True)
-    return {name: jax.tree.map(gather, x) if name.startswith("k") else x for name, x in ids.items()}
+    return Ids(*ids[:2], *map(gather, ids[2:]))
 
 
 def on_ranks(attend, n=1, **options):
     if n == 1:
-        return lambda q, k, v, ids: attend(q, k, v, **ids, **options)
-    local = lambda q, k, v, ids: attend(q, k, v, **of_all(ids), **options)
+        return lambda q, k, v, ids: attend(q, k, v, ids, **options)
+    local = lambda q, k, v, ids: attend(q, k, v, of_all(ids), **options)
     mesh = jax.make_mesh((n,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
     return jax.shard_map(local, mesh=mesh, in_specs=(AT, AT, AT, AT), out_specs=AT)
 
@@ -167,7 +165,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     qkv, ids = inputs()
-    ids["q_segments_bs"] = np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1))
+    ids = ids._replace(q_segments=np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1)))
     tiles = program(ring_attention, tile=None, in_order=False, mask=CAUSAL)
     for run in (tiles, program(flash_attention, platform="cpu")):
         out, lse, dq, *_ = found = results(run, qkv, ids)
@@ -181,7 +179,7 @@ def test_merge_is_the_softmax_over_both_parts():
     a, b = (
         [jnp.asarray(x, jnp.float32) for x in oracle((qkv[0], qkv[1][:, at], qkv[2][:, at]), half)[:2]]
         for at in (slice(0, 16), slice(16, S))
-        for half in [ids | {name: ids[name][:, at] for name in ("k_positions_bt", "k_segments_bt")}]
+        for half in [Ids(*ids[:2], *(x[:, at] for x in ids[2:]))]
     )
     for pair in ((a, b), (b, a)):
         agree(merge(*pair[0], *pair[1]), oracle(qkv, ids))
@@ -236,8 +234,8 @@ def test_a_ring_matches_the_definition(attend, mask, kv_heads, ratio, options):
 
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     qkv, ids = inputs()
-    attend = partial(ring_attention, tile=8, in_order=True, **ids)
-    assert str(jax.make_jaxpr(attend)(*qkv)).count("cond[") == 4 * 5 // 2
+    attend = partial(ring_attention, tile=8, in_order=True)
+    assert str(jax.make_jaxpr(attend)(*qkv, ids)).count("cond[") == 4 * 5 // 2
 
 
 def counted(f, n, *args):
@@ -345,6 +343,4 @@ def test_refusals_say_what_would_work():
         with pytest.raises(ValueError, match=says):
             sequence_permutation(name, 12, 4)
     with pytest.raises(ValueError, match="block=12 does not divide the 32 positions of a rank"):
-        ring_attention(*map(jnp.asarray, qkv), tile=12, **ids)
-    with pytest.raises(ValueError, match="only one of queries and keys"):
-        full(*map(jnp.asarray, qkv), **ids | {"k_segments_bt": None})
+        ring_attention(*map(jnp.asarray, qkv), ids, tile=12)

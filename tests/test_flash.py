@@ -21,7 +21,7 @@ from test_mesh import in_a_fresh_process
 
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
-from llmpar.model.attention import flash_attention, ring_attention
+from llmpar.model.attention import Ids, flash_attention, ring_attention
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask
@@ -39,9 +39,8 @@ def drawn(seed):
     at = np.tile(np.arange(s + t), (b, 1))
     at, of = at[:, places].astype(np.int32), of[:, places].astype(np.int32)
     q_at, k_at = (slice(0, s), slice(s, s + t)) if rng.random() < 0.3 else (slice(-s, None), slice(-t, None))
-    ids = dict(q_positions_bs=at[:, q_at], k_positions_bt=at[:, k_at])
-    if rng.random() < 0.7:
-        ids |= dict(q_segments_bs=of[:, q_at], k_segments_bt=of[:, k_at])
+    of = of if rng.random() < 0.7 else 0 * of
+    ids = Ids(at[:, q_at], of[:, q_at], at[:, k_at], of[:, k_at])
     window = rng.choice([None, None, 1, 7, 90])
     mask = Mask(window and int(window))
     numbers = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -97,7 +96,7 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
     qkv, ids = inputs(packed=True)
     launch = {"cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu, "tpu": flash_tpu.run_on_tpu}[platform]
     settings = dict(mask=CAUSAL, scale=H**-0.5, platform=platform, launch=launch)
-    of = np.stack(list(ids.values())[::2], 1)
+    of = np.stack(ids[:2], 1)
     two_hops = partial(by_hand, settings, 2)
     run = jax.jit(two_hops) if platform == "cpu" else two_hops  # an interpreter of kernels compiles each
     found = run(*map(jnp.asarray, (*qkv, test_attention.functional(qkv[0])[0])), of)
@@ -156,7 +155,7 @@ def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
     data, options = inputs(packed=True), dict(tile=8, branch=False)
     agree(results(program(ring_attention, **options), *data), oracle(*data))
-    assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
+    assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options))(*data[0], data[1]))
 
 
 def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
@@ -173,7 +172,7 @@ def on_a_gpu(s, **options):
 
     def local(q, k, v, at, of):
         ids = of_all(ids_of(at, of))
-        out, _ = flash_attention(q, k, v, axis="sp", platform="gpu", **ids, **options)
+        out, _ = flash_attention(q, k, v, ids, axis="sp", platform="gpu", **options)
         return out.astype(jnp.float32)
 
     mesh = abstract_mesh(f"sp={n}", "gpu")

@@ -121,9 +121,8 @@ class ModelOptions:
         self, plan: Plan, config: ModelConfig, load: Load, notes: list[str], slots: int, length: int
     ):
         """Return the engine with its weights; refuse what does not fit before they are read."""
-        import jax
 
-        from llmpar.model.weights import weight_dims
+        from llmpar.model.weights import of_weights
         from llmpar.parallel.mesh import make_mesh, sharding, split_axes
         from llmpar.serve.engine import Engine
 
@@ -132,8 +131,8 @@ class ModelOptions:
         fits_host(serving, slots, plan.mesh.sp, ("params",), cache)
         inform(*notes)
         mesh = make_mesh(plan.mesh)
-        place = lambda dims: sharding(split_axes(mesh, serving.mesh), serving.stored(dims))
-        params = load(jax.tree.map(place, weight_dims(config)), self.dtype)
+        place = lambda w: sharding(split_axes(mesh, serving.mesh), serving.stored(w.dims))
+        params = load(of_weights(config, place), self.dtype)
         inform("compiling …")
         return Engine(config, plan, mesh, params, slots, length)
 

@@ -151,7 +151,7 @@ def dot(*pairs, transposed: bool = False):
     return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
 
 
-def plus(z, bias):
+def plus_bias(z, bias):
     """Add to rows, cut evenly among owners, the bias of each; none where there is none."""
     if bias is None:
         return z
@@ -202,8 +202,8 @@ def _run(blocks, variant, x, shares, weights, slots):
     def run_part(part, out, kept, gate, up, down, *biases):
         of_gate, of_up, of_down = biases or (None,) * 3
         rows = take_rows(x, part.row_q)
-        inner = plus(dot((rows, gate)), of_gate), plus(dot((rows, up)), of_up)
-        result = plus(dot((gated(variant, *inner), down)), of_down)
+        inner = plus_bias(dot((rows, gate)), of_gate), plus_bias(dot((rows, up)), of_up)
+        result = plus_bias(dot((gated(variant, *inner), down)), of_down)
         return part.to_rows(out, result, shares), inner if part.is_first else kept
 
     return _run_parts(blocks, slots, weights, None, (), run_part)
@@ -224,14 +224,14 @@ def _backward(blocks, variant, saved, grad):
         rows, dout = take_rows(x, part.row_q), take_rows(grad, part.row_q)
         inner = kept
         if not part.is_first:
-            inner = plus(dot((rows, gate)), of_gate), plus(dot((rows, up)), of_up)
+            inner = plus_bias(dot((rows, gate)), of_gate), plus_bias(dot((rows, up)), of_up)
         products = *inner, dot((dout, down), transposed=True)
         *inner, dhidden = (z.astype(jnp.float32) for z in products)
         hidden, pull = jax.vjp(functools.partial(gated, variant), *inner)
         share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
         dshare = (hidden * dhidden).sum(-1)
         if biases:
-            added = plus(jnp.zeros_like(dout), of_down).astype(jnp.float32)
+            added = plus_bias(jnp.zeros_like(dout), of_down).astype(jnp.float32)
             dshare += (added * dout.astype(jnp.float32)).sum(-1)
         inner = [(z * share).astype(x.dtype) for z in (hidden, *pull(dhidden))]
         drows = dot((inner[1], gate), (inner[2], up), transposed=True)

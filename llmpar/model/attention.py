@@ -1,48 +1,53 @@
 """Attention, on one device or around a ring of devices.
 
-It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial result is the
-softmax-weighted sum of the tile's values (out), and the log of the sum of exponentials of its scores (lse).
-Second, two partial results of the same queries, for different keys, *merge* into one, in any order:
+It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial
+result is the softmax-weighted sum of the tile's values (out), and the log of the sum of
+exponentials of its scores (lse). Second, two partial results of the same queries, for
+different keys, *merge* into one, in any order:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Blockwise attention merges the tiles of one device, a ring also merges over the blocks of keys that arrive
-from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Online softmax: Milakov and
-Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
-Abbeel 2023.)
+Blockwise attention merges the tiles of one device, a ring also merges over the blocks
+of keys that arrive from other ranks, and decoding (`llmpar.serve.decode`) merges over
+ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and recomputation: Dao et
+al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
 
-Which keys a query may see is computed from ids: the position and the segment (the number of its document)
-of each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
-(`llmpar.plan.sequence_order`): the result is the same, and only the work and the hops that are saved change.
+Which keys a query may see is computed from ids: the position and the segment (the
+number of its document) of each query and of each key. Every rank knows the ids of all
+keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
+result is the same, and only the work and the hops that are saved change.
 
-The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
-loops over the ranks' blocks of keys; `attend_block` loops over the pairs of tiles of one block;
-`attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. In
-`flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `attend_block`. `by_kernel` calls
-JAX's own attention, without a ring.
+The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into
+tiles; `ring_forward` loops over the ranks' blocks of keys; `Tiles.attend` loops over
+the pairs of tiles of one block; `attend_tile` multiplies. `ring_backward`,
+`Tiles.attend_grad` and `attend_tile_grad` are their gradients. In `flash_attention` a
+kernel of `llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel` calls JAX's own
+attention, without a ring.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
-width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
-into i tiles of c positions, keys into j tiles of d positions (in this file d is not the model's width). Tiles
-have heads before positions, which suits matmuls: `i b k r c h` and `j b k d h`.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
+head, h head width, w the width of a head's values. Ids are arrays `b 2 s`, whose dim of
+2 has positions, then segments. Queries are cut into i tiles of c positions, keys into j
+tiles of d positions (in this file d is not the model's width). Tiles have heads before
+positions, which suits matmuls: `i b k r c h` and `j b k d h`.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.flash import KV, Q
-from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
+from llmpar.parallel.collectives import after, at, hop, put, vary_alike, zeros_like
 from llmpar.parallel.modes import Solo
+from llmpar.parallel.remat import LSE, OUT
 from llmpar.plan.backend import OF_JAX
 from llmpar.plan.sequence_order import (
     CAUSAL,
@@ -73,9 +78,9 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# Names of what attention's backward pass reads. Policies of `remat` save OUT and LSE by name; at ZeRO 3
-# without remat the policy saves whatever has a name, so IN, too: what a barrier returns has none.
-IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
+# The name of what attention's backward pass reads besides `OUT` and `LSE`. At ZeRO 3 without remat the policy
+# saves whatever has a name: what a barrier returns has none.
+IN = "attention_in"
 
 # The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
 # queries and keys are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and
@@ -83,20 +88,19 @@ IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 # compile.
 
 
-class _Ids(TypedDict, total=False):
-    """What decides, with the mask, which keys a query sees. Segments are optional; each may have batch 1."""
+class Ids(NamedTuple):
+    """The ids of queries and of keys, which decide with the mask which keys a query sees. Each may have batch
+    1; where rows are one document, their segments may be 0."""
 
-    q_positions_bs: Int[Array, "_ s"]
-    q_segments_bs: Int[Array, "_ s"] | None
-    k_positions_bt: Int[Array, "_ t"]
-    k_segments_bt: Int[Array, "_ t"] | None
+    q_positions: Int[Array, "_ s"]
+    q_segments: Int[Array, "_ s"] | int
+    k_positions: Int[Array, "_ t"]
+    k_segments: Int[Array, "_ t"] | int
 
 
-def attend_by_plan(
-    par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
-) -> Out:
-    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`). In a ring `Latents`
-    and `Up` may take the places of k and v."""
+def attend_by_plan(par: Solo, mask: Mask, q, k, v, *ids_and_sinks: Array) -> Out:
+    """Attend as the plan asks for. Behind the four arrays of `Ids` come ``sinks``, if the model has any
+    (`with_sinks`). In a ring `Latents` and `Up` may take the places of k and v."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
@@ -107,23 +111,17 @@ def attend_by_plan(
         whole = plan.documents == "whole"
         run: Callable = partial(by_kernel, kernel=kernel, in_order=plan.in_order, whole=whole)
     elif kernel == "flash":
-        run = partial(flash_attention, platform=str(par.platform), **ring)
+        run = partial(flash_attention, platform=str(plan.platform), **ring)
     else:
         run = partial(
             ring_attention,
             tile=plan.attention_block,
             in_order=plan.in_order and not axes,
-            branch=par.platform != "gpu",
+            branch=plan.platform != "gpu",
             **ring,
         )
-    ids = _Ids(
-        q_positions_bs=q_positions,
-        q_segments_bs=q_segments,
-        k_positions_bt=k_positions,
-        k_segments_bt=k_segments,
-    )
-    out, lse = run(q, k, v, mask=mask, **ids)
-    return out if sinks is None else with_sinks(out, lse, sinks)
+    out, lse = run(q, k, v, Ids(*ids_and_sinks[:4]), mask=mask)
+    return with_sinks(out, lse, *ids_and_sinks[4:]) if ids_and_sinks[4:] else out
 
 
 def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]) -> Out:
@@ -164,35 +162,14 @@ def ids_are_valid(
 
 
 def ids_of(
-    mask: Mask,
-    axis: str | None,
-    t: int,
-    *,
-    q_positions_bs,
-    k_positions_bt,
-    q_segments_bs=None,
-    k_segments_bt=None,
+    ids: Ids, mask: Mask, axis: str | None, t: int
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
     """Return the ids of this rank's queries, and of the `t` keys of each of the n ranks along an axis. Ids of
-    keys are given for all ranks. Without segments all positions are one document. If the mask cuts documents
-    into chunks, each chunk becomes a segment, so that a query sees only keys of its chunk."""
-    if (q_segments_bs is None) != (k_segments_bt is None):
-        raise ValueError(
-            "segments were given for only one of queries and keys; give both or neither"
-        )
+    keys are given for all ranks. If the mask cuts documents into chunks, each chunk becomes a segment, so
+    that a query sees only keys of its chunk."""
     n = lax.axis_size(axis) if axis else 1
-    q_ids, k_ids = (
-        jnp.stack(
-            jnp.broadcast_arrays(
-                positions, jnp.zeros_like(positions) if segments is None else segments
-            ),
-            1,
-        )
-        for positions, segments in (
-            (q_positions_bs, q_segments_bs),
-            (k_positions_bt, k_segments_bt),
-        )
-    )
+    both = lambda positions, segments: jnp.stack(jnp.broadcast_arrays(positions, segments), 1)
+    q_ids, k_ids = both(*ids[:2]), both(*ids[2:])
     if mask.in_chunks and (length := mask.window):
         # `many` is more than the chunks of any document, so no two chunks of a row get the same number, and
         # the numbers rise from document to document
@@ -288,108 +265,113 @@ def merge(
 # ------------------------------------------------------------------------------------------- a block of keys
 
 
-def attend_block(
-    q: QTiles,
-    k: KVTiles,
-    v: KVTiles,
-    q_ids: QIds,
-    k_ids: KIds,
-    partials: tuple[QTiles, LseTiles] | None = None,
-    *,
-    over_pairs: Callable,
-    scale: float,
-    cap: float | None,
-) -> tuple[QTiles, LseTiles]:
-    """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
-    ``over_pairs`` is `_over_pairs` with its settings."""
+@dataclass(frozen=True)
+class Tiles:
+    """Attention to a block of keys, tile by tile. Its methods take queries, keys and ids that are cut into
+    tiles.
 
-    def merge_pair(q_i, k_j, v_j, seen, partial_i, _of_keys):
-        out, lse = partial_i
-        return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, cap)), ()
-
-    start = partials or _no_keys_yet(q, v)
-    # (): the forward pass has no results for tiles of keys
-    return over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())[0]
-
-
-def attend_block_grad(
-    q: QTiles,
-    k: KVTiles,
-    v: KVTiles,
-    q_ids: QIds,
-    k_ids: KIds,
-    per_query: tuple[QTiles, LseTiles, LseTiles],
-    dq: QTiles | None = None,
-    *,
-    over_pairs: Callable,
-    scale: float,
-    cap: float | None,
-) -> tuple[QTiles, KVTiles, KVTiles]:
-    """Return float32 (dq, dk, dv) of a block of keys: its part of dq added to the ``dq`` given, and dk and dv
-    of its keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`)."""
-
-    def add_pair(q_i, out_grad, lse, delta, k_j, v_j, seen, dq_i, dkv_j):
-        dq, *dkv = attend_tile_grad(q_i, out_grad, lse, delta, k_j, v_j, seen, scale, cap)
-        return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
-
-    sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
-    dq, dkv = over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
-    return dq, *dkv
-
-
-def _few_pairs(
-    mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
-) -> list[tuple[int, int]] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. Where
-    queries and keys are the same positions in order, these are only the pairs that the mask admits."""
-    pairs = list(np.ndindex(num_queries, num_keys))
-    if in_order and num_queries <= FEW_TILES:
-        return [
-            (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
-        ]
-    return pairs if num_queries <= FEW_QUERIES and num_keys <= FEW_KEYS else None
-
-
-def _over_pairs(add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys, *, mask, pairs, branch):
-    """Run this for pairs of a tile of queries and one of keys, and return ``(of_queries, of_keys)``:
-
-        of_queries[i], of_keys[j] = add_pair(*queries_i, *keys_j, seen, of_queries[i], of_keys[j])
-
-    ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j.
-    ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and is ()
-    where there are none.
-
-    Args:
-        pairs: those to unroll (`_few_pairs`); None: a loop takes all pairs.
+    Attributes:
+        mask, scale: which keys a query sees, and the factor of its scores.
+        pairs: the pairs (i, j) of tiles of queries and of keys that are unrolled (`few_pairs`); None: a loop
+            takes all pairs.
         branch: skip pairs in which no query sees a key (`seen_tiles`), by a `lax.cond`; else compute and mask
             them.
     """
-    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
-    def add(i, j, of_i, of_j):
-        (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
-        added = lambda: add_pair(*queries_i, *keys_j, sees(mask, q_ids_i, k_ids_j), of_i, of_j)
-        return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if branch else added()
+    mask: Mask
+    scale: float
+    pairs: tuple[tuple[int, int], ...] | None
+    branch: bool
 
-    def add_in_loop(pair, sums):
-        i, j = divmod(pair, may_see.shape[1])
-        of_queries, of_keys = sums
-        of_i, of_j = add(i, j, at(of_queries, i), at(of_keys, j))
-        return put(of_queries, i, of_i), put(of_keys, j, of_j)
+    def attend(
+        self,
+        q: QTiles,
+        k: KVTiles,
+        v: KVTiles,
+        q_ids: QIds,
+        k_ids: KIds,
+        partials: tuple[QTiles, LseTiles] | None = None,
+    ) -> tuple[QTiles, LseTiles]:
+        """Merge attention to the keys into the partial results: float32 (out, lse)."""
 
-    if pairs is None:
-        return lax.fori_loop(0, may_see.size, add_in_loop, (of_queries, of_keys))
-    unstack = lambda tree, n: [at(tree, i) for i in range(n)]
-    stack = lambda tiles: jax.tree.map(lambda *x: jnp.stack(x), *tiles)
-    num_i, num_j = may_see.shape
-    by_query, by_key = unstack(of_queries, num_i), unstack(of_keys, num_j)
-    for i, j in pairs:
-        by_query[i], by_key[j] = add(i, j, by_query[i], by_key[j])
-    return stack(by_query), stack(by_key)
+        def merge_pair(q_i, k_j, v_j, seen, partial_i, _of_keys):
+            out, lse = partial_i
+            scale, cap = self.scale, self.mask.cap
+            return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, cap)), ()
+
+        start = partials or _no_keys_yet(q, v)
+        # (): the forward pass has no results for tiles of keys
+        return self.over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())[0]
+
+    def attend_grad(
+        self,
+        q: QTiles,
+        k: KVTiles,
+        v: KVTiles,
+        q_ids: QIds,
+        k_ids: KIds,
+        per_query: tuple[QTiles, LseTiles, LseTiles],
+        dq: QTiles | None = None,
+    ) -> tuple[QTiles, KVTiles, KVTiles]:
+        """Return float32 (dq, dk, dv): the keys' part of dq added to the ``dq`` given, and dk and dv of the
+        keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`)."""
+
+        def add_pair(q_i, out_grad, lse, delta, k_j, v_j, seen, dq_i, dkv_j):
+            given = q_i, out_grad, lse, delta, k_j, v_j, seen
+            dq, *dkv = attend_tile_grad(*given, self.scale, self.mask.cap)
+            return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
+
+        sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
+        dq, dkv = self.over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
+        return dq, *dkv
+
+    def over_pairs(self, add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys):
+        """Run this for pairs of a tile of queries and one of keys, and return ``(of_queries, of_keys)``:
+
+            of_queries[i], of_keys[j] = add_pair(*queries_i, *keys_j, seen, of_queries[i], of_keys[j])
+
+        ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j.
+        ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and
+        is () where there are none."""
+        may_see = seen_tiles(self.mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
+
+        def add(i, j, of_i, of_j):
+            (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
+            seen = lambda: sees(self.mask, q_ids_i, k_ids_j)
+            added = lambda: add_pair(*queries_i, *keys_j, seen(), of_i, of_j)
+            return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if self.branch else added()
+
+        def add_in_loop(pair, sums):
+            i, j = divmod(pair, may_see.shape[1])
+            of_queries, of_keys = sums
+            of_i, of_j = add(i, j, at(of_queries, i), at(of_keys, j))
+            return put(of_queries, i, of_i), put(of_keys, j, of_j)
+
+        if self.pairs is None:
+            return lax.fori_loop(0, may_see.size, add_in_loop, (of_queries, of_keys))
+        unstack = lambda tree, n: [at(tree, i) for i in range(n)]
+        stack = lambda tiles: jax.tree.map(lambda *x: jnp.stack(x), *tiles)
+        num_i, num_j = may_see.shape
+        by_query, by_key = unstack(of_queries, num_i), unstack(of_keys, num_j)
+        for i, j in self.pairs:
+            by_query[i], by_key[j] = add(i, j, by_query[i], by_key[j])
+        return stack(by_query), stack(by_key)
+
+
+def few_pairs(
+    mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
+) -> tuple[tuple[int, int], ...] | None:
+    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. Where
+    queries and keys are the same positions in order, these are only the pairs that the mask admits."""
+    pairs = itertools.product(range(num_queries), range(num_keys))
+    if in_order and num_queries <= FEW_TILES:
+        admits = lambda i, j: mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
+        return tuple((i, j) for i, j in pairs if admits(i, j))
+    return tuple(pairs) if num_queries <= FEW_QUERIES and num_keys <= FEW_KEYS else None
 
 
 def _zeros(x):
-    return vary_alike(jnp.zeros(x.shape, jnp.float32), x)
+    return zeros_like(x, dtype=jnp.float32)
 
 
 def _no_keys_yet(q, v):
@@ -409,7 +391,7 @@ class _Ring:
     axis: str | None  # the mesh axis of the ring; None: one rank
     hop: str  # `Plan.hop`
     hops: int  # how often a block of keys is sent on (`ring_hops`)
-    attend: Callable  # `attend_block` or a kernel, with its settings
+    attend: Callable  # `Tiles.attend` or a kernel, with its settings
     attend_grad: Callable
     # From latents that hop, and their `Up`, to K and V; None: these hop themselves.
     expand: Callable | None = None
@@ -459,6 +441,7 @@ def ring_attention(
     q: Q,
     k: KV | Latents,
     v: V | Up,
+    ids: Ids,
     *,
     axis: str | None = None,
     tile: int | None = None,
@@ -467,7 +450,6 @@ def ring_attention(
     hop: str = "permute",
     order: str = "",
     mask: Mask = CAUSAL,
-    **ids: Unpack[_Ids],
 ) -> Partial:
     """Attend to the keys of all n ranks along an axis, in `jax.shard_map`. Without an axis there is one rank,
     and the result is that of `full`, in memory linear in the sequence.
@@ -481,24 +463,21 @@ def ring_attention(
             the mask. (`Resolved.in_order` may also hold in a ring.)
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
-        branch: skip pairs of tiles in which no query sees a key (`_over_pairs`).
+        branch: as of `Tiles`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not in_order
-    q_ids, k_ids = ids_of(mask, axis, t, **ids)
+    q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
     # both: its result would be right, but it could never be skipped. With ``tile=None``, `tile_length` makes
     # tiles of at most half the positions.
     tile = None if axis and tile and tile >= s else tile
     c, d = tile_length(tile, s), tile_length(tile, t)
-    scale = q.shape[-1] ** -0.5
-    pairs = _few_pairs(mask, in_order, s // c, t // d, c)
-    over_pairs = partial(_over_pairs, mask=mask, pairs=pairs, branch=branch)
-    settings = dict(over_pairs=over_pairs, scale=scale, cap=mask.cap)
-    attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
+    pairs = few_pairs(mask, in_order, s // c, t // d, c)
+    tiles = Tiles(mask, q.shape[-1] ** -0.5, pairs, branch)
     expand = partial(expand_latents, width=q.shape[-1]) if v.ndim == 3 else None
-    ring = _Ring(axis, hop, hops, attend, attend_grad, expand)
+    ring = _Ring(axis, hop, hops, tiles.attend, tiles.attend_grad, expand)
     # cut:      b (i c) … h -> i b … c h
     # cut_ids:  _ 2 (i c) -> i _ 2 c, and for the keys of all ranks n _ 2 (j d) -> n j _ 2 d
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
@@ -514,17 +493,17 @@ def flash_attention(
     q: Q,
     k: KV | Latents,
     v: V | Up,
+    ids: Ids,
     *,
     platform: str,
     axis: str | None = None,
     hop: str = "permute",
     order: str = "",
     mask: Mask = CAUSAL,
-    **ids: Unpack[_Ids],
 ) -> Partial:
     """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; on ``cpu``
     plain JAX), which cuts tiles itself."""
-    q_ids, k_ids = ids_of(mask, axis, k.shape[1], **ids)
+    q_ids, k_ids = ids_of(ids, mask, axis, k.shape[1])
     hops, scale = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1] ** -0.5
     # the kernels need values as wide as keys: pad narrower ones
     width, expand = q.shape[-1], None
@@ -658,17 +637,16 @@ def _message(block):
 
 def _hop(ring, arrays, by=1):
     """Send arrays to the next rank, or to the rank ``by`` places further on, as one message."""
-    with scope("keys b t -> the next rank"):
-        return hop(arrays, ring.axis, ring.hop, by)
+    return hop(arrays, ring.axis, ring.hop, "keys b t -> the next rank", by)
 
 
 # --------------------------------------------------------------------------------------------- other methods
 
 
-def full(q: Q, k: KV, v: V, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Partial:
+def full(q: Q, k: KV, v: V, ids: Ids, *, mask: Mask = CAUSAL) -> Partial:
     """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of tests, and the
     attention of `llmpar.serve.decode`."""
-    q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
+    q_ids, (k_ids,) = ids_of(ids, mask, None, k.shape[1])
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
     out, lse = attend_tile(q, k, v, sees(mask, q_ids, k_ids), scale, mask.cap)
@@ -679,12 +657,12 @@ def by_kernel(
     q: Q,
     k: KV,
     v: V,
+    ids: Ids,
     *,
     kernel: Any,  # cudnn or xla
     in_order: bool = False,
     whole: bool = False,
     mask: Mask = CAUSAL,
-    **ids: Unpack[_Ids],
 ) -> tuple[Q, None]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
     whole score matrix).
@@ -697,7 +675,7 @@ def by_kernel(
     if whole and in_order:
         options: dict[str, Any] = dict(local_window_size=mask.window and (mask.window - 1, 0))
     else:
-        q_ids, (k_ids,) = ids_of(mask, None, k.shape[1], **ids)
+        q_ids, (k_ids,) = ids_of(ids, mask, None, k.shape[1])
         options = dict(mask=sees(mask, q_ids, k_ids)[:, None])
     q_bsnh = q.reshape(*q.shape[:2], -1, q.shape[-1])
     out = jax.nn.dot_product_attention(

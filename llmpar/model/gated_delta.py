@@ -1,27 +1,32 @@
-"""The gated delta rule: a mixer whose past is a state of fixed size, instead of keys and values.
+"""The gated delta rule: a mixer whose past is a state of fixed size, instead of keys
+and values.
 
-Each value head has a state S, a matrix of h rows and w columns. It is a memory: ``k S`` is the value that it
-has for a key k. A token with key k, value v, query q, decay α and rate β forgets a part of all, then corrects
-the value of its key (Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq. 10; kᵀ is k transposed):
+Each value head has a state S, a matrix of h rows and w columns. It is a memory: ``k S``
+is the value that it has for a key k. A token with key k, value v, query q, decay α and
+rate β forgets a part of all, then corrects the value of its key (Yang, Kautz and
+Hatamizadeh 2024, Gated Delta Networks, eq. 10; kᵀ is k transposed):
 
     S = α S + kᵀ β (v - k α S)        out = q S
 
-Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the values', is SiLU of a
-weighted sum of its own last few positions (`tokens_of`). Of documents that share a row each begins with a
-state of zeros, and with nothing before its first token.
+Keys have length 1, queries 1/√h. Before that, each of their numbers, and of the
+values', is SiLU of a weighted sum of its own last few positions (`tokens_of`). Of
+documents that share a row each begins with a state of zeros, and with nothing before
+its first token.
 
-Tokens are taken in chunks of `CHUNK` positions (`chunked`). Inside a chunk everything is a
-matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, section 3.2); a loop over
-chunks hands the state on. Matrices of positions times positions are in memory for `CHUNKS` chunks, and are
-computed again for gradients.
+Tokens are taken in chunks of `CHUNK` positions (`by_chunks`). Inside a chunk everything
+is a matmul (Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule,
+section 3.2); a loop over chunks hands the state on. Matrices of positions times
+positions are in memory for `CHUNKS` chunks, and are computed again for gradients.
 
-All of it is linear in the state that enters. So where sp cuts the sequence, each rank runs its own chunks
-from a state of zeros, together with the matrix by which a state that enters would leave; then states are
-handed on from rank to rank, and their results added (`handed_on`). And a row that is continued, as a cache
-does, needs no more of its past than the state, and the last inputs of the convolution (`resume`).
+All of it is linear in the state that enters. So where sp cuts the sequence, each rank
+runs its own chunks from a state of zeros, together with the matrix by which a state
+that enters would leave; then states are handed on from rank to rank, and their results
+added (`handed_on`). And a row that is continued, as a cache does, needs no more of its
+past than the state, and the last inputs of the convolution (`resume`).
 
-Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r value heads for each of
-them, n value heads, h key width, w value width, t taps of the convolution, z numbers of a position.
+Dims: b batch, s positions, c chunks, i and j positions of a chunk, k heads of keys, r
+value heads for each of them, n value heads, h key width, w value width, t taps of the
+convolution, z numbers of a position.
 """
 
 import itertools
@@ -33,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from llmpar.parallel.collectives import hop, scope, vary_alike
+from llmpar.parallel.collectives import hop, vary_alike
 from llmpar.plan.sequence_order import CHUNK, CHUNKS
 
 
@@ -49,8 +54,7 @@ class Along(NamedTuple):
 
     def hop(self, x: Array, arrow: str) -> Array:
         """Return what the rank before sends; zeros on the first."""
-        with scope(arrow):
-            arrived = hop(x, self.axes, self.method)
+        arrived = hop(x, self.axes, self.method, arrow)
         return jnp.where(self.rank == 0, jnp.zeros_like(x), arrived)
 
 
@@ -85,7 +89,7 @@ def mix(
     x = jnp.concatenate([before, x], 1)
     weights = q_conv, k_conv, v_conv, a_log, dt_bias
     tokens = tokens_of(x, (q, k, v, rate_logit, forget), weights, documents)
-    out, _ = chunked(along, tokens, documents[:, taps - 1 :])
+    out, _ = by_chunks(along, tokens, documents[:, taps - 1 :])
     next_document, next_position = jnp.diff(segments), jnp.diff(positions)
     in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
     return jnp.where(in_order.all(1)[:, None, None, None], out, jnp.nan).astype(dtype)
@@ -107,7 +111,7 @@ def resume(
     documents = jnp.zeros((len(x), x.shape[1] + 1), int)
     *qkv, log_decay, beta = tokens_of(x, inputs, weights, documents)
     rates = (jnp.where(is_token[..., None], rate, 0) for rate in (log_decay, beta))
-    out, state = chunked(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
+    out, state = by_chunks(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
     return out.astype(inputs[2].dtype), (kept, state)
 
 
@@ -159,7 +163,7 @@ def weighted(
     return jax.nn.silu(total)
 
 
-def chunked(
+def by_chunks(
     along: Along,
     tokens: tuple[Array, ...],
     documents: Int[Array, "b _"],

@@ -1,4 +1,5 @@
-"""Llama-family models. The code names dims, never mesh axes: read it as if there were one device.
+"""Llama-family models. The code names dims, never mesh axes: read it as if there were
+one device.
 
 Four terms are needed to read it:
 
@@ -12,11 +13,13 @@ Four terms are needed to read it:
               another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
-With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
-SwiGLU. Other families add parts. A block has such a part if `ModelConfig.block_weights` lists its weights
-(biases, more norms, experts, latent attention, sinks) or if a field of `Variant` is set (caps, scales).
+With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
+attention, RoPE and SwiGLU. Other families add parts. A block has such a part if
+`ModelConfig.block_weights` lists its weights (biases, more norms, experts, latent
+attention, sinks) or if a field of `Variant` is set (caps, scales).
 
-The methods of `Llama` compute the loss of a training step. Each calls those that are indented below it:
+The methods of `Llama` compute the loss of a training step. Each calls those that are
+indented below it:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
       cross_entropies         of each target, from the last hidden state and the output head
@@ -40,12 +43,13 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.kernels import grouped
 from llmpar.model import attention, gated_delta, moe
+from llmpar.model.attention import Ids
 from llmpar.model.lora import adapt, used_weights
 from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import Solo
-from llmpar.parallel.remat import PROJECTED, STREAM
+from llmpar.parallel.remat import OUT, PROJECTED, STREAM
 from llmpar.plan.model_config import LLAMA, ModelConfig, Variant, Weight
 from llmpar.plan.places import LayerLoop
 
@@ -56,8 +60,6 @@ Batch = dict[str, jax.Array]
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
 relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``,
 float32, too (`clipped_surrogate`)."""
-# Positions and segments of the queries, in the region `queries`; then those of the keys, in the region `ids`.
-QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts the tokens of
@@ -111,36 +113,36 @@ class Norm(nnx.Module):
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            x32 = x32 * jax.lax.rsqrt(self.mean_square_of_heads(x32, par, heads) + self.eps)
+            term = lambda par, x: (x * x).sum((-2, -1)) / self.size
+            finish = f"attention b s +{heads} -> attention b s"
+            square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
+            x32 = x32 * jax.lax.rsqrt(square_bs[..., None, None] + self.eps)
         else:
             x32 = unit(x32, self.eps)
         offset = self.variant.norm_offset
         times = lambda x, scale: x * (scale + offset) if offset else x * scale
         return par.with_weight(times, x32.astype(x.dtype), self.scale)
 
-    def mean_square_of_heads(
-        self, x: Float[Array, "b s k h"], par: Solo, heads: str
-    ) -> Float[Array, "b s 1 1"]:
-        """Return the mean square over all heads and their width, summed over ranks with different heads."""
-        layouts = [f"attention b s {heads} h"]
-        arrow = f"attention b s +{heads} -> attention b s"
-        term = lambda par, x: (x * x).sum((-2, -1)) / self.size
-        return par.summed(term, layouts, arrow)(x)[..., None, None]
 
-
-def set_weights(part: Any, params: Params, under: str, eps: float, variant: Variant) -> None:
-    """Set the parameters directly under the path ``under`` as attributes of ``part``. With ``attention``,
-    ``attention.q`` becomes the attribute ``q``, and ``attention.q_norm.scale`` the `Norm` ``q_norm``. For
-    a weight that only some models have, the class has an attribute that is None. It stays None if ``params``
+class Part(nnx.Module):
+    """A block, or a part of it. Its attributes are the parameters directly under its path: in ``attention``
+    the parameter ``attention.q`` is ``q``, and ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. For a
+    weight that only some models have, the class has an attribute that is None: it stays None if ``params``
     has no such weight."""
-    for path, weight in params.items():
-        owner, _, name = path.removesuffix(".scale").rpartition(".")
-        if owner == under:
-            is_norm = path.endswith(".scale")
-            setattr(part, name, Norm(weight, eps, variant) if is_norm else weight)
+
+    eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
+
+    def __init__(self, config: ModelConfig, params: Params, path: str):
+        self.config = config
+        for name, weight in params.items():
+            owner, _, own = name.removesuffix(".scale").rpartition(".")
+            if owner == path:
+                is_norm, eps = name.endswith(".scale"), self.eps or config.norm_eps
+                setattr(self, own, Norm(weight, eps, config.variant) if is_norm else weight)
+        adapt(self, config.lora, params, path)
 
 
-class Attention(nnx.Module):
+class Attention(Part):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
     q_norm: Norm | None = None
@@ -151,20 +153,13 @@ class Attention(nnx.Module):
     o_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
     gate: nnx.Param | None = None
-    eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
-    path = "attention"  # of its weights
-
-    def __init__(self, config: ModelConfig, params: Params):
-        set_weights(self, params, self.path, self.eps or config.norm_eps, config.variant)
-        adapt(self, config.lora, params, self.path)
-        self.config = config
 
     @jax.named_scope("attention")
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        weights = used_weights(self, par, "q", "k", "v", *["gate"] * (self.gate is not None))
-        biases = self.q_bias, self.k_bias, self.v_bias, *[None] * (self.gate is not None)
-        arrow = "stream b s d -> attention b s d"
+        names = ["q", "k", "v"] if self.gate is None else ["q", "k", "v", "gate"]
+        biases = [getattr(self, f"{name}_bias", None) for name in names]
+        arrow, weights = "stream b s d -> attention b s d", used_weights(self, par, *names)
         q_bsnh, k_bskh, v_bskh, *gate = par.move_matmul(x, arrow, *weights, biases=biases)
         if self.q_norm and self.k_norm:
             over_all = variant.qk_norm == "all"
@@ -182,7 +177,9 @@ class Attention(nnx.Module):
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
         if par.cache:
-            y_bskrh = par.cache.attend(q_bskrh, k_bskh, v_bskh, ids[0], config.mask, sinks_kr)
+            y_bskrh = par.cache.attend(
+                q_bskrh, k_bskh, v_bskh, ids.q_positions, config.mask, sinks_kr
+            )
         else:
             arrow = "attention b s k h -> keys b s k h"
             k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
@@ -210,7 +207,7 @@ class LatentAttention(Attention):
     eps = LATENT_EPS
 
     @jax.named_scope("attention")
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         """Return attention's result. Latents are moved to the region of keys, and only then expanded to keys
         and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]
@@ -230,7 +227,7 @@ class LatentAttention(Attention):
         latent = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)  # b s (c + r)
         if par.cache:
             up = par.weight(self.kv_up)
-            y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, self.config, ids[0])
+            y_bsnh = par.cache.attend_latents(q_bsnh, latent, up, config, ids.q_positions)
         else:
             y_bsnh = self.expanded(q_bsnh, latent, ids, par)
         return self.to_stream(y_bsnh, par)
@@ -242,7 +239,7 @@ class LatentAttention(Attention):
         return par.plus(y, getattr(self, f"{name}_bias", None))
 
     def expanded(
-        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: QueryKeyIds, par: Solo
+        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
@@ -261,11 +258,10 @@ class LatentAttention(Attention):
 class GatedDelta(Attention):
     """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`)."""
 
-    path = "mixer"
     out_norm: nnx.Param
 
     @jax.named_scope("gated_delta")
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         weights, arrow = used_weights(self, par, *"qkvzba"), "stream b s d -> attention b s d"
         *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
         names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
@@ -281,11 +277,11 @@ class GatedDelta(Attention):
         ]
         mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
         y = (
-            par.cache.resume(ids[0], inputs[:5], inputs[5:])
+            par.cache.resume(ids.q_positions, inputs[:5], inputs[5:])
             if par.cache
-            else mix(*inputs, *ids[2:])
+            else mix(*inputs, ids.k_positions, ids.k_segments)
         )
-        y = unit(checkpoint_name(y, attention.OUT), self.config.norm_eps)
+        y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
         return self.to_stream(y, par)
@@ -295,7 +291,7 @@ def attend(
     q: Float[Array, "b s k r h"],
     k: Float[Array, "b t _ h"] | attention.Latents,
     v: Float[Array, "b t _ w"] | attention.Up,
-    ids: tuple[Array, ...],
+    ids: Ids,
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
@@ -317,27 +313,22 @@ def attend(
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     # layouts write s, not t, for the positions of keys
-    q_layout, args = "queries b s k r h", (q, k, v, *ids)
+    q_layout, args = "queries b s k r h", [q, k, v, *ids]
     given = [q_layout, *layouts, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
         given.append("queries k r")
-        args += (par.move(sinks, "attention k r -> queries k r"),)
+        args.append(par.move(sinks, "attention k r -> queries k r"))
     attend_by_plan = functools.partial(attention.attend_by_plan, par, mask)
     y = par.local(attend_by_plan, given, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
-class FeedForward(nnx.Module):
+class FeedForward(Part):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
 
     gate_bias: nnx.Param | None = None
     up_bias: nnx.Param | None = None
     down_bias: nnx.Param | None = None
-
-    def __init__(self, config: ModelConfig, params: Params, path: str):
-        set_weights(self, params, path, config.norm_eps, config.variant)
-        adapt(self, config.lora, params, path)
-        self.variant = config.variant
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -355,14 +346,14 @@ class FeedForward(nnx.Module):
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
-            hidden_bsm = grouped.gated(self.variant, gate_bsm, up_bsm)
+            hidden_bsm = grouped.gated(self.config.variant, gate_bsm, up_bsm)
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
         return par.plus(y, self.down_bias)
 
 
-class Experts(nnx.Module):
+class Experts(Part):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     router: nnx.Param
@@ -373,16 +364,16 @@ class Experts(nnx.Module):
     shared_gate: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params):
+        super().__init__(config, params, "experts")
         assert config.experts
-        self.config, self.variant = config.experts, config.variant
-        set_weights(self, params, "experts", config.norm_eps, config.variant)
-        if self.config.num_shared:
+        if config.experts.num_shared:
             self.shared = FeedForward(config, params, "experts.shared")
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
         """Return the sum of the chosen experts, weighed by the router, and of the shared ones; and the
         router's outputs."""
+        assert (experts := self.config.experts)
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
@@ -393,7 +384,7 @@ class Experts(nnx.Module):
         # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
         # write e for this dim of choices, since k is KV heads in layouts.
         route = par.local(
-            functools.partial(moe.route, self.config, par.island),
+            functools.partial(moe.route, experts, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
             ("stream b s e", "stream b s e", {"loss": "stream b s", "tally": "stream e +b +s"}),
         )
@@ -403,12 +394,12 @@ class Experts(nnx.Module):
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
         weights = [w for name in names if (w := getattr(self, name, None)) is not None]
         visit = par.local(
-            functools.partial(moe.visit_experts, self.config, par.island, variant=self.variant),
+            functools.partial(moe.visit_experts, experts, par.island, variant=self.config.variant),
             ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
             "tokens b s d +m",
         )
         y = visit(x, *choices, *map(par.weight, weights))
-        if self.config.num_shared:
+        if experts.num_shared:
             # The shared expert's sum over m and that of the routed experts are finished together, by the last
             # arrow of this method. With tp_dispatch, tp does not cut m in the region tokens: then the move of
             # ``shared`` to tokens finishes it.
@@ -420,7 +411,7 @@ class Experts(nnx.Module):
         return par.move(y, "tokens b s d +m -> stream b s d"), aux
 
 
-class Block(nnx.Module):
+class Block(Part):
     """One layer: attention, then feed-forward or experts, each added to the residual stream. Each has a norm
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
     are parallel: both read its result."""
@@ -432,21 +423,22 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
-        set_weights(self, params, "", config.norm_eps, config.variant)
-        mixer = LatentAttention if config.has_latent_attention else Attention
-        mixer = GatedDelta if config.mixer == "recurrent" else mixer
-        setattr(self, mixer.path, mixer(config, params))
+        super().__init__(config, params, "")
+        if config.mixer == "recurrent":
+            self.mixer = GatedDelta(config, params, "mixer")
+        else:
+            kind = LatentAttention if config.has_latent_attention else Attention
+            self.attention = kind(config, params, "attention")
         if config.experts:
             self.experts = Experts(config, params)
         else:
             self.ffn = FeedForward(config, params, "ffn")
-        self.config = config
 
-    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
         normed = lambda norm, x: norm(x, par) if norm else x
         y = normed(self.attention_norm, x)
-        mix = getattr(self, "mixer" if self.config.mixer == "recurrent" else "attention")
+        mix = self.mixer if self.config.mixer == "recurrent" else self.attention
         x = self.added(x, mix(y, ids, rope, par), self.attention_post_norm, par)
         if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
             if not self.attention_post_norm:
@@ -511,7 +503,7 @@ class Llama(nnx.Module):
             x_bsd, targets_bs = inputs
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
-            multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
+            multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
             # a custom gradient must have the type of its argument, so both vary over the same axes
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
@@ -596,7 +588,8 @@ class Llama(nnx.Module):
             row_positions = None if par.cache else k_ids[0]
             rope = rope_table(config, batch["positions"], row_positions)
             rope = nan_in_broken_rows(rope, is_valid_b)
-            return lambda x, w: nnx.merge(graph, w)(x, (*q_ids, *k_ids), rope, par)
+            ids = Ids(*q_ids, *k_ids)
+            return lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
 
         configs = (config for _, config in self.config.blocks)
         return [*map(block, graphs, configs)], [*weights]

@@ -1,4 +1,5 @@
-"""Route tokens to experts, on one device or more: choose, send, multiply, send back, add up.
+"""Route tokens to experts, on one device or more: choose, send, multiply, send back,
+add up.
 
 A layer of experts takes six steps:
 
@@ -11,25 +12,28 @@ A layer of experts takes six steps:
 5. The same all-to-all back.
 6. A token adds up the results of its ranks. Autodiff turns each all-to-all around: two forward, two backward.
 
-XLA's shapes are static, so the buffer has a slot for every token that may need one: without a capacity, which
-drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots of this buffer are
-left out in step 4, and not sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
+XLA's shapes are static, so the buffer has a slot for every token that may need one:
+without a capacity, which drops tokens, every rank's part has one for every token
+(`ExpertConfig.slots`). Empty slots of this buffer are left out in step 4, and not sent
+with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
 
-Where tp cuts experts along m, all of its ranks multiply the same rows. Either all of them send the same
-tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp -> c`` gathers what arrived: more bytes over
-tp for fewer over ep.
+Where tp cuts experts along m, all of its ranks multiply the same rows. Either all of
+them send the same tokens; or each sends its part (`Plan.tp_dispatch`), and ``c/tp ->
+c`` gathers what arrived: more bytes over tp for fewer over ep.
 
-With `Plan.ep_node` steps 2 and 3 run twice, and so do 5 and 6 (`exchanges`): a token goes once to each node
-that has one of its experts, and inside it once to each rank that has one.
+With `Plan.ep_node` steps 2 and 3 run twice, and so do 5 and 6 (`exchanges`): a token
+goes once to each node that has one of its experts, and inside it once to each rank that
+has one.
 
-A rank with a popular expert works while others wait. With `Plan.expert_copies` the most popular ones are
-copied to all ranks, ``c d m +ep -> c d m``, and their tokens are not sent (`copy_hot`; He et al. 2022,
-FasterMoE: shadowing).
+A rank with a popular expert works while others wait. With `Plan.expert_copies` the most
+popular ones are copied to all ranks, ``c d m +ep -> c d m``, and their tokens are not
+sent (`copy_hot`; He et al. 2022, FasterMoE: shadowing).
 
-Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
-to 6 also t tokens, p pairs of a token and one of its choices, g ranks that have experts, l the experts of one
-of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al.
-2021; a token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
+Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an
+expert's width. In steps 2 to 6 also t tokens, p pairs of a token and one of its
+choices, g ranks that have experts, l the experts of one of them, c slots of its part of
+the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al. 2021; a
+token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
 """
 
 import functools
@@ -150,8 +154,10 @@ def visit_experts(
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")
     visit = functools.partial(multiply, experts, variant)
-    cut = par.parts("slots c")
-    blocks = arrange(cut * num_tokens, cut * num_pieces, num_ranks)
+    senders = par.parts(
+        "slots c"
+    )  # ranks of tp whose tokens are gathered (`Plan.tp_dispatch`), or 1
+    blocks = arrange(senders * num_tokens, senders * num_pieces, num_ranks)
     if num_ranks == 1:
         return visit(blocks, x_td, weights_tk, chosen_tk, matrices).reshape(x.shape)
     at_copies = None
@@ -304,11 +310,11 @@ def dispatch_tokens(
     received_g = arrives_gtk.sum((1, 2), dtype=jnp.int32)
     slots = SlotTable(slot_p.reshape(t, k), choice_c, sent_g, received_g)
 
-    rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
+    rows = take_with_inverse(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
         1, num_ranks, num_slots, -1
     )
-    rows = exchange(par, rows, sent_g, received_g, hop.tokens)
-    weights = take_rows(
+    rows = par.ragged(rows, sent_g, received_g, hop.tokens)
+    weights = take_with_inverse(
         *vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k)))
     )
     expert = (
@@ -325,25 +331,16 @@ def combine_tokens(
     """Run steps 5 and 6: send the rows back, and add up each token's results from its ranks, in float32."""
     num_ranks, (t, k) = len(slots.sent_g), slots.slot_tk.shape
     rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
-    rows = exchange(par, rows, slots.received_g, slots.sent_g, hop.back)
+    rows = par.ragged(rows, slots.received_g, slots.sent_g, hop.back)
     rows = rows.reshape(-1, rows.shape[-1])
-    rows = take_rows(*vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None])))
+    rows = take_with_inverse(
+        *vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None]))
+    )
     return rows.reshape(t, k, -1).astype(jnp.float32).sum(1).astype(rows.dtype)
 
 
-def exchange(
-    par: Solo, rows: Array, sent_g: Int[Array, " g"], received_g: Int[Array, " g"], arrow: str
-) -> Array:
-    """Send each rank its part of the buffer: all slots, or only the full ones, which it counts."""
-    return (
-        par.ragged(rows, sent_g, received_g, arrow)
-        if par.plan.dispatch == "ragged"
-        else par.move(rows, arrow)
-    )
-
-
 @jax.custom_vjp
-def take_rows(
+def take_with_inverse(
     x: Float[Array, "n ..."], index: Int[Array, " t"], back: Int[Array, "n k"]
 ) -> Float[Array, "t ..."]:
     """Return rows ``x[index]``, zeros where an index is past the end. ``back`` has the results that each row
@@ -352,8 +349,8 @@ def take_rows(
     return grouped.take_rows(x, index)
 
 
-take_rows.defvjp(
-    lambda x, index, back: (take_rows(x, index, back), back),
+take_with_inverse.defvjp(
+    lambda x, index, back: (take_with_inverse(x, index, back), back),
     lambda back, grad: (grouped.take_rows(grad, back).sum(1), None, None),
 )
 

@@ -1,45 +1,49 @@
 """The model's weights as trees: what they are, and how they start.
 
-`ModelConfig.weights` describes each weight once; the trees here have the shape of the model's parameters.
+`ModelConfig.weights` describes each weight once; the trees here are nested dicts by the parts of its path.
 """
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from flax import nnx, traverse_util
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from llmpar.model.llama import Llama
-from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.model_config import ModelConfig, Weight
 
 Tree = Any
 """A pytree of arrays, or of one description each: nested dicts like the model's."""
 
 
-def described(config: ModelConfig, counts: Sequence[int] | None = None) -> Tree:
-    """Return the tree of every weight's `model_config.Weight`, with so many layers of each kind."""
-    return traverse_util.unflatten_dict(config.weights(counts), sep=".")
-
-
-def weight_dims(config: ModelConfig) -> Tree:
-    """Return the tree of every weight's region and dims."""
-    return jax.tree.map(lambda weight: weight.dims, described(config))
+def of_weights(
+    config: ModelConfig,
+    f: Callable[[Weight], Any] = lambda weight: weight,
+    learned: bool = False,
+    counts: Sequence[int] | None = None,
+) -> Tree:
+    """Return the tree of ``f`` of every `model_config.Weight`, by default of the weight itself; ``learned``:
+    only of those that gradients change (`trainable_params`); ``counts``: with so many layers of each kind."""
+    rows = config.weights(counts)
+    flat = {path: f(w) for path, w in rows.items() if not (learned and w.frozen)}
+    return unflatten_dict(flat, sep=".")
 
 
 def trainable_params(tree: Tree, config: ModelConfig) -> Tree:
     """Return what gradients change, of a tree like the model's or of a part: all, or with LoRA the
     adapters."""
-    weights, flat = config.weights(), traverse_util.flatten_dict(tree, sep=".")
+    weights, flat = config.weights(), flatten_dict(tree, sep=".")
     learned = {path: leaf for path, leaf in flat.items() if not weights[path].frozen}
-    return traverse_util.unflatten_dict(learned, sep=".")
+    return unflatten_dict(learned, sep=".")
 
 
 def joined(tree: Tree, part: Tree) -> Tree:
     """Return the tree with the leaves of a part of it in place of its own."""
-    flat = (traverse_util.flatten_dict(x, sep=".") for x in (tree, part))
-    return traverse_util.unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
+    flat = (flatten_dict(x, sep=".") for x in (tree, part))
+    return unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
 
 
 @functools.cache

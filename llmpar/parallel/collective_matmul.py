@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from llmpar.parallel.collectives import MOVED, after, hop, scope
+from llmpar.parallel.collectives import MOVED, after, hop
 
 
 def matmul(x: Array, weight: Any, **sharding: Any) -> Array:
@@ -42,8 +42,7 @@ class Ring:
 
     def hop(self, x: Array) -> Array:
         """Return what the rank before sends."""
-        with scope(self.arrow):
-            return checkpoint_name(hop(x, self.axis, self.method), MOVED)
+        return checkpoint_name(hop(x, self.axis, self.method, self.arrow), MOVED)
 
     def gather(self, x: Array, use: Callable[[int, Array], Any]) -> tuple[list[Array], list]:
         """Return the blocks of all ranks, in n - 1 hops, and ``use`` of each while the next one travels."""

@@ -43,15 +43,16 @@ def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, cuts)
 
 
-def hop(x: Array, axis: str | tuple[str, ...], method: str, by: int = 1) -> Array:
+def hop(x: Array, axis: str | tuple[str, ...], method: str, text: str, by: int = 1) -> Array:
     """Return the value of the rank before on a ring, or of that so many before, sent by the method
-    `Plan.hop`."""
-    n, me = lax.axis_size(axis), lax.axis_index(axis)
-    if method != "exchange":
-        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
-    to_next = (jnp.arange(n) == (me + by) % n).reshape(-1, *[1] * x.ndim)
-    arrived = lax.all_to_all(jnp.where(to_next, x, jnp.zeros_like(x)), axis, 0, 0)
-    return lax.dynamic_index_in_dim(arrived, (me - by) % n, keepdims=False)
+    `Plan.hop`, in the `scope` of a text."""
+    with scope(text):
+        n, me = lax.axis_size(axis), lax.axis_index(axis)
+        if method != "exchange":
+            return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+        to_next = (jnp.arange(n) == (me + by) % n).reshape(-1, *[1] * x.ndim)
+        arrived = lax.all_to_all(jnp.where(to_next, x, jnp.zeros_like(x)), axis, 0, 0)
+        return lax.dynamic_index_in_dim(arrived, (me - by) % n, keepdims=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -107,6 +108,13 @@ def vary(x: Array, axes: Iterable[str]) -> Array:
     """Type ``x`` as varying over ``axes`` too. The transpose sums over those that are new."""
     missing = tuple(a for a in axes if a not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def zeros_like(tree: Any, *lead: int, dtype: Any = None) -> Any:
+    """Return zeros of the types of a tree, or of a ``dtype``, behind leading dims of these sizes, which may
+    differ along the same axes."""
+    zeros = lambda x: vary(jnp.zeros((*lead, *x.shape), dtype or x.dtype), varying(x))
+    return jax.tree.map(zeros, tree)
 
 
 def vary_alike(tree: Any, like: Any = ()) -> Any:

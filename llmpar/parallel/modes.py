@@ -9,7 +9,7 @@ names a mesh axis:
              par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
-             par.ragged(x, …, arrow)   an all-to-all that sends only the first rows of each block
+             par.ragged(x, …, arrow)   an all-to-all that may send only the first rows of each block
     matmuls  par.move_matmul(x, arrow, *ws)   a move, then matmuls of what was moved
              par.matmul_move(x, w, arrow)     a matmul, then a move of its result
     sums     par.summed(f, …, arrow)   a function that calls f, which computes a device's term of a sum;
@@ -55,7 +55,6 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from llmpar.parallel import wire
@@ -75,9 +74,9 @@ class Solo:
     # only when serving: an object that stores keys and values, and attends to them (`serve.decode`)
     cache: Any = None
 
-    def __init__(self, plan: Resolved | None = None):
+    def __init__(self, plan: Resolved | None = None, mesh: Any = None):
         self.plan = plan = plan or Plan().resolve()
-        self.platform = plan.platform  # of the devices: cpu, gpu or tpu
+        self.mesh = mesh  # jax's, concrete or abstract; needed where the mode enters a shard_map
         self.dtype = jnp.dtype(plan.dtype)
         self.live = plan.mesh.live(*plan.mesh.sizes)  # the axes of more than one device
 
@@ -166,7 +165,7 @@ class Solo:
 
     def axes(self, layout: str) -> tuple[str, ...]:
         """Return the mesh axes that cut the layout's one dim, for code in an island that names them."""
-        return ()
+        return self.plan.place(layout).axes
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
         """Scan over the leading dim of ``stack``. An iteration calls ``x, aux = block(x, weights)`` for each
@@ -295,9 +294,11 @@ class Manual(Solo):
     def ragged(
         self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
-        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends only the first
-        ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the rows after these
-        are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
+        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back. With ``dispatch="ragged"`` this rank sends
+        only the first ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the
+        rows after these are undefined. XLA has that for GPUs and TPUs, not for CPUs."""
+        if self.plan.dispatch != "ragged":
+            return self.move(x, arrow)
         physical = self.plan.physical(arrow)
         # The arrow is one all-to-all over one axis of n ranks. Both b and e count ranks: a device has shape
         # (1, n, …) before it and (n, 1, …) after it, or the reverse. So a reshape swaps the two dims.
@@ -322,24 +323,19 @@ class Manual(Solo):
         0.10.2 crashes when collectives that were hoisted run beside a loop with others: a rendezvous counts
         too many participants.) Accelerators get no barrier: it would make all of ``f`` wait until its weights
         are gathered."""
-        return (lambda *args: f(*lax.optimization_barrier(args))) if self.platform == "cpu" else f
+        barrier = lambda *args: f(*lax.optimization_barrier(args))
+        return barrier if self.plan.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """Return the position of this device's block among the blocks of the layout's one dim."""
         axes = self.axes(layout)
         return lax.axis_index(axes) if axes else 0
 
-    def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim."""
-        return self.plan.place(layout).axes
-
-    def over_devices(
-        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
-    ) -> Callable:
+    def over_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Return ``f`` in a shard_map: its arguments and results are a device's own shards. ``layouts`` and
         ``results`` are trees of their physical layouts."""
         layouts, results = jax.tree.map(spec, (layouts, results))
-        return jax.shard_map(f, mesh=mesh, in_specs=layouts, out_specs=results)
+        return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
 
     def unfinished(self, w: Array, weight: Weight) -> Array:
         """Type a stored weight as varying over ``unreduced.sums`` (`WeightLayouts`), the axes over which its

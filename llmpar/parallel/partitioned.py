@@ -24,10 +24,6 @@ from llmpar.plan.plan import Resolved
 class Auto(Solo):
     """Under `jax.jit`: an arrow is a sharding constraint, and XLA's partitioner chooses the collectives."""
 
-    def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
-        super().__init__(plan)
-        self.mesh = mesh
-
     def weight(self, param):
         """Return the parameter, constrained to the layout in which it is used."""
         return checkpoint_name(
@@ -37,8 +33,6 @@ class Auto(Solo):
     def move(self, x: Array, arrow: str) -> Array:
         """Constrain ``x`` to the arrow's last layout; the partitioner chooses where a sum is finished."""
         return self.constrain(x, self.plan.physical(arrow).after) if x.ndim else x
-
-    axes = Manual.axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """Run ``f`` inside shard_map, on each device's blocks, and finish its unfinished sums."""
@@ -67,9 +61,7 @@ class Auto(Solo):
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)
 
-    def over_devices(
-        self, f: Callable, mesh: Mesh | AbstractMesh, layouts: Any, results: Any
-    ) -> Callable:
+    def over_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Return ``f`` itself, a function of global arrays."""
         return f
 

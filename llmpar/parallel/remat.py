@@ -14,8 +14,9 @@ from llmpar.parallel.collectives import WEIGHT
 from llmpar.plan.plan import Resolved
 
 PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
-"""Names of values of a layer (attention has two more, `attention.OUT` and `LSE`). How large each is, and what
-it would take to compute it again, in bfloat16 (2 bytes a number):
+OUT, LSE = "attention_out", "attention_lse"
+"""Names of values of a layer. How large each is, and what it would take to compute it again, in bfloat16 (2
+bytes a number):
 
     name       value                         numbers a token  FLOPs to compute it again         saved by
     PROJECTED  queries, keys, values         n h + 2 k h      2 d (n h + 2 k h): d FLOPs a byte selective, ffn
@@ -28,7 +29,7 @@ With norms behind attention and feed-forward (`attention_post_norm`), STREAM is 
 """
 OF_REGION = {"attention": PROJECTED, "ffn": HIDDEN}
 """The name of the results of a region's first matmuls."""
-SAVED = {"block": (), "ffn": (PROJECTED, STREAM, "attention_out", "attention_lse")}
+SAVED = {"block": (), "ffn": (PROJECTED, STREAM, OUT, LSE)}
 SAVED["selective"] = *SAVED["ffn"], HIDDEN
 """What a block's forward pass saves for its backward pass, by `Plan.remat`."""
 
@@ -50,10 +51,10 @@ def saving(plan: Resolved, block: Callable, no_loop: bool) -> Callable:
 
 
 def _save_named(names: tuple[str, ...], prim, *_, **params) -> bool:
-    """Save what has one of the names. JAX names nothing inside cuDNN's attention: in place of
-    ``attention_out`` its own results are saved."""
+    """Save what has one of the names. JAX names nothing inside cuDNN's attention: in place of `OUT` its own
+    results are saved."""
     if prim.name == ATTENTION_KERNEL:
-        return "attention_out" in names
+        return OUT in names
     return prim.name == "name" and params["name"] in names
 
 

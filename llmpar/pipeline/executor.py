@@ -1,4 +1,5 @@
-"""One executor for every pipeline: it runs a schedule, laid out in ticks, inside one shard_map program.
+"""One executor for every pipeline: it runs a schedule, laid out in ticks, inside one
+shard_map program.
 
 A `lax.scan` goes through the lockstep ticks. In each of them a device
 
@@ -6,9 +7,10 @@ A `lax.scan` goes through the lockstep ticks. In each of them a device
 2. runs the cell that the table has for its stage: F, B, W (`stage.programs`), or nothing at all;
 3. passes the result one stage on or back, by two ppermutes outside the branches, which every stage calls.
 
-What a cell needs later is kept in slots that `lockstep.slots` has allocated from what is alive. 1F1B with
-p = 2 stages and m = 2 microbatches has six ticks. Each cell of this table says what runs and what it reads,
-the slot that F writes or B reads, and where the result goes:
+What a cell needs later is kept in slots that `lockstep.slots` has allocated from what
+is alive. 1F1B with p = 2 stages and m = 2 microbatches has six ticks. Each cell of this
+table says what runs and what it reads, the slot that F writes or B reads, and where the
+result goes:
 
     tick | stage 0                            | stage 1
        0 | F0 of tokens, saved 0, to stage 1  | -
@@ -18,16 +20,19 @@ the slot that F writes or B reads, and where the result goes:
        4 | -                                  | B1 of the loss, saved 0, to stage 0
        5 | B1 of message 0, saved 1, unsent   | -
 
-Each message travels where its tick ends, in a branch that is taken only where a stage sends: else a third
-more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of Llama 3 8B on 64 H100s
-(`llmpar compile`, an estimate). To hide it, it would travel through a tick in which no stage reads it, and in
-1F1B 45 of 48 are read in the very next tick: 8 microbatches on 4 stages would take 38 ticks, not 22.
+Each message travels where its tick ends, in a branch that is taken only where a stage
+sends: else a third more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms
+in a step of Llama 3 8B on 64 H100s (`llmpar compile`, an estimate). To hide it, it
+would travel through a tick in which no stage reads it, and in 1F1B 45 of 48 are read in
+the very next tick: 8 microbatches on 4 stages would take 38 ticks, not 22.
 
-The layers of a stage are its share of the blocks' weights, stored `l/pp`; `places.layer_orders` says which
-layer is where. All other weights are whole on every stage, and their gradients are summed over pp at the
-end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
-before the first tick for all of them (`Resolved.gather_per`). Where a schedule wants two copies of the model
-(DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
+The layers of a stage are its share of the blocks' weights, stored `l/pp`;
+`places.layer_orders` says which layer is where. All other weights are whole on every
+stage, and their gradients are summed over pp at the end of the step
+(`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each
+cell, or before the first tick for all of them (`Resolved.gather_per`). Where a schedule
+wants two copies of the model (DualPipe), a stage borrows its opposite's layers for the
+step, and returns their gradients.
 """
 
 import functools
@@ -41,10 +46,10 @@ from jax import lax
 from jaxtyping import Array
 
 from llmpar.model.llama import Batch, LossAndTally, Stream
-from llmpar.model.weights import Tree, weight_dims
-from llmpar.parallel.collectives import at, put, scope, vary
+from llmpar.model.weights import Tree, of_weights
+from llmpar.parallel.collectives import at, put, scope, vary, zeros_like
 from llmpar.parallel.modes import Manual
-from llmpar.pipeline.stage import Stage, add, embed, programs, when, zeros_like
+from llmpar.pipeline.stage import Stage, add, embed, programs, when
 from llmpar.plan import places
 from llmpar.plan.lockstep import DIRECTIONS, lockstep, slots
 from llmpar.plan.model_config import ModelConfig
@@ -96,7 +101,8 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     assert (schedule := par.plan.pipeline)
     table, alive = _table(schedule, config), slots(lockstep(schedule))
     if par.plan.gather_per == "step":
-        params = jax.tree.map(par.gather, params, weight_dims(config))
+        dims = of_weights(config, lambda weight: weight.dims)
+        params = jax.tree.map(par.gather, params, dims)
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
     chunks = jax.tree.map(in_chunks, params["blocks"])
     shared = {name: w for name, w in params.items() if name != "blocks"}
@@ -109,7 +115,7 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
 
     cells = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
     sent = {name: jnp.asarray((table["send"] == step).any(1)) for name, step in DIRECTIONS.items()}
-    # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
+    # The type of a message. It varies over the axes over which weights do, and so over pp.
     stream = jax.eval_shape(lambda: embed(stage({name: x[0, 0] for name, x in table.items()})))
     blocks = sums.pop("blocks")
     parts, saved, residual = programs(

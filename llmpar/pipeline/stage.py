@@ -5,14 +5,16 @@
     cell        both ways: all that F, B and W compute, in one function
     programs    the cell cut into F, B and W
 
-The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branches, and their
-collectives may stay inside a `lax.cond`. The last norm and the head are used on the last stage alone, the
-embedding on the first. With tied embeddings both have its gradient; their sum over pp ends the step.
+The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same
+branches, and their collectives may stay inside a `lax.cond`. The last norm and the head
+are used on the last stage alone, the embedding on the first. With tied embeddings both
+have its gradient; their sum over pp ends the step.
 
-By default (`Plan.stage_saves`) B recomputes the stage from the input that F saved, and F of the last stage
-computes nothing, since its B follows and does. With residuals saved F keeps what B will need instead. In
-schedules that split the backward, W gets what is left of B once the input's gradient is out. Both cuts are
-made by `split_backward` in the equations of one traced cell, whatever the stage computes.
+By default (`Plan.stage_saves`) B recomputes the stage from the input that F saved, and
+F of the last stage computes nothing, since its B follows and does. With residuals saved
+F keeps what B will need instead. In schedules that split the backward, W gets what is
+left of B once the input's gradient is out. Both cuts are made by `split_backward` in
+the equations of one traced cell, whatever the stage computes.
 """
 
 import functools
@@ -27,11 +29,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
-from llmpar.model.weights import Tree, joined, model_graph, trainable_params, weight_dims
-from llmpar.parallel.collectives import at, vary, varying
+from llmpar.model.weights import Tree, joined, model_graph, of_weights, trainable_params
+from llmpar.parallel.collectives import at, zeros_like
 from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
-from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.model_config import ModelConfig, Weight
 from llmpar.plan.places import chunk_loops
 
 
@@ -108,12 +110,6 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     return (y, loss), tally
 
 
-def zeros_like(like: Tree, *lead: int) -> Tree:
-    """Return zeros of these types, behind leading dims of these sizes, which differ along the same axes."""
-    zeros = lambda x: vary(jnp.zeros((*lead, *x.shape), x.dtype), varying(x))
-    return jax.tree.map(zeros, like)
-
-
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
     """Run layers one after the other, without a loop and without `remat.saving`: so every matmul is an
     equation to cut at."""
@@ -172,14 +168,14 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`WeightLayouts.accumulate`)."""
-    par, dims = stage.par, trainable_params(weight_dims(stage.config), stage.config)
-    move = lambda g, dims: par.carry_out(
-        g, par.plan.layouts_of(dims).accumulate, f"gradient {dims}"
-    )
-    add_one = lambda done, g, dims: done + move(g.astype(done.dtype), dims)
-    return sums | {
-        name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()
-    }
+    par, rows = stage.par, of_weights(stage.config, learned=True)
+
+    def add_one(done: Array, g: Array, weight: Weight) -> Array:
+        arrow = par.plan.layouts_of(weight.dims).accumulate
+        return done + par.carry_out(g.astype(done.dtype), arrow, f"gradient {weight.dims}")
+
+    added = lambda name, g: jax.tree.map(add_one, sums[name], g, rows[name])
+    return sums | {name: added(name, g) for name, g in grads.items()}
 
 
 def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Callable], Any, Any]:

@@ -516,7 +516,8 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         default = getattr(type(plan), name)
         return name in given or default not in (getattr(plan.requested, name), getattr(plan, name))
 
-    # A bucket is refused with ZeRO anyway.
+    # Whether a sum over replicas may be left for `reduce`. The layouts of all weights tell; they are made
+    # only if `reduce` was set, and not with ZeRO, which refuses ``bucket`` (`_reductions`).
     shared = (
         plan.reduce != "layer"
         and plan.zero

@@ -307,7 +307,7 @@ class Arrow:
                     cuts[move.gathers][: -len(move.axes)],
                     cuts[move.gathers][-len(move.axes) :],
                 )
-                cuts[move.gathers] = outer if inner == move.axes else ("?",)
+                cuts[move.gathers] = outer if inner == move.axes else ("?",)  # refused below
             if move.cuts:
                 cuts[move.cuts] = cuts.get(move.cuts, ()) + move.axes
         for name in self.after.letters or self.before.letters:
@@ -341,6 +341,7 @@ def parse_arrow(text: str) -> Arrow:
         raise NotationError(
             text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts"
         )
+    # the dtypes behind axes, such as :bf16 in d/fsdp:bf16 or +dp:bf16
     wires = {match[2]: match for match in re.finditer(r"[/+]\S*?(:(\S*))", left)}
     for name, match in wires.items():
         if name not in filter(None, WIRES.values()):

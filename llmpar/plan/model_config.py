@@ -366,7 +366,7 @@ class ModelConfig:
         v, d, std = self.vocab_size, self.width, self.init_scale
         weights = {"embedding": Weight("vocab v d", (v, d), std)}
         weights |= (
-            self.described.ends
+            dict(self.described.ends)
             if self.described
             else {"norm.scale": Weight("stream d", (d,), is_vector=True)}
         )
@@ -569,31 +569,23 @@ class ModelConfig:
     @property
     def own_notes(self) -> list[str]:
         """The notes without whether the model runs; on its parameters without further layers."""
-        if self.described is None or self.num_further:
-            return list(self.described.notes) if self.described else []
-        return [*self.described.notes, *self._further_note(), *self._active_note()]
-
-    def _further_note(self) -> list[str]:
-        """Return the parameters with the layers that predict further tokens (MTP)."""
-        if not (count := self.described and self.described.further):
-            return []
-        last, d = self.blocks[self.layer_kinds[-1]][1], self.width
-        size = self.num_params + count * (last.params_of_a_layer + 2 * d**2 + 3 * d)
-        tables = count * 2 * self.vocab_size * d
-        return [
-            f"with the MTP layers about {size / 1e9:,.4g} B parameters; {(size + tables) / 1e9:,.4g} B where"
-            " they have an embedding and a head of their own"
-        ]
-
-    def _active_note(self) -> list[str]:
-        """Return the active parameters as most makers give them, without an embedding of its own."""
-        looked_up = self.vocab_size * self.width
-        is_part = self.active_params < self.num_params
-        if not is_part or self.tied or looked_up < self.active_params / 100:
-            return []
-        return [
-            f"active parameters without the embedding: {(self.active_params - looked_up) / 1e9:.3g} billion"
-        ]
+        described, d = self.described, self.width
+        if described is None or self.num_further:
+            return list(described.notes) if described else []
+        notes, total, looked_up = [*described.notes], self.num_params, self.vocab_size * d
+        if count := described.further:  # each like the last layer, with a join and norms
+            last = self.blocks[self.layer_kinds[-1]][1]
+            size = total + count * (last.params_of_a_layer + 2 * d**2 + 3 * d)
+            notes.append(
+                f"with the MTP layers about {size / 1e9:,.4g} B parameters;"
+                f" {(size + count * 2 * looked_up) / 1e9:,.4g} B where they have an embedding and a head of"
+                " their own"
+            )
+        active = self.active_params  # most makers give it without an embedding of its own
+        if active < total and not self.tied and looked_up >= active / 100:
+            without = (active - looked_up) / 1e9
+            notes.append(f"active parameters without the embedding: {without:.3g} billion")
+        return notes
 
     def must_run(self) -> "ModelConfig":
         """Return itself. Refuses a model that is planned, and not implemented."""

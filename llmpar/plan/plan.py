@@ -110,6 +110,7 @@ class WeightLayouts:
     """The layouts of a weight, its gradient and its optimizer state in one step (the table above).
 
     Attributes:
+        dims: its region and dims, such as ``ffn d m``.
         stored: the weight between steps.
         used: the weight in a matmul, without the cuts of ZeRO.
         unreduced: the gradient of one microbatch after the backward pass, with its unfinished sums.
@@ -124,6 +125,7 @@ class WeightLayouts:
             its gradient when it is summed; empty: the dtype in which it is computed.
     """
 
+    dims: str
     stored: Layout
     used: Layout
     unreduced: Layout
@@ -532,7 +534,7 @@ class Resolved(Plan):
         names = self.gather_dtype, self.reduce_dtype
         wires = [WIRES[name] for name in names] if is_matrix else ["", ""]
         return WeightLayouts(
-            stored, used, unreduced, accumulated, reduced, whole, replica_axes, *wires
+            dims, stored, used, unreduced, accumulated, reduced, whole, replica_axes, *wires
         )
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:

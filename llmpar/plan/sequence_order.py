@@ -64,11 +64,11 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
     each document by itself (`training.balance`), and this is the order of a row that is one document: a
     zigzag, after the first n positions if 2n does not divide s.
     """
-    parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}.get(name, n)
     if name not in ("contiguous", "zigzag", "striped", "balanced"):
         raise ValueError(
             f"order '{name}' is not known; use contiguous, zigzag, striped or balanced"
         )
+    parts = 2 * n if name == "zigzag" else n
     if n > 1 and s % parts:  # one rank takes any number
         raise ValueError(
             f"{name} order cuts {s} positions into {parts} parts for {n} ranks; use a multiple of {parts}"

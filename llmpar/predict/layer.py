@@ -109,23 +109,22 @@ def layer_segments(run: Run) -> list[Segment]:
     for at, name in enumerate([*COMPUTED, ""]):
         for one in (one for part, hidden_by, one in links if part == at and not hidden_by):
             one.exposed_s, now = one.end_s, one.begin(now)
-        if not name:
-            break
-        hidden = [
-            (h, one, one.end_s)
-            for part, h, one in links
-            if part == at and h and one.lane != _WEIGHTS
-        ]
-        slow = parts[at] * drag + sum(
-            slower[hidden_by] * seconds for hidden_by, _, seconds in hidden
-        )
-        out.append(Segment("compute", name, now, now + parts[at] + slow, slow))
-        begun, now = now, out[-1].end_s
-        for hidden_by, one, seconds in hidden:
-            one.exposed_s = waits[hidden_by] * seconds
-            now += one.exposed_s
-            early = now - seconds if waits[hidden_by] else begun
-            free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
+        if name:  # else only the last part's messages are waited for
+            hidden = [
+                (h, one, one.end_s)
+                for part, h, one in links
+                if part == at and h and one.lane != _WEIGHTS
+            ]
+            slow = parts[at] * drag + sum(
+                slower[hidden_by] * seconds for hidden_by, _, seconds in hidden
+            )
+            out.append(Segment("compute", name, now, now + parts[at] + slow, slow))
+            begun, now = now, out[-1].end_s
+            for hidden_by, one, seconds in hidden:
+                one.exposed_s = waits[hidden_by] * seconds
+                now += one.exposed_s
+                early = now - seconds if waits[hidden_by] else begun
+                free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
     # all is computed, these still travel
     late = sum(waits[WHOLE_PASS] * seconds for _, seconds in gathers)
     start = max(0.0, now + late - sum(seconds for _, seconds in gathers)) if late else 0.0

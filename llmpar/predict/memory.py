@@ -518,14 +518,20 @@ def _waiting(
 
 
 def _rows_of_weights(
-    plan: Resolved, config: ModelConfig, tokens: int, item: int
+    plan: Resolved, config: ModelConfig, tokens: int, ffn: int, item: int
 ) -> tuple[int, int]:
-    """Count what a pipeline keeps for the gradients of a block's experts (`grouped.arrange`): the bytes of
-    one of three arrays, of rows of shared experts and of all slots, an eighth more than the even share and
-    what the worst routing needs beyond; and of what is kept besides: where no loop is over slots beyond,
-    hidden values in float32; from other ranks, what arrived and its gradient."""
-    experts, ep = config.experts, plan.mesh.ep
-    assert experts
+    """Count what waits for the gradients of a feed-forward's weights: the bytes of one of three arrays, and
+    of what is kept besides. Without experts the array is ``ffn``; but a loop over pieces has the weights'
+    gradients themselves, which wait in a pipeline alone.
+
+    With experts (`grouped.arrange`) a pipeline keeps rows of shared experts and of all slots, an eighth more
+    than the even share and what the worst routing needs beyond; and besides, where no loop is over slots
+    beyond, hidden values in float32; from other ranks, what arrived and its gradient."""
+    experts, ep, waits = config.experts, plan.mesh.ep, plan.pipeline and not config.lora
+    if experts is None and plan.ffn_chunks > 1:
+        return (3 * config.width * config.ffn_width * item // plan.mesh.tp if waits else 0), 0
+    if experts is None or not waits:
+        return ffn, 0
     first, local = tokens * experts.top_k * 9 // 8, experts.num_experts // ep
     of_one = ep * experts.expert_tokens(tokens, 1)
     of_all = min(ep * tokens * min(experts.top_k, local), of_one * local)
@@ -598,13 +604,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Only gradients of weights that are trained read them.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
     attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
-    rows, arrived = ffn, 0
-    if config.experts and plan.pipeline and not config.lora:
-        rows, arrived = _rows_of_weights(plan, config, tokens, item)
-    elif plan.ffn_chunks > 1 and not config.experts:
-        # a loop over pieces has weights' gradients themselves
-        waits = bool(plan.pipeline and not config.lora)
-        rows = waits * 3 * config.width * config.ffn_width * item // tp
+    rows, arrived = _rows_of_weights(plan, config, tokens, ffn, item)
     crossing = arrived + _waiting(
         plan,
         config,

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from llmpar.kernels.flash import KV, Q
 from llmpar.model import attention, gated_delta
 from llmpar.model.llama import logits_of
-from llmpar.model.weights import Tree, model_graph, weight_dims
+from llmpar.model.weights import Tree, model_graph, of_weights
 from llmpar.parallel.collectives import at, scope, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
@@ -66,10 +66,11 @@ class Decoder:
         self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int
     ):
         self.plan = plan = serving_plan(plan, config, num_rows, length, platform_of(mesh))
-        place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
+        place = partial(sharding, split_axes(mesh, plan.mesh))
+        stored = of_weights(config, lambda weight: plan.stored(weight.dims))
         caches = plan.caches(num_rows, length)
         cut = tuple(plan.place(cache.dims) for cache in caches)
-        stored, whole = jax.tree.map(plan.stored, stored), Layout(())
+        whole = Layout(())
         zeros = lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in caches)
         self.empty = jax.jit(zeros, out_shardings=jax.tree.map(place, cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
@@ -163,10 +164,9 @@ class _Cached(Manual):
         own = [*map(write, own, (k, v) if v is not None else (k,))]
         self.caches = self.caches | {self.kind: own}
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
-        seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
-        keys, *values = at(own, self.layer)
-        seen |= {"axis": axes, "mask": mask, "sinks": sinks}
-        return attend_cache(q, keys, *values or [keys], **seen)
+        ids = attention.Ids(positions, 0, (slots * size + rank)[None], 0)  # a row is one document
+        kept = at(own, self.layer)  # keys and values; or latents, which are both
+        return attend_cache(q, kept[0], kept[-1], ids, axes, mask, sinks)
 
     def resume(self, positions, inputs, weights):
         """Continue the rows of a gated delta net (`gated_delta.mix`); a row's first token finds nothing of an
@@ -197,18 +197,17 @@ def attend_cache(
     q: Q,
     k_cache: KV,
     v_cache: attention.V,
-    *,
+    ids: attention.Ids,
     axis: str | tuple[str, ...],
+    mask: attention.Mask = attention.CAUSAL,
     sinks: Float[Array, "k r"] | None = None,
-    **options: Any,
 ) -> attention.Out:
     """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
 
     Each call sends one maximum of b s k r numbers and one sum of b s k r (h+1). A slot of the cache that is
     not written yet must have a position after every query's. No gradient: a maximum over ranks has none.
-    `options` are those of `full`.
     """
-    out, lse = attention.full(q, k_cache, v_cache, **options)
+    out, lse = attention.full(q, k_cache, v_cache, ids, mask=mask)
     if not axis:
         return out if sinks is None else attention.with_sinks(out, lse, sinks)
     with scope("cache b s k r +t -> attention b s k r"):

@@ -219,14 +219,15 @@ class LocalSteps:
     def _mean_difference(self, before: Tree, after: Tree) -> Tree:
         """Return the mean over the workers of what each moved its weights: inside shard_map."""
 
-        def one(old: Array, new: Array, layouts: WeightLayouts, dims: str) -> Array:
+        def one(old: Array, new: Array, layouts: WeightLayouts) -> Array:
             if not old.size:  # of another fragment
                 return old
             own = vary(old, ("dp",)) - new[0]
-            summed = Manual(self.plan).carry_out(own, layouts.difference, f"difference {dims}")
+            what = f"difference {layouts.dims}"
+            summed = Manual(self.plan).carry_out(own, layouts.difference, what)
             return summed / len(self.steps)
 
-        return jax.tree.map(one, before, after, self.steps[0].weight_layouts, self.steps[0].dims)
+        return jax.tree.map(one, before, after, self.steps[0].weight_layouts)
 
     # ---------------------------------------------------------------------------------------------- the state
 

@@ -286,8 +286,7 @@ def train(
             lines,
             send,
         )
-        start = run.report.start = run.done
-        if start:
+        if start := run.report.start:
             nothing = "; nothing is left to do" if start >= steps else ""
             callbacks.tell(f"goes on from the checkpoint of step {start}{nothing}")
         first, last = profile or (steps, steps)
@@ -391,7 +390,7 @@ class _Run:
     failed: ValueError | None = None
 
     def __post_init__(self):
-        self.done = self._saved = int(self.state.step)
+        self.done = self._saved = self.report.start = int(self.state.step)
         self._in_order = False
         self.restart_clock()
 

@@ -22,7 +22,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from llmpar.model.weights import Tree, trainable_params, weight_dims
+from llmpar.model.weights import Tree, of_weights
 from llmpar.plan.model_config import ModelConfig, matrix_dims
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -74,7 +74,7 @@ def scale_by_muon(config: ModelConfig) -> optax.GradientTransformationExtraArgs:
 
     Its update takes ``on_matrices``, which calls a function of a leaf and its dims on whole matrices; without
     it the leaves are taken for whole."""
-    learned = trainable_params(weight_dims(config), config)
+    dims = of_weights(config, lambda weight: weight.dims, learned=True)
 
     def update(grads, state, params=None, *, on_matrices=None, **_):
         count = state.count + 1
@@ -82,7 +82,7 @@ def scale_by_muon(config: ModelConfig) -> optax.GradientTransformationExtraArgs:
         ahead = optax.tree.bias_correction(moment, DECAY, count + 1)
         now = optax.tree.bias_correction(grads, DECAY, count)
         ahead = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, ahead, now)
-        on_matrices = on_matrices or (lambda f, tree: on_leaves(f, tree, learned))
+        on_matrices = on_matrices or (lambda f, tree: on_leaves(f, tree, dims))
         return on_matrices(orthogonalized, ahead), state._replace(count=count, mu=moment)
 
     return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon().init, update)
@@ -97,6 +97,6 @@ def muon(rate: optax.ScalarOrSchedule, config: ModelConfig, weight_decay: float 
         optax.scale_by_learning_rate(rate),
     )
     rest = optax.adamw(rate, eps=EPSILON, weight_decay=0.0, nesterov=True)
-    name = lambda dims: "muon" if matrix_dims(dims) else "adam"
-    names = jax.tree.map(name, trainable_params(weight_dims(config), config))
+    name = lambda weight: "muon" if matrix_dims(weight.dims) else "adam"
+    names = of_weights(config, name, learned=True)
     return Muon(*optax.partition({"muon": matrices, "adam": rest}, names))

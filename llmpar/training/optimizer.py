@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import optax
 
-from llmpar.model.weights import described, trainable_params
+from llmpar.model.weights import of_weights
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.training.muon import muon
@@ -25,8 +24,7 @@ def make_optimizer(
             [rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup]
         )
     if options.optimizer == "adamw":
-        learned = trainable_params(described(config), config)
-        decays = jax.tree.map(lambda weight: not weight.is_vector, learned)
+        decays = of_weights(config, lambda weight: not weight.is_vector, learned=True)
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)

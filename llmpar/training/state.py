@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from llmpar.model.weights import Tree, described, trainable_params, weight_dims
+from llmpar.model.weights import Tree, of_weights, trainable_params
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
@@ -43,19 +43,19 @@ def state_shapes(
 ) -> State:
     """Return the leaves by shape and dtype of a state with so many layers of each kind."""
     dtype = lambda w: plan.dtype if w.frozen else "float32"
-    weights = described(config, counts)
-    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), weights)
+    shape = lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w))
+    params = of_weights(config, shape, counts=counts)
     return jax.eval_shape(lambda params: initial_state(params, config, optimizer), params)
 
 
 def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
     """Lay out the state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
     like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
-    dims = weight_dims(config)
-    paths, _ = jax.tree_util.tree_flatten_with_path(trainable_params(state.params, config))
-    learned = zip(paths, jax.tree.leaves(trainable_params(dims, config)), strict=True)
+    paths = jax.tree_util.tree_leaves_with_path(trainable_params(state.params, config))
+    learned = jax.tree.leaves(of_weights(config, learned=True))
     known = {
-        path: (weight.shape, plan.layouts_of(dims).reduced) for (path, weight), dims in learned
+        path: (leaf.shape, plan.layouts_of(weight.dims).reduced)
+        for (path, leaf), weight in zip(paths, learned, strict=True)
     }
 
     def layout_of(path, leaf) -> Layout:
@@ -64,7 +64,8 @@ def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
         return layout if leaf.shape == shape else WHOLE
 
     optimizer = jax.tree_util.tree_map_with_path(layout_of, state.optimizer)
-    return State(jax.tree.map(plan.stored, dims), optimizer, WHOLE)
+    stored = of_weights(config, lambda weight: plan.stored(weight.dims))
+    return State(stored, optimizer, WHOLE)
 
 
 def placed_weights(params: Tree, like: Tree, model: str) -> dict[str, Array]:

@@ -1,4 +1,5 @@
-"""One training step: compute gradients under a plan, then update the sharded optimizer state and weights.
+"""One training step: compute gradients under a plan, then update the sharded optimizer
+state and weights.
 
     gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`), or all at the start
                            of the step (`Resolved.gather_per`)
@@ -10,9 +11,10 @@
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
-`Step.train_step` is this list as code. The optimizer runs on global arrays under jit. So an optimizer that
-needs whole matrices (Adafactor, Muon) is right although weights and gradients are sharded, and the compiled
-update of an elementwise optimizer such as AdamW has no collective.
+`Step.train_step` is this list as code. The optimizer runs on global arrays under jit.
+So an optimizer that needs whole matrices (Adafactor, Muon) is right although weights
+and gradients are sharded, and the compiled update of an elementwise optimizer such as
+AdamW has no collective.
 """
 
 import functools
@@ -33,12 +35,11 @@ from jaxtyping import Array
 from llmpar.model.llama import Batch, LossAndTally
 from llmpar.model.weights import (
     Tree,
-    described,
     init_params,
     joined,
     model_graph,
+    of_weights,
     trainable_params,
-    weight_dims,
 )
 from llmpar.parallel.collectives import varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
@@ -72,6 +73,8 @@ from llmpar.training.state import (
 # The dims of the routers' tally (`LossAndTally`). The second has e+2 entries.
 _TALLY = (Dim("l"), Dim("e"))
 _MAX_SEED = 2**32 - 1  # JAX drops the upper bits of larger seeds
+MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explicit": Explicit}
+"""The class of ``par``, by `Plan.mode`."""
 
 
 class Step:
@@ -110,11 +113,10 @@ class Step:
         # two meshes of the same devices: the mode Explicit needs explicit axes, the optimizer automatic ones
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
-        self.par = self._make_par()
-        self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        # the next three trees have only trainable weights: with LoRA these are the adapters
-        self.dims = trainable_params(weight_dims(config), config)
-        self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
+        self.par = MODES[plan.mode](plan, self.mesh)
+        self.stored = of_weights(config, lambda weight: plan.stored(weight.dims))
+        # these two trees have only trainable weights: with LoRA the adapters
+        self.weight_layouts = of_weights(config, lambda w: plan.layouts_of(w.dims), learned=True)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
         if plan.muon != "none" and not isinstance(optimizer, Muon):
@@ -133,12 +135,6 @@ class Step:
             compiler_options=compiler_options(plan),
         )
         self.run = Checked(run, config.vocab_size)
-
-    def _make_par(self) -> Manual | Auto:
-        """Return the mode that the plan asks for."""
-        if self.plan.mode == "manual":
-            return Manual(self.plan)
-        return (Auto if self.plan.mode == "auto" else Explicit)(self.plan, self.mesh)
 
     # ---------------------------------------------------------------------------------------------- the step
 
@@ -161,17 +157,15 @@ class Step:
         self.plan.check(*batch["tokens"].shape)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
-            return self.par.over_devices(self._gradients, self.mesh, layouts, results)(
-                params, batch
-            )
+            return self.par.over_devices(self._gradients, layouts, results)(params, batch)
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
         # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
         # (`WeightLayouts.unreduced`)
-        params = jax.tree.map(self.par.unfinished, params, described(self.config))
-        if self.plan.pipeline and isinstance(self.par, Manual):
+        params = jax.tree.map(self.par.unfinished, params, of_weights(self.config))
+        if self.plan.pipeline and isinstance(self.par, Manual):  # stages run in `Manual` alone
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
             sums, grads = self._backward(params, batch)
@@ -182,7 +176,9 @@ class Step:
             )
             parts = cut_in_microbatches(batch, self.plan.microbatches)
             (sums, grads), _ = lax.scan(add, self._zeros(), parts)
-        return self._per_token(sums, self._reduce(grads), batch)
+        buckets = self.plan.reduce == "bucket"
+        grads = self._in_buckets(grads) if buckets else self._carry_out(grads, "finish")
+        return self._per_token(sums, grads, batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
         """Return the sums of loss and tally, and the gradients, of a microbatch. At ZeRO 2 reduce-scatter the
@@ -194,12 +190,6 @@ class Step:
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
         return sums, self._carry_out(grads, "accumulate")
-
-    def _reduce(self, grads: Tree) -> Tree:
-        """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
-        if self.plan.reduce == "bucket":
-            return self._in_buckets(grads)
-        return self._carry_out(grads, "finish")
 
     def _clip(self, grads: Tree, norm: Array) -> Tree:
         """Scale gradients so that their global norm is `clip` at most."""
@@ -226,15 +216,16 @@ class Step:
         gradient's layout. In every mode the plan's own collectives move it: XLA's partitioner would make the
         matrices of all layers whole at once, and their gradients, too (the row of seed 60022 in
         `tests/fixtures/missed_memory.json`: 9.0 GiB in place of 3.4)."""
-        par = Manual(self.plan)
+        par = Manual(self.plan, self._auto_mesh)
 
-        def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
+        def one(x: Array, layouts: WeightLayouts) -> Array:
+            dims = layouts.dims
             whole = par.carry_out(x, layouts.assemble, f"momentum {dims}")
             return par.carry_out(f(whole, dims), layouts.take_apart, f"orthogonal {dims}")
 
         reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
-        all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts, self.dims)
-        return par.over_devices(all_leaves, self._auto_mesh, (reduced,), reduced)(tree)
+        all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts)
+        return par.over_devices(all_leaves, (reduced,), reduced)(tree)
 
     def _restore(self, trainable: Tree) -> Tree:
         """Move updated weights from ``reduced`` to their stored layout: an all-gather at ZeRO 1 and 2."""
@@ -242,7 +233,7 @@ class Step:
         if self.reduced == stored:
             return trainable
         restore = lambda trainable: self._carry_out(trainable, "restore", "updated", invariant=True)
-        return self.par.over_devices(restore, self.mesh, (self.reduced,), stored)(trainable)
+        return self.par.over_devices(restore, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
@@ -251,10 +242,11 @@ class Step:
     ) -> Tree:
         """Carry out the arrow ``WeightLayouts.<name>`` for each leaf. ``what`` is for the names of scopes."""
 
-        def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
-            return self.par.carry_out(x, getattr(layouts, name), f"{what} {dims}", invariant)
+        def one(x: Array, layouts: WeightLayouts) -> Array:
+            text = f"{what} {layouts.dims}"
+            return self.par.carry_out(x, getattr(layouts, name), text, invariant)
 
-        return jax.tree.map(one, tree, self.weight_layouts, self.dims)
+        return jax.tree.map(one, tree, self.weight_layouts)
 
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
@@ -462,9 +454,9 @@ class Step:
             return Checked(
                 jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size
             )
-        par = Manual(plan)
+        par = Manual(plan, self.mesh)
         manual = lambda params, batch: par.sum_over_devices(sums(par, params, batch))
-        mapped = par.over_devices(manual, self.mesh, (self.stored, self._batch_layout), WHOLE)
+        mapped = par.over_devices(manual, (self.stored, self._batch_layout), WHOLE)
         return Checked(jax.jit(mapped), self.config.vocab_size)
 
 

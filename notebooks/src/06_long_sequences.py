@@ -250,8 +250,8 @@ def in_halves(q, k, v, positions):
     halves = [slice(None, S // 2), slice(S // 2, None)]
     seen = positions[0, :, None] >= positions[0, None, :]
     looks = (look_at_all(q, k[:, half], v[:, half], seen[:, half]) for half in halves)
-    ids = lambda half: dict(q_positions_bs=positions, k_positions_bt=positions[:, half])
-    parts = [attention.full(q, k[:, half], v[:, half], **ids(half)) for half in halves]
+    ids = lambda half: attention.Ids(positions, 0, positions[:, half], 0)
+    parts = [attention.full(q, k[:, half], v[:, half], ids(half)) for half in halves]
     merged = attention.merge(*parts[0], *parts[1])[0]
     return finish(*join(*looks)), merged, exact(q, k, v, positions)
 
@@ -493,8 +493,8 @@ for tile in tiles[1:]:
 # %%
 def package_ring(q, k, v, positions):
     everywhere = lax.all_gather(positions, "sp", axis=1, tiled=True)
-    ids = dict(q_positions_bs=positions, k_positions_bt=everywhere)
-    return attention.ring_attention(q, k, v, axis="sp", **ids)[0]
+    ids = attention.Ids(positions, 0, everywhere, 0)  # one document, number 0
+    return attention.ring_attention(q, k, v, ids, axis="sp")[0]
 
 
 # %% tags=["plumbing"]

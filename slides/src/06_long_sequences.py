@@ -56,9 +56,8 @@ def hop_census(n, tokens, heads, kv_heads, width, dtype):
     )
     given = [jax.ShapeDtypeStruct(shape, dtype if len(shape) > 2 else jnp.int32) for shape in shapes]
     everywhere = lambda at: jax.lax.all_gather(at, "sp", axis=1, tiled=True)
-    run = lambda q, k, v, at: attention.ring_attention(
-        q, k, v, axis="sp", q_positions_bs=at, k_positions_bt=everywhere(at)
-    )[0]
+    one = lambda at: attention.Ids(at, 0, everywhere(at), 0)  # one document a row
+    run = lambda q, k, v, at: attention.ring_attention(q, k, v, one(at), axis="sp")[0]
     specs = tuple(map(spec, (queries, keys, keys, ids)))
     traced = jax.make_jaxpr(
         jax.shard_map(run, mesh=abstract_mesh(f"sp={n}"), in_specs=specs, out_specs=spec(queries))
