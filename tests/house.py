@@ -22,7 +22,7 @@ BUDGETS = {
     "model": 1_180,
     "pipeline": 320,
     "training": 2_562,
-    "predict": 2_696,
+    "predict": 2_693,
     "planner": 1_898,
     "draw": 2_752,
     "inspect": 4_090,
@@ -30,13 +30,13 @@ BUDGETS = {
     "serve": 930,
     "launch": 1_191,
     "lessons": 1_528,
-    "cli": 2_297,
+    "cli": 2_296,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_446,
-    "statements": 27_558,
+    "statements of the compact package": 6_426,
+    "statements": 27_534,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,
