@@ -348,7 +348,8 @@ class PlanCommand(Adapters, Output):
         figures = {name: getattr(self, name) for name in hardware.MACHINE}
         for name, value in figures.items():
             if value is not None:
-                check_range(name.replace("_", "-"), value, 1e-3, 1e6)
+                least = 1 if name == "node_size" else 1e-3
+                check_range(name.replace("_", "-"), value, least, 1_000_000)
         return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:
