@@ -124,8 +124,13 @@ def layer_segments(run: Run) -> list[Segment]:
         for hidden_by, one, seconds in hidden:
             one.exposed_s = waits[hidden_by] * seconds
             now += one.exposed_s
-            early = now - seconds if waits[hidden_by] else begun
-            free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
+            free[one.lane] = one.begin(
+                max(
+                    begun,
+                    free.get(one.lane, 0.0),
+                    (now - seconds) * bool(waits[hidden_by]),  # it ends when computing goes on
+                )
+            )
     # all is computed, these still travel
     late = sum(waits[WHOLE_PASS] * seconds for _, seconds in gathers)
     start = max(0.0, now + late - sum(seconds for _, seconds in gathers)) if late else 0.0
