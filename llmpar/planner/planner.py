@@ -369,7 +369,7 @@ class VariantGroup:
     mesh: MeshShape
     variants: list[Fields]
     least_s: float
-    cannot: dict[tuple[int, str], bool]
+    cannot: dict[tuple[Any, Any], bool]
     runs: dict[Any, workload.Run] = dataclasses.field(default_factory=dict)
     whole: bool = False
 
@@ -387,12 +387,12 @@ class VariantGroup:
     def is_out(self, q: Question, fields: Fields) -> bool:
         """Tell whether a variant is left out: an order that is given, or Muon's layers, do not suit the mesh,
         or it is cut as another whose weights and optimizer alone do not fit, and which will say why."""
+        if (cut := (fields.get("zero"), fields.get("context_parallel"))) in self.cannot:
+            return self.cannot[cut]
         try:
             run: Any = self.run(q, fields)
         except ValueError:
             return True
-        if (cut := (run.zero, run.context_parallel)) in self.cannot:
-            return self.cannot[cut]
         self.cannot[cut] = True
         with contextlib.suppress(ValueError):  # `least_recompute` says why
             given = memory.argument_bytes(run.plan, q.batch_size, q.seq_len)
@@ -424,7 +424,7 @@ class VariantGroup:
 
 def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
     """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
-    cannot, runs = dict[tuple[int, str], bool](), dict[Any, workload.Run]()
+    cannot, runs = dict[tuple[Any, Any], bool](), dict[Any, workload.Run]()
     for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
         group = VariantGroup(mesh, list(alike), 0.0, cannot, runs, True)
         with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
@@ -723,15 +723,14 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     head += f" with {given}" * bool(given) + wants
     if given and smallest_fits(dataclasses.replace(q, fixed={})):
         return f"{head}; without {given} it does"
-    tried = list[int]()
-    for many in larger(q):
-        tried.append(many)
+    numbers = list(larger(q))
+    for i, many in enumerate(numbers):
         batch = max(q.batch_size, many)
         if smallest_fits(dataclasses.replace(q, num_devices=many, batch_size=batch, fixed={})):
             does = f"without {given} " * bool(given) + f"it does on {many}"
             does += f", with a batch of {batch}" * (batch > q.batch_size)
-            return f"{head}; {does}: the first of {', '.join(map(str, tried))} that were tried"
-    return f"{head}, nor on any number of them that was tried up to {tried[-1]}"
+            return f"{head}; {does}: the first of {', '.join(map(str, numbers[: i + 1]))} that were tried"
+    return f"{head}, nor on any number of them that was tried up to {numbers[-1]}"
 
 
 def larger(q: Question) -> Iterator[int]:

@@ -730,9 +730,10 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
     added at the busiest stage's pace: the steady state repeats. None where there is no such order."""
     m, p = run.microbatches, run.mesh.pp
     few, order = min(m, 4 * p), None
+    visits = run.virtual_stages if run.virtual_stages > 1 else None
     for count in dict.fromkeys((few, m)):
         with contextlib.suppress(ValueError):
-            few, order = count, _order(run.schedule, p, count, run.virtual_stages)
+            few, order = count, schedules.make(run.schedule, p, count, visits)
             break
     if order is None:
         return None
@@ -749,8 +750,3 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
 
     pace = max(sum(sum(chunk.seconds) for chunk in stage) for stage in stages)
     return makespan(order, cost, hop) + (m - few) * pace
-
-
-@functools.lru_cache(maxsize=256)
-def _order(name: str, p: int, m: int, v: int) -> schedules.Schedule:
-    return schedules.make(name, p, m, v if v > 1 else None)
