@@ -22,8 +22,8 @@ BUDGETS = {
     "model": 1_180,
     "pipeline": 320,
     "training": 2_562,
-    "predict": 2_693,
-    "planner": 1_898,
+    "predict": 2_707,
+    "planner": 1_918,
     "draw": 2_752,
     "inspect": 4_090,
     "explore": 1_618,
@@ -36,10 +36,10 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_426,
-    "statements": 27_534,
+    "statements": 27_568,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
-    "public names with two homes": 20,
+    "public names with two homes": 19,
     "files at the top": 3,
     "files with a banned name": 0,
 }

@@ -50,12 +50,18 @@ def test_what_a_model_that_runs_is_offered_runs(name):
 
 @pytest.mark.parametrize(
     "name, devices, fixed",
-    [("llama3-8b lora_rank=16", 16, {}), ("mixtral-8x7b", 8, {}), ("gemma-3-27b", 16, {"pp": 2})],
+    [
+        ("llama3-8b lora_rank=16", 16, {}),
+        ("mixtral-8x7b", 8, {}),
+        ("gemma-3-27b", 16, {"pp": 2}),
+        ("llama3-8b", 8, {"sequence_order": "contiguous", "sp": 8}),
+    ],
 )
 def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
     q = question(name, devices, 4 * devices, 32_768, **fixed)
     for mesh in planner.meshes(q):
-        for group in planner.grouped(q, mesh):
+        whole = list(planner.grouped(q, mesh))
+        for group in whole + [part for one in whole for part in one.parts(q)]:
             times = [one.time.step_s for one in planner.priced(q, group)]
             assert all(group.least_s <= seconds * (1 + 1e-9) for seconds in times), (mesh, group.least_s)
 

@@ -346,9 +346,9 @@ class PlanCommand(Adapters, Output):
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         check_range("devices", devices, 1, MAX_DEVICES)
         figures = {name: getattr(self, name) for name in hardware.MACHINE}
-        for name, value in figures.items():
-            if value is not None:
-                check_range(name.replace("_", "-"), value, 1e-3, 1e6)
+        for name in (x for x, value in figures.items() if value is not None):
+            least = 1 if name == "node_size" else 1e-3
+            check_range(name.replace("_", "-"), figures[name], least, 1_000_000)
         return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:

@@ -127,7 +127,8 @@ def entries(text: str) -> list[dict[str, Any]]:
 def _flat(value: dict[str, Any], head: str = "") -> dict[str, Any]:
     out = dict[str, Any]()
     for name, part in value.items():
-        key = re.sub(TABLE["sections"], "", head + _key(name))
+        own = re.sub(TABLE["sections"], "", head + _key(name))
+        key = re.sub(TABLE["of_model"], "model.", own)
         out |= _flat(part, f"{key}.") if isinstance(part, dict) else {key: part}
     return out
 
@@ -151,7 +152,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
     """Return the keys of a command with the words behind each."""
     out, key = dict[str, list[str]](), ""
     for word in (x for x in words if not re.fullmatch(TABLE["environment"], x, re.DOTALL)):
-        head, is_set, value = word.lstrip("+").partition("=")
+        head, is_set, value = TABLE["short"].get(word, word.lstrip("+")).partition("=")
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
             out[head] = [value] if is_set else []
             key = "" if is_set else head

@@ -28,7 +28,8 @@ from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB, Chip
-from llmpar.predict.time import SEQUENCE_LINKS, Clock, Time, beside_flops, step_time
+from llmpar.predict.time import ACCUMULATION, Time, beside_flops, least_time, step_time
+from llmpar.predict.traffic import WEIGHT_LINKS
 
 FREE_SHARE = 0.08
 """Of the memory that JAX takes, what a plan must leave free: the formula of temporaries is an estimate, by
@@ -349,88 +350,110 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             yield base | state | sequence | order | {"microbatches": m} | given
 
 
+_OF_ZERO = WEIGHT_LINKS, ACCUMULATION
+"""Terms that depend on what ZeRO cuts."""
+
+
 @dataclasses.dataclass
 class VariantGroup:
-    """The variants of a mesh with one number of microbatches.
+    """The variants of a mesh with one number of microbatches, or of these those that ZeRO cuts alike.
 
     Attributes:
         least_s: seconds that no variant beats.
-        cannot: by ZeRO stage and strategy along the sequence, whether the mesh's weights and optimizer
+        cannot: of the mesh, by ZeRO stage and strategy along the sequence, whether weights and optimizer
             cannot be cut so, or alone are larger than the memory.
+        runs: of the mesh, of plans that differ in microbatches alone.
+        whole: whether ZeRO's variants are still together.
     """
 
     mesh: MeshShape
     variants: list[Fields]
     least_s: float
-    cannot: dict[tuple[int, str], bool]
+    cannot: dict[tuple[Any, Any], bool]
+    runs: dict[Any, workload.Run] = dataclasses.field(default_factory=dict)
+    whole: bool = False
+
+    def run(self, q: Question, fields: Fields) -> workload.Run:
+        """Return the run of a variant. Raises ValueError where an order that is given, or Muon's layers, do
+        not suit the mesh."""
+        alone = () if "schedule" in q.fixed else ("microbatches",)
+        alike = tuple(item for item in fields.items() if item[0] not in alone)
+        run = self.runs[alike] = self.runs.get(alike) or q.run(Plan(**fields))
+        m = fields["microbatches"]
+        return dataclasses.replace(
+            run, rows=max(1, q.batch_size // run.data_ranks // m), microbatches=m
+        )
+
+    def is_out(self, q: Question, fields: Fields) -> bool:
+        """Tell whether a variant is left out: an order that is given, or Muon's layers, do not suit the mesh,
+        or it is cut as another whose weights and optimizer alone do not fit, and which will say why."""
+        if (cut := (fields.get("zero"), fields.get("context_parallel"))) in self.cannot:
+            return self.cannot[cut]
+        try:
+            run: Any = self.run(q, fields)
+        except ValueError:
+            return True
+        self.cannot[cut] = True
+        with contextlib.suppress(ValueError):  # `least_recompute` says why
+            given = memory.argument_bytes(run.plan, q.batch_size, q.seq_len)
+            self.cannot[cut] = sum(given.values()) > q.capacity_bytes
+        return False
+
+    def least_seconds(self, q: Question) -> float:
+        """Return seconds that no variant beats (`time.least_time`), of ZeRO's together without what it sends
+        beside layers. Raises ValueError as `run` does."""
+        run, layers = self.run(q, self.variants[0]), q.config.num_layers
+        chunks = max(x.get("virtual_stages") or run.virtual_stages for x in self.variants)
+        last = q.config.count_kinds(layers - run.chunk_layers[-1], layers)
+        # the busiest rank of sp takes no less than the mean
+        most = dataclasses.replace(run, virtual_stages=chunks, balanced=True)
+        return least_time(most, last, _OF_ZERO if self.whole else ())
+
+    def parts(self, q: Question) -> "list[VariantGroup]":
+        """Return the variants that are not left out, by what ZeRO cuts, each part with its least time."""
+        parts = dict[Any, VariantGroup]()
+        for fields in (x for x in self.variants if not self.is_out(q, x)):
+            state = fields.get("zero"), fields.get("reshard_after_forward")
+            empty = dataclasses.replace(self, variants=[], whole=False)
+            parts.setdefault(state, empty).variants.append(fields)
+        for part in parts.values():
+            with contextlib.suppress(ValueError):  # `priced` leaves it out
+                part.least_s = part.least_seconds(q)
+        return list(parts.values())
 
 
 def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
     """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
-    cannot, run = dict[tuple[int, str], bool](), None
-    for m, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
-        group, least_s = list(alike), 0.0
+    cannot, runs = dict[tuple[Any, Any], bool](), dict[Any, workload.Run]()
+    for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
+        group = VariantGroup(mesh, list(alike), 0.0, cannot, runs, True)
         with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
-            run = run or q.run(Plan(**group[0]))
-            rows = max(1, q.batch_size // run.data_ranks // m)
-            run = dataclasses.replace(run, rows=rows, microbatches=m)
-            least_s = least_seconds(run, group)
-        yield VariantGroup(mesh, group, least_s, cannot)
-
-
-def least_seconds(run: workload.Run, group: list[Fields]) -> float:
-    """Return seconds that no plan of a group beats, which differ in schedule, ZeRO stage and strategy along
-    the sequence: an even share of all layers and of the ends, without what sp sends and without gathering
-    weights; the bubble that the most chunks leave; and of gradients at the end what is summed over dp, which
-    the least stage of ZeRO leaves too."""
-    clock, p, counts = Clock(run, exact=False), run.mesh.pp, run.chunk_kinds
-    ends = zip(*clock.ends().values(), strict=True)
-    both = [sum(one.seconds for one in direction) for direction in ends]
-    for i, kinds in enumerate(counts):
-        again = run.again * (i < len(counts) - 1)
-        for kind, times in enumerate(kinds):
-            for k, one in enumerate(clock.layer(kind, again) if times else ()):
-                both[k] += times * (one.seconds - one.terms.get(SEQUENCE_LINKS, 0.0))
-    chunks = max(fields.get("virtual_stages") or run.virtual_stages for fields in group)
-    bubble = sum(both) * (p - 1) / p / chunks
-    layers = tuple(sum(kinds) / p for kinds in zip(*counts, strict=True))
-    reduced, _ = clock.at_the_end(*clock.params(layers, []))
-    late = clock.exposed(reduced, both[1] / p, run.software.overlaps)
-    return sum(both) * run.microbatches / p + bubble + late
+            group.least_s = group.least_seconds(q)
+        yield group
 
 
 def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
-    """Return the least of `least_seconds` on a mesh, for the plans of `on_mesh`."""
+    """Return seconds that no plan on a mesh beats, for the plans of `on_mesh`."""
     q = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes)
-    return min((group.least_s for group in grouped(q, mesh)), default=0.0)
+    parts = (part for group in grouped(q, mesh) for part in group.parts(q))
+    return min((part.least_s for part in parts), default=0.0)
 
 
 def priced(q: Question, group: VariantGroup) -> list[Candidate]:
-    """Price the variants of a group, by the closed form of their time and without recomputation. Of those
-    that cannot be (`VariantGroup.cannot`) one is kept: it will say why. Gathered keys take more memory than a
-    ring's, so where they are no faster than the ring before them they wait for it to be refused."""
-    candidates, cannot = list[Candidate](), group.cannot
+    """Price the variants of a group, by the closed form of their time and without recomputation. Gathered
+    keys take more memory than a ring's, so where they are no faster than the ring before them they wait for
+    it to be refused."""
+    candidates = list[Candidate]()
     for fields in group.variants:
         plan = Plan(**fields)
-        if cannot.get(cut := (plan.zero, plan.context_parallel)):
-            continue
         try:
-            one = Candidate(plan, step_time(q.run(plan), simulate=False))
+            one = Candidate(plan, step_time(group.run(q, fields), simulate=False))
         except ValueError:  # what is given, an order or Muon's layers, does not suit this mesh
             continue
         rings = (x for x in reversed(candidates) if x.plan.context_parallel == "ring")
         ring = next(rings, None) if plan.context_parallel == "gather" else None
-        if ring and one.time.step_s >= ring.time.step_s:
-            ring.instead.append(one)
-            continue
-        candidates.append(one)
-        if cut not in cannot:
-            try:
-                resolved = q.resolved(plan, q.platform)
-                given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
-                cannot[cut] = sum(given.values()) > q.capacity_bytes
-            except ValueError:  # `least_recompute` says why
-                cannot[cut] = True
+        waits = ring and one.time.step_s >= ring.time.step_s
+        (ring.instead if ring and waits else candidates).append(one)
     return candidates
 
 
@@ -573,6 +596,10 @@ def _best(
             for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
                 failed.pop(other.mesh, None)
             break
+        if isinstance(one, VariantGroup) and one.whole:
+            for part in one.parts(q):
+                heapq.heappush(queue, (part.least_s, next(number), part))
+            continue
         if isinstance(one, VariantGroup):
             for candidate in priced(q, one):
                 heapq.heappush(queue, (candidate.time.step_s, next(number), candidate))
@@ -696,15 +723,14 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     head += f" with {given}" * bool(given) + wants
     if given and smallest_fits(dataclasses.replace(q, fixed={})):
         return f"{head}; without {given} it does"
-    tried = list[int]()
-    for many in larger(q):
-        tried.append(many)
+    numbers = list(larger(q))
+    for i, many in enumerate(numbers):
         batch = max(q.batch_size, many)
         if smallest_fits(dataclasses.replace(q, num_devices=many, batch_size=batch, fixed={})):
             does = f"without {given} " * bool(given) + f"it does on {many}"
             does += f", with a batch of {batch}" * (batch > q.batch_size)
-            return f"{head}; {does}: the first of {', '.join(map(str, tried))} that were tried"
-    return f"{head}, nor on any number of them that was tried up to {tried[-1]}"
+            return f"{head}; {does}: the first of {', '.join(map(str, numbers[: i + 1]))} that were tried"
+    return f"{head}, nor on any number of them that was tried up to {numbers[-1]}"
 
 
 def larger(q: Question) -> Iterator[int]:

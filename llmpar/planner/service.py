@@ -6,6 +6,7 @@ Prefill runs on the same devices, between tokens, or apart from them: then the c
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,11 +126,8 @@ def serve(s: Service, keep: int = 8) -> dict[str, Any]:
         )
     rates = "tokens_per_s_user", "tokens_per_s_device"
     rows.sort(key=lambda row: tuple(-row[rate] for rate in rates))
-    best, shown = 0.0, list[dict[str, Any]]()
-    for row in rows:
-        if row[rates[1]] > best:
-            best = row[rates[1]]
-            shown.append(row)
+    best = itertools.accumulate((row[rates[1]] for row in rows), max, initial=0.0)
+    shown = [row for row, before in zip(rows, best, strict=False) if row[rates[1]] > before]
     if len(shown) > keep:
         step = (len(shown) - 1) / max(1, keep - 1)
         shown = [shown[round(i * step)] for i in range(keep)]

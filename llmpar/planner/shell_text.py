@@ -30,6 +30,12 @@ _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
     *"env eval exec command".split(),
 }
+_PASTED = {
+    r"(?<!\S)[\u2013\u2014](?=[a-z])": "--",
+    r"\\[ \t]+(?=\r?\n)": r"\\",
+    r"(?m)^[ \t]*(?:\([\w.-]+\)[ \t]*)?(?:[$%+]|>(?=[ \t]+(?:-|\w+=))|\w+@[\w.-]+:\S*[$#])[ \t]+": "",
+}
+"""What pages add to a line: blanks behind a backslash, prompts (bash -x's, too), dashes for two hyphens."""
 _BLANKS = str.maketrans(" \n\t\1\2\3", "\1\2\3 \n\t")  # there and back
 _SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
 
@@ -40,6 +46,8 @@ def script_commands(text: str) -> list[list[str]]:
     $X elsewhere, and so does one that is set on a condition: none is decided. Raises ValueError for a
     quotation without an end."""
     script = _Script()
+    for pasted, typed in _PASTED.items():
+        text = re.sub(pasted, typed, text)
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]

@@ -661,13 +661,18 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         "queries and attention's result": 2 * queries + numbers * item,
         "keys and values": 2 * keys,
     }
-    saves = {
-        "none": kept,
-        "selective": results
-        | {"feed-forward": 2 * (in_pieces * pieces + hidden * bool(config.experts))},
-        "ffn": results,
-    }
-    return saves | {"block": {"stream": stream}}, crossing, work, stream
+    return (
+        {
+            "none": kept,
+            "selective": results
+            | {"feed-forward": 2 * (in_pieces * pieces + hidden * bool(config.experts))},
+            "ffn": results,
+            "block": {"stream": stream},
+        },
+        crossing,
+        work,
+        stream,
+    )
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -77,7 +77,8 @@ SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "b
 """Of what a forward pass moves inside a layer, what our backward pass moves again, with `tp_sequence` (and
 to experts) and without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
 HEAD_AND_LOSS = "head and loss"
-"""A term of a step's time."""
+ACCUMULATION = "accumulation"
+"""Terms of a step's time."""
 
 
 @dataclass
@@ -86,13 +87,14 @@ class Pass:
 
     terms: dict[str, float] = field(default_factory=dict)
     kernels: float = 0
+    apart: Collection[str] = ()  # terms that are left out
 
     @property
     def seconds(self) -> float:
         return sum(self.terms.values())
 
     def add(self, name: str, seconds: float) -> None:
-        if seconds:
+        if seconds and name not in self.apart:
             self.terms[name] = self.terms.get(name, 0.0) + seconds
 
     def take(self, other: "Pass", times: float = 1.0) -> "Pass":
@@ -165,8 +167,10 @@ class Clock:
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         pieces = run.plan.ffn_chunks if run.plan else 1
         known = _known(_OF_LAYERS(run), self.rates, self.links, self.exact, pieces)
-        priced = functools.cache(self._layer), functools.cache(self._ends)
-        self.layer, self.ends = known.setdefault("priced", priced)
+        if not known:
+            prices = self._layer, self._ends, self._layer_weights
+            known |= {price.__name__: functools.cache(price) for price in prices}
+        self.layer, self.ends, self.layer_weights = known.values()
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -415,7 +419,7 @@ class Clock:
 
     # ------------------------------------------------------------------------------------ weights on links
 
-    def layer_weights(self, kind: int) -> tuple["RankParams", "RankParams"]:
+    def _layer_weights(self, kind: int) -> tuple["RankParams", "RankParams"]:
         """Return a layer's parameters on a tp rank: all, and those that are trained."""
         s, run, mesh = self.run.sizes[kind], self.run, self.run.mesh
         body = (s["attention"] + s["copies"] + s["ffn"] + s["router"]) / mesh.tp
@@ -426,10 +430,12 @@ class Clock:
             return RankParams(body + adapters, experts), RankParams(adapters)
         return RankParams(body, experts), RankParams(body, experts)
 
-    def params(self, layers: tuple[int, ...], ends: list[str]) -> tuple["RankParams", "RankParams"]:
+    def params(
+        self, layers: Sequence[float], ends: Mapping[str, float]
+    ) -> tuple["RankParams", "RankParams"]:
         """Return the parameters of so many layers of each kind and of ends of the model: all, and those that
         are trained."""
-        edge = sum(self.run.ends[name] for name in ends) / self.run.mesh.tp
+        edge = sum(times * self.run.ends[name] for name, times in ends.items()) / self.run.mesh.tp
         used, trained = RankParams(edge), RankParams(edge * (not self.run.config.lora))
         for kind, times in enumerate(layers):
             own, learned = self.layer_weights(kind)
@@ -472,22 +478,31 @@ class Clock:
     def chunk(
         self, layers: tuple[int, ...], first: bool, last: bool, sent: dict[tuple[str, str], float]
     ) -> "Chunk":
-        """Price so many layers of each kind, with the embedding
-        where they are the first and the head where they are the last; and what is around them: gathering
-        weights, scattering and adding up gradients, sending activations, launching. Of a plan of ours
-        ``sent`` are the seconds of its messages (`sent`)."""
-        run, soft, forward, backward = self.run, self.run.software, Pass(), Pass()
-        again = 0.0 if last else run.again  # the loss follows: the chunk has not run forward yet
-        used, trained = self.params(layers, ["embedding"] * first + ["head"] * last)
-        for kind, times in enumerate(layers):
-            if times:
-                ahead, back = self.layer(kind, again)
-                forward.take(ahead, times)
-                backward.take(back, times)
-        for name in ["embedding"] * first + ["head"] * last:
-            ahead, back = self.ends()[name]
-            forward.take(ahead)
-            backward.take(back)
+        """Price so many layers of each kind, with the embedding where they are the first and the head where
+        they are the last; and what is around them (`around`)."""
+        # where the loss follows, the chunk has not run forward yet
+        again = 0.0 if last else self.run.again
+        parts = [(self.layer(kind, again), times) for kind, times in enumerate(layers) if times]
+        return self.around(parts, layers, {"embedding": first, "head": last}, sent)
+
+    def around(
+        self,
+        parts: Sequence[tuple[tuple[Pass, Pass], float]],
+        layers: Sequence[float],
+        ends: Mapping[str, float],
+        sent: Mapping[tuple[str, str], float],
+        apart: Collection[str] = (),
+    ) -> "Chunk":
+        """Add up priced layers, so many of each kind, and ends of the model, with what is around them:
+        gathering weights, scattering and adding up gradients, sending activations, launching. Of a plan of
+        ours ``sent`` are the seconds of its messages (`sent`). ``apart``: terms that are left out."""
+        run, soft = self.run, self.run.software
+        forward, backward = Pass(apart=apart), Pass(apart=apart)
+        used, trained = self.params(layers, ends)
+        outside = [(self.ends()[name], times) for name, times in ends.items() if times]
+        for (ahead, back), times in (*parts, *outside):
+            forward.take(ahead, times)
+            backward.take(back, times)
         learning = sum(backward.terms.get(name, 0.0) for name in (MATMULS, HEAD_AND_LOSS)) / 2
         if run.config.lora:  # of adapters alone
             adapters = [[*run.adapter_matmuls(block).values()] for block in run.blocks]
@@ -504,7 +519,7 @@ class Clock:
                     own = links_s * seconds / sum(computing)
                     part.add(term, self.exposed(own, beside, hidden_by != ""))
         cut = run.zero_group if run.zero == 3 else 1
-        if cut > 1 and not self.exact and not self.gathers_once:
+        if cut > 1 and not (self.exact or self.gathers_once):
             gather, scatter = self.gathers(used, trained)
             forward.add(WEIGHT_LINKS, self.exposed(gather, forward.seconds, soft.overlaps))
             scattered = scatter + gather * run.reshard
@@ -513,7 +528,7 @@ class Clock:
             added = ACCUMULATED_BYTES / 4 * soft.grad_bytes * sum(trained) / cut / self.bytes_per_s
             if soft.sums_in_matmuls:
                 added = math.hypot(added, learning) - learning
-            backward.add("accumulation", added)
+            backward.add(ACCUMULATION, added)
         for part in passes:
             if run.mesh.pp > 1 and not soft.overlaps:  # a stage waits for what it sends
                 part.add(STAGE_LINKS, self.hop())
@@ -598,8 +613,33 @@ def beside_flops(terms: Mapping[str, float]) -> str:
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
     """Return the seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed
     forms: quick."""
-    clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
-    stages, late = chunks(clock)
+    clock = Clock(run, own, exact=simulate)
+    return _time(clock, *chunks(clock), simulate)
+
+
+def least_time(run: Run, last: Sequence[int], apart: tuple[str, ...] = ()) -> float:
+    """Return seconds that no plan beats that differs from a run in its schedule, whose chunks are no more
+    and whose ``last`` has no more layers, which run forward once, and in its strategy along the sequence:
+    every stage has an even share, since the busiest decides and collectives of parts take no less than one of
+    all, sp sends nothing, and terms that are ``apart`` take no time."""
+    clock, p = Clock(run, exact=False), run.mesh.pp
+    layers = [count / p for count, _ in run.config.blocks]
+    parts = [
+        (clock.layer(kind, again), times)
+        for kind, once in enumerate(last)
+        for again, times in ((run.again, layers[kind] - once / p), (0.0, once / p))
+    ]
+    ends, apart = {"embedding": 1 / p, "head": 1 / p}, (SEQUENCE_LINKS, *apart)
+    chunk = clock.around(parts, layers, ends, {}, apart)
+    late = clock.at_the_end(chunk.used, chunk.trained)
+    return _time(clock, [[chunk]] * p, [late] * p, False).step_s
+
+
+def _time(
+    clock: "Clock", stages: list[list["Chunk"]], late: list[tuple[float, float]], simulate: bool
+) -> Time:
+    """Return the seconds of a step with these chunks of each stage, and seconds at its end."""
+    run, m, p, soft = clock.run, clock.run.microbatches, clock.run.mesh.pp, clock.run.software
     loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     total = max(loads)
     busiest, terms = stages[loads.index(total)], Pass()
@@ -690,9 +730,10 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
     added at the busiest stage's pace: the steady state repeats. None where there is no such order."""
     m, p = run.microbatches, run.mesh.pp
     few, order = min(m, 4 * p), None
+    visits = run.virtual_stages if run.virtual_stages > 1 else None
     for count in dict.fromkeys((few, m)):
         with contextlib.suppress(ValueError):
-            few, order = count, _order(run.schedule, p, count, run.virtual_stages)
+            few, order = count, schedules.make(run.schedule, p, count, visits)
             break
     if order is None:
         return None
@@ -709,8 +750,3 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
 
     pace = max(sum(sum(chunk.seconds) for chunk in stage) for stage in stages)
     return makespan(order, cost, hop) + (m - few) * pace
-
-
-@functools.lru_cache(maxsize=256)
-def _order(name: str, p: int, m: int, v: int) -> schedules.Schedule:
-    return schedules.make(name, p, m, v if v > 1 else None)
