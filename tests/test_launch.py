@@ -173,10 +173,29 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
     try:
         assert local.run_locally([sys.executable, "-c", program], 2, None) == 128 + signal.SIGKILL
         assert [signal.getsignal(number) for number in asked] == mine
+        command = [sys.executable, "-c", program, "--checkpoints=kept"]
+        assert local.run_locally(command, 2, None) == 128 + signal.SIGKILL
     finally:
         for number, handler in zip(asked, before, strict=True):
             signal.signal(number, handler)
-    assert capfd.readouterr().err == "llmpar: process 0 was ended by SIGKILL\n"
+    line = "llmpar: process 0 was ended by SIGKILL (status 137)"
+    again = "; the same command goes on from the newest checkpoint"
+    assert capfd.readouterr().err == f"{line}\n{line}{again}\n"
+
+
+LOSES = (
+    "import sys, time, llmpar.launch.joined as j; j.initialize(); sys.stderr.write('in\\n'); time.sleep(99)"
+)
+
+
+def test_processes_that_lose_process_0_end_with_one_sentence_and_without_the_stack_of_jax():
+    line = "llmpar: ends, because process 0 is gone or cannot be reached: its own output says why"
+    with local.Processes([sys.executable, "-c", LOSES], 3, 1, ENVIRON) as processes:
+        lines = lambda: [processes.output_of(i).splitlines() for i in range(3)]
+        until(lambda: lines() == [["in"]] * 3, "all are in")
+        processes.running[0].kill()
+        assert processes.wait(60).first == 0
+        until(lambda: lines() == [["in"], ["in", line], ["in", line]], "both say why", said=lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)

@@ -25,35 +25,6 @@ _TO_THE_END = contextlib.ExitStack()
 """What the command line keeps while Python ends: that hears Ctrl-C, too."""
 
 
-class _ForPeople:
-    """stderr, but once it cannot be written (a closed pipe, a full disk, a lost terminal) it is silent."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except (OSError, ValueError):  # ValueError: it was closed
-            _silence(self._stream)
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            _silence(self._stream)
-
-
-def _silence(stream: Any) -> None:
-    """Drop what a stream has not written yet, and all that follows."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     for number, name in enumerate(("stdout", "stderr"), 1):
@@ -63,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know every letter
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stderr(_ForPeople(sys.stderr)))
+        stack.enter_context(contextlib.redirect_stderr(signals.ForPeople(sys.stderr)))
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             stack.enter_context(signals.signals_to(_interrupt, [signal.SIGINT]))
         status = _status_of(argv)
@@ -203,7 +174,7 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
     if sentence and first is None:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
-        _silence(sys.stdout)
+        signals.silence(sys.stdout)
     if status == 1 and not _joined():
         _decline(sentence)
     return status if first is None else first

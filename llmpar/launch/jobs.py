@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -101,6 +101,11 @@ def read_site(path: str) -> Site:
         raise ValueError(f"the site file '{path}': {error}") from error
 
 
+def keeps(words: Sequence[str]) -> bool:
+    """Return whether a command keeps checkpoints, from which the same command goes on."""
+    return any(word.partition("=")[0] == "--checkpoints" for word in words)
+
+
 @dataclass(frozen=True)
 class Job:
     """Describe a command of `llmpar` on some nodes of a site."""
@@ -129,9 +134,7 @@ class Job:
     @property
     def goes_on(self) -> bool:
         """Return whether the command finds its own checkpoint when it starts again."""
-        return any(
-            word == "--checkpoints" or word.startswith("--checkpoints=") for word in self.words
-        )
+        return keeps(self.words)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -39,6 +40,19 @@ _AGREED = "all agree"
 GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 sends to a process that connects, and within how many seconds."""
 _MEETINGS = itertools.count()
+_SED = """
+/connected peer ranks|(preemption_sync_manager|coordination_service_agent)[.]cc/d
+/^(Additional GRPC error|:UN[A-Z]*:|=== Source Location|external.xla|[.] This is only expected|$)/d
+/JAX distributed service detected fatal errors.*Failed to send RPC to coordination service/{
+s/.*/llmpar: ends, because process 0 is gone or cannot be reached: its own output says why/p
+:rest
+n
+b rest
+}
+p
+"""
+"""What of native code's lines is shown: not Gloo's about each pair, nor, when process 0 is gone, JAX's words
+and stack; its callback for that would end the process, too (0.10.2 and 0.12: std::bad_cast)."""
 
 
 def initialize(
@@ -66,7 +80,7 @@ def initialize(
 
     from llmpar.parallel import _jax
 
-    _clear_stdout()
+    _filter_native()
     _CAME.set()
     own, bind = check_coordinator(place, wait_s)
     if place.coordinator and place.process_id == 0:
@@ -416,26 +430,19 @@ def local_devices(
     return list(range(place.local_id * each, (place.local_id + 1) * each))
 
 
-def _clear_stdout() -> None:
-    """Reserve stdout for Python, which prints a command's document there: what native code writes to it goes
-    to stderr, without Gloo's line about every pair that is connected."""
+def _filter_native() -> None:
+    """Reserve stdout and stderr for Python. What native code writes to either goes to stderr through `_SED`,
+    a process that outlives this one: JAX ends a process that has lost process 0 in native code."""
     if sys.stdout is None or sys.stdout is not sys.__stdout__:
         return
-    kept = os.dup(1)
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    os.close(write)
-    sys.stdout = os.fdopen(
-        kept, "w", encoding=getattr(sys.stdout, "encoding", "utf-8"), errors="replace"
-    )
-
-    def pass_on() -> None:
-        with os.fdopen(read, "rb") as lines:
-            for line in lines:
-                if b"connected peer ranks" not in line:  # a line may arrive in parts
-                    os.write(2, line)
-
-    threading.Thread(target=pass_on, daemon=True).start()
+    encoding = getattr(sys.stdout, "encoding", "utf-8")
+    own = [os.fdopen(os.dup(number), "w", 1, encoding, "replace") for number in (1, 2)]
+    sys.stdout, sys.stderr = own[0], signals.ForPeople(own[1])
+    with contextlib.suppress(OSError):  # no sed: everything is shown
+        to_stderr: dict[str, Any] = {"stdout": 2, "stderr": 2, "start_new_session": True}
+        sed: Any = subprocess.Popen(["sed", "-nuE", _SED], stdin=subprocess.PIPE, **to_stderr)
+        for number in (1, 2):
+            os.dup2(sed.stdin.fileno(), number)
 
 
 # ----------------------------------------------------------------------------------------------------- guards
