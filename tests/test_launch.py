@@ -184,7 +184,7 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
 
 
 LOSES = (
-    "import sys, time, llmpar.launch.joined as j; j.initialize(); sys.stderr.write('in\\n'); time.sleep(99)"
+    "import sys, time, llmpar.launch.joined as j; j.initialize(); print('in', file=sys.stderr); time.sleep(9)"
 )
 
 

@@ -80,6 +80,7 @@ class Progress(Output):
             else:
                 with path.with_suffix(".html").open("x", encoding="utf-8") as file:
                     file.write(record.page(pages[0]))
+                inform(f"wrote {file.name}")
         except OSError as error:
             raise ValueError(
                 f"cannot write the report '{path}' ({error.strerror}); give another name"
