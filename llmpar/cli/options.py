@@ -315,9 +315,8 @@ def fits_host(
 
     if jax.devices()[0].platform != "cpu" or not (available := host_bytes()):
         return
-    sizes = memory.argument_bytes(plan, batch_size, seq_len)
+    sizes = memory.argument_bytes(plan, batch_size, seq_len) | {"cache": cache}
     num_devices = min(plan.mesh.size, len(jax.local_devices()))
-    sizes["cache"] = cache
     parts += ("cache",) if cache else ()
     need = num_devices * sum(sizes[part] for part in parts)
     if need > available:

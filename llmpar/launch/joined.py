@@ -73,7 +73,7 @@ def initialize(
         _enter(environ)
         return replace(place, num_processes=_state().num_processes, process_id=_state().process_id)
     if place.note:
-        _tell(place.note)
+        signals.write_sentence(place.note)
     if place.num_processes == 1:
         return place
     import jax
@@ -192,10 +192,6 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
     if to_itself:  # the others resolve another address
         return _towards(), None
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _tell(words: str) -> None:
-    print(f"llmpar: {words}", file=sys.stderr, flush=True)
 
 
 def _socket(address: str, protocol: int = socket.SOCK_STREAM) -> socket.socket:
@@ -373,7 +369,9 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
             why = error.strerror or str(error)
         if passed > 1 and not announced:
             announced = True
-            _tell(f"process {place.process_id} on {socket.gethostname()} waits for {where}: {why}")
+            signals.write_sentence(
+                f"process {place.process_id} on {socket.gethostname()} waits for {where}: {why}"
+            )
         time.sleep(0.1)
     raise ValueError(
         f"process {place.process_id} of {place.num_processes} ({place.engine}) could not connect to"
@@ -393,7 +391,9 @@ def without_proxy(place: Place, environ: MutableMapping[str, str]) -> None:
     for name in ("no_proxy", "no_grpc_proxy"):
         environ[name] = ",".join(filter(None, [environ.get(name), host]))
     if place.process_id == 0:
-        _tell(f"{', '.join(named)} would stand between the processes: {host} is added to no_proxy")
+        signals.write_sentence(
+            f"{', '.join(named)} would stand between the processes: {host} is added to no_proxy"
+        )
 
 
 def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int, int]:
@@ -584,7 +584,7 @@ def tell_others(sentence: str, status: int) -> int | None:
     if not failure or failure == own or failure.partition(": ")[2] == sentence:
         return None  # all refuse the same: each prints it
     first, _, why = failure.partition(" ")
-    _tell(f"ends, because {why}")
+    signals.write_sentence(f"ends, because {why}")
     return int(first)
 
 

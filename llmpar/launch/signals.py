@@ -79,17 +79,17 @@ class ForPeople:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
-        try:
-            self._stream.write(text)
-        except (OSError, ValueError):  # ValueError: it was closed
-            silence(self._stream)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Write what is in the buffer."""
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[..., Any], *given: str) -> None:
         try:
-            self._stream.flush()
-        except (OSError, ValueError):
+            call(*given)
+        except (OSError, ValueError):  # ValueError: it was closed
             silence(self._stream)
 
 
