@@ -78,10 +78,9 @@ def _run(argv: list[str]) -> None:
     if argv[:1] == ["--version"]:
         print(f"llmpar {llmpar.__version__}")
         return
-    if (number := os.environ.get("JAX_NUM_CPU_DEVICES")) and not number.isdecimal():
-        raise ValueError(
-            f"JAX_NUM_CPU_DEVICES is '{number}'; use a whole number of devices, or unset it"
-        )
+    number = os.environ.get("JAX_NUM_CPU_DEVICES") or "1"
+    if not number.isdecimal() or not int(number):
+        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{number}'; use 1 or more devices, or unset it")
     from llmpar.cli.commands import parse
 
     parse(argv).run()
@@ -102,13 +101,13 @@ def explain_error(error: Exception) -> str:
     that this package has overlooked.
     """
     package = os.path.dirname(llmpar.__file__) + os.sep
-    steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    frames = [(code.co_filename, line) for code, line in steps]
-    imported = [code.co_filename for code, _ in steps if code.co_name == "<module>"]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(package)]
     elsewhere = any(
-        "-packages" + os.sep in file and not file.startswith(package) for file in imported
+        frame.name == "<module>" and "-packages" + os.sep in frame.filename and frame not in ours
+        for frame in frames
     )
-    refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(package))
+    refused = isinstance(error, ValueError) and frames[-1:] == ours[-1:]
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     if refused or isinstance(error, OSError | FloatingPointError):
@@ -130,10 +129,11 @@ def explain_error(error: Exception) -> str:
             f"the memory of a device is full ({summary}); use a smaller model or batch, more"
             " microbatches, or --remat block"
         )
-    ours = [
-        f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)
-    ][-1:]
-    return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
+    places = [f"{frame.filename.removeprefix(package)}:{frame.lineno}" for frame in ours]
+    return (
+        f"this is a fault of llmpar, at {''.join(places[-1:])}: {summary}; LLMPAR_TRACEBACK=1 shows the"
+        " stack"
+    )
 
 
 def _joined() -> Any:

@@ -85,6 +85,8 @@ class Progress(Output):
             raise ValueError(
                 f"cannot write the report '{path}' ({error.strerror}); give another name"
             ) from error
+        if not pages:
+            raise ValueError(f"'{path}' has no page of a report; give a folder of such pages")
         row = "{learner:<24}{num_given:>4} answered{num_correct:>4} correct".format
         give({"reports": pages}, self.json, [row(**page) for page in pages])
 

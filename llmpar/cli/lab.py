@@ -111,6 +111,7 @@ class Lab:
             f"--port={self.port}",
             "--ip=127.0.0.1",
             f"--LabApp.default_url=/lab/tree/{_START}",
+            "--allow-root",  # most containers run as root, and the server is open to this machine only
         ]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]
@@ -119,8 +120,6 @@ class Lab:
             **os.environ,
             "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config)),
         }
-        # Most containers run as root, and the server is open to this machine only.
-        command.append("--allow-root")
         if not self.browser:
             command.append("--no-browser")
         os.execve(sys.executable, command, env)
