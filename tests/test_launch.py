@@ -184,7 +184,8 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
 
 
 LOSES = (
-    "import sys, time, llmpar.launch.joined as j; j.initialize(); print('in', file=sys.stderr); time.sleep(9)"
+    "import sys, time, llmpar.launch.joined as j; j.initialize(); print('in', file=sys.stderr)\n"
+    "time.sleep(99)"
 )
 
 
