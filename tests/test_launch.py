@@ -191,6 +191,7 @@ LOSES = (
 
 def test_processes_that_lose_process_0_end_with_one_sentence_and_without_the_stack_of_jax():
     line = "llmpar: ends, because process 0 is gone or cannot be reached: its own output says why"
+    line += "; the same command goes on from checkpoints"
     with local.Processes([sys.executable, "-c", LOSES], 3, 1, ENVIRON) as processes:
         lines = lambda: [processes.output_of(i).splitlines() for i in range(3)]
         until(lambda: lines() == [["in"]] * 3, "all are in")

@@ -44,7 +44,8 @@ _SED = """
 /connected peer ranks|(preemption_sync_manager|coordination_service_agent)[.]cc/d
 /^(Additional GRPC error|:UN[A-Z]*:|=== Source Location|external.xla|[.] This is only expected|$)/d
 /JAX distributed service detected fatal errors.*Failed to send RPC to coordination service/{
-s/.*/llmpar: ends, because process 0 is gone or cannot be reached: its own output says why/p
+s/.*/llmpar: ends, because process 0 is gone or cannot be reached: its own output says why; \
+the same command goes on from checkpoints/p
 :rest
 n
 b rest
