@@ -111,10 +111,9 @@ class Launch:
         check_free(path, jobs.MARK.encode())
         Path(path).write_text(text)
         line = jobs.submit_line(engine, path)
+        inform(f"wrote {path}; {'runs' if self.submit else 'submit it'}: {' '.join(line)}")
         if not self.submit:
-            inform(f"wrote {path}; submit it: {' '.join(line)}")
             return
-        inform(f"wrote {path}; runs: {' '.join(line)}")
         try:
             raise SystemExit(subprocess.run(line, check=False).returncode)
         except FileNotFoundError as error:
