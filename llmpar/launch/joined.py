@@ -439,9 +439,11 @@ def _filter_native() -> None:
     encoding = getattr(sys.stdout, "encoding", "utf-8")
     own = [os.fdopen(os.dup(number), "w", 1, encoding, "replace") for number in (1, 2)]
     sys.stdout, sys.stderr = own[0], signals.ForPeople(own[1])
+    os.dup2(2, 1)
     with contextlib.suppress(OSError):  # no sed: everything is shown
-        to_stderr: dict[str, Any] = {"stdout": 2, "stderr": 2, "start_new_session": True}
-        sed: Any = subprocess.Popen(["sed", "-nuE", _SED], stdin=subprocess.PIPE, **to_stderr)
+        sed: Any = subprocess.Popen(
+            ["sed", "-nuE", _SED], stdin=subprocess.PIPE, stdout=2, stderr=2, start_new_session=True
+        )
         for number in (1, 2):
             os.dup2(sed.stdin.fileno(), number)
 
