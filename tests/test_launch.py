@@ -179,7 +179,7 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
         for number, handler in zip(asked, before, strict=True):
             signal.signal(number, handler)
     line = "llmpar: process 0 was ended by SIGKILL (status 137)"
-    again = "; the same command goes on from the newest checkpoint"
+    again = "; the same command goes on from checkpoints"
     assert capfd.readouterr().err == f"{line}\n{line}{again}\n"
 
 

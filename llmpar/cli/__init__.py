@@ -80,7 +80,7 @@ def _run(argv: list[str]) -> None:
         return
     number = os.environ.get("JAX_NUM_CPU_DEVICES") or "1"
     if not number.isdecimal() or not int(number):
-        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{number}'; use 1 or more devices, or unset it")
+        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{number}'; use 1 or more, or unset it")
     from llmpar.cli.commands import parse
 
     parse(argv).run()

@@ -72,7 +72,7 @@ def command_class(name: str) -> type:
 
 
 def check_options(command: Any) -> None:
-    """Refuse values that the types of a command's options do not allow (`files.Allowed`), and empty names."""
+    """Refuse values that their types do not allow, and empty names."""
     check_fields(command)
     for field in dataclasses.fields(command):
         if getattr(command, field.name) == "" != field.default and field.name != "prompt":

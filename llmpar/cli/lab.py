@@ -111,7 +111,8 @@ class Lab:
             f"--port={self.port}",
             "--ip=127.0.0.1",
             f"--LabApp.default_url=/lab/tree/{_START}",
-            "--allow-root",  # most containers run as root, and the server is open to this machine only
+            # containers run as root, and only this machine is served
+            "--allow-root",
         ]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]

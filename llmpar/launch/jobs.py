@@ -102,7 +102,7 @@ def read_site(path: str) -> Site:
 
 
 def keeps(words: Sequence[str]) -> bool:
-    """Return whether a command keeps checkpoints, from which the same command goes on."""
+    """Return whether a command finds its own checkpoint when it starts again."""
     return any(word.partition("=")[0] == "--checkpoints" for word in words)
 
 
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the command finds its own checkpoint when it starts again."""
+        """See `keeps`."""
         return keeps(self.words)
 
     @property

@@ -41,10 +41,18 @@ GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 sends to a process that connects, and within how many seconds."""
 _MEETINGS = itertools.count()
 _SED = """
-/connected peer ranks|(preemption_sync_manager|coordination_service_agent)[.]cc/d
-/^(Additional GRPC error|:UN[A-Z]*:|=== Source Location|external.xla|[.] This is only expected|$)/d
-/JAX distributed service detected fatal errors.*Failed to send RPC to coordination service/{
-s/.*/llmpar: ends, because process 0 is gone or cannot be reached: its own output says why; \
+/connected peer ranks/d
+/preemption_sync_manager[.]cc/d
+/coordination_service_agent[.]cc/d
+/^Additional GRPC error/d
+/^:UN[A-Z]*:/d
+/^=== Source Location/d
+/^external.xla/d
+/^[.] This is only expected/d
+/^$/d
+/Failed to send RPC to coordination service/{
+s/.*/llmpar: ends, because process 0 is gone or cannot be reached: \
+its own output says why; \
 the same command goes on from checkpoints/p
 :rest
 n
@@ -52,8 +60,9 @@ b rest
 }
 p
 """
-"""What of native code's lines is shown: not Gloo's about each pair, nor, when process 0 is gone, JAX's words
-and stack; its callback for that would end the process, too (0.10.2 and 0.12: std::bad_cast)."""
+"""What of native code's lines is shown: not Gloo's about each pair, and one
+sentence in place of JAX's stack when process 0 is gone. JAX's callback for that
+would end the process, too (0.10.2 and 0.12: std::bad_cast)."""
 
 
 def initialize(
@@ -118,7 +127,9 @@ def initialize(
 
 
 def _enter(environ: Mapping[str, str], heartbeat_s: float = HEARTBEAT_S) -> None:
-    """Check that all processes run the same, before JAX starts a device, which hangs where they do not."""
+    """Check that all processes run the same.
+
+    It comes before JAX starts a device, which hangs where they do not."""
     barrier({"processes": _state().num_processes} | surroundings(environ))
     if not _GUARDED.is_set():
         _GUARDED.set()
@@ -382,7 +393,9 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
 
 
 def without_proxy(place: Place, environ: MutableMapping[str, str]) -> None:
-    """Exclude the coordinator from a site's proxy, which gRPC would use between the processes."""
+    """Exclude the coordinator from a site's proxy.
+
+    gRPC would use it between the processes."""
     named = sorted(
         name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")
     )
@@ -432,8 +445,8 @@ def local_devices(
 
 
 def _filter_native() -> None:
-    """Reserve stdout and stderr for Python. What native code writes to either goes to stderr through `_SED`,
-    a process that outlives this one: JAX ends a process that has lost process 0 in native code."""
+    """Reserve stdout and stderr for Python. What native code writes to them
+    goes to stderr through `_SED`, in a process that outlives this one."""
     if sys.stdout is None or sys.stdout is not sys.__stdout__:
         return
     encoding = getattr(sys.stdout, "encoding", "utf-8")
@@ -452,7 +465,9 @@ def _filter_native() -> None:
 
 
 def _state() -> Any:
-    """What JAX knows of the processes before it starts a device: ``client`` is None where there is one."""
+    """Return what JAX knows of the processes before it starts a device.
+
+    Its ``client`` is None where there is one process."""
     from llmpar.parallel import _jax
 
     return _jax.processes()
@@ -489,7 +504,7 @@ def _guard(silent_s: float) -> None:
 
 
 def _first_failure() -> str | None:
-    """Return the exit status and the sentence of the process that failed first; None where none did."""
+    """Return status and sentence of the process that failed first, if one did."""
     with contextlib.suppress(Exception):  # there is none, or the coordinator is gone
         return _client().key_value_try_get(_KEY)
     return None
@@ -571,7 +586,9 @@ def barrier(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
 
 
 def is_broken(sentence: str) -> bool:
-    """Return whether an error is that of a broken collective: another process ended, or came too late."""
+    """Return whether an error is that of a broken collective.
+
+    Another process ended, or came too late."""
     return any(sign in sentence for sign in ("Gloo", "NCCL", "DEADLINE", "UNAVAILABLE"))
 
 
@@ -592,7 +609,9 @@ def tell_others(sentence: str, status: int) -> int | None:
 
 
 def leave_job(status: int) -> None:
-    """End this process, one of several, at once; JAX would wait minutes for the others at a barrier."""
+    """End this process, one of several, at once.
+
+    JAX would wait minutes for the others at a barrier."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     if _state().process_id == 0:
@@ -601,7 +620,9 @@ def leave_job(status: int) -> None:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Return whether all processes end after this step, because one got SIGTERM; equal in all processes."""
+    """Return whether all processes end after this step.
+
+    It is equal in all processes: one of them got SIGTERM."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.reached_preemption_sync_point(step)

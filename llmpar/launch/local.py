@@ -46,7 +46,9 @@ class Ended:
 def environment(
     num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]
 ) -> dict:
-    """Return the environment of one of ``num`` processes; it simulates ``devices`` devices, unless None."""
+    """Return the environment of one of ``num`` processes.
+
+    It simulates ``devices`` devices, unless None."""
     variables = {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(num),
@@ -111,7 +113,9 @@ class Processes:
         self._files.close()
 
     def end(self, number: int = signal.SIGKILL) -> None:
-        """Signal all that still run, and their children. SIGTERM lets them finish a step, save and leave."""
+        """Signal all that still run, and their children.
+
+        SIGTERM lets them finish a step, save and leave."""
         for process in self.running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -179,7 +183,7 @@ def run_locally(
     if ended.first is not None and not requests:
         by = -ended.statuses[ended.first]
         name = f"was ended by {signal.Signals(by).name}" if by > 0 else "failed"
-        again = "; the same command goes on from the newest checkpoint" if keeps(command) else ""
+        again = "; the same command goes on from checkpoints" if keeps(command) else ""
         if by > 0 or ended.status in (FAILED, STUCK):
             lines += [f"llmpar: process {ended.first} {name} (status {ended.status}){again}"]
     sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -69,7 +69,7 @@ def _listen(read: int) -> None:
 
 
 class ForPeople:
-    """stderr, but once it cannot be written (a closed pipe, a full disk, a lost terminal) it is silent."""
+    """stderr, but silent once it cannot be written: a closed pipe, a full disk."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -110,5 +110,6 @@ def end(sentence: str, status: int) -> NoReturn:
     write_sentence(sentence)
     with contextlib.suppress(OSError, ValueError):
         number = sys.stderr.fileno()
-        os.write(number, b"\x1b[?25h" * os.isatty(number))  # the cursor, which a progress bar hides
+        # the cursor, which a progress bar hides
+        os.write(number, b"\x1b[?25h" * os.isatty(number))
     os._exit(status)
