@@ -200,6 +200,24 @@ def test_processes_that_lose_process_0_end_with_one_sentence_and_without_the_sta
         until(lambda: lines() == [["in"], ["in", line], ["in", line]], "both say why", said=lines)
 
 
+NATIVE = """connected peer ranks: 1
+the words of another library
+F1129 client.h:80] JAX distributed service detected fatal errors. (stopped sending heartbeats):
+1
+2
+The tasks have crashed. Check the task logs
+
+*** Check failure stack trace: ***
+"""
+
+
+def test_what_native_code_writes_is_shown_but_for_the_stack_of_a_process_that_was_lost():
+    command = ["sed", "-nuE", joined._SED]
+    shown = subprocess.run(command, input=NATIVE, text=True, capture_output=True, check=True).stdout
+    why = "process 1, 2 is gone or cannot be reached: its own output says why; the same command goes on from"
+    assert shown == f"the words of another library\nllmpar: ends, because {why} checkpoints\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tmp_path):
     """Its processes are asked by SIGTERM, or by Ctrl-C's signal, and leave with what that says."""

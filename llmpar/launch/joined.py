@@ -40,29 +40,43 @@ _AGREED = "all agree"
 GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 sends to a process that connects, and within how many seconds."""
 _MEETINGS = itertools.count()
-_SED = """
+_SED = r"""
 /connected peer ranks/d
 /preemption_sync_manager[.]cc/d
 /coordination_service_agent[.]cc/d
+/coordination_service[.]cc.*stopped sending/,/^The tasks have crashed/d
 /^Additional GRPC error/d
 /^:UN[A-Z]*:/d
 /^=== Source Location/d
 /^external.xla/d
 /^[.] This is only expected/d
 /^$/d
-/Failed to send RPC to coordination service/{
-s/.*/llmpar: ends, because process 0 is gone or cannot be reached: \
-its own output says why; \
-the same command goes on from checkpoints/p
+/detected fatal errors.*Failed to send RPC to coordination service/{
+s/.*/0/
+b gone
+}
+/detected fatal errors.*stopped sending heartbeats/{
+:more
+N
+/The tasks have crashed/!b more
+s/.*heartbeats\):.//
+s/.The tasks have crashed.*//
+s/\n/, /g
+b gone
+}
+p
+b
+:gone
+s/.*/llmpar: ends, because process & is gone or cannot be reached: \
+its own output says why; the same command goes on from checkpoints/
+s/\n//p
 :rest
 n
 b rest
-}
-p
 """
 """What of native code's lines is shown: not Gloo's about each pair, and one
-sentence in place of JAX's stack when process 0 is gone. JAX's callback for that
-would end the process, too (0.10.2 and 0.12: std::bad_cast)."""
+sentence in place of JAX's words and stack when a process is gone. JAX's callback
+for that would end the process, too (0.10.2 and 0.12: std::bad_cast)."""
 
 
 def initialize(
