@@ -99,7 +99,7 @@ class Launch:
             job = jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
             self.check_command(job.num_devices)
             self.check_fewer(job)
-        if not job.goes_on and job.words[0] == "train":
+        if not jobs.keeps(job.words) and job.words[0] == "train":
             inform(
                 "llmpar: no --checkpoints: nothing is kept, and a failed job is not started again"
             )

@@ -132,11 +132,6 @@ class Job:
         return self.nodes * self.site.gpus_per_node or self.num_processes
 
     @property
-    def goes_on(self) -> bool:
-        """See `keeps`."""
-        return keeps(self.words)
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Return the hosts that the site file lists, as many as there are nodes."""
         if self.nodes == 1 and not self.site.hosts:
@@ -154,8 +149,8 @@ def job_file(engine: str, job: Job) -> str:
     template, own, _ = ENGINES[engine]
     site = job.site
     when: dict[str, Any] = {
-        "again": job.goes_on,
-        "once": not job.goes_on,
+        "again": keeps(job.words),
+        "once": not keeps(job.words),
         "gpu": site.gpus_per_node,
         "cpu": site.cpus_per_node,
         "shared": site.volume,
@@ -165,7 +160,7 @@ def job_file(engine: str, job: Job) -> str:
     values |= {
         "nodes": job.nodes,
         "num_processes": job.num_processes,
-        "restarts": 3 if job.goes_on else 0,
+        "restarts": 3 if keeps(job.words) else 0,
         "gpus": site.gpus_per_node // site.processes_per_node or None,
         "cpus": site.cpus_per_node // site.processes_per_node or None,
         "modules": shlex.join(site.modules) or None,
