@@ -28,7 +28,7 @@ BUDGETS = {
     "inspect": 4_016,
     "explore": 1_666,
     "serve": 930,
-    "launch": 1_214,
+    "launch": 1_215,
     "lessons": 1_544,
     "cli": 2_267,
     "top": 141,
