@@ -141,11 +141,11 @@ class Allowed(NamedTuple):
 def allowed(config_type: type) -> dict[str, Allowed]:
     """Return what the fields of a dataclass may be, by their types: `Annotated` by an `Allowed`, a `Literal`,
     a bool, a str, or an int from 1. Other types allow all values."""
-    fields = {}
+    fields = dict[str, Allowed]()
     for name, hint in get_type_hints(config_type, include_extras=True).items():
         plain, *rest = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if hasattr(hint, "__metadata__"):
-            fields[name] = hint.__metadata__[0]
+            fields.update((name, x) for x in hint.__metadata__ if isinstance(x, Allowed))
         elif get_origin(hint) is Literal:
             fields[name] = Allowed(str, choices=get_args(hint))
         elif plain in (bool, int, str):

@@ -28,15 +28,15 @@ BUDGETS = {
     "inspect": 4_090,
     "explore": 1_618,
     "serve": 930,
-    "launch": 1_191,
+    "launch": 1_215,
     "lessons": 1_528,
-    "cli": 2_296,
+    "cli": 2_266,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_426,
-    "statements": 27_568,
+    "statements": 27_562,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 19,

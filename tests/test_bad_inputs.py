@@ -47,6 +47,11 @@ RECIPES = {
     "list": lambda file: file.write_text("[1, 2]"),
     "big": lambda file: file.write_bytes(b" " * (17 << 20)),
     "text": lambda file: file.write_text("words and more words\n" * 2000),
+    "drawn": lambda file: [
+        file.mkdir(),
+        (file / "loss.png").write_text("mine"),
+        (file / "loss.svg").write_text("mine"),
+    ],
     "hub": lambda file: [file.mkdir(), *((file / x).write_text("{}") for x in HUB)],
 }
 """Files by the names that the table calls them: ``@fifo.json`` is a pipe with that suffix."""

@@ -85,13 +85,6 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
         assert names == [f"loss.{kind}", f"mesh.{kind}"] * (process == 0)
 
 
-def test_the_demonstration_overwrites_no_drawing_of_others(call, tmp_path, monkeypatch):
-    (tmp_path / "loss.svg").write_text("<svg>mine</svg>")
-    monkeypatch.setattr("llmpar.cli.demo.installed", lambda _: False)
-    assert call("demo", "--out", str(tmp_path))[0] == 1
-    assert (tmp_path / "loss.svg").read_text() == "<svg>mine</svg>"
-
-
 def test_weights_that_lie_beside_a_configuration_are_not_taken_and_that_is_said(call, tmp_path, monkeypatch):
     report = llmpar.training.loop.Report(losses=[2.0])
     monkeypatch.setattr(llmpar.training.loop, "train", lambda *_, **__: (None, report))
@@ -345,13 +338,9 @@ def test_the_stack_of_a_fault_is_shown_when_it_is_asked_for(call, monkeypatch):
 def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_pipe_is_silent():
     ascii = run("models", "llama9…", PYTHONIOENCODING="ascii")
     assert ascii.returncode == 1 and "unknown model 'llama9?'" in ascii.stderr
-    code = "import os, sys; os.close(1); os.dup2(os.pipe()[1], 1)\n"
-    code += "from llmpar.cli import main; sys.exit(main(['models']))"
-    closed = run(code=code)
+    closed = run(code=program_text("closed_pipe"))
     assert closed.returncode == 141 and closed.stderr == "", closed.stderr
-    code = "import os, sys\nos.close(1)\n"
-    code += "os.execv(sys.executable, [sys.executable, '-m', 'llmpar', *sys.argv[1:]])"
-    none = run("train", "--help", code=code)
+    none = run("train", "--help", code=program_text("no_stdout"))
     assert (none.returncode, none.stderr) == (0, ""), none.stderr
 
 

@@ -95,9 +95,9 @@ def test_processes_of_one_host_meet_on_loopback_whatever_its_name_resolves_to(mo
         assert detect(left | {"WORLD_SIZE": "4"}).coordinator == ("n1:99" if more else "n1:29501")
 
 
-def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
-    free, told, tell = joined.free_port(), threading.Event(), joined._tell
-    monkeypatch.setattr(joined, "_tell", lambda words: (tell(words), told.set()))
+def test_a_late_coordinator_is_waited_for_and_told(capfd, monkeypatch):
+    free, told, tell = joined.free_port(), threading.Event(), joined.signals.write_sentence
+    monkeypatch.setattr(joined.signals, "write_sentence", lambda words: (tell(words), told.set()))
 
     def listen():
         assert told.wait(60)
@@ -109,7 +109,7 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
     thread.start()
     assert joined.check_coordinator(place(1, f"127.0.0.1:{free}", num_local=2), 60) == ("127.0.0.1", None)
     thread.join()
-    (words,) = capsys.readouterr().err.splitlines()
+    (words,) = capfd.readouterr().err.splitlines()
     assert f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in words
 
 
@@ -206,11 +206,11 @@ def test_a_process_takes_the_gpus_that_are_its_own(environ, num_local, local_id,
         joined.local_devices(place(num=3, num_local=3), {}, files=8)
 
 
-def test_a_proxy_is_kept_out_of_the_way(capsys):
+def test_a_proxy_is_kept_out_of_the_way(capfd):
     environ = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}
     joined.without_proxy(place(0, "n1:9"), environ)
     assert environ["no_proxy"] == "a.b,n1" and environ["no_grpc_proxy"] == "n1"
-    assert "https_proxy would stand between the processes" in capsys.readouterr().err
+    assert "https_proxy would stand between the processes" in capfd.readouterr().err
 
 
 class Store(dict):

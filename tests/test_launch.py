@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shared import CASES, HERE
+from shared import CASES, HERE, program_text
 from small_cluster import until
 
 from llmpar.cli.rl import Rl
@@ -171,21 +171,36 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
     mine = [signal.getsignal(number) for number in asked]
     program = "import os; os.environ['JAX_PROCESS_ID'] == '0' and os.kill(os.getpid(), 9)"
     try:
-        assert local.run_locally([sys.executable, "-c", program], 2, None) == 128 + signal.SIGKILL
+        for more in [], ["--checkpoints=kept"]:
+            status = local.run_locally([sys.executable, "-c", program, *more], 2, None)
+            assert status == 128 + signal.SIGKILL
         assert [signal.getsignal(number) for number in asked] == mine
     finally:
         for number, handler in zip(asked, before, strict=True):
             signal.signal(number, handler)
-    assert capfd.readouterr().err == "llmpar: process 0 was ended by SIGKILL\n"
+    line = "llmpar: process 0 was ended by SIGKILL (status 137)"
+    assert capfd.readouterr().err == f"{line}\n{line}; the same command goes on from checkpoints\n"
+
+
+def test_processes_that_lose_another_end_with_one_sentence_and_without_the_stack_of_jax():
+    why = "cannot be reached: its own output says why; the same command goes on from checkpoints"
+    line = f"llmpar: ends, because process {{}} is gone or {why}"
+    with local.Processes([sys.executable, "-c", program_text("loses")], 3, 1, ENVIRON) as processes:
+        lines = lambda: [processes.output_of(i).splitlines() for i in range(3)]
+        until(lambda: lines() == [["in"]] * 3, "all are in")
+        processes.running[0].kill()
+        assert processes.wait(60).first == 0
+        until(lambda: lines() == [["in"], *[["in", line.format(0)]] * 2], "both say why", said=lines)
+    with open(HERE / "fixtures" / "native_words.txt") as words:
+        shown = subprocess.run(["sed", "-nuE", joined._SED], stdin=words, capture_output=True, text=True)
+    assert shown.stdout.splitlines() == ["the words of another library", line.format("2, 1")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tmp_path):
     """Its processes are asked by SIGTERM, or by Ctrl-C's signal, and leave with what that says."""
     handed = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-    program = "import os, signal, sys, time\n"
-    program += f"signal.signal({handed:d}, lambda number, _: sys.exit(128 + number))\n"
-    program += f"open('{tmp_path}/' + os.environ['JAX_PROCESS_ID'], 'w').close()\ntime.sleep(600)"
+    program = [sys.executable, "-c", program_text("leaves"), f"{handed:d}", str(tmp_path)]
 
     def ask():
         until(lambda: len(list(tmp_path.iterdir())) == 2, "both processes run")
@@ -194,7 +209,7 @@ def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tm
     usual = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored
     try:
         threading.Thread(target=ask, daemon=True).start()
-        assert local.run_locally([sys.executable, "-c", program], 2, None) == 128 + number
+        assert local.run_locally(program, 2, None) == 128 + number
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
         signal.signal(number, usual)
@@ -204,15 +219,7 @@ def test_a_killed_launcher_leaves_no_process_behind():
     environ = {joined.LAUNCHER: str(os.getppid())}
     joined.initialize(environ)
     assert not environ, "initialize() does what is seen below, and what we start is not the launcher's"
-    one = "import os, time, llmpar.launch.joined as j; j.end_with_launcher(os.environ); time.sleep(600)"
-    program = f"""
-import sys, time
-from llmpar.launch.local import Processes
-with Processes([sys.executable, "-c", {one!r}], 2) as processes:
-    print(*(process.pid for process in processes.running), flush=True)
-    time.sleep(600)
-"""
-    gone_after_a_kill(program, 2)
+    gone_after_a_kill(program_text("launches"), 2)
 
 
 def gone_after_a_kill(program: str, num: int) -> None:
@@ -229,12 +236,9 @@ def gone_after_a_kill(program: str, num: int) -> None:
     until(lambda: not any(map(alive, pids)), f"processes {pids} end")
 
 
-RAISES = (HERE / "fixtures" / "launch_raises.txt").read_text()
-
-
 def test_an_exception_in_one_process_ends_all():
     """JAX would wait minutes at a barrier, and the other process for ever."""
-    with local.Processes([sys.executable, "-c", RAISES], 2, 1, ENVIRON) as processes:
+    with local.Processes([sys.executable, "-c", program_text("raises")], 2, 1, ENVIRON) as processes:
         ended = processes.wait(300)
     assert all(ended.statuses) and ended.first is not None
     assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]

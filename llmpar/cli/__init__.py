@@ -25,35 +25,6 @@ _TO_THE_END = contextlib.ExitStack()
 """What the command line keeps while Python ends: that hears Ctrl-C, too."""
 
 
-class _ForPeople:
-    """stderr, but once it cannot be written (a closed pipe, a full disk, a lost terminal) it is silent."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except (OSError, ValueError):  # ValueError: it was closed
-            _silence(self._stream)
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            _silence(self._stream)
-
-
-def _silence(stream: Any) -> None:
-    """Drop what a stream has not written yet, and all that follows."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     for number, name in enumerate(("stdout", "stderr"), 1):
@@ -63,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know every letter
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stderr(_ForPeople(sys.stderr)))
+        stack.enter_context(contextlib.redirect_stderr(signals.ForPeople(sys.stderr)))
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             stack.enter_context(signals.signals_to(_interrupt, [signal.SIGINT]))
         status = _status_of(argv)
@@ -107,10 +78,9 @@ def _run(argv: list[str]) -> None:
     if argv[:1] == ["--version"]:
         print(f"llmpar {llmpar.__version__}")
         return
-    if (number := os.environ.get("JAX_NUM_CPU_DEVICES")) and not number.isdecimal():
-        raise ValueError(
-            f"JAX_NUM_CPU_DEVICES is '{number}'; use a whole number of devices, or unset it"
-        )
+    number = os.environ.get("JAX_NUM_CPU_DEVICES") or "1"
+    if not number.isdecimal() or not int(number):
+        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{number}'; use 1 or more, or unset it")
     from llmpar.cli.commands import parse
 
     parse(argv).run()
@@ -131,13 +101,13 @@ def explain_error(error: Exception) -> str:
     that this package has overlooked.
     """
     package = os.path.dirname(llmpar.__file__) + os.sep
-    steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    frames = [(code.co_filename, line) for code, line in steps]
-    imported = [code.co_filename for code, _ in steps if code.co_name == "<module>"]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(package)]
     elsewhere = any(
-        "-packages" + os.sep in file and not file.startswith(package) for file in imported
+        frame.name == "<module>" and "-packages" + os.sep in frame.filename and frame not in ours
+        for frame in frames
     )
-    refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(package))
+    refused = isinstance(error, ValueError) and frames[-1:] == ours[-1:]
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     if refused or isinstance(error, OSError | FloatingPointError):
@@ -159,10 +129,11 @@ def explain_error(error: Exception) -> str:
             f"the memory of a device is full ({summary}); use a smaller model or batch, more"
             " microbatches, or --remat block"
         )
-    ours = [
-        f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)
-    ][-1:]
-    return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
+    places = [f"{frame.filename.removeprefix(package)}:{frame.lineno}" for frame in ours]
+    return (
+        f"this is a fault of llmpar, at {''.join(places[-1:])}: {summary}; LLMPAR_TRACEBACK=1 shows the"
+        " stack"
+    )
 
 
 def _joined() -> Any:
@@ -203,7 +174,7 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
     if sentence and first is None:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
-        _silence(sys.stdout)
+        signals.silence(sys.stdout)
     if status == 1 and not _joined():
         _decline(sentence)
     return status if first is None else first

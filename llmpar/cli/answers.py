@@ -80,10 +80,13 @@ class Progress(Output):
             else:
                 with path.with_suffix(".html").open("x", encoding="utf-8") as file:
                     file.write(record.page(pages[0]))
+                inform(f"wrote {file.name}")
         except OSError as error:
             raise ValueError(
                 f"cannot write the report '{path}' ({error.strerror}); give another name"
             ) from error
+        if not pages:
+            raise ValueError(f"'{path}' has no page of a report; give a folder of such pages")
         row = "{learner:<24}{num_given:>4} answered{num_correct:>4} correct".format
         give({"reports": pages}, self.json, [row(**page) for page in pages])
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import tyro
 
+from llmpar.files import check_fields
+
 GROUPS: dict[str, dict[str, str]] = {
     "learn": {
         "lab": "lab:Lab",
@@ -69,6 +71,15 @@ def command_class(name: str) -> type:
     return pkgutil.resolve_name(f"llmpar.cli.{COMMANDS[name]}")
 
 
+def check_options(command: Any) -> None:
+    """Refuse values that their types do not allow, and empty names."""
+    check_fields(command)
+    for field in dataclasses.fields(command):
+        if getattr(command, field.name) == "" != field.default and field.name != "prompt":
+            flag = field.name.strip("_").replace("_", "-")
+            raise ValueError(f"--{flag} '' is empty; give a value, or leave it out")
+
+
 def parse(argv: list[str]):
     """Return the command that the words name. Other words end the process with status 2, --help with 0."""
     name = argv[0] if argv else ""
@@ -90,8 +101,10 @@ def parse(argv: list[str]):
     command: Any = tyro.cli(
         command_type, prog=f"llmpar {name}", description=about, args=argv[1:at], config=settings
     )
+    check_options(command)
     step: Any = getattr(command, "step", None)
     if hasattr(step, "given"):
+        check_options(step)
         flags = (
             word.removeprefix("--").partition("=")[0]
             for word in argv[1:at]

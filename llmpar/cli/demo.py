@@ -36,8 +36,6 @@ class Demo(Output):
 
         folder = pathlib.Path(self.out)
         try:
-            if not self.out:
-                raise ValueError("--out '' names no folder for pictures; leave it out for 'demo'")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(

@@ -69,22 +69,21 @@ LIBTPU_FLAGS = (
 def flags_for(platform: str) -> list[dict]:
     """Return the variables that JAX reads when it starts: the value to set (or to add), why, and whether this
     environment sets them."""
-    if platform == "gpu":
-        why = "JAX takes 75% of a GPU's memory; alone it may have nearly all"
-        is_set = hardware.asked_memory_share() is not None
-        return [
-            {"variable": hardware.MEMORY_SHARES[0], "value": ".95", "why": why, "is_set": is_set}
-        ]
-    if platform == "tpu":
-        why = (
-            "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)"
-        )
-        flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-        is_set = all(part.partition("=")[0] + "=" in flags for part in LIBTPU_FLAGS.split())
-        return [
-            {"variable": "LIBTPU_INIT_ARGS", "value": LIBTPU_FLAGS, "why": why, "is_set": is_set}
-        ]
-    return []
+    libtpu = os.environ.get("LIBTPU_INIT_ARGS", "")
+    of_gpu = {
+        "variable": hardware.MEMORY_SHARES[0],
+        "value": ".95",
+        "why": "JAX takes 75% of a GPU's memory; alone it may have nearly all",
+        "is_set": hardware.asked_memory_share() is not None,
+    }
+    of_tpu = {
+        "variable": "LIBTPU_INIT_ARGS",
+        "value": LIBTPU_FLAGS,
+        "why": "on v5p all-gathers run beside matmuls with all three of"
+        " these (v5e does so by itself)",
+        "is_set": all(part.partition("=")[0] + "=" in libtpu for part in LIBTPU_FLAGS.split()),
+    }
+    return {"gpu": [of_gpu], "tpu": [of_tpu]}.get(platform, [])
 
 
 def misfits() -> list[str]:

@@ -6,16 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.options import (
-    MAX_SEED,
-    MAX_SEQ_LEN,
-    Output,
-    check_range,
-    give,
-    start_jax,
-    still_at_work,
-)
+from llmpar.cli.options import MAX_SEQ_LEN, Output, Seed, give, start_jax, still_at_work
 from llmpar.cli.weights import ModelOptions
+from llmpar.files import Allowed
 from llmpar.launch.agreed import flat
 from llmpar.plan.presets import folder_of
 
@@ -37,9 +30,9 @@ class Generate(Output, ModelOptions):
     """
 
     prompt: Annotated[str, tyro.conf.Positional] = "def "
-    tokens: int = 64
+    tokens: Annotated[int, Allowed(int, 1, MAX_SEQ_LEN)] = 64
     temperature: float = 0.0
-    seed: int = 0
+    seed: Seed = 0
 
     def run(self) -> None:
         """Load the weights, read the prompt, add tokens, and print."""
@@ -50,8 +43,6 @@ class Generate(Output, ModelOptions):
         initialize()
         kept = self.checkpoints and kept_in(pathlib.Path(self.checkpoints))
         barrier({"command": "generate"} | flat(self) | {"kept": kept})
-        check_range("tokens", self.tokens, 1, MAX_SEQ_LEN)
-        check_range("seed", self.seed, 0, MAX_SEED)
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError(
                 "the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8"

@@ -1,9 +1,11 @@
 """``llmpar goodput``: what failures and checkpoints leave of a run's time."""
 
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from llmpar.cli.options import File, Output, Real, check_picture, check_range, give, save_picture
+from llmpar.cli.options import File, Output, Real, check_picture, give, save_picture
 from llmpar.draw.curves import failures
+from llmpar.files import Allowed
 from llmpar.predict import goodput
 
 # Of a GPU in the pre-training of Llama 3 405B: 466 interruptions in 54 days on 16,384 (Llama 3 2024, section
@@ -34,19 +36,17 @@ class GoodputCommand(Output):
         svg: also draw goodput over the interval into this SVG (or PNG).
     """
 
-    devices: int = 16_384
+    devices: Annotated[int, Allowed(int, 1, 1 << 24)] = 16_384
     device_mtbf_hours: float = DEVICE_MTBF_H
     stall_s: float = 30.0
     write_s: float = 0.0
     restart_s: float = 600.0
     repair_hours: float = 0.0
-    spares: int = 0
+    spares: Annotated[int, Allowed(int, 0, 1 << 20)] = 0
     interval_s: Real = None
     svg: File = None
 
     def run(self) -> None:
-        check_range("--devices", self.devices, 1, 1 << 24)
-        check_range("--spares", self.spares, 0, 1 << 20)
         check_picture(self.svg)
         given = self.stall_s, self.restart_s, self.write_s, 3600 * self.repair_hours, self.spares
         sizes = sorted({max(1, int(self.devices * share)) for share in (1 / 8, 1 / 2, 1, 2, 8)})

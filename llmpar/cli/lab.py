@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from llmpar.cli.options import inform, installed
-from llmpar.files import read_json, refuse
+from llmpar.files import Allowed, read_json, refuse
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 _START = "start.ipynb"
@@ -89,7 +89,7 @@ class Lab:
     folder: str = "notebooks"
     copies: str = "lessons"
     fresh: bool = False
-    port: int = 8888
+    port: Annotated[int, Allowed(int, 1, 65535)] = 8888
     browser: Annotated[
         bool,
         tyro.conf.arg(help="open no browser.", help_behavior_hint="(without this flag one opens)"),
@@ -99,10 +99,6 @@ class Lab:
         """Become JupyterLab: the process is replaced, so a signal to it reaches the server."""
         if not installed("jupyterlab"):
             raise ValueError("JupyterLab is not installed; pip install 'llmpar[lab]'")
-        if not 0 < self.port < 65536:
-            raise ValueError(f"--port {self.port} is no port; use 1 to 65535")
-        if not self.copies:
-            raise ValueError("--copies '' names no folder; leave it out for 'lessons'")
         own = os.path.isdir(self.folder) or self.folder != Lab.folder
         folder = pathlib.Path(self.folder) if own else _PACKAGE / "notebooks"
         inform(copy_lessons(folder, pathlib.Path(self.copies), self.fresh))
@@ -115,6 +111,8 @@ class Lab:
             f"--port={self.port}",
             "--ip=127.0.0.1",
             f"--LabApp.default_url=/lab/tree/{_START}",
+            # containers run as root, and only this machine is served
+            "--allow-root",
         ]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]
@@ -123,8 +121,6 @@ class Lab:
             **os.environ,
             "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config)),
         }
-        # Most containers run as root, and the server is open to this machine only.
-        command.append("--allow-root")
         if not self.browser:
             command.append("--no-browser")
         os.execve(sys.executable, command, env)

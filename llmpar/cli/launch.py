@@ -27,8 +27,6 @@ from llmpar.plan import config_json as hugging_face
 from llmpar.plan.presets import PRESETS, folder_of, preset
 from llmpar.predict import hardware, serving
 
-MAX_PROCESSES = 64
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -63,19 +61,19 @@ class Launch:
     engine: Annotated[
         Literal["local", "slurm", "mpi", "jobset", "ray", "torchrun"], tyro.conf.Positional
     ]
-    nodes: int = 1
+    nodes: Annotated[int, files.Allowed(int, 1, 65_536)] = 1
     min_nodes: Number = None
     site: File = None
-    gpus_per_node: Number = None
-    processes: int = 2
-    devices: int = 4
+    gpus_per_node: Annotated[Number, files.Allowed(int, 0)] = None
+    processes: Annotated[int, files.Allowed(int, 2, 64)] = 2
+    devices: Annotated[int, files.Allowed(int, 1, 1024)] = 4
     wire: Annotated[OptionalText, tyro.conf.arg(metavar="RATE")] = None
     out: File = None
     submit: bool = False
     serve: Literal["vllm", None] = None
     weights: Folder = None
     chip: OptionalText = None
-    cache_tokens: Number = None
+    cache_tokens: Annotated[Number, files.Allowed(int, 1, MAX_TOKENS)] = None
     words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     command: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -101,7 +99,7 @@ class Launch:
             job = jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
             self.check_command(job.num_devices)
             self.check_fewer(job)
-        if not job.goes_on and job.words[0] == "train":
+        if not jobs.keeps(job.words) and job.words[0] == "train":
             inform(
                 "llmpar: no --checkpoints: nothing is kept, and a failed job is not started again"
             )
@@ -113,10 +111,9 @@ class Launch:
         check_free(path, jobs.MARK.encode())
         Path(path).write_text(text)
         line = jobs.submit_line(engine, path)
+        inform(f"wrote {path}; {'runs' if self.submit else 'submit it'}: {' '.join(line)}")
         if not self.submit:
-            inform(f"wrote {path}; submit it: {' '.join(line)}")
             return
-        inform(f"wrote {path}; runs: {' '.join(line)}")
         try:
             raise SystemExit(subprocess.run(line, check=False).returncode)
         except FileNotFoundError as error:
@@ -144,9 +141,6 @@ class Launch:
                 "--serve vllm is for slurm and ray, with --weights and no command, not 'launch"
                 f" {self.engine}' with {' '.join(self.words) or 'no command'}"
             )
-        check_range("nodes", self.nodes, 1, 65_536)
-        check_range("processes", self.processes, 2, MAX_PROCESSES)
-        check_range("devices", self.devices, 1, 1024)
 
     def server(self, site: jobs.Site) -> jobs.Job:
         """Return the job of an inference engine for the weights, on as many nodes and GPUs as they need."""
@@ -178,7 +172,6 @@ class Launch:
         weight_bits = 8 * (stored or 0) / config.num_params if quantized else bits
         numbers = f"{quantized} (says {hugging_face.QUANTIZED})" if quantized else dtype
         tokens = context if self.cache_tokens is None else self.cache_tokens
-        check_range("cache-tokens", tokens, 1, MAX_TOKENS)
         tp, pp, most = serving.cut(
             config, chip, self.nodes, site.gpus_per_node, tokens, weight_bits, bits
         )

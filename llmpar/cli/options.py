@@ -18,15 +18,15 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
-from llmpar.files import read_text
+from llmpar.files import Allowed, read_text
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import LoraConfig, ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import ADAPTER_DIMS, preset
 from llmpar.plan.schedules import SCHEDULES
 
-MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
-"""JAX makes keys of 32 bits; positions are int32; sizes of arrays are counted in 64 bits."""
+MAX_SEQ_LEN, MAX_TOKENS = 2**31 - 1, 2**40
+"""Positions are int32; sizes of arrays are counted in 64 bits."""
 OURS = {
     ".svg": b'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar"',
     ".png": b"tEXtSoftware\0llmpar",
@@ -39,9 +39,11 @@ Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
 From = Annotated[str | None, tyro.conf.arg(name="from", metavar="FOLDER")]
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 OptionalText = Annotated[str | None, tyro.conf.arg(metavar="STR")]
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Number = Annotated[int | None, Allowed(int, 1), tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 """Options that may be left out: of these tyro would spell out the type."""
+Seed = Annotated[int, Allowed(int, 0, 2**32 - 1)]
+"""JAX makes keys of 32 bits."""
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")]
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
 METAVARS: dict[Any, Any] = {str | None: OptionalText, int | None: Number, tuple[str, ...]: Files}
@@ -313,9 +315,8 @@ def fits_host(
 
     if jax.devices()[0].platform != "cpu" or not (available := host_bytes()):
         return
-    sizes = memory.argument_bytes(plan, batch_size, seq_len)
+    sizes = memory.argument_bytes(plan, batch_size, seq_len) | {"cache": cache}
     num_devices = min(plan.mesh.size, len(jax.local_devices()))
-    sizes["cache"] = cache
     parts += ("cache",) if cache else ()
     need = num_devices * sum(sizes[part] for part in parts)
     if need > available:

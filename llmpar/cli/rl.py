@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from llmpar.cli.options import Output, check_range, give, inform, start_jax
+from llmpar.cli.options import Output, Seed, check_range, give, inform, start_jax
 from llmpar.launch import joined, signals
 from llmpar.launch.agreed import flat
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
@@ -46,7 +46,7 @@ class Rl(Output):
     sampler: str = "tp=4"
     steps: int = 240
     send_every: int = 2
-    seed: int = 0
+    seed: Seed = 0
 
     def run(self) -> dict:
         """Learn, and print rewards and what a transfer of the weights sends."""
@@ -54,7 +54,6 @@ class Rl(Output):
 
         joined.initialize()
         joined.barrier({"command": "rl"} | flat(self))
-        check_range("steps", self.steps, 1, 1 << 20)
         check_range("send_every", self.send_every, 1, self.steps)
         use_devices()
         start_jax()

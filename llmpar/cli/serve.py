@@ -7,9 +7,11 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
-from llmpar.cli.options import OptionalText, check_range, inform, installed, start_jax
+from llmpar.cli.options import OptionalText, inform, installed, start_jax
 from llmpar.cli.weights import ModelOptions
+from llmpar.files import Allowed
 from llmpar.launch.engines import detect
 
 
@@ -31,17 +33,14 @@ class Serve(ModelOptions):
     """
 
     mesh: str = "dp=-1"
-    slots: int = 8
-    length: int = 512
+    slots: Annotated[int, Allowed(int, 1, 4096)] = 8
+    length: Annotated[int, Allowed(int, 2, 2**24)] = 512
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Allowed(int, 0, 65535)] = 8000
     key: OptionalText = None
 
     def run(self) -> None:
         """Bind the address, load, compile, and answer until a signal ends it."""
-        check_range("slots", self.slots, 1, 4096)
-        check_range("length", self.length, 2, 2**24)
-        check_range("port", self.port, 0, 65535)
         if (place := detect(os.environ)).num_processes > 1:
             raise ValueError(
                 f"'serve' runs in one process, and {place.engine} has started several; on several"

@@ -18,15 +18,14 @@ import tyro
 
 from llmpar import draw
 from llmpar.cli.options import (
-    MAX_SEED,
     File,
     Folder,
     From,
     Output,
+    Seed,
     StepOptions,
     changed,
     check_picture,
-    check_range,
     fits_host,
     flags_of,
     give,
@@ -39,7 +38,7 @@ from llmpar.cli.weights import Load, beside, from_folder
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
 from llmpar.launch.joined import Watchdog, asked_to_stop, barrier, initialize, tell_others
-from llmpar.plan.model_config import ModelConfig, OptimizerConfig
+from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Rate
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import folder_of, preset
 from llmpar.plan.timetable import timetable
@@ -82,7 +81,7 @@ class Train(Output):
 
     steps: int = 50
     from_: From = None
-    seed: int = 0
+    seed: Seed = 0
     checkpoints: Folder = None
     every: int = 100
     anyway: bool = False
@@ -90,9 +89,9 @@ class Train(Output):
     tracker: Annotated[Tracker | None, tyro.conf.arg(metavar="NAME")] = None
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     plot: File = None
-    eval_every: int = 0
+    eval_every: Count = 0
     eval_batches: int = 4
-    stuck_after: float = 600.0
+    stuck_after: Rate = 600.0
     step: StepOptions = StepOptions()
     optimizer: Annotated[Any, tyro.conf.arg(constructor=OptimizerFlags)] = OptimizerFlags()
     text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
@@ -163,11 +162,6 @@ class Train(Output):
 
     def check_flags(self) -> None:
         """Refuse flags that no run can have, before JAX starts."""
-        check_range("seed", self.seed, 0, MAX_SEED)
-        if not 0 <= self.stuck_after < math.inf:
-            raise ValueError(
-                f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait without limit"
-            )
         if self.checkpoints is None and changed(self, ("every", "anyway")):
             raise ValueError("--every and --anyway need --checkpoints; give it, or leave them out")
         folder = "profile" if os.path.lexists("profile") else "."

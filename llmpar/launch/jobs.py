@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -101,6 +101,11 @@ def read_site(path: str) -> Site:
         raise ValueError(f"the site file '{path}': {error}") from error
 
 
+def keeps(words: Sequence[str]) -> bool:
+    """Return whether a command finds its own checkpoint when it starts again."""
+    return any(word.partition("=")[0] == "--checkpoints" for word in words)
+
+
 @dataclass(frozen=True)
 class Job:
     """Describe a command of `llmpar` on some nodes of a site."""
@@ -127,13 +132,6 @@ class Job:
         return self.nodes * self.site.gpus_per_node or self.num_processes
 
     @property
-    def goes_on(self) -> bool:
-        """Return whether the command finds its own checkpoint when it starts again."""
-        return any(
-            word == "--checkpoints" or word.startswith("--checkpoints=") for word in self.words
-        )
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Return the hosts that the site file lists, as many as there are nodes."""
         if self.nodes == 1 and not self.site.hosts:
@@ -151,8 +149,8 @@ def job_file(engine: str, job: Job) -> str:
     template, own, _ = ENGINES[engine]
     site = job.site
     when: dict[str, Any] = {
-        "again": job.goes_on,
-        "once": not job.goes_on,
+        "again": keeps(job.words),
+        "once": not keeps(job.words),
         "gpu": site.gpus_per_node,
         "cpu": site.cpus_per_node,
         "shared": site.volume,
@@ -162,7 +160,7 @@ def job_file(engine: str, job: Job) -> str:
     values |= {
         "nodes": job.nodes,
         "num_processes": job.num_processes,
-        "restarts": 3 if job.goes_on else 0,
+        "restarts": 3 if keeps(job.words) else 0,
         "gpus": site.gpus_per_node // site.processes_per_node or None,
         "cpus": site.cpus_per_node // site.processes_per_node or None,
         "modules": shlex.join(site.modules) or None,

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -39,6 +40,43 @@ _AGREED = "all agree"
 GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 sends to a process that connects, and within how many seconds."""
 _MEETINGS = itertools.count()
+_SED = r"""
+/connected peer ranks/d
+/preemption_sync_manager[.]cc/d
+/coordination_service_agent[.]cc/d
+/coordination_service[.]cc.*stopped sending/,/^The tasks have crashed/d
+/^Additional GRPC error/d
+/^:UN[A-Z]*:/d
+/^=== Source Location/d
+/^external.xla/d
+/^[.] This is only expected/d
+/^$/d
+/detected fatal errors.*Failed to send RPC to coordination service/{
+s/.*/0/
+b gone
+}
+/detected fatal errors.*stopped sending heartbeats/{
+:more
+N
+/The tasks have crashed/!b more
+s/.*heartbeats\):.//
+s/.The tasks have crashed.*//
+s/\n/, /g
+b gone
+}
+p
+b
+:gone
+s/.*/llmpar: ends, because process & is gone or cannot be reached: \
+its own output says why; the same command goes on from checkpoints/
+s/\n//p
+:rest
+n
+b rest
+"""
+"""What of native code's lines is shown: not Gloo's about each pair, and one
+sentence in place of JAX's words and stack when a process is gone. JAX's callback
+for that would end the process, too (0.10.2 and 0.12: std::bad_cast)."""
 
 
 def initialize(
@@ -59,14 +97,14 @@ def initialize(
         _enter(environ)
         return replace(place, num_processes=_state().num_processes, process_id=_state().process_id)
     if place.note:
-        _tell(place.note)
+        signals.write_sentence(place.note)
     if place.num_processes == 1:
         return place
     import jax
 
     from llmpar.parallel import _jax
 
-    _clear_stdout()
+    _filter_native()
     _CAME.set()
     own, bind = check_coordinator(place, wait_s)
     if place.coordinator and place.process_id == 0:
@@ -103,7 +141,9 @@ def initialize(
 
 
 def _enter(environ: Mapping[str, str], heartbeat_s: float = HEARTBEAT_S) -> None:
-    """Check that all processes run the same, before JAX starts a device, which hangs where they do not."""
+    """Check that all processes run the same.
+
+    It comes before JAX starts a device, which hangs where they do not."""
     barrier({"processes": _state().num_processes} | surroundings(environ))
     if not _GUARDED.is_set():
         _GUARDED.set()
@@ -178,10 +218,6 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
     if to_itself:  # the others resolve another address
         return _towards(), None
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _tell(words: str) -> None:
-    print(f"llmpar: {words}", file=sys.stderr, flush=True)
 
 
 def _socket(address: str, protocol: int = socket.SOCK_STREAM) -> socket.socket:
@@ -359,7 +395,9 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
             why = error.strerror or str(error)
         if passed > 1 and not announced:
             announced = True
-            _tell(f"process {place.process_id} on {socket.gethostname()} waits for {where}: {why}")
+            signals.write_sentence(
+                f"process {place.process_id} on {socket.gethostname()} waits for {where}: {why}"
+            )
         time.sleep(0.1)
     raise ValueError(
         f"process {place.process_id} of {place.num_processes} ({place.engine}) could not connect to"
@@ -369,7 +407,9 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
 
 
 def without_proxy(place: Place, environ: MutableMapping[str, str]) -> None:
-    """Exclude the coordinator from a site's proxy, which gRPC would use between the processes."""
+    """Exclude the coordinator from a site's proxy.
+
+    gRPC would use it between the processes."""
     named = sorted(
         name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")
     )
@@ -379,7 +419,9 @@ def without_proxy(place: Place, environ: MutableMapping[str, str]) -> None:
     for name in ("no_proxy", "no_grpc_proxy"):
         environ[name] = ",".join(filter(None, [environ.get(name), host]))
     if place.process_id == 0:
-        _tell(f"{', '.join(named)} would stand between the processes: {host} is added to no_proxy")
+        signals.write_sentence(
+            f"{', '.join(named)} would stand between the processes: {host} is added to no_proxy"
+        )
 
 
 def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int, int]:
@@ -416,33 +458,30 @@ def local_devices(
     return list(range(place.local_id * each, (place.local_id + 1) * each))
 
 
-def _clear_stdout() -> None:
-    """Reserve stdout for Python, which prints a command's document there: what native code writes to it goes
-    to stderr, without Gloo's line about every pair that is connected."""
+def _filter_native() -> None:
+    """Reserve stdout and stderr for Python. What native code writes to them
+    goes to stderr through `_SED`, in a process that outlives this one."""
     if sys.stdout is None or sys.stdout is not sys.__stdout__:
         return
-    kept = os.dup(1)
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    os.close(write)
-    sys.stdout = os.fdopen(
-        kept, "w", encoding=getattr(sys.stdout, "encoding", "utf-8"), errors="replace"
-    )
-
-    def pass_on() -> None:
-        with os.fdopen(read, "rb") as lines:
-            for line in lines:
-                if b"connected peer ranks" not in line:  # a line may arrive in parts
-                    os.write(2, line)
-
-    threading.Thread(target=pass_on, daemon=True).start()
+    encoding = getattr(sys.stdout, "encoding", "utf-8")
+    own = [os.fdopen(os.dup(number), "w", 1, encoding, "replace") for number in (1, 2)]
+    sys.stdout, sys.stderr = own[0], signals.ForPeople(own[1])
+    os.dup2(2, 1)
+    with contextlib.suppress(OSError):  # no sed: everything is shown
+        sed: Any = subprocess.Popen(
+            ["sed", "-nuE", _SED], stdin=subprocess.PIPE, stdout=2, stderr=2, start_new_session=True
+        )
+        for number in (1, 2):
+            os.dup2(sed.stdin.fileno(), number)
 
 
 # ----------------------------------------------------------------------------------------------------- guards
 
 
 def _state() -> Any:
-    """What JAX knows of the processes before it starts a device: ``client`` is None where there is one."""
+    """Return what JAX knows of the processes before it starts a device.
+
+    Its ``client`` is None where there is one process."""
     from llmpar.parallel import _jax
 
     return _jax.processes()
@@ -479,7 +518,7 @@ def _guard(silent_s: float) -> None:
 
 
 def _first_failure() -> str | None:
-    """Return the exit status and the sentence of the process that failed first; None where none did."""
+    """Return status and sentence of the process that failed first, if one did."""
     with contextlib.suppress(Exception):  # there is none, or the coordinator is gone
         return _client().key_value_try_get(_KEY)
     return None
@@ -561,7 +600,9 @@ def barrier(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
 
 
 def is_broken(sentence: str) -> bool:
-    """Return whether an error is that of a broken collective: another process ended, or came too late."""
+    """Return whether an error is that of a broken collective.
+
+    Another process ended, or came too late."""
     return any(sign in sentence for sign in ("Gloo", "NCCL", "DEADLINE", "UNAVAILABLE"))
 
 
@@ -577,12 +618,14 @@ def tell_others(sentence: str, status: int) -> int | None:
     if not failure or failure == own or failure.partition(": ")[2] == sentence:
         return None  # all refuse the same: each prints it
     first, _, why = failure.partition(" ")
-    _tell(f"ends, because {why}")
+    signals.write_sentence(f"ends, because {why}")
     return int(first)
 
 
 def leave_job(status: int) -> None:
-    """End this process, one of several, at once; JAX would wait minutes for the others at a barrier."""
+    """End this process, one of several, at once.
+
+    JAX would wait minutes for the others at a barrier."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     if _state().process_id == 0:
@@ -591,7 +634,9 @@ def leave_job(status: int) -> None:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Return whether all processes end after this step, because one got SIGTERM; equal in all processes."""
+    """Return whether all processes end after this step.
+
+    It is equal in all processes: one of them got SIGTERM."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.reached_preemption_sync_point(step)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from llmpar.launch.joined import LAUNCHER, free_port
+from llmpar.launch.jobs import keeps
+from llmpar.launch.joined import FAILED, LAUNCHER, STUCK, free_port
 from llmpar.launch.signals import signals_to
 from llmpar.launch.wire import Wire
 
@@ -45,7 +46,9 @@ class Ended:
 def environment(
     num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]
 ) -> dict:
-    """Return the environment of one of ``num`` processes; it simulates ``devices`` devices, unless None."""
+    """Return the environment of one of ``num`` processes.
+
+    It simulates ``devices`` devices, unless None."""
     variables = {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(num),
@@ -110,7 +113,9 @@ class Processes:
         self._files.close()
 
     def end(self, number: int = signal.SIGKILL) -> None:
-        """Signal all that still run, and their children. SIGTERM lets them finish a step, save and leave."""
+        """Signal all that still run, and their children.
+
+        SIGTERM lets them finish a step, save and leave."""
         for process in self.running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -171,13 +176,16 @@ def run_locally(
         if requests:  # while they were started
             processes.end(signal.SIGTERM)
         ended = processes.wait()
-    lines = []
-    if ended.first is not None and ended.statuses[ended.first] < 0 and not requests:
-        name = signal.Signals(-ended.statuses[ended.first]).name
-        lines = [f"llmpar: process {ended.first} was ended by {name}"]
+    lines = list[str]()
     if ended.first and ended.statuses[0] <= 0:  # else process 0 has printed why
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
-        lines += [f"[process {ended.first}] {line}" for line in tail]
+        lines = [f"[process {ended.first}] {line}" for line in tail]
+    if ended.first is not None and not requests:
+        by = -ended.statuses[ended.first]
+        name = f"was ended by {signal.Signals(by).name}" if by > 0 else "failed"
+        again = "; the same command goes on from checkpoints" if keeps(command) else ""
+        if by > 0 or ended.status in (FAILED, STUCK):
+            lines += [f"llmpar: process {ended.first} {name} (status {ended.status}){again}"]
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     left = ended.status in {
         128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

@@ -7,9 +7,10 @@ thread reads the wakeup descriptor of `signal`, to which C writes when the signa
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 """Requests to stop: Ctrl-C, a scheduler's, a lost terminal's."""
@@ -67,15 +68,48 @@ def _listen(read: int) -> None:
                 handler.acted.release()
 
 
+class ForPeople:
+    """stderr, but silent once it cannot be written: a closed pipe, a full disk."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[..., Any], *given: str) -> None:
+        try:
+            call(*given)
+        except (OSError, ValueError):  # ValueError: it was closed
+            silence(self._stream)
+
+
+def silence(stream: Any) -> None:
+    """Drop what a stream has not written yet, and all that follows."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def write_sentence(sentence: str) -> None:
     """Write a sentence to stderr at once, if stderr can be written."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"llmpar: {sentence}\n".encode())
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"llmpar: {sentence}\n".encode())
 
 
 def end(sentence: str, status: int) -> NoReturn:
     """Write a sentence and end this process at once, even if it waits in native code."""
     write_sentence(sentence)
-    with contextlib.suppress(OSError):
-        os.write(2, b"\x1b[?25h" * os.isatty(2))  # the cursor, which a progress bar hides
+    with contextlib.suppress(OSError, ValueError):
+        number = sys.stderr.fileno()
+        # the cursor, which a progress bar hides
+        os.write(number, b"\x1b[?25h" * os.isatty(number))
     os._exit(status)

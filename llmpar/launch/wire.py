@@ -53,16 +53,16 @@ class Wire(contextlib.ExitStack):
 
     Args:
         num_hosts: 2 to 250.
-        rate: of each card, as tc writes it, ``100mbit``; None: no limit.
+        rate: of each card, as tc writes it.
 
     Raises ValueError, in one sentence, where it cannot be made.
     """
 
-    def __init__(self, num_hosts: int, rate: str | None = "100mbit"):
+    def __init__(self, num_hosts: int, rate: str = "100mbit"):
         if not 2 <= num_hosts <= 250:
             raise ValueError(f"a wire joins 2 to 250 hosts, not {num_hosts}")
         super().__init__()
-        self.num_hosts, self.rate = num_hosts, None if rate is None else _checked(rate)
+        self.num_hosts, self.rate = num_hosts, _checked(rate)
         self._alone = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         self._enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen] = []
@@ -125,9 +125,8 @@ class Wire(contextlib.ExitStack):
             )
             self._in(host + 1, "\n".join(lines))
             self._in(0, f"ip link set port{host} master switch up")
-            if self.rate:
-                bucket = f"tbf rate {self.rate} burst {_BURST} latency {_LATENCY}"
-                self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
+            bucket = f"tbf rate {self.rate} burst {_BURST} latency {_LATENCY}"
+            self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
 
     def address(self, host: int) -> str:
         """Return a host's address, which the others reach."""

@@ -178,6 +178,8 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             own = {
                 UnicodeEncodeError: "half of a surrogate pair",
+                AttributeError: "its text is no string",
+                KeyError: "it has neither text nor messages, nor a prompt with its answer",
                 RecursionError: "nested too deeply",
             }
             why = own.get(
