@@ -180,6 +180,21 @@ def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
             team.run(place)
 
 
+def is_killed():
+    if jax.process_index() == 1:
+        os.kill(os.getpid(), 9)
+    multihost_utils.sync_global_devices("never")
+
+
+@pytest.mark.nightly  # one that raises: above
+@pytest.mark.processes
+def test_a_team_of_which_a_process_is_killed_is_over_and_says_so():
+    with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
+        team.run(is_killed)
+    assert error.value.ends[1].startswith("was ended by SIGKILL")
+    assert error.value.ends[0].startswith(("has not come back; it stands in", "raised"))
+
+
 def test_without_cloudpickle_a_team_names_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ValueError, match="needs cloudpickle, which is missing; pip install 'llmpar.lab.'"):
