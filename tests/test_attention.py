@@ -334,17 +334,3 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
     pairs = pairs_by_step(4, name, mask, s=S)
     for rank, step in np.ndindex(4, 4):
         assert pairs[rank][step] == seen[rank, :, (rank - step) % 4].sum()
-
-
-def test_refusals_say_what_would_work():
-    qkv, ids = inputs()
-    for name, says in {
-        "zigzag": "cuts 12 positions into 8 parts for 4 ranks; use a multiple of 8",
-        "zig": "'zig' is not known; use contiguous",
-    }.items():
-        with pytest.raises(ValueError, match=says):
-            sequence_permutation(name, 12, 4)
-    with pytest.raises(ValueError, match="block=12 does not divide the 32 positions of a rank"):
-        ring_attention(*map(jnp.asarray, qkv), tile=12, **ids)
-    with pytest.raises(ValueError, match="only one of queries and keys"):
-        full(*map(jnp.asarray, qkv), **ids | {"k_segments_bt": None})

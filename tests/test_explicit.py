@@ -77,15 +77,11 @@ def test_a_layout_is_read_from_a_tracer_with_its_unfinished_sums():
     assert tuple(map(as_type, seen)) == specs
 
 
-def test_a_type_that_tells_no_layout_is_refused():
+def test_a_type_inside_shard_map_tells_no_layout():
     x = jnp.zeros((8, 8))
-    with pytest.raises(ValueError, match="no layout on automatic axes; use a mesh of AxisType.Explicit"):
-        jax.jit(lambda x: from_type(x) and x)(x)
     mesh = explicit(make_mesh("dp=2"))
     inside = lambda x: x * len(str(from_type(x)))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="tells no layout inside shard_map"):
         jax.shard_map(inside, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"))(
             jax.device_put(x, PartitionSpec("dp"))
         )
-    with pytest.raises(ValueError, match="2 dims cannot be named by the 3 letters 'bsd'; give 2"):
-        from_type(x, "bsd")

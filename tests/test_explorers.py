@@ -136,18 +136,14 @@ def test_fields_of_a_plan_and_own_files_are_set_by_hand(tmp_path):
     assert found["step_s"] > usual["step_s"], "tp crosses its nodes of four; the file is not read again"
 
 
-def test_a_state_is_changed_by_set_only_and_wrong_names_are_refused():
+def test_a_state_is_changed_by_set_only():
     explorer = MeshExplorer()
     with pytest.raises(TypeError, match=r"use|set\(mesh='tp=8'\)"):
         explorer.state["mesh"] = "tp=8"
     explorer.set(mesh="tp=8")
     assert explorer.state["mesh"] == "tp=8" and explorer.rich.state["mesh"] == "tp=8"
-    with pytest.raises(ValueError, match="has no colour; it has model, chip"):
-        MeshExplorer(colour=1)
     with pytest.raises(NotImplementedError):
         Explorer().draw({})
-    with pytest.raises(ValueError, match="svg or .png"):
-        MeshExplorer().save("x.pdf")
 
 
 def test_a_saved_picture_names_its_tensor_and_has_no_buttons(tmp_path):

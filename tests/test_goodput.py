@@ -62,9 +62,6 @@ def test_the_best_interval_is_one_for_rare_failures_and_for_writes_that_leave_no
     for i in range(1000):  # write_s - stall_s is rounded
         run = FailingRun(2.0, 51.3 + i / 7, 0, 318.4 + i / 3)
         assert 0 <= goodput(run, best_interval(run)) < 1
-    for wrong in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="use an interval above 0 s"):
-            goodput(rare, wrong)
 
 
 def test_the_command_prints_the_same_numbers_and_refuses_in_a_sentence(capsys):

@@ -459,20 +459,6 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
         hf.load(tmp_path, LESSON)
 
 
-def test_configurations_without_a_name_there_are_refused():
-    both = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
-    with pytest.raises(ValueError, match="both biases and norms on q and k"):
-        to_hugging_face(both)
-    for routing in ({"num_shared": 1}, {"renormalise": False}, {"num_groups": 2}, {"weighs": "input"}):
-        experts = ExpertConfig(4, 1 if "weighs" in routing else 2, **routing)
-        with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
-            to_hugging_face(dataclasses.replace(LESSON, experts=experts))
-    with pytest.raises(ValueError, match="'deepseek-v3.2' cannot run here"):
-        to_hugging_face(PRESETS["deepseek-v3.2"])
-    with pytest.raises(ValueError, match="'deepseek-v3' is no longer what its config.json says"):
-        to_hugging_face(dataclasses.replace(PRESETS["deepseek-v3"], num_layers=8))
-
-
 def test_a_full_disk_is_told_and_what_was_begun_is_taken_away(tmp_path, monkeypatch):
     config = dataclasses.replace(preset("tiny"), num_layers=1)
     params = random_params(config)

@@ -55,8 +55,6 @@ def test_each_device_sends_what_the_arithmetic_of_a_ring_says(kind, group):
 def test_what_crosses_between_two_hosts(kind, order, share):
     out = sum(part for one, other, part in sends(kind, 4) if (order[one], order[other]) == ("0", "1"))
     assert out == Fraction(share, 64)
-    with pytest.raises(ValueError, match="halves for a reduce-scatter, so not among 3; use 2, 4, 8"):
-        list(sends("reduce-scatter", 3))
 
 
 PLANS = [Plan("dp=2 tp=4", zero=0), Plan("fsdp=8"), Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)]
@@ -81,8 +79,6 @@ def test_one_device_a_host_sends_its_whole_traffic(plan):
 def test_a_mesh_inside_one_host_sends_nothing():
     found = leaving_bytes(Plan("fsdp=4 tp=2").resolve(preset("tiny")), 16, 64, [0] * 8)
     assert {sent for of in found.values() for sent in of.values()} == {0}
-    with pytest.raises(ValueError, match="2 hosts are named for a mesh of 8 devices"):
-        leaving_bytes(Plan("fsdp=8").resolve(preset("tiny")), 16, 64, [0, 1])
 
 
 def test_the_ends_of_a_pipeline_send_one_way():
@@ -151,8 +147,6 @@ def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_p
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
     assert refusal().startswith(sentence) and "\n" not in refusal()
-    with pytest.raises(ValueError, match="2 to 250 hosts"):
-        Wire(1)
 
 
 def place():

@@ -74,10 +74,6 @@ def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock():
 
 def test_here_there_are_eight():
     assert len(use_devices(8)) == 8 == len(ordered_devices())
-    with pytest.raises(ValueError, match="9 simulated devices were asked for but JAX has started with 8"):
-        use_devices(9)
-    with pytest.raises(ValueError, match="0 simulated devices were asked for; use 1 to 1024"):
-        use_devices(0)
 
 
 def test_every_mesh_has_all_six_axes_and_the_first_devices():
@@ -102,8 +98,6 @@ def test_an_abstract_mesh_needs_no_devices():
     assert mesh.size == 65_536 and dict(mesh.shape)["fsdp"] == 512 and mesh.axis_names == tuple(AXES)
     layout = parse_layout("b/dp,fsdp d/tp")
     assert sharding(mesh, layout).shard_shape((65_536, 64)) == (8, 8)
-    with pytest.raises(ValueError, match="needs the number of devices"):
-        abstract_mesh("dp=-1")
 
 
 def test_processes_come_before_ids(monkeypatch):

@@ -29,11 +29,10 @@ from parity import (
 from plans import DEEPSEEK
 from shared import CASES
 
-from llmpar import Plan, Step, make_mesh, preset
+from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped
 from llmpar.model import moe
-from llmpar.model.weights import model_graph
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.predict.traffic import full_share, step_traffic
@@ -307,13 +306,10 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
     assert "ragged_all_to_all" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
+def test_a_platform_gets_what_suits_it():
     choice = lambda platform: Plan().resolve(devices=platform).dispatch
     assert choice("cpu") == "padded"
     assert choice("gpu") == choice("gpu 7.5") == choice("gpu gfx942") == choice("tpu") == "ragged"
-    plan = Plan("ep=4 fsdp=2", dispatch="ragged")
-    with pytest.raises(ValueError, match="'ragged' does not suit the CPUs .*; use dispatch='padded', or"):
-        Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -364,19 +360,6 @@ def test_the_summary_and_the_flow_of_a_step():
         "expert_imbalance": 3.0,
         "rank_imbalance": 1.5,
     }
-
-
-def test_what_cannot_run_says_so():
-    with pytest.raises(ValueError, match="cannot run here: layers of model_type 'deepseek_v32' are counted"):
-        model_graph(preset("deepseek-v3.2"))
-    with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
-        Plan("ep=4").resolve(with_experts(num_experts=6), None, 8, 64)
-    with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):
-        ExpertConfig(2, 3)
-    with pytest.raises(ValueError, match="8 experts cannot be routed in 1 of 3 equal groups"):
-        ExpertConfig(8, 2, num_groups=3)
-    with pytest.raises(ValueError, match="hold 2 experts, fewer than the 3"):
-        ExpertConfig(8, 3, num_groups=4)
 
 
 OTHERWISE = [

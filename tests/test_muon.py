@@ -17,13 +17,12 @@ from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.model.weights import trainable_params, weight_dims
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import OptimizerConfig, matrix_dims
+from llmpar.plan.model_config import matrix_dims
 from llmpar.plan.presets import PRESETS, preset
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.muon import equal_batch_tokens, muon_and_fsdp_bytes, muon_flops, newton_schulz_flops
 from llmpar.training.muon import muon, newton_schulz
-from llmpar.training.optimizer import fitted
 
 FOUR, ROUTED = (dataclasses.replace(config, num_layers=4) for config in (LLAMA, MOE))
 RATE = 0.01
@@ -150,13 +149,3 @@ def test_the_batch_at_which_its_bytes_are_fsdps_is_the_formulas():
     at_zero_1 = lambda way: Plan("fsdp=4", zero=1, muon=way).resolve(config)
     assert not muon_and_fsdp_bytes(at_zero_1("layer"), BATCH, SEQ)[0], "ZeRO deals the layers"
     assert equal_batch_tokens(at_zero_1("owner"), BATCH, SEQ) == math.inf
-
-
-def test_a_plan_for_muon_and_another_optimizer_are_refused_together():
-    config, plan = FOUR, Plan("fsdp=2", muon="owner")
-    for other in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
-        with pytest.raises(ValueError, match="this optimizer takes none; use llmpar.training.muon"):
-            Step(config, plan, make_mesh("fsdp=2"), other)
-    with pytest.raises(ValueError, match=r"the optimizer is adamw; use optimizer='muon'"):
-        fitted(plan, OptimizerConfig())
-    assert fitted(Plan("fsdp=2"), OptimizerConfig("muon")).muon == "gather"

@@ -134,17 +134,11 @@ def test_a_plan_that_is_priced_and_does_not_run_says_why(name, mesh, fields, why
     assert traffic.most_traffic(plan, 64, 4096).total_bytes > 0
 
 
-def test_a_kernel_that_cannot_do_what_a_layer_asks_for_is_refused_and_not_chosen():
+def test_a_kernel_that_cannot_do_what_a_layer_asks_for_is_not_chosen():
     plan = Plan("fsdp=8", dtype="bfloat16", documents="whole")
     names = "gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout"
     kernels = [plan.resolve(PRESETS[name], "gpu 9.0").attention_kernel for name in names]
     assert kernels == ["cudnn", "portable", "flash", "flash", "flash"]
-    refused = ("gemma-2-9b", "flash"), ("gpt-oss-20b", "cudnn"), ("deepseek-v3", "xla")
-    for name, kernel in (*refused, ("llama-4-scout", "cudnn")):
-        plan = Plan("fsdp=8", dtype="bfloat16", documents="whole", attention_kernel=kernel)
-        why = "(does not cap|gives no log|needs|sees keys in windows)"
-        with pytest.raises(ValueError, match=f"attention_kernel='{kernel}' {why}"):
-            plan.resolve(PRESETS[name], "gpu 9.0", 8, 1024)
 
 
 def sent(plan, value):
