@@ -510,16 +510,6 @@ def test_the_ten_fastest_that_fit_are_numbered_and_named_without_overlaps():
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
 
 
-def test_numbers_have_units():
-    assert [scenes.size_text(n) for n in (0, 1023, 1024, 1536, 10 * GIB, 3e15)] == [
-        "0 B", "1023 B", "1 KiB", "1.5 KiB", "10 GiB", "2.66 PiB"]  # fmt: skip
-    assert [time_text(t) for t in (0, 2e-9, 1.5e-6, 0.0999, 0.9999, 12, 599)] == [
-        "0 s", "2 ns", "1.5 µs", "99.9 ms", "1 s", "12 s", "599 s"]  # fmt: skip
-    assert [time_text(s) for s in (600, 7199, 7200, 18043)] == ["10 min", "120 min", "2 h", "5.01 h"]
-    assert scenes.ticks(0, 10) == [0, 2, 4, 6, 8, 10] and scenes.ticks(0.1, 0.5)[0] == 0.1
-    assert scenes.compose("t", [], "x").title == "t"
-
-
 def test_a_trace_has_a_bar_for_each_group_and_a_box_for_each_rank():
     """Groups that interleave stand beside one another, over the lanes of their ranks."""
     items = flatten(draw.traced(*TWO_LEVELS).items)

@@ -20,7 +20,7 @@ from shared import CASES, TABLES
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
 from llmpar.launch import joined, traps
-from llmpar.launch.engines import Place, detect, first_host, tasks_on
+from llmpar.launch.engines import Place, detect
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 from llmpar.plan.config_json import QUANTIZED
 from llmpar.plan.presets import preset, to_hugging_face
@@ -49,12 +49,6 @@ def test_a_script_that_runs_once_is_alone_and_told_so(words, note):
 def test_variables_that_contradict_each_other_are_refused(words, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         detect(env(words))
-
-
-def test_lists_of_hosts_and_tasks_are_read():
-    hosts = ("n1", "n[1-4]", "n[07-08,11],m3", "cpu-[0012]-x,y", "a,b", "r[2,5]n[1-3]")
-    assert [first_host(x) for x in hosts] == ["n1", "n1", "n07", "cpu-0012-x", "a", "r2n1"]
-    assert [tasks_on("2(x3),1", node) for node in range(5)] == [2, 2, 2, 1, 0]
 
 
 def place(number=1, coordinator="127.0.0.1:1", num=2, **more):

@@ -8,7 +8,7 @@ import pytest
 from shared import TABLES
 
 from llmpar.cli import main
-from llmpar.predict.goodput import FailingRun, best_interval, goodput, simulate, waiting_share, young_interval
+from llmpar.predict.goodput import FailingRun, best_interval, goodput, simulate, young_interval
 
 RUNS = {name: FailingRun(**fields) for name, fields in TABLES["failing_runs"].items()}
 LLAMA_3 = 54 * 86_400 / 466  # seconds between interruptions (arXiv 2407.21783, section 3.3.4)
@@ -33,18 +33,6 @@ def test_no_interval_is_better_than_the_best_and_daly_is_nearer_than_young(name)
     ratio = run.stall_s / (2 * run.mtbf_s)
     daly = young_interval(run) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - run.stall_s  # Daly 2006, eq. 37
     assert abs(daly - best) < 1e-3 * best < abs(young_interval(run) - best)
-
-
-def test_the_shares_are_those_of_simple_cases():
-    # one node, no spare: it works for M and is repaired for D
-    assert waiting_share(FailingRun(100, 1, 0, repair_s=300)) == pytest.approx(300 / 400)
-    # Erlang's tables: 4 erlangs on 6 lines
-    assert waiting_share(FailingRun(1, 1, 0, repair_s=4, spares=5)) == pytest.approx(0.1172, abs=5e-5)
-    # nothing fails: what is left is the stall
-    assert goodput(FailingRun(1e12, 1, 600), 99) == pytest.approx(0.99)
-    # an asynchronous write costs what as long a restart does
-    pair = FailingRun(9e3, 5, 600, write_s=60), FailingRun(9e3, 5, 660)
-    assert math.isclose(*(goodput(run, 500) for run in pair))
 
 
 def test_llama_3_is_between_what_its_report_leaves_open():

@@ -88,17 +88,6 @@ def test_guess_knows_the_kinds_that_jax_reports_and_stays_silent_on_others():
         assert {guess(kind).name for kind in reported} == {name}
 
 
-def test_a_device_is_its_share_of_the_chip():
-    ironwood = chip("tpu7x")
-    core = ironwood.per_device()
-    assert core.flops_per_s * 2 == ironwood.flops_per_s
-    assert core.link_bytes_per_s * 2 == ironwood.link_bytes_per_s
-    assert core.node_size == 2 * ironwood.node_size
-    assert core.usable_bytes == ironwood.usable_bytes == int(94.75 * 2**30), "already per device"
-    assert core.per_device() == core
-    assert chip("h100").per_device() == chip("h100")
-
-
 def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path):
     """Three quarters unless JAX is told another share. The platform's allocator and TPUs have no share."""
     for name in hardware.MEMORY_SHARES:
@@ -171,12 +160,6 @@ def test_doctor_speaks_of_the_lessons_where_there_is_one_gpu(monkeypatch):
     assert [line for line in found["lines"] if "JAX_PLATFORMS=cpu" in line] and found["links"] == {
         "fsdp=-1": {}
     }
-
-
-def test_rings_close_where_the_hardware_has_the_links():
-    assert [n for n in (2, 4, 8, 12, 16) if chip("v5e").wraps(n)] == [16]
-    assert [n for n in (2, 4, 6, 8, 16) if chip("v5p").wraps(n)] == [4, 8, 16]
-    assert chip("h100").wraps(3)
 
 
 KIN = {"b200": "gb200", "b300": "gb200", "gb300": "gb200", "rtx-pro-6000": "h100"}

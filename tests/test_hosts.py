@@ -19,7 +19,7 @@ from llmpar.launch.wire import Wire
 from llmpar.lessons import hosts
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
-from llmpar.predict.hosts import leaving_bytes, pairs_of, sends
+from llmpar.predict.hosts import leaving_bytes, sends
 from llmpar.predict.traffic import step_traffic
 
 HERE = Path(__file__).parent
@@ -74,20 +74,6 @@ def test_one_device_a_host_sends_its_whole_traffic(plan):
     home = sum(8 * row.bytes_sent * Fraction(1, row.group_size - 1) for row in scattered)
     left = sum(sum(of.values()) for of in found.values())
     assert total - permuted / 2 - 64 <= left <= total + home + 64
-
-
-def test_a_mesh_inside_one_host_sends_nothing():
-    found = leaving_bytes(Plan("fsdp=4 tp=2").resolve(preset("tiny")), 16, 64, [0] * 8)
-    assert {sent for of in found.values() for sent in of.values()} == {0}
-
-
-def test_the_ends_of_a_pipeline_send_one_way():
-    plan = Plan("pp=4", microbatches=4).resolve()
-    assert pairs_of(plan, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3)]
-    assert pairs_of(plan, "stream b s d -> the previous stage") == [(1, 0), (2, 1), (3, 2)]
-    assert pairs_of(plan, "keys b t -> the next rank") == []
-    around = Plan("pp=4", microbatches=4, schedule="interleaved").resolve()
-    assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
 def test_the_recorded_run_sent_what_is_predicted_today():

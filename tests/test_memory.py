@@ -200,16 +200,6 @@ def test_layers_that_cpus_write_out_recompute_nothing():
     assert len(sizes) == 1
 
 
-def test_shared_experts_keep_their_own_hidden_values():
-    """Six arrays of each, as a feed-forward without experts has; of matmuls' results two."""
-    routed = preset("tiny-moe")
-    shared = dataclasses.replace(routed, experts=dataclasses.replace(routed.experts, num_shared=2))
-    kept = [memory.kept_bytes(Plan("dp=1").resolve(one, "gpu"), 8, 256) for one in (routed, shared)]
-    hidden = 2 * 8 * 256 * routed.ffn_width * 4
-    more = {remat: size - kept[0][remat] for remat, size in kept[1].items()}
-    assert more == {"none": 6 * hidden, "selective": 2 * hidden, "ffn": 0, "block": 0}
-
-
 def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
     """Six hidden arrays where gathered weights go, pieces or not; of experts two; and bfloat16 as float32."""
     kept = lambda model="tiny", on="cpu", **plan: memory.kept_bytes(

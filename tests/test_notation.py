@@ -33,14 +33,6 @@ def refusal(parse, text, *more):
     return why, shown[carets.index("^") : len(carets)]
 
 
-def test_the_layout_of_the_design_is_read():
-    dims = Dim("b", ("dp", "fsdp")), Dim("s", ("sp",)), Dim("d")
-    assert parse_layout("b/dp,fsdp s/sp d +tp") == Layout(dims, ("tp",))
-    assert parse_layout("stream b s d +m") == Layout((Dim("b"), Dim("s"), Dim("d")), ("m",), "stream")
-    assert parse_layout("whole") == parse_layout("") == Layout(())
-    assert parse_layout("attention whole") == Layout((), (), "attention")
-
-
 def random_layout(rng: random.Random, dims=None, region: bool | None = None, sums: bool = True) -> Layout:
     """Any legal layout: dims in any order, every axis at most once, as a cut or as a sum."""
     region = rng.random() < 0.3 if region is None else region

@@ -250,22 +250,6 @@ def test_nothing_moves_within_a_group_of_one():
             f("allgather", 1, group)
 
 
-# Chunks on the busiest link of a row in which each sends each other one the shortest way, played through.
-BUSIEST = [(4, True, 2), (8, True, 8), (16, True, 32), (2, False, 1), (4, False, 4), (16, False, 64)]
-
-
-@pytest.mark.parametrize("size, wrap, chunks", BUSIEST)
-def test_torus_all_to_all_is_the_load_of_its_busiest_link(size, wrap, chunks):
-    assert formulas.torus_seconds("all-to-all", size * 1.0, (size,), 1.0, wrap) == exactly(chunks)
-
-
-def test_small_messages_cost_their_hops():
-    gather = functools.partial(formulas.torus_seconds, "all-gather")
-    assert gather(1, (16,), 45e9, hop_s=1e-6) == exactly(8e-6)
-    assert gather(1, (16,), 45e9, wrap=False, hop_s=1e-6) == exactly(15e-6)
-    assert gather(1e9, (16,), 45e9, hop_s=1e-6) == gather(1e9, (16,), 45e9)
-
-
 def test_a_tree_is_as_slow_as_its_slowest_level():
     levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
     # printed to 3 digits
@@ -278,57 +262,8 @@ def test_a_tree_is_as_slow_as_its_slowest_level():
     assert tree_seconds("all-to-all", 1e9 / 16, [(8, 450e9), (2, 400e9)]) == exactly(1e9 / 4 / 400e9)
 
 
-def test_a_collective_over_links_follows_its_group_out_of_the_node():
-    h100, v = chip("h100"), 1e9
-    node = formulas.collective_seconds(h100, "all-gather", v, 8)
-    assert node == exactly(formulas.switch_seconds("all-gather", v, 8, 370e9))
-    assert formulas.collective_seconds(h100, "all-gather", v, 64) == exactly(node), "the node still binds"
-    assert formulas.collective_seconds(h100, "all-gather", v, 1024) == exactly(v * 127 / 128 / 400e9)
-    # One device in each of 8 nodes, as dp has it outside tp=8: a lone port, eight times slower than all ports
-    # together.
-    assert formulas.collective_seconds(h100, "all-gather", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
-    assert formulas.collective_seconds(h100, "permute", v, 8, inner=8) == exactly(v / 50e9)
-    assert formulas.collective_seconds(h100, "all-to-all", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
-
-
-def test_a_collective_on_a_torus_wraps_where_the_chip_does():
-    v5e, v = chip("v5e"), 1e9
-    assert formulas.collective_seconds(v5e, "all-gather", v, 16) == exactly(v / 90e9)
-    assert formulas.collective_seconds(v5e, "all-gather", v, 8) == exactly(v * 7 / 8 / 45e9)
-    beyond = formulas.collective_seconds(v5e, "all-gather", v, 2, inner=256)
-    assert beyond == exactly(v / 2 / v5e.dcn_bytes_per_s)
-    fast_between = replace(v5e, dcn_bytes_per_s=1e12)
-    slices = formulas.collective_seconds(fast_between, "all-gather", v, 512)
-    assert slices == exactly(v * 255 / 256 / (2 * 90e9)), "inside a slice, over both of its axes"
-
-
-def test_two_cores_of_a_chip_share_its_links():
-    """Both cores of 4 chips gather as 4 whole chips do; a core in each of 4 chips has half of the links."""
-    ironwood, v = chip("tpu7x"), 1e9
-    whole = replace(ironwood, devices_per_chip=1)
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        chips = formulas.collective_seconds(whole, kind, v, 4)
-        assert formulas.collective_seconds(ironwood, kind, v, 8) == exactly(chips)
-        assert formulas.collective_seconds(ironwood, kind, v, 4, inner=2) == exactly(2 * chips)
-    local = v / 8
-    chips = formulas.collective_seconds(whole, "all-to-all", 2 * local, 4)
-    assert formulas.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
-    pair = (formulas.collective_seconds(one, "all-gather", v, 2) for one in (ironwood, whole))
-    assert next(pair) < next(pair)
-
-
-def test_zero_traffic_is_that_of_the_collectives_of_its_four_steps():
-    """Laps of the ring of 8: of an all-reduce; two; four scatters and a gather; four times three."""
-    assert [formulas.zero_elements(8, stage, 4, 8) for stage in range(4)] == [7 * n for n in (2, 2, 5, 12)]
-
-
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_ring_attention_sends_what_a_played_ring_sends(n):
     block, hops = 2 * (64 // n) * 2 * 16, n - 1  # after the last block nothing need move
     forward, back = 2 * block * hops, 2 * block * n  # gradients make the whole round, back to their owner
     assert formulas.ring_elements(2, 64, 2, 16, n) == (forward, forward + back)
-
-
-def test_capacity_rounds_up_but_not_for_a_float_digit():
-    asked = (64, 8, 1.0, 1), (65, 8, 1.0, 1), (1000, 1, 1.1, 1), (64, 8, 1.25, 2), (8, 64, 1.0, 1)
-    assert [formulas.expert_capacity(*one) for one in asked] == [8, 9, 1100, 20, 1]

@@ -51,14 +51,6 @@ def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
     assert {region for region, *_ in rows} == plans[0].regions.keys()
 
 
-def test_placing_a_logical_layout():
-    plan = Plan(MIXED, tp_sequence=True).resolve()
-    assert str(plan.place("stream b s d")) == "b/dp,fsdp s/tp d"
-    assert str(plan.place("attention b s d +n")) == "b/dp,fsdp s d +tp"
-    assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
-    assert str(Plan("dp=2").resolve().place("attention b s d +n")) == "b/dp s d", "no sum is left"
-
-
 @pytest.mark.parametrize("logical, plain, with_sequence", CASES["megatron"])
 def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_sequence):
     assert arrows(Plan(MIXED).resolve().physical(logical)) == plain
@@ -87,25 +79,6 @@ def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
     assert arrows(layouts.accumulate) + arrows(layouts.finish) == reduce
     early = reduce[:1] if zero == 2 else []
     assert arrows(layouts.accumulate) == early, "only ZeRO-2 cuts every microbatch's gradient"
-
-
-def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
-    """A matrix by fsdp, ep and sp, an expert by what is left, a vector by fsdp; one collective each."""
-    mesh = "dp=2 fsdp=2 ep=2 sp=2 tp=2"
-    plan = Plan(mesh).resolve()
-    assert str(plan.stored("ffn l d m")) == "l d/fsdp,ep,sp m/tp"
-    assert str(plan.stored("experts l e d m")) == "l e/ep d/fsdp,sp m/tp"
-    assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
-    layouts = plan.layouts_of("ffn l d m")
-    assert arrows(layouts.gather) == ["all-gather over fsdp,ep,sp on d"] and layouts.replica_axes == ("dp",)
-    layouts = Plan(mesh, zero=1).resolve().layouts_of("ffn l d m")
-    assert arrows(layouts.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
-    assert arrows(layouts.restore) == ["all-gather over fsdp,ep,sp on d"]
-    fewer = Plan(mesh, zero_axes="fsdp,sp").resolve()
-    assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp"
-    assert fewer.layouts_of("ffn l d m").replica_axes == ("dp", "ep")
-    uncut, other = Plan("sp=2", zero=0).resolve(), Plan("sp=2", zero_axes="fsdp").resolve()
-    assert uncut.stored(DIMS) == other.stored(DIMS)
 
 
 REFUSED = (HERE / "refused.txt").read_text().splitlines()
@@ -286,12 +259,3 @@ def test_a_command_decides_a_plan_once(command, num_plans, tmp_path, monkeypatch
     main(shlex.split(command))
     assert set(counts.values()) == {1}, [key for key, n in counts.items() if n > 1]
     assert num_plans in (None, len(counts))
-
-
-def test_dims_behind_a_name_give_another_model():
-    text = "llama2-7b width=5120 num_heads=40 num_kv_heads=40 num_layers=40 ffn_width=13824"
-    typed, published = preset(text), preset("llama2-13b")
-    assert typed == dataclasses.replace(published, name=text) and preset(typed.name) == typed
-    mixed = preset("mixtral-8x7b num_experts=16 window=4096")
-    assert (mixed.experts.num_experts, mixed.experts.top_k, mixed.window) == (16, 2, 4096)
-    assert preset("tiny num_experts=4 top_k=2 tied=true").experts and preset("tiny tied=true").tied

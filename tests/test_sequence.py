@@ -92,11 +92,6 @@ def test_neighbours_exchange_heads_and_their_groups_pass_keys_on():
     assert sent == {("ul", "all-to-all"), ("sp", "collective-permute")}
 
 
-def test_usp_takes_as_many_neighbours_as_divide_the_heads():
-    assert [USP.resolve(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
-    assert str(USP.resolve(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
-
-
 def row(lengths):
     return np.repeat(np.arange(1, len(lengths) + 1), lengths)
 

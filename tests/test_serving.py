@@ -115,12 +115,6 @@ def test_the_books_30b_in_8_bits_on_16_v5e(batch):
     assert 1e3 * took == pytest.approx(ROWS["sb.quiz30b"]["expected"][f"bs{batch}_ms"], rel=0.05)
 
 
-def test_the_critical_batch_is_the_books():
-    assert serving.balance_batch(preset("llama3-8b"), ideal("v5e"), 8) == pytest.approx(120, rel=0.01)
-    experts = serving.balance_batch(preset("qwen3-30b-a3b"), ideal("v5e"))
-    assert experts == pytest.approx(240 * 128 / 8, rel=0.01)
-
-
 def test_prompts_compute_their_flops():
     config, prompt = preset("llama3-8b"), 8192
     masked = prompt + 128  # of tiles on the diagonal, half

@@ -194,13 +194,6 @@ def test_matmuls_of_all_shapes_are_near_those_that_xla_measured():
     assert max(map(abs, errors)) < 0.25 and sum(map(abs, errors)) / len(errors) < 0.11
 
 
-def test_tiles_wait_for_the_last_wave_of_cores_and_tpus_have_none():
-    assert time.in_waves(132, 128 * 132, 256, 1) == 1
-    assert time.in_waves(132, 128 * 133, 256, 1) == pytest.approx(3 / 2 * 132 / 133), "of smaller tiles"
-    assert time.in_waves(108, 128 * 109, 256, 1, False) == pytest.approx(2 * 108 / 109), "Ampere: of one size"
-    assert time.in_waves(132, 128, 256, 1) == time.SHARED_TILE[True] and time.in_waves(0, 128, 256, 1) == 1
-
-
 def test_a_token_goes_once_to_a_rank_or_once_for_each_expert():
     """8 of 128 experts, 32 ranks in 4 nodes. Of the copies that NCCL sends three quarters cross nodes."""
     run = run_of("ep=32", config=preset("qwen3-30b-a3b"), software=SOFTWARE["megatron"])

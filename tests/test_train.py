@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import LLAMA, logits_of, state_of, weights
-from shared import program_text
+from shared import CASES, program_text
 from steps import train
 
 from llmpar import Plan, make_mesh
@@ -448,22 +448,16 @@ def test_what_makes_another_curve_or_run_that_is_asked_for_goes_on_and_is_said(w
     ]
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda x: x["config"].update(new_field=1), "made by a newer llmpar: it has new_field; update"),
-        (lambda x: x["config"].update(experts={"taste": 1}), "made by a newer llmpar: it has taste"),
-        (lambda x: x["config"].update(experts=5), "5 is no ExpertConfig"),
-        (lambda x: x["config"].pop("width"), "it lacks width"),
-        (lambda x: x["config"].update(width=-1), "width is -1; use a whole number"),
-        (lambda x: x.update(config=None), "its description has null as config; it is damaged"),
-        (lambda x: x.update(made=5), "its description has 5 as made"),
-        (lambda x: x.update(made=[]), r"its description has \[\] as made"),
-        (lambda x: x.update(checksums=[]), r"its description has \[\] as checksums"),
-    ],
-)
+@pytest.mark.parametrize("change, said", CASES["descriptions_refused"])
 def test_a_description_that_cannot_be_read_is_refused_whoever_reads_it(whole, tmp_path, change, said):
-    keep = Checkpoints(str(described(whole, tmp_path, change)))
+    part, name, *value = json.loads(change)
+
+    def changed(about):
+        there = about if part is None else about[part]
+        there.pop(name, None)
+        there.update(zip([name], value, strict=False))
+
+    keep = Checkpoints(str(described(whole, tmp_path, changed)))
     restore = lambda: keep.restore(State(None, None, None), SMALL)
     for read in (keep.about, restore, lambda: keep.params(None, SMALL)):
         with pytest.raises(ValueError, match=f"the checkpoint of step 6 in .*{said}") as caught:
