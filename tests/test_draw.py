@@ -407,14 +407,6 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
         assert same, "W is half of a whole backward, also of one that is cut"
 
 
-def test_overlap_hides_what_it_can():
-    # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
-    text = draw.overlap([3.0] * 4, [2.0] * 4).text
-    assert "in turn: 20 s, 8 s of it" in text and "side by side: 14 s, 2 s of it" in text
-    assert text.count("2 s, 2 s exposed") == 5, "the last, and all in turn"
-    assert text.count("2 s, 0 s exposed") == 3
-
-
 def buttons(scene) -> list[Rect]:
     return [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
 

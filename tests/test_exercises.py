@@ -167,14 +167,6 @@ def test_a_key_without_a_sentence_and_a_sentence_without_a_key_are_refused(chang
         exercise.with_sentences("it", says)
 
 
-def test_a_page_spells_parts_out():
-    right = {"a": 3.0, 1: "x"}
-    assert judge.read_answer("a=1/2; 1=y", right) == {"a": 0.5, 1: "y"}
-    assert judge.read_answer("a=* 2", right) == {"a": 6.0, 1: "x"}
-    assert judge.read_answer("* 2", {"a": 3}) == {"a": 6}
-    assert judge.read_answer("b=2", right) == "b=2", "no such part"
-
-
 @pytest.mark.parametrize("line", ["- no sentence", "- hint: once\n- hint: twice", "words", "- `4: open"])
 def test_a_page_out_of_its_form_is_refused(line, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "__file__", str(tmp_path / "pages.py"))
@@ -431,13 +423,6 @@ def test_answers_in_pages_about_hosts_are_the_package_s():
     along_trees = sum(0.5 for edge in edges for one, other in (edge, edge[::-1]) if one < 4 <= other)
     rights = {"ring": share("all-reduce"), "tree": along_trees, "all-to-all": share("all-to-all")}
     assert law == {name: pytest.approx(float(right)) for name, right in rights.items()}
-
-
-def test_a_function_is_refused_by_what_it_cannot_take():
-    uneven = lessons.find("07.uneven")
-    assert uneven.judge(lambda costs: 1).endswith("of costs, u is asked for, and yours is one of costs.")
-    assert uneven.judge(lambda costs, u, more=0: sum(costs) + (u - 1) * max(costs)).startswith("correct")
-    assert uneven.judge(lambda *given: sum(given[0]) + (given[1] - 1) * max(given[0])).startswith("correct")
 
 
 def test_teachers_see_the_solutions(printed, capsys):

@@ -194,13 +194,6 @@ def test_a_layout_is_the_same_in_each_spelling_and_its_owners_are_jaxs(seed):
         assert devices == [i for i, block in enumerate(blocks) if block == blocks[devices[0]]]
 
 
-def test_torchs_placements_cut_in_the_order_of_the_mesh():
-    """DTensor cuts a dim by the first axis of the mesh outermost; `Shard(0)` twice is ('data', 'tp')."""
-    layout = read_layout("[Shard(0), Replicate(), Shard(dim=0)]", SHAPE, SIZES)
-    assert layout.dims[0].axes == ("data", "tp")
-    assert spelled(read_layout("b/tp,data s d", SHAPE, SIZES), SIZES)["torch"].startswith("no words")
-
-
 @pytest.mark.parametrize("after", ["P()", "P('Y', 'tp')", "P(None, ('tp', 'data'), 'Y')"])
 def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
     before = P(None, "Y", unreduced={"data", "tp"})
@@ -227,16 +220,6 @@ def test_every_wrong_input_is_a_sentence():
     assert "only computing starts a sum" in why(SPECS, after="P(unreduced={'Y'})")
     assert "up to 4 whole numbers" in why(SPECS, shape="2,2,2,2,2") and why(SPECS, shape="8, -1")
     assert not why(SPECS, shape="", before="P()", after="whole")
-
-
-def test_a_pasted_text_is_read_as_look_reads_it():
-    answer = HLO.answer(dict(HLO.state))
-    assert answer["says"] == str(look(SAMPLE, "X=4 Y=2"))
-    assert "my/model.py:13" in answer["panels"]["table"]["html"]
-    assert "its own: look(text" in why(HLO, mesh="") and "fill no whole axes" in why(HLO, mesh="X=8")
-    assert "this is StableHLO" in why(HLO, text="module @jit_f { stablehlo.add }")
-    assert "is cut off, inside computation main" in why(HLO, text=SAMPLE[:-60])
-    assert "no line of it begins with ENTRY" in why(HLO, text="hello")
 
 
 def test_a_damaged_text_is_read_or_refused_by_a_sentence():

@@ -2,7 +2,6 @@
 a cache gives what the whole gives."""
 
 import dataclasses
-import json
 import re
 from unittest import mock
 
@@ -18,11 +17,6 @@ from llmpar.model import gated_delta
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import checks
 from llmpar.plan.plan import Plan
-from llmpar.plan.presets import described_model, preset
-from llmpar.plan.serving import serving_plan
-from llmpar.planner import service
-from llmpar.predict.hardware import chip
-from llmpar.predict.serving import device_cache_bytes
 from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 
@@ -87,12 +81,6 @@ def test_plans_that_do_not_run_say_what_does(mesh, fields, why):
     assert re.search(why, checks.why_not_run(plan))
 
 
-def test_heads_of_values_in_no_groups_are_planned_and_do_not_run():
-    raw = json.loads(CONFIG.described.file) | {"linear_num_value_heads": 3}
-    config = described_model("m", raw)
-    assert not config.runs and "is no multiple of linear_num_key_heads" in config.why_planned
-
-
 LENGTHS = {1: 9, 2: 3, 3: 7, 11: 6, 7: 2, 6: 1}
 """Of prompts, and how many tokens are added. A convolution has 4 positions, a piece of a prompt too."""
 
@@ -133,13 +121,6 @@ def test_a_cache_gives_the_greedy_tokens_of_transformers(kind):
     assert made == stored(kind)["greedy"].tolist()
 
 
-def test_the_cache_that_is_predicted_for_a_request_is_that_of_a_slot():
-    config = preset("qwen3.5-27b")
-    plan = serving_plan(Plan("dp=1", dtype="bfloat16"), config, 1, 640)
-    asked = service.Service(config, chip("h100"), 1, 600, 40)
-    assert service.request_bytes(asked, 1, 640) == device_cache_bytes(plan, 1, 640)
-
-
 def test_a_device_reads_its_part_of_tensors_that_weights_share():
     """Heads of queries and of their gates, or of keys and of values, lie in groups of rows."""
     config, tensors, *_ = fixture("qwen3_next")
@@ -151,10 +132,3 @@ def test_a_device_reads_its_part_of_tensors_that_weights_share():
             ends[dim] = size // 2, size
             part = weight.read(tensors[weight.names[0]], np.dtype("float32"), *ends)
             assert np.array_equal(part, own[tuple(slice(*x) for x in ends)]), path
-
-
-def test_the_preset_runs_and_has_the_published_size():
-    config = preset("qwen3-next-80b-a3b").must_run()
-    assert (config.num_params, config.period) == (79_674_391_296, (0, 0, 0, 1))
-    plan = Plan("fsdp=8 tp=8").resolve(config, None, 16, 8192)  # ranks of tp have copies of two KV heads
-    assert not checks.why_not_run(plan) and plan.mesh.kv == 4

@@ -11,7 +11,6 @@ import tomllib
 import house
 import pytest
 import yaml
-from costs import Cost, grown
 from shared import CASES, ROOT, TABLES
 
 import llmpar
@@ -281,15 +280,6 @@ def test_constraints_pin_every_dependency_without_addresses():
     pinned = {pin.fullmatch(line)[1] for line in lines}
     extras = project()["project"]["optional-dependencies"]
     assert {requirement(text)[0] for text in project()["project"]["dependencies"] + extras["dev"]} <= pinned
-
-
-def test_a_fifth_more_programs_is_seen():
-    """A run that compiles more than is recorded fails; a run of a part does not."""
-    rows = {"moe": (Cost(40, 2000, 98.2, 101.5), ""), "few": (Cost(9, 100), "")}
-    assert grown(rows, {"moe": Cost(40, 2300), "few": Cost(9, 220), "new": Cost(1, 999)}) == []
-    one, two = grown(rows, {"moe": Cost(44, 2001), "few": Cost(9, 520)})
-    assert one == "few compiles 520 programs, 420 more" and two == "moe compiles 2001 programs, 1 more"
-    assert grown(rows, {"moe": Cost(39, 9999), "few": Cost(9, 520)}) == []  # of a part
 
 
 OLDEST = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-min.txt").read_text(), re.M))

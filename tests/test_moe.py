@@ -173,14 +173,10 @@ def test_an_empty_slot_is_of_no_expert_of_its_rank():
 
 
 def test_the_share_of_slots_that_an_even_routing_fills():
-    """Against draws of 8 of 128 experts on 8 ranks; with a capacity, which leaves fewer slots."""
-    assert [ExpertConfig(64, 2, capacity_factor=x).slots(1024, 1, 8) for x in (None, 1.25)] == [1024, 320]
+    """Against draws of 8 of 128 experts on 8 ranks."""
     how, draw = ExpertConfig(128, 8), np.random.default_rng(0)
     chosen = np.argsort(draw.random((20_000, 128)), axis=1)[:, :8] // 16
     assert full_share(how, 1024, 8) == pytest.approx((chosen == 3).any(1).mean(), abs=0.01)
-    assert full_share(ExpertConfig(128, 1), 1024, 8) == 1 / 8
-    assert full_share(ExpertConfig(128, 1, capacity_factor=1.0), 1024, 8) == 1.0
-    assert full_share(ExpertConfig(128, 1, capacity_factor=2.0), 1024, 8) == 1 / 2
 
 
 def executed(how, tokens, chosen=None, d=16, m=32):
@@ -218,20 +214,6 @@ def test_executed_products_are_near_k_of_e_of_all_experts():
     how, even = ExpertConfig(64, 8), np.arange(2048 * 8).reshape(1, 2048, 8) % 64
     assert executed(how, 2048, even) == 9 * 9 / 8
     assert 9 <= executed(how, 2048) <= 1.6 * 9
-
-
-def test_an_expert_with_twice_its_share_costs_three_blocks_more_and_not_all_experts_a_round():
-    """8 experts, k = 1, 512 tokens: a block is 24 rows, three are an expert's own. The first gets 128 rows,
-    six blocks; those beyond are gone through twice by the backward pass: 14 products."""
-    chosen = np.r_[np.zeros(128, int), 1 + np.arange(384) % 7][None, :, None]
-    own, beyond = 8 * 3 * 24 * 9, 3 * 24 * 14
-    assert executed(ExpertConfig(8, 1), 512, chosen) == (own + beyond) / 512
-
-
-def test_of_fewer_visits_than_experts_only_those_that_are_visited_are_multiplied():
-    """2 of 64 experts, a block of 8 rows each, both at a time; 6 visits of three tokens are one part too."""
-    assert executed(ExpertConfig(64, 2), 1, [[[5, 40]]]) == 2 * 8 * 9 / 2
-    assert executed(ExpertConfig(64, 2), 3, [[[5, 40], [5, 41], [5, 40]]]) == 6 * 8 * 9 / 6
 
 
 def temporary_bytes(tokens, num_layers):

@@ -14,7 +14,6 @@ from llmpar.plan.mesh_shape import (
     MeshShape,
     NotationError,
     divisors,
-    mesh_distance,
     near_meshes,
     parse_mesh,
 )
@@ -75,11 +74,6 @@ def test_an_axis_or_dim_without_a_name_is_refused_at_its_place():
         with pytest.raises(NotationError) as caught:
             (parse_arrow if "->" in text else parse_layout)(text)
         assert str(caught.value).split("\n")[2].index("^") == 2 + column
-
-
-def test_shard_shape_divides_each_dim_by_the_product_of_its_axes():
-    sizes = MeshShape(dp=2, fsdp=3, tp=4).sizes
-    assert parse_layout("b/dp,fsdp s d/tp +sp").shard_shape((12, 5, 8), sizes) == (2, 5, 2)
 
 
 TABLE = dict(TABLES["arrows"])
@@ -145,9 +139,3 @@ def test_the_nearest_mesh_is_the_nearest_of_all():
     cost = lambda dp, tp: abs(np.log2(dp / 3)) + abs(np.log2(tp / 5))
     assert best.size == 8 and cost(best.dp, best.tp) == min(cost(n, 8 // n) for n in divisors(8))
     assert all(cost(m.dp, m.tp) >= cost(best.dp, best.tp) for m in others) and len(others) == 3
-
-
-def test_near_meshes_list_every_factorization_once():
-    found = [tuple(mesh.sizes.values()) for mesh in near_meshes(MeshShape(tp=2).sizes, 8)]
-    assert len(found) == len(set(found)) == 56 and all(math.prod(sizes) == 8 for sizes in found)
-    assert mesh_distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2

@@ -180,16 +180,10 @@ V3 = preset("deepseek-v3")
 
 
 def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
-    """DeepSeek-V3 2024, section 4.2: 61 layers keep 512 numbers, and 64 of the rotary key."""
-    assert serving.cache_bytes(V3) == 61 * (512 + 64) * 2 == 70_272
-    assert serving.cache_bytes(V3, 1000, 8) == 1000 * 70_272 / 2
-    one, eight = (serving.decode_seconds(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
-    assert one["keys and values read"] == eight["keys and values read"] == 32_768 * 70_272 / 4.8e12
     one, replicas = TABLES["vllm_51454"].values()
     published = 8 * replicas / one
     assert published == pytest.approx(7.7, rel=0.01)  # less than 8: replicas hold attention's weights whole
     assert published == pytest.approx(8 / serving.cache_cuts(V3, 8), rel=0.05)
-    assert serving.cache_cuts(preset("llama3-70b"), 8) == 8 == serving.cache_cuts(preset("llama3-70b"), 16)
 
 
 def test_all_heads_of_latent_attention_compute_with_what_is_read_once():

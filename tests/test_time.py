@@ -11,10 +11,10 @@ from test_planner import drawn_plans
 from llmpar import Plan, preset
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.planner import measured
-from llmpar.predict import formulas, hardware, layer, time, workload
+from llmpar.predict import formulas, layer, time, workload
 from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
-from llmpar.predict.time import Clock, on_links, step_time
+from llmpar.predict.time import Clock, step_time
 from llmpar.predict.traffic import runs, step_traffic
 from llmpar.predict.workload import SOFTWARE, Run
 
@@ -155,16 +155,6 @@ def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
     assert after.terms == before.terms
 
 
-def test_an_exchange_on_a_torus_takes_what_crosses_its_middle():
-    """On a ring of 4 half of 4 V crosses two places; 16 x 16 chips have 16 times as many links there."""
-    v5p = chip("v5p")
-    rate = v5p.reached_link_bytes_per_s
-    assert on_links(v5p, "all-to-all", 1e8, 4, 1) == pytest.approx(2e8 / 4 / rate)
-    assert on_links(v5p, "all-to-all", 1e8, 4, 1) == formulas.collective_seconds(v5p, "all-to-all", 1e8, 4)
-    square = on_links(chip("v5e"), "all-to-all", 1e8, 256, 1)
-    assert square == pytest.approx(256 * 1e8 / 2 / (2 * 2 * 16) / chip("v5e").reached_link_bytes_per_s)
-
-
 def test_a_gpt_layer_keeps_what_korthikanti_counts():
     heads = dict(num_heads=96, num_kv_heads=96, head_width=128)
     config = dataclasses.replace(preset("llama2-7b"), width=12_288, ffn_width=49_152, **heads)
@@ -281,13 +271,6 @@ def test_a_layer_in_time_is_what_the_step_counts(run):
     for lane, alone in {(one.lane, waited(one)) for one in travels}:
         mine = [one for one in travels if one.lane == lane and waited(one) == alone]
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(mine)), lane
-
-
-def test_a_layer_in_time_needs_seconds():
-    config = preset("tiny")
-    run = workload.of_plan(config, Plan("dp=1").resolve(config, None).effective, hardware.chip("cpu"), 8, 64)
-    with pytest.raises(ValueError, match="cpu"):
-        layer.layer_segments(run)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])

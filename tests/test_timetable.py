@@ -11,7 +11,6 @@ from make_hf_fixtures import FIXTURES
 from shared import CASES, TABLES
 from shared import NUMBERS as ROWS
 
-from llmpar.cli.schedule import text_timeline
 from llmpar.plan.lockstep import most_slots, slots
 from llmpar.plan.schedules import SCHEDULES, STEADY, Op, from_text, make
 from llmpar.plan.timetable import timetable
@@ -115,12 +114,6 @@ def test_zero_bubble_relative_to_1f1b(row, name):
     assert table.bubble == pytest.approx(share * plain.bubble)
     assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
     assert np.sum(table.hops) == ROWS[row]["expected"]["comm"] * np.sum(plain.hops)
-
-
-def test_a_tick_with_several_messages_waits_for_one_hop():
-    """By hand: 4 ticks of F, 4 of B and W, 3 with messages each way, where 4 messages go."""
-    table = timetable(make("gpipe", 3, 2), (1, 1, 1), hop=0.5)
-    assert len(table.messages) == 8 and table.makespan_lockstep == 4 * 1 + 4 * 2 + 6 * 0.5
 
 
 @pytest.mark.parametrize(("text", "said"), TABLES["orders_refused"])
@@ -275,8 +268,3 @@ def test_orders_that_repeat_themselves_need_no_more_slots_for_more_microbatches(
         many = make(name, p, 7 * p, v if "interleaved" in name else None)
         table = slots(timetable(many))
         assert most_slots(many) == tuple(map(max, (table.num_saved, table.num_residual, table.num_messages)))
-
-
-def test_the_picture_is_the_lockstep_table():
-    lines = text_timeline(timetable(make("1f1b", 2, 2))).splitlines()
-    assert lines == ["stage 0 F0 F1 .  B0 .  B1", "stage 1 .  F0 B0 F1 B1 ."]

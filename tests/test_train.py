@@ -31,7 +31,7 @@ from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Batches, DataConfig, read_corpus
-from llmpar.training.loop import OptimizerConfig, Report, made_of
+from llmpar.training.loop import OptimizerConfig, made_of
 from llmpar.training.optimizer import make_optimizer
 from llmpar.training.step import State, Step
 
@@ -140,12 +140,6 @@ def test_every_way_out_but_a_failed_step_saves(why, tmp_path, whole, monkeypatch
     assert Checkpoints(str(tmp_path)).latest == 4
     resumed, rest = run(folder=tmp_path, every=100)
     assert rest.start == 4 and rest.losses == whole[2].losses[4:] and same_bits(resumed, whole[1])
-
-
-def test_a_report_without_steps_has_no_times():
-    assert (Report().step_s, Report().tokens_per_s, Report().mfu) == (None, None, None)
-    report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, ideal_step_s=0.5)
-    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), "the median, without two"
 
 
 def test_all_devices_share_the_ideal_step(monkeypatch):

@@ -102,12 +102,6 @@ def test_every_device_gets_what_it_lacks_once_from_one_that_has_it_near_if_any_i
     assert all(len({*ends}) == len(one) for one in plan.rounds for ends in zip(*one, strict=True))
 
 
-def test_copies_share_the_sending():
-    """Four copies of each half, and eight receivers of all of it: a sender has two messages of a half."""
-    plan = two_meshes("d/tp @a -> d @b", {"a": "dp=4 tp=2", "b": "dp=8"}, (16,))
-    assert {n for (_, verb), n in link_loads(plan).items() if verb == "sends"} == {64}
-
-
 def test_time_is_that_of_the_slowest_message_of_each_round():
     h100 = chip("h100")
     near, far = (two_meshes(ARROW, MESHES, (64, 1 << 20), 2, node_size=n) for n in (8, 4))
