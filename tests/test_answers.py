@@ -162,16 +162,6 @@ def test_a_remedy_keeps_the_number_of_devices():
         assert reply["refusal"] is None and reply["state"]["devices"] == 64
 
 
-def test_where_no_mesh_fits_more_devices_are_a_button_and_a_refusal_keeps_the_machine():
-    state = on(look.START, "fsdp=8") | {"model": "llama3-70b", "batch_size": 8, "seq_len": 2048}
-    reply = answers.answer(state, 1e9)
-    step = reply["verdict"]["steps"][-1]
-    assert step["text"].startswith("None of 35 meshes fits; tp=8 holds least, 136 GiB. 16 devices")
-    assert step["set"] == {"devices": 16, "batch_size": 16}
-    refused = answers.answer(state | {"mesh": "qq=8"})
-    assert refused["usual"] == reply["usual"] and reply["usual"]["hbm"] == "79.1"
-
-
 def test_a_model_is_read_from_the_text_of_its_configuration():
     card = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 4}
     card |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
@@ -350,10 +340,3 @@ def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank
     assert step_s(**piped) > step_s() and step_s(**piped, network_times=-2) < step_s(network_times=-2)
     v3 = {"hbm": "15.5", "node_link": "50", "network": "1.6", "node_size": "2048", "pinned": "none"}
     assert answers.answer(SIDE | {"chip": "v3"})["usual"] == v3
-
-
-def test_a_machine_that_cannot_be_is_refused_with_what_works():
-    odd = SIDE | {"chip": "v3", "node_size": 3}
-    assert "no node has 3" in answers.answer(odd)["refusal"]["why"]
-    (step,) = answers.remedies(odd)
-    assert step["set"] == {"node_size": 0}

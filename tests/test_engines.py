@@ -34,21 +34,10 @@ def env(words: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("words, known", TABLES["engine_place"].values(), ids=TABLES["engine_place"])
-def test_an_engine_is_known_by_its_variables(words, known):
-    assert detect(env(words)) == Place(*(None if field == "" else field for field in known))
-
-
 @pytest.mark.parametrize("words, note", TABLES["engine_alone"].items())
 def test_a_script_that_runs_once_is_alone_and_told_so(words, note):
     place = detect(env(words))
     assert place.num_processes == 1 and note in place.note
-
-
-@pytest.mark.parametrize("words, why", TABLES["engine_refuses"].items())
-def test_variables_that_contradict_each_other_are_refused(words, why):
-    with pytest.raises(ValueError, match=re.escape(why)):
-        detect(env(words))
 
 
 def place(number=1, coordinator="127.0.0.1:1", num=2, **more):

@@ -12,10 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from shared import TABLES
 
 import llmpar.inspect.explain
-from llmpar.inspect.explain import MissingArrow, explain, layout_from_text
+from llmpar.inspect.explain import MissingArrow, explain
 from llmpar.plan.layout import parse_arrow
 
 MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
@@ -186,11 +185,6 @@ def test_another_error_passes_untouched():
         {}["a"]
     with explain():
         assert jnp.ones(3).sum() == 3
-
-
-@pytest.mark.parametrize("text, layout", TABLES["jax_types"].items())
-def test_types_are_read_as_jax_prints_them(text, layout):
-    assert str(layout_from_text(text)) == layout
 
 
 GRID = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(AxisType.Auto,) * 2)

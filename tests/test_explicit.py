@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 from parity import BATCH, LLAMA, MOE, SEQ, name
 
 from llmpar.inspect.types import types
 from llmpar.parallel.mesh import as_type, explicit, from_type, make_mesh
 from llmpar.parallel.partitioned import Explicit
-from llmpar.plan.layout import parse_layout
 from llmpar.plan.plan import Plan
 
 MIXED = "dp=2 fsdp=2 tp=2"
@@ -47,16 +46,6 @@ def test_a_value_of_another_type_is_refused_by_the_arrow():
             ValueError, match=r"'stream b s d' is 'b/dp,fsdp s d' here, but the type float32\[8@dp,4,4\]"
         ):
             jax.jit(lambda x: par.move(x, "stream b s d -> ffn b s d"))(x)
-
-
-def test_a_layout_is_read_from_any_array():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    x = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, PartitionSpec("data", "model")))
-    assert str(from_type(x)) == "b/data s/model" and str(from_type(x, "dm")) == "d/data m/model"
-    both = NamedSharding(make_mesh(MIXED), PartitionSpec(("dp", "fsdp")))
-    automatic = jax.device_put(jnp.zeros((8, 4)), both)
-    assert from_type(automatic, "bd") == parse_layout("b/dp,fsdp d")
-    assert str(from_type(jnp.zeros((2, 2)))) == "b s" and str(from_type(jnp.float32(1))) == "whole"
 
 
 def test_a_layout_is_read_from_a_tracer_with_its_unfinished_sums():

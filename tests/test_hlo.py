@@ -192,17 +192,6 @@ def test_what_looks_like_a_collective_is_never_left_out_in_silence(operation, sa
     assert found.rows or "sends nothing that is counted" in str(found)
 
 
-def test_a_send_and_its_recv_are_one():
-    attrs = "channel_id=1, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}"
-    both = [f"(f32[4]{{0}}, u32[], token[]) {kind}, {attrs}" for kind in ("send(%x, %y)", "recv(%y)")]
-    done = "token[] send-done(%o0), channel_id=1", "(f32[4]{0}, token[]) recv-done(%o1), channel_id=1"
-    found = looked_at(*both, *done)
-    (row,) = found.rows
-    assert (row["arrow"], row["axes"], row["bytes_sent"]) == ("hop along dp", ("dp",), 16) and not found.notes
-    (row,) = looked_at("f32[4]{0} collective-broadcast(%x), replica_groups={{0,1,2,3,4,5,6,7}}").rows
-    assert (row["arrow"], row["bytes_sent"]) == ("broadcast along dp,fsdp,tp", 16)
-
-
 LOOP = (HLO / "loop.hlo").read_text()
 
 
@@ -245,14 +234,6 @@ def test_a_cell_of_a_notebook_is_known_by_its_number():
         assert c.source == "In[1]:3"
     finally:
         InteractiveShell.clear_instance()
-
-
-def test_sources_skip_libraries_and_the_file_that_carries_arrows_out():
-    text = (HLO / "frames.hlo").read_text()
-    lines = {3: "model/llama.py:30", 4: "parallel/modes.py:20", 5: "", 7: "model/llama.py:40", 0: ""}
-    for frame, source in lines.items():
-        with_frame = text + gather(f'metadata={{op_name="f" stack_frame_id={frame}}}, ').partition("\n")[2]
-        assert [c.source for c in census_hlo(with_frame, ABSTRACT)] == [source]
 
 
 def test_executed_flops_of_scanned_matmuls_are_the_closed_form():

@@ -218,11 +218,6 @@ def test_a_smaller_mesh_uses_few_hosts_and_few_domains(name, mesh, hosts, domain
     assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
 
 
-@pytest.mark.parametrize("name, mesh, said", TABLES["links_said"])
-def test_links_are_said_in_words(name, mesh, said):
-    assert {axis: row["link"] for axis, row in read(GRID(mesh, TOPOLOGIES[name])).items()} == said
-
-
 def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works():
     v5p, two = TOPOLOGIES["v5p:4x4x4"], TOPOLOGIES["2 x v5e:4x8"]
     uneven = [*two, *(replace(d, id=900 + d.id, slice_index=2) for d in two[:4])]

@@ -102,11 +102,6 @@ def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
     assert Arrow(arrow.before, between).moves and Arrow(between, arrow.after).moves
 
 
-@pytest.mark.parametrize("text, devices, want", TABLES["meshes"])
-def test_every_spelling_of_a_mesh(text, devices, want):
-    assert parse_mesh(text, devices or None) == MeshShape(**want)
-
-
 def test_meshes_print_as_they_are_read():
     rng = random.Random(0)
     for _ in range(40):

@@ -9,7 +9,7 @@ import re
 import statistics
 
 import pytest
-from shared import CASES, HERE, TABLES
+from shared import HERE, TABLES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli import main
@@ -130,11 +130,6 @@ def test_a_few_tokens_read_few_experts():
     reads = [serving.decode_seconds(config, H100, batch, 1)["matmuls"] for batch in (1, 4, 16, 64, 256)]
     assert all(b > a for a, b in itertools.pairwise(reads))
     assert reads[-1] / reads[0] == pytest.approx(config.num_params / config.active_params, rel=0.01)
-
-
-@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), CASES["engine_cuts"])
-def test_an_engine_is_cut_as_its_guide_says(model, gpu, nodes, gpus, tokens, tp, pp):
-    assert serving.cut(preset(model), chip(gpu), nodes, gpus, tokens)[:2] == (tp, pp)
 
 
 def held(config, tp, pp, tokens, bits):
