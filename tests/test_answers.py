@@ -104,14 +104,6 @@ def test_an_answer_is_the_planners():
         assert {k: v for k, v in found["plan"].items() if k != "mesh"} == row["plan"]
 
 
-@pytest.mark.parametrize("given, mesh, devices", TABLES["settled"])
-def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
-    state, shape = look.settle(look.START | given)
-    assert shape.size == devices == state["devices"] == state["agreed"]
-    assert parse_mesh(mesh).size == devices and state["mesh"] == mesh
-    assert look.settle(state)[0] == state
-
-
 ODD = [
     ({"mesh": "dp=2 " * 2000}, "a mesh text of 10000 characters", True),
     ({"batch_size": None}, "batch_size is null; use a whole number", True),
@@ -246,13 +238,6 @@ def test_times_and_rates_say_how_far_they_are_off():
     assert low < found["step_s"] < high and high - low == pytest.approx(
         2 * planner.UNSEEN_ERROR["dense"] * found["step_s"]
     )
-
-
-@pytest.mark.parametrize("mesh, fields, cause", TABLES["recomputed_for"])
-def test_recomputation_names_its_cause(mesh, fields, cause):
-    reply = answers.answer(on(look.START, mesh, **fields) | {"explain": "recomputation"})
-    assert f"for want of memory: {cause}<" in reply["panels"]["explain"]["html"]
-    assert re.search(f"recomputation: [^<]*, {cause}<", reply["panels"]["step"]["svg"])
 
 
 @pytest.mark.parametrize(("mesh", "rounds"), [("fsdp=4 tp=2", 4), ("fsdp=16", 0)])

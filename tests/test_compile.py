@@ -10,11 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from shared import TABLES, program_text
+from shared import program_text
 
 from llmpar import draw
 from llmpar.inspect import roofline
-from llmpar.inspect.hlo import Module
 from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
@@ -22,7 +21,6 @@ from llmpar.planner import aot
 from llmpar.planner.planner import FREE_SHARE, Question
 from llmpar.planner.targets import COMPILER_ENVIRONMENT, parse_target
 from llmpar.predict.hardware import chip
-from llmpar.training.step import compiler_options
 
 COMPILERS = Path(sys.prefix) / "aot"
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,14 +123,6 @@ def test_links_beyond_a_host_are_slower():
     assert far.exposed_s / near.exposed_s == pytest.approx(370 / 50, rel=0.1)
 
 
-@pytest.mark.parametrize("left, kernel, result, attrs, flops", TABLES["convolutions"])
-def test_products_that_a_tpu_writes_as_convolutions(left, kernel, result, attrs, flops):
-    text = (HLO / "convolution.hlo").read_text()
-    sides = {"LEFT": left, "KERNEL": kernel, "RESULT": result, "ATTRS": attrs}
-    module = Module(re.sub("[A-Z]{4,}", lambda found: sides.get(found[0], found[0]), text))
-    assert roofline.all_flops(module)(module.entry, None) == flops
-
-
 def test_what_does_not_fit_has_a_plan_near_it_that_does():
     where, plan = parse_target("a100-40:1x8"), Plan("dp=8", zero=0, dtype="bfloat16")
     near = "--mesh 'fsdp=8' --zero '3' --remat 'block' --loss-chunks '8'"
@@ -151,12 +141,6 @@ OPTIONS = {
     "early": "xla_gpu_enable_latency_hiding_scheduler",
     "estimated": "xla_gpu_enable_analytical_latency_estimator",
 }
-
-
-@pytest.mark.parametrize("platform, mesh, fields, names", TABLES["step_options"])
-def test_a_step_tells_the_compiler_what_its_plan_needs(platform, mesh, fields, names):
-    wanted = {OPTIONS[name] for name in filter(None, names.split(", ")) if ESTIMATED or name != "estimated"}
-    assert set(compiler_options(Plan(mesh, **fields).resolve(devices=platform))) == wanted
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess:

@@ -19,7 +19,7 @@ from shared import CASES, TABLES
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
-from llmpar.launch import joined, traps
+from llmpar.launch import joined
 from llmpar.launch.engines import Place, detect
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 from llmpar.plan.config_json import QUANTIZED
@@ -32,12 +32,6 @@ def env(words: str) -> dict[str, str]:
     for name, given, value in (word.partition("=") for word in words.split()):
         found |= {name: value} if given else env(TABLES["engine_sets"][name])
     return found
-
-
-@pytest.mark.parametrize("words, note", TABLES["engine_alone"].items())
-def test_a_script_that_runs_once_is_alone_and_told_so(words, note):
-    place = detect(env(words))
-    assert place.num_processes == 1 and note in place.note
 
 
 def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
@@ -181,12 +175,6 @@ def test_a_process_that_was_started_again_may_come_again(monkeypatch):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("environ, num_local, local_id, want", TABLES["gpus_of_a_process"])
-def test_a_process_takes_the_gpus_that_are_its_own(environ, num_local, local_id, want):
-    found = joined.local_devices(place(num_local=num_local, local_id=local_id), environ, files=8)
-    assert found == (None if want == "all" else want)
-
-
 def test_a_proxy_is_kept_out_of_the_way(capsys):
     environ = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}
     joined.without_proxy(place(0, "n1:9"), environ)
@@ -274,13 +262,6 @@ def test_a_process_ends_when_process_0_does_not_answer_or_no_step_ends(monkeypat
     status, words = ended(monkeypatch, watchdog._watch)
     assert status == joined.STUCK and "no step ended within 3 s after 1: a process is stuck" in words
     assert "no step ended" in signs[joined._KEY] and "most recent call first" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("words, here, sentence", TABLES["traps"])
-def test_a_trap_is_named_in_one_sentence(words, here, sentence):
-    (found,) = traps.traps(env(words), Place(**here), 8)
-    assert sentence in found and traps.traps({}, place(num_local=2), 0) == []
-    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8) == [], "nothing is wrong"
 
 
 WORDS = ("train", "--mesh", "dp=2 fsdp=4", "--checkpoints", "kept it's")

@@ -134,12 +134,6 @@ def test_the_verdict_table(name):
     assert np.mean(helped) >= 0.8, "too many answers meet the general hint only"
 
 
-@pytest.mark.parametrize("name, right, wrong", TABLES["spelled"])
-def test_odd_spellings_of_an_answer_are_read_and_none_of_another(name, right, wrong):
-    verdicts = [lessons.find(name).judge(answer).partition(".")[0] for answer in [*right, *wrong]]
-    assert verdicts == [lessons.CORRECT] * len(right) + ["not yet"] * len(wrong)
-
-
 def test_a_page_counts_with_what_the_lesson_gives():
     facts = {"given": "devices=8", "answer": "2 * (devices - 1)", "hint": "Add.", "because": "Two."}
     facts |= {"`2 * devices`": "One stays.", "`* 2`": "Twice."}

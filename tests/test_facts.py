@@ -1,11 +1,13 @@
 """Facts of facts.txt, an expression and its value; what cannot be, refused in a sentence (refusals.txt).
 
 A part begins with the statements that give its names; a line is an expression, and its value or what the
-refusal says. Comments say what the lines below them are about.
+refusal says; ``for names in TABLES["x"]:`` before it asks it of each row. Comments are about the lines below.
 """
 
+import re
+
 import pytest
-from shared import HERE
+from shared import CASES, HERE, TABLES  # noqa: F401 - the tables by their names
 
 from llmpar.plan.mesh_shape import NotationError
 
@@ -14,7 +16,14 @@ def rows(name):
     """Each line with the statements of its part."""
     for part in (HERE / name).read_text().rstrip().split("\n\n"):
         names, *lines = (line for line in part.splitlines() if not line.startswith("# "))
-        yield from (pytest.param(names, *line.split(" ; "), id=line.split(" ; ")[0]) for line in lines)
+        for line in lines:
+            each = re.fullmatch(r"for (.*?) in (\S+): (.*)", line)
+            expression, value = (each[3] if each else line).split(" ; ")
+            if not each:
+                yield pytest.param(names, expression, value, id=expression)
+            for row in eval(each[2]) if each else ():
+                given = f"{names}; {each[1]} = {row!r}"
+                yield pytest.param(given, expression, value, id=f"{each[2]} {row}"[:120])
 
 
 @pytest.mark.parametrize("names, expression, value", rows("facts.txt"))

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from shared import CASES, HERE, TABLES
+from shared import CASES, HERE
 from test_notation import random_layout
 
 from llmpar.inspect.links import axis_links
@@ -207,15 +207,6 @@ def test_a_smaller_mesh_takes_devices_that_lie_together(name):
         assert len({d.id for d in made.flat}) == shape.size
         if made.flat[0].platform == "tpu":
             check(shape, made, devices)
-
-
-@pytest.mark.parametrize("name, mesh, hosts, domains", TABLES["few_hosts"])
-def test_a_smaller_mesh_uses_few_hosts_and_few_domains(name, mesh, hosts, domains):
-    made = GRID(mesh, TOPOLOGIES[name])
-    assert len({d.process_index for d in made.flat}) == hosts
-    assert len({link_domain(d) for d in made.flat}) == domains
-    *_, innermost = read(made).values()
-    assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
 
 
 def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works():

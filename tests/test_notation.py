@@ -56,12 +56,6 @@ def test_printing_and_parsing_are_each_others_inverse():
         assert parse_arrow(str(Arrow(layout, other))) == Arrow(layout, other)
 
 
-@pytest.mark.parametrize("text, marked, why", TABLES["layouts_refused"])
-def test_a_bad_layout_is_refused_with_a_caret_under_the_bad_token(text, marked, why):
-    message, shown = refusal(parse_layout, text)
-    assert shown == marked and why in message
-
-
 def test_a_text_with_line_breaks_is_shown_on_one_line():
     with pytest.raises(NotationError) as caught:
         parse_mesh("dp=2\ntp=x")
@@ -85,12 +79,6 @@ def test_an_arrow_is_exactly_these_moves(text):
     assert [str(move) for move in arrow.moves] == TABLE[text] and parse_arrow(str(arrow)) == arrow
 
 
-@pytest.mark.parametrize("text, marked, why", TABLES["arrows_refused"])
-def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
-    message, shown = refusal(parse_arrow, text)
-    assert shown == marked and why in message
-
-
 @pytest.mark.parametrize("text, dim", CASES["reordered"])
 def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
     with pytest.raises(ValueError, match=f"reorder the blocks of {dim}: .* with {dim} whole in between"):
@@ -110,12 +98,6 @@ def test_meshes_print_as_they_are_read():
         assert shape.size == math.prod(shape.sizes.values())
         lwm = ",".join(str(shape.sizes[a]) for a in POSITIONAL[4])
         assert parse_mesh(lwm) == MeshShape(**{a: shape.sizes[a] for a in POSITIONAL[4]})
-
-
-@pytest.mark.parametrize("text, marked, why", TABLES["meshes_refused"])
-def test_a_bad_mesh_is_refused_with_a_caret(text, marked, why):
-    message, shown = refusal(parse_mesh, text, 8)
-    assert why in message and shown == marked
 
 
 @pytest.mark.parametrize("text, devices, need, suggestion", CASES["too_few_devices"])

@@ -51,13 +51,6 @@ def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
     assert {region for region, *_ in rows} == plans[0].regions.keys()
 
 
-@pytest.mark.parametrize("logical, plain, with_sequence", CASES["megatron"])
-def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_sequence):
-    assert arrows(Plan(MIXED).resolve().physical(logical)) == plain
-    assert arrows(Plan(MIXED, tp_sequence=True).resolve().physical(logical)) == with_sequence
-    assert arrows(Plan("dp=4 fsdp=2").resolve().physical(logical)) == []
-
-
 DIMS = "ffn l d m"
 
 
@@ -69,16 +62,6 @@ def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
         layouts = Plan(MIXED, zero=zero).resolve().layouts_of("ffn d m")
         layouts = layouts.stored, layouts.used, layouts.unreduced, layouts.accumulated, layouts.reduced
         assert table[str(zero)] == list(map(str, layouts))
-
-
-@pytest.mark.parametrize("zero, gather, reduce, restore", CASES["zero_moves"])
-def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
-    """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
-    layouts = Plan(MIXED, zero=zero).resolve().layouts_of(DIMS)
-    assert arrows(layouts.gather) == gather and arrows(layouts.restore) == restore
-    assert arrows(layouts.accumulate) + arrows(layouts.finish) == reduce
-    early = reduce[:1] if zero == 2 else []
-    assert arrows(layouts.accumulate) == early, "only ZeRO-2 cuts every microbatch's gradient"
 
 
 REFUSED = (HERE / "refused.txt").read_text().splitlines()

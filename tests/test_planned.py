@@ -127,13 +127,6 @@ def test_a_planned_model_says_that_it_does_not_run(name):
     assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
 
 
-@pytest.mark.parametrize("name, mesh, fields, why", CASES["not_run"])
-def test_a_plan_that_is_priced_and_does_not_run_says_why(name, mesh, fields, why):
-    plan = Plan(mesh, **fields).resolve(PRESETS[name], "gpu")
-    assert why in checks.why_not_run(plan)
-    assert traffic.most_traffic(plan, 64, 4096).total_bytes > 0
-
-
 def sent(plan, value):
     """The messages of this kind, of 8 rows of 8,192 tokens, and how often each is sent."""
     rows = traffic.step_traffic(plan, 8, 8192).values()

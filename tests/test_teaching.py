@@ -7,7 +7,7 @@ import re
 import tomllib
 
 import pytest
-from shared import CASES, ROOT, load, violations
+from shared import ROOT, load, violations
 
 from llmpar.cli import lab as lessons
 from llmpar.cli.commands import command_class
@@ -71,12 +71,6 @@ def test_the_plans_add_up_and_name_what_exists():
     two_days = " ".join(what for plan in PLANS[3:] for *_, what in rows_of(plan))
     in_plans = [n for n in LESSONS if f"lesson {n}" in two_days]
     assert in_plans == [n for n in LESSONS if n not in BESIDE] and all(f"Lesson {n}" in GUIDE for n in BESIDE)
-
-
-@pytest.mark.parametrize("row, fault", CASES["course_faults"])
-def test_a_fault_of_a_plan_is_seen(row, fault):
-    (said,) = faults_of(row)
-    assert fault in said
 
 
 def test_no_lesson_is_claimed_to_take_less_than_the_driver_takes():

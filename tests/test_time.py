@@ -126,14 +126,6 @@ def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
     assert steps == sorted(steps) and ranks == sorted(ranks) and len(set(steps)) == 4
 
 
-@pytest.mark.parametrize("name, mesh, fields", CASES["ranked"])
-def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):
-    plan = Plan(mesh, dtype="bfloat16", loss_chunks=8, **fields)
-    run = workload.of_plan(preset(name), plan, H100, 64, 8192)
-    exact, closed = step_time(run), step_time(run, simulate=False)
-    assert closed.step_s == pytest.approx(exact.step_s, rel=0.04)
-
-
 @pytest.mark.parametrize("name, mesh, fields", CASES["reworded"])
 def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
     """What a message belongs to and what hides it are said where it is made, not read from its words."""
