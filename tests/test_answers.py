@@ -303,14 +303,6 @@ def test_a_pinned_mesh_is_compared_as_the_planner_compares_it():
     assert sum(terms) == number(sums[1]) == round(1000 * row["difference_s"])
 
 
-def test_a_pinned_mesh_that_cannot_be_says_why_and_nothing_else_changes():
-    for pinned, why in (("fsdp=32", "32 devices, and the question 64"), ("hdp=2", "hdp"), ("tp=64", "tp=64")):
-        reply = answers.answer(SIDE | {"pinned": pinned})
-        assert why in reply["panels"]["beside"]["html"] and "versus" in reply["numbers"]
-        assert reply["verdict"] == answers.answer(SIDE)["verdict"] and not reply["refusal"]
-    assert not answers.answer(SIDE)["numbers"]["versus"]  # nothing is pinned, and no mesh but this is known
-
-
 def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank():
     def step_s(**state):
         return answers.answer(SIDE | state)["numbers"]["step_s"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 import shlex
@@ -25,9 +24,7 @@ from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
-from llmpar.plan.serving import serving_plan
 from llmpar.planner import planner
-from llmpar.predict import formulas, serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.hosts import sends
 from llmpar.predict.traffic import step_traffic
@@ -362,35 +359,6 @@ def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
         assert right[f"{name} step"] == min(less, default=None)
         forward = [size for size in sizes if ulysses[size] / 2 < 0.999 * ring[size] / 4]
         assert right[f"{name} forward"] == min(forward, default=None)
-
-
-def test_answers_in_pages_about_published_models_are_the_package_s():
-    right = lambda name: lessons.find(name).solution
-    llama, near = preset("llama3-8b"), lambda *values: pytest.approx(values, rel=1e-5)
-    state_gb, used = 16 * llama.num_params / 1e9, llama.num_params - llama.vocab_size * llama.width
-    assert (right("01.state_gb"), right("01.fits")["left on 8"]) == near(state_gb, 40 - state_gb / 8)
-    assert right("01.fits")["least"] == next(n for n in (1, 2, 4, 8) if state_gb <= 40 * n)
-    assert right("01.days") == pytest.approx(6 * llama.num_params * 15e12 / (1024 * 0.4 * 989.4e12) / 86400)
-    per_position = 12 * llama.num_layers * llama.num_heads * llama.head_width
-    assert right("01.crossover") == pytest.approx(6 * used / per_position, rel=1e-5)
-    replica_gib = 12 * preset("llama3-70b").num_params / 2**30
-    assert tuple(right("11.replicas").values()) == pytest.approx((replica_gib, replica_gib / 64), rel=1e-3)
-    end = lambda layers: max(
-        0.081 + 0.060 * layers / 32, 0.080 * layers / 32 + 32 // layers * (0.001 + 0.060 * layers / 32)
-    )
-    assert right("03.bucket") == min((1, 2, 4, 8, 16, 32), key=end), "it ends soonest"
-    stages = (formulas.zero_bytes(7e9, 4, stage) / 1e9 for stage in range(4))
-    assert tuple(right("04.memory_table").values()) == near(*stages)
-    nodes = lambda experts, n: n * (1 - math.comb(experts - experts // n, 8) / math.comb(experts, 8))
-    assert tuple(right("09.nodes").values()) == near(nodes(256, 8), nodes(128, 4))
-    left = chip("h100").usable_bytes - 2 * llama.num_params
-    assert right("16.cache_bytes") == serving.cache_bytes(llama)
-    fit = [left // serving.cache_bytes(llama, tokens) for tokens in (8192, 63 * 16)]
-    assert tuple(right("16.fit").values()) == pytest.approx(fit, rel=0.01)
-    two_heads = dataclasses.replace(preset("tiny"), num_kv_heads=2)
-    for mesh, share in right("16.shares").items():
-        plan = serving_plan(Plan(mesh), two_heads, 1, 64)
-        assert share == serving.device_cache_bytes(plan, 1, 64) / serving.cache_bytes(two_heads, 64, 32)
 
 
 def test_lesson_11_repeats_the_planners_seconds():

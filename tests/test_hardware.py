@@ -9,7 +9,7 @@ from shared import TABLES
 from llmpar.cli import doctor
 from llmpar.cli.train import say_memory
 from llmpar.predict import hardware
-from llmpar.predict.hardware import CHIP_BY_NAME, CHIPS, GIB, Chip, chip, guess
+from llmpar.predict.hardware import CHIP_BY_NAME, CHIPS, GIB, Chip, chip
 
 WORDS = ("name", "aliases", "link", "date", "device", "sources", "base", "reached")
 SHARED = TABLES["devices_that_share"]
@@ -79,13 +79,6 @@ def test_a_file_may_describe_a_whole_chip_and_integers_will_do(tmp_path):
     path.write_text(f'date = "2026"\n{text}')
     with pytest.raises(ValueError, match=r"lacks link; add them, or base = 'h100'"):
         chip(path)
-
-
-def test_guess_knows_the_kinds_that_jax_reports_and_stays_silent_on_others():
-    kinds = dict(TABLES["device_kinds"])
-    assert {kind: guess(kind) for kind in kinds.pop("no_chip") if guess(kind)} == {}
-    for name, reported in kinds.items():
-        assert {guess(kind).name for kind in reported} == {name}
 
 
 def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path):

@@ -3,20 +3,11 @@
 import math
 import random
 
-import numpy as np
 import pytest
 from shared import CASES, TABLES
 
 from llmpar.plan.layout import DIMS, Arrow, Dim, Layout, parse_arrow, parse_layout
-from llmpar.plan.mesh_shape import (
-    AXES,
-    POSITIONAL,
-    MeshShape,
-    NotationError,
-    divisors,
-    near_meshes,
-    parse_mesh,
-)
+from llmpar.plan.mesh_shape import AXES, POSITIONAL, MeshShape, NotationError, parse_mesh
 
 
 def refusal(parse, text, *more):
@@ -107,12 +98,3 @@ def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need,
     tried = message.rpartition("try '")[2].rstrip("'")
     assert parse_mesh(tried, devices).size == devices
     assert suggestion in ("", tried)
-
-
-def test_the_nearest_mesh_is_the_nearest_of_all():
-    """By trying all: fills the devices, over the asked axes, with the smallest change in the logarithms."""
-    asked = {"dp": 3, "tp": 5}
-    best, *others = near_meshes(asked, 8)
-    cost = lambda dp, tp: abs(np.log2(dp / 3)) + abs(np.log2(tp / 5))
-    assert best.size == 8 and cost(best.dp, best.tp) == min(cost(n, 8 // n) for n in divisors(8))
-    assert all(cost(m.dp, m.tp) >= cost(best.dp, best.tp) for m in others) and len(others) == 3

@@ -248,22 +248,3 @@ def test_nothing_moves_within_a_group_of_one():
     for f, group in ((formulas.sent_bytes, 2), (tree_seconds, [(2, 1)])):
         with pytest.raises(AssertionError, match="allgather"):
             f("allgather", 1, group)
-
-
-def test_a_tree_is_as_slow_as_its_slowest_level():
-    levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
-    # printed to 3 digits
-    assert formulas.level_bytes_per_s(levels) == exactly([514.29e9, 412.9e9, 17.07e12], rel=1e-3)
-    assert tree_seconds("all-gather", 413e9, levels) == exactly(1, rel=1e-3)
-    for kind in ("all-gather", "all-to-all"):
-        alone = formulas.switch_seconds(kind, 1e9, 8, 450e9)
-        assert tree_seconds(kind, 1e9, levels[:1]) == exactly(alone)
-    # the book: from B/(8 x 450e9) inside a node to B/(2 x 400e9) over two, for an array of B bytes
-    assert tree_seconds("all-to-all", 1e9 / 16, [(8, 450e9), (2, 400e9)]) == exactly(1e9 / 4 / 400e9)
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_ring_attention_sends_what_a_played_ring_sends(n):
-    block, hops = 2 * (64 // n) * 2 * 16, n - 1  # after the last block nothing need move
-    forward, back = 2 * block * hops, 2 * block * n  # gradients make the whole round, back to their owner
-    assert formulas.ring_elements(2, 64, 2, 16, n) == (forward, forward + back)

@@ -168,34 +168,6 @@ def test_a_flag_that_decides_nothing_is_said_also_where_it_is_the_default(line, 
     assert said.startswith(GIVEN[line]) and said.count("\n") == bool(GIVEN[line])
 
 
-def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
-    """On simulated devices; on others a permute is one."""
-    inside = Plan("pp=2 sp=2", microbatches=2)
-    cpu, gpu, tpu = (inside.resolve(LLAMA, platform) for platform in ("cpu", "gpu", "tpu"))
-    assert cpu.hop == "exchange" and gpu.hop == tpu.hop == "permute"
-    assert Plan("sp=2").resolve(LLAMA).hop == "permute"
-    assert "all-to-all" in " ".join(cpu.notes) and not gpu.notes
-    assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).notes
-    asked = dataclasses.replace(inside, hop="permute")
-    asked.resolve(LLAMA, None, 16, 16)
-    with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
-        asked.resolve(LLAMA)
-
-
-def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
-    """Seen to hang, or to abort, in half of the runs: two groups of gathers in unrolled layers."""
-    for fields in (dict(schedule="zb-h1"), dict(stage_saves="residuals")):
-        plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
-        cpu, gpu = plan.resolve(devices="cpu"), plan.resolve(devices="gpu")
-        assert not cpu.reshard_after_forward and gpu.reshard_after_forward
-        assert "gathered once a step" in " ".join(cpu.notes) and not gpu.notes
-        for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
-            other = dataclasses.replace(plan, **same)
-            assert other.resolve().gather_per == other.resolve(devices="gpu").gather_per
-            assert not other.resolve().notes
-    assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
-
-
 CUDNN = TABLES["auto_attention"]
 
 

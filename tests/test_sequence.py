@@ -18,7 +18,7 @@ from llmpar.parallel.modes import Manual
 from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.predict.ring import pairs_by_step
 from llmpar.training import balance
-from llmpar.training.balance import balanced_order, row_orders, work
+from llmpar.training.balance import balanced_order, work
 
 
 @pytest.mark.long
@@ -158,17 +158,3 @@ def test_whatever_the_lengths_it_is_never_worse_than_zigzag_and_near_the_mean():
         if not window:
             np.testing.assert_array_equal(work(segments), naive_work(segments))
             assert busiest <= work(segments).sum() / n + 2 * n
-
-
-def test_one_document_is_a_zigzag_and_odd_rows_need_only_as_many_positions_on_each_rank():
-    assert balanced_order(np.ones(64, int), 4).tolist() == sequence_permutation("zigzag", 64, 4)
-    assert sequence_permutation("balanced", 12, 4) == balanced_order(np.ones(12, int), 4).tolist()
-    assert ratio(balanced_order(np.ones(12 * 9, int), 12), np.ones(12 * 9, int), 12)[0] <= 1.2
-
-
-def test_fixed_orders_are_the_same_for_every_row():
-    segments = np.stack([row([20, 12]), row([5, 27])])
-    for order in ("zigzag", "striped", "contiguous"):
-        assert (row_orders(order, segments, 4) == sequence_permutation(order, 32, 4)).all()
-    ours = row_orders("balanced", segments, 4)
-    assert (ours[0] != ours[1]).any()

@@ -10,13 +10,12 @@ from test_planner import drawn_plans
 
 from llmpar import Plan, preset
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.planner import measured
-from llmpar.predict import formulas, layer, time, workload
+from llmpar.predict import layer, time, workload
 from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.predict.time import Clock, step_time
 from llmpar.predict.traffic import runs, step_traffic
-from llmpar.predict.workload import SOFTWARE, Run
+from llmpar.predict.workload import Run
 
 EASY = Rates(
     matmuls=0.5, grouped=0.25, attention=0.25, memory=1.0, links=1.0, network=1.0, kernel_s=0,
@@ -66,27 +65,6 @@ def test_the_last_rank_waits_for_nobody_where_heads_are_exchanged(mesh, way, ran
 ORDERS = ("zigzag", "balanced", "striped", "contiguous")
 
 
-def test_parameters_are_those_of_the_model():
-    for name in ("llama3-8b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b"):
-        config = preset(name)
-        run = run_of(config=config)
-        assert params_of(run) == pytest.approx(config.num_params, rel=1e-4), name
-    config = dataclasses.replace(preset("llama2-7b"), ffn_width=4 * 4096, tied=True)
-    gpt = run_of(config=config, gpt=True, ffn_products=2)
-    ours = gpt_params(4096, 32, 32_000, 8192)
-    assert params_of(gpt) == pytest.approx(ours, rel=1e-3)
-
-
-def test_useful_flops_are_palms():
-    """6N + 12LHQT a token: Chowdhery et al. 2022, appendix B."""
-    run = run_of("fsdp=8", rows=2)
-    tokens = 16 * 8192
-    assert run.tokens_per_step == tokens
-    params = params_of(run) - run.ends["embedding"]
-    by_hand = (6 * params + 12 * 32 * 32 * 128 * 8192) * tokens
-    assert run.flops() == pytest.approx(by_hand, rel=1e-4)
-
-
 def test_a_pipeline_with_equal_stages_has_the_textbook_bubble():
     config = dataclasses.replace(preset("llama3-8b"), vocab_size=2)  # ends that weigh nothing
     run = run_of("pp=4", config=config, microbatches=8, zero=0)
@@ -96,14 +74,6 @@ def test_a_pipeline_with_equal_stages_has_the_textbook_bubble():
     assert rest == pytest.approx(work, rel=0.01)
     quick = step_time(run, EASY, simulate=False)
     assert quick.step_s == pytest.approx(found.step_s, rel=0.01)
-
-
-def test_the_last_chunk_runs_forward_once():
-    """F0 F1 B1 B0 is all of one microbatch, and B0 alone repeats its forward pass."""
-    run = run_of("pp=2", config=dataclasses.replace(preset("llama3-8b"), vocab_size=2), zero=0)
-    once, kept = (step_time(dataclasses.replace(run, again=again), EASY).step_s for again in (1.0, 0.0))
-    forward = sum(Clock(run, EASY).layer(False, 0.0)[0].terms.values())
-    assert once - kept == pytest.approx(16 * forward, rel=1e-3)
 
 
 def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
@@ -147,18 +117,6 @@ def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
     assert after.terms == before.terms
 
 
-def test_a_gpt_layer_keeps_what_korthikanti_counts():
-    heads = dict(num_heads=96, num_kv_heads=96, head_width=128)
-    config = dataclasses.replace(preset("llama2-7b"), width=12_288, ffn_width=49_152, **heads)
-    soft = SOFTWARE["megatron-2021"]
-    run = run_of(config=config, seq_len=2048, gpt=True, ffn_products=2, software=soft)
-    by_hand = formulas.gpt_activation_bytes(1, 2048, 12_288, 96)
-    assert measured.activation_bytes(run)[0] == pytest.approx(by_hand, rel=0.05)
-    block = dataclasses.replace(run, recompute="block")
-    by_hand = formulas.gpt_activation_bytes(1, 2048, 12_288, 96, recompute="full")
-    assert measured.activation_bytes(block)[0] == by_hand
-
-
 XLA_H100 = """4096 4096 2048 738.7; 4096 2048 4096 758.4; 4096 1024 4096 738.5; 4096 512 4096 650.0;
 256 4096 4096 412.0; 4096 2048 256 304.0; 2048 4096 1024 594.2; 2048 2048 1024 493.9; 1024 4096 1024 490.3;
 512 1024 2048 216.5; 256 1024 1024 72.5; 512 512 2048 114.7; 1024 1024 512 145.6"""
@@ -174,29 +132,6 @@ def test_matmuls_of_all_shapes_are_near_those_that_xla_measured():
         shape = workload.Matmul(rows, inner, out)
         errors.append(clock.matmuls([shape]) * tflops * 1e12 / shape.flops - 1)
     assert max(map(abs, errors)) < 0.25 and sum(map(abs, errors)) / len(errors) < 0.11
-
-
-def test_a_token_goes_once_to_a_rank_or_once_for_each_expert():
-    """8 of 128 experts, 32 ranks in 4 nodes. Of the copies that NCCL sends three quarters cross nodes."""
-    run = run_of("ep=32", config=preset("qwen3-30b-a3b"), software=SOFTWARE["megatron"])
-    once = dataclasses.replace(run, software=SOFTWARE["megatron-bridge"])
-    network = chip("h100").dcn_bytes_per_s
-    seconds, start = Clock(run, EASY).exchange(1e9), Clock(run, EASY).exchange(0.0)
-    assert start == 0 and seconds == pytest.approx(1e9 * 8 * 3 / 4 / network)
-    assert Clock(once, EASY).exchange(1e9) == pytest.approx(1e9 * 4 * (1 - (3 / 4) ** 8) * 3 / 4 / network)
-
-
-def test_attention_meets_whole_tiles_of_a_document_and_casts_are_read_and_written():
-    run, tpu, c = run_of(), run_of(chip=chip("v5p")), preset("llama3-8b")
-    assert run.seen(False, c) == 8192 and run.seen(True, c) == (8192 + 128) / 2
-    packed = run_of(document=512)
-    assert packed.seen(True, c) == (512 + 128) / 2 and tpu.seen(True, c) == (8192 + 1024) / 2
-    window = dataclasses.replace(c, window=1024)
-    assert run.seen(True, window) == 1024 + 128 and not run.halved(window)
-    inner = 8192 * (3 * 4096 + 14336)  # of q, k, v; of gate and up; the output's; down's
-    eight = run_of(bits=8)
-    assert eight.elementwise_bytes(c) - run.elementwise_bytes(c) == workload.CAST_BYTES * inner
-    assert dataclasses.replace(tpu, bits=8).elementwise_bytes(c) == tpu.elementwise_bytes(c)
 
 
 def test_heads_of_64_halve_a_wide_matrix_unit_and_cost_exponentials_elsewhere():

@@ -61,24 +61,6 @@ def test_published_forms_hold_for_every_p_m_v():
     assert checked == set(SCHEDULES) - {"circular"}
 
 
-def test_published_ratios():
-    given, answer = ROWS["ptdp.bubble"]["inputs"], ROWS["ptdp.bubble"]["expected"]
-    for name, v, key in (("1f1b", 1, "ratio"), ("interleaved", 4, "interleaved_v4")):
-        table = timetable(make(name, given["p"], given["m"], v))
-        assert table.bubble_over_ideal == pytest.approx(answer[key])
-    gpipe, circular = (timetable(make(i, **names(ROWS[i]["inputs"]))) for i in ("gpipe", "circular"))
-    assert gpipe.bubble_over_ideal == pytest.approx(ROWS["gpipe"]["expected"]["ratio"])
-    assert gpipe.bubble_fraction == pytest.approx(ROWS["gpipe"]["expected"]["fraction"])
-    assert gpipe.peak_live() == [ROWS["gpipe"]["expected"]["in_flight"]] * 4
-    assert circular.bubble_fraction == pytest.approx(ROWS["circular"]["expected"]["fraction"])
-    late = timetable(make("zb-h2", 4, 4))  # by hand: of 15 ticks stage 0 works 12; the last ends one later
-    assert (late.span, late.makespan, late.bubble_rate) == (15, 16, 3 / 15)
-
-
-def names(inputs):
-    return {{"p": "num_stages", "m": "num_microbatches", "v": "num_chunks"}[k]: n for k, n in inputs.items()}
-
-
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith(("zb.t2.", "dualpipe."))])
 def test_symbolic_rows_of_the_papers(row):
     # each expression as printed; DualPipe's B is the whole backward, and F&B is the sum without overlap
@@ -96,24 +78,6 @@ def test_symbolic_rows_of_the_papers(row):
         assert table.bubble == pytest.approx(printed[answer["bubble"]](p, *costs), abs=EXACT)
         assert max(table.peak_live()) == printed[answer.get("peak", answer.get("activations"))](p)
         assert f"{table.schedule.parameter_copies}x" == answer.get("params", "1x")
-
-
-def test_a_misplaced_weight_gradient_misses_the_published_bubble():
-    plain = make("1f1b", 4, 8)
-    with_w = lambda op: f"{op} W{op.microbatch}" if op.kind == "B" else str(op)
-    eager = "\n".join(" ".join(map(with_w, row)) for row in plain.rows)
-    bubbles = [timetable(s).bubble for s in (make("zb-h1", 4, 8), from_text(eager), plain)]
-    assert bubbles == [3, 6, 9]  # W at once already frees the stage before; ZB-H1 halves what that leaves
-
-
-@pytest.mark.parametrize(("row", "name"), [("zbrepo.ZB1P", "zb-h1"), ("zbrepo.ZBV", "zb-v")])
-def test_zero_bubble_relative_to_1f1b(row, name):
-    table, plain = timetable(make(name, 8, 24)), timetable(make("1f1b", 8, 24))
-    # of the bubble over ideal, not of the fraction
-    share = {"B/3": 1 / 3, "0": 0}[ROWS[row]["expected"]["bubble"]]
-    assert table.bubble == pytest.approx(share * plain.bubble)
-    assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
-    assert np.sum(table.hops) == ROWS[row]["expected"]["comm"] * np.sum(plain.hops)
 
 
 @pytest.mark.parametrize(("text", "said"), TABLES["orders_refused"])
@@ -250,16 +214,6 @@ OTHER_SIZES = [(name, p, 6, None) for name in SCHEDULES for p in (1, 2, 6) if (n
 def test_an_executor_finds_every_value_in_its_slot(name, p, m, v):
     table = timetable(make(name, p, m, v))
     walk(table, slots(table))
-
-
-def test_slots_are_as_few_as_what_is_alive():
-    for name in SCHEDULES:
-        table = timetable(make(name, 4, 16))
-        buffers, visits = slots(table), table.schedule.visits
-        assert buffers.num_saved == [round(visits * peak) for peak in table.peak_live()]
-        owed = (np.cumsum([{"F": 0, "B": 1, "W": -1}[op.kind] for op in row]) for row in table.schedule.rows)
-        split = table.schedule.split_backward
-        assert buffers.num_residual == [split * w.max() for w in owed], "from B to W"
 
 
 @pytest.mark.parametrize("name", STEADY)

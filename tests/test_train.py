@@ -31,7 +31,7 @@ from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Batches, DataConfig, read_corpus
-from llmpar.training.loop import OptimizerConfig, made_of
+from llmpar.training.loop import OptimizerConfig
 from llmpar.training.optimizer import make_optimizer
 from llmpar.training.step import State, Step
 
@@ -411,13 +411,6 @@ def test_a_checkpoint_that_does_not_know_what_made_it_is_of_another_run(whole, t
     with pytest.raises(ValueError, match=r"with data None .*optimizer None \(asked: adamw\)"):
         run(folder=folder, tell=messages.append)
     assert not messages
-
-
-def test_a_run_with_experts_of_a_capacity_remembers_what_fills_them():
-    experts = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, capacity_factor=1.0))
-    asked = (experts, Plan("sp=2")), (experts, Plan("dp=2")), (SMALL, MIXED)
-    made = [made_of(config, plan, stream(), 6, ADAMW, 0) for config, plan in asked]
-    assert [x.get("expert_piece") for x in made] == [8, 16, None]
 
 
 SLOW = OptimizerConfig(learning_rate=1e-4)
