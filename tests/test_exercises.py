@@ -18,16 +18,13 @@ from shared import TABLES
 
 from llmpar import lessons
 from llmpar.cli import main
-from llmpar.lessons import hosts, judge, pages, record
+from llmpar.lessons import judge, pages, record
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict.hardware import chip
-from llmpar.predict.hosts import sends
-from llmpar.predict.traffic import step_traffic
 
 HERE = Path(__file__).parent
 NAMES = lessons.names()
@@ -341,26 +338,6 @@ def test_a_lone_notebook_can_ask(tmp_path):
     assert "but lax.all_gather does it" in done.stdout, "four devices, where one is"
 
 
-def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
-    """The answers of 06.rivals, from the predicted bytes of whole programs, and not from its formulas."""
-
-    def sends(config, variant, size, kind):
-        plan = Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16")
-        return step_traffic(plan.resolve(config), 1, 4096)["sp", kind].bytes_sent
-
-    right = lessons.find("06.rivals").solution
-    for name in ("llama2-7b", "llama3-8b", "llama3-70b"):
-        config = preset(name)
-        sizes = [size for size in (2, 4, 8, 16, 32) if config.num_kv_heads % size == 0]
-        ring = {size: sends(config, "ring", size, "collective-permute") for size in sizes}
-        ulysses = {size: sends(config, "ulysses", size, "all-to-all") for size in sizes}
-        # positions are a few bytes more
-        less = [size for size in sizes if ulysses[size] < 0.999 * ring[size]]
-        assert right[f"{name} step"] == min(less, default=None)
-        forward = [size for size in sizes if ulysses[size] / 2 < 0.999 * ring[size] / 4]
-        assert right[f"{name} forward"] == min(forward, default=None)
-
-
 def test_lesson_11_repeats_the_planners_seconds():
     """Hints and verdicts have numbers that the lesson computes; they were stale once."""
     a100, terms, buy = chip("a100-80"), pages.sentences("11")["terms"], pages.sentences("11")["buy"]
@@ -374,17 +351,6 @@ def test_lesson_11_repeats_the_planners_seconds():
     network, links = (best.terms[t] for t in ("weights and gradients on links", "tensor-parallel links"))
     assert f"waits {network:.1f} s of {best.step_s:.1f} s" in buy["`network`"]
     assert f"links are {(network + links) / best.step_s:.0%}".replace("%", " %") in buy["because"]
-
-
-def test_answers_in_pages_about_hosts_are_the_package_s():
-    leaves, law = (lessons.find(f"17.{name}").solution for name in ("leaves", "law"))
-    assert leaves == {name: hosts.leaving(name)[0] for name in leaves}
-    share = lambda kind: sum(share for one, other, share in sends(kind, 8) if one < 4 <= other)
-    chains = [(1, 0), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6)]  # from child to parent, on either host
-    edges = [edge for root, other in ((0, 4), (4, 0)) for edge in [*chains, (other, root)]]
-    along_trees = sum(0.5 for edge in edges for one, other in (edge, edge[::-1]) if one < 4 <= other)
-    rights = {"ring": share("all-reduce"), "tree": along_trees, "all-to-all": share("all-to-all")}
-    assert law == {name: pytest.approx(float(right)) for name, right in rights.items()}
 
 
 def test_teachers_see_the_solutions(printed, capsys):

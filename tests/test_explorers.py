@@ -224,16 +224,6 @@ def test_a_damaged_text_is_read_or_refused_by_a_sentence():
     assert answered  # of what is read the table stays
 
 
-def test_a_sharding_with_a_shape_is_drawn():
-    where = NamedSharding(PASTED_ON, P("data", "tp"))
-    explorer = MeshExplorer.of(where, shape=(8, 16), dtype="bfloat16")
-    (row,) = explorer.given["tensors"]
-    assert row["shape"] == [8, 16] and row["itemsize"] == 2 and row["blocks"] == 4
-    assert MeshExplorer.of(where).given["tensors"][0]["dtype"] is None
-    with pytest.raises(ValueError):
-        MeshExplorer.of(PASTED_ON, shape=(8, 16))
-
-
 def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(capsys):
     line = "plan --devices 8 --mesh fsdp=8 --keep 1 --json --assert".split()
     for text, (status, says) in CASES["asserted"].items():

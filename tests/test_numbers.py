@@ -234,17 +234,7 @@ def tree_seconds(kind, size, levels):
     return max(formulas.tree_level_seconds(kind, size, levels))
 
 
-def test_nothing_moves_within_a_group_of_one():
-    for kind in formulas.COLLECTIVES:
-        assert formulas.sent_bytes(kind, 1e9, 1) == 0
-        assert formulas.torus_seconds(kind, 1e9, (1,), 45e9, hop_s=1e-6) == 0
-        assert tree_seconds(kind, 1e9, [(1, 450e9), (1, 400e9)]) == 0
-        for name in ("h100", "v5e", "tpu7x", "cpu"):
-            assert formulas.collective_seconds(chip(name), kind, 1e9, 1) == 0
-    for stage in range(4):
-        assert formulas.zero_elements(1e9, stage, 4, devices=1) == 0
-    assert formulas.tp_elements(1, 8, 8, 1) == formulas.moe_elements(8, 8, 2, 1) == 0
-    assert formulas.ring_elements(1, 8, 2, 4, 1) == (0, 0)
+def test_a_kind_that_is_none_is_refused():
     for f, group in ((formulas.sent_bytes, 2), (tree_seconds, [(2, 1)])):
         with pytest.raises(AssertionError, match="allgather"):
             f("allgather", 1, group)
