@@ -92,11 +92,3 @@ def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
     left, error = (100 - total) / 100 * q.capacity_bytes / GIB, MEMORY_ERROR * guessed * held / GIB
     near = f"{left:.1f} GiB free, and the estimate is ± {error:.1f} GiB"
     assert said.near == near * (words == "at the edge")
-
-
-@pytest.mark.parametrize("row, share, capacity, words", TABLES["may_take"])
-def test_what_a_program_may_take_says_why(row, share, capacity, words):
-    q = dataclasses.replace(question(row=row), share=share)
-    taken = capacity * q.chip.usable_hbm_gib * GIB
-    assert q.capacity_bytes == pytest.approx(taken * (1 - planner.FREE_SHARE))
-    assert q.capacity_sum == f"a program may take {words}"

@@ -12,7 +12,7 @@ import pytest
 from llmpar.cli.generate import Generate
 from llmpar.cli.train import Train
 from llmpar.launch import agreed
-from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surroundings
+from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, surroundings
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
@@ -60,20 +60,6 @@ def test_every_field_is_compared_but_for_those_with_a_reason(what):
     assert seen and differences([same, same]) == [] and all((*OWN.values(), *APART.values()))
     folders = flat(Train(checkpoints="a", from_="b"))
     assert {name: folders[name.strip("_")] for name in FOLDERS} == {"checkpoints": True, "from_": True}
-
-
-def test_the_sentence_names_keys_values_and_processes():
-    mine, other = {"seed": 0, "a": {"b": 1.0}, "c": None}, {"seed": 1, "a": {"b": 2.0}, "c": "x"}
-    assert refusal([flat(mine), flat(other), flat(mine)]) == (
-        "the 3 processes of this job do not agree: seed is 0 on processes 0, 2 and 1 on process 1; a.b is 1.0"
-        ' on processes 0, 2 and 2.0 on process 1; c is none on processes 0, 2 and "x" on process 1; start all'
-        " with the same command, data and versions"
-    )
-    many = [flat({"seed": 7 * (i > 0)} | {f"k{j}": i for j in range(5 * (i > 6))}) for i in range(8)]
-    assert "seed is 0 on process 0 and 7 on processes 1, 2, 3 and 4 more; k0 is not there on" in refusal(many)
-    assert "; and 3 more; start all" in refusal(many)
-    (row,) = differences([{"schedule": "F" * 100 + x} for x in "ab"])
-    assert len(row) < 200, "long values that begin alike"
 
 
 def stream(text="abc" * 40, part="train", **config):

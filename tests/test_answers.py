@@ -104,14 +104,6 @@ def test_an_answer_is_the_planners():
         assert {k: v for k, v in found["plan"].items() if k != "mesh"} == row["plan"]
 
 
-@pytest.mark.parametrize("given, mesh, devices", TABLES["settled"])
-def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
-    state, shape = look.settle(look.START | given)
-    assert shape.size == devices == state["devices"] == state["agreed"]
-    assert parse_mesh(mesh).size == devices and state["mesh"] == mesh
-    assert look.settle(state)[0] == state
-
-
 ODD = [
     ({"mesh": "dp=2 " * 2000}, "a mesh text of 10000 characters", True),
     ({"batch_size": None}, "batch_size is null; use a whole number", True),
@@ -160,16 +152,6 @@ def test_a_remedy_keeps_the_number_of_devices():
         (step,) = answers.answer(state)["refusal"]["steps"]
         reply = answers.answer(taken(state, step["set"]))
         assert reply["refusal"] is None and reply["state"]["devices"] == 64
-
-
-def test_where_no_mesh_fits_more_devices_are_a_button_and_a_refusal_keeps_the_machine():
-    state = on(look.START, "fsdp=8") | {"model": "llama3-70b", "batch_size": 8, "seq_len": 2048}
-    reply = answers.answer(state, 1e9)
-    step = reply["verdict"]["steps"][-1]
-    assert step["text"].startswith("None of 35 meshes fits; tp=8 holds least, 136 GiB. 16 devices")
-    assert step["set"] == {"devices": 16, "batch_size": 16}
-    refused = answers.answer(state | {"mesh": "qq=8"})
-    assert refused["usual"] == reply["usual"] and reply["usual"]["hbm"] == "79.1"
 
 
 def test_a_model_is_read_from_the_text_of_its_configuration():
@@ -258,13 +240,6 @@ def test_times_and_rates_say_how_far_they_are_off():
     )
 
 
-@pytest.mark.parametrize("mesh, fields, cause", TABLES["recomputed_for"])
-def test_recomputation_names_its_cause(mesh, fields, cause):
-    reply = answers.answer(on(look.START, mesh, **fields) | {"explain": "recomputation"})
-    assert f"for want of memory: {cause}<" in reply["panels"]["explain"]["html"]
-    assert re.search(f"recomputation: [^<]*, {cause}<", reply["panels"]["step"]["svg"])
-
-
 @pytest.mark.parametrize(("mesh", "rounds"), [("fsdp=4 tp=2", 4), ("fsdp=16", 0)])
 def test_a_collective_of_a_small_group_is_explained_round_by_round(mesh, rounds):
     state = on(look.START, mesh) | {"explain": "fsdp all-gather", "device": 3}
@@ -328,14 +303,6 @@ def test_a_pinned_mesh_is_compared_as_the_planner_compares_it():
     assert sum(terms) == number(sums[1]) == round(1000 * row["difference_s"])
 
 
-def test_a_pinned_mesh_that_cannot_be_says_why_and_nothing_else_changes():
-    for pinned, why in (("fsdp=32", "32 devices, and the question 64"), ("hdp=2", "hdp"), ("tp=64", "tp=64")):
-        reply = answers.answer(SIDE | {"pinned": pinned})
-        assert why in reply["panels"]["beside"]["html"] and "versus" in reply["numbers"]
-        assert reply["verdict"] == answers.answer(SIDE)["verdict"] and not reply["refusal"]
-    assert not answers.answer(SIDE)["numbers"]["versus"]  # nothing is pinned, and no mesh but this is known
-
-
 def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank():
     def step_s(**state):
         return answers.answer(SIDE | state)["numbers"]["step_s"]
@@ -350,10 +317,3 @@ def test_the_readers_machine_is_that_of_the_flags_and_the_network_turns_the_rank
     assert step_s(**piped) > step_s() and step_s(**piped, network_times=-2) < step_s(network_times=-2)
     v3 = {"hbm": "15.5", "node_link": "50", "network": "1.6", "node_size": "2048", "pinned": "none"}
     assert answers.answer(SIDE | {"chip": "v3"})["usual"] == v3
-
-
-def test_a_machine_that_cannot_be_is_refused_with_what_works():
-    odd = SIDE | {"chip": "v3", "node_size": 3}
-    assert "no node has 3" in answers.answer(odd)["refusal"]["why"]
-    (step,) = answers.remedies(odd)
-    assert step["set"] == {"node_size": 0}

@@ -313,13 +313,6 @@ def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
     assert long <= 1.5 * short, "scores of all pairs would be four times as many"
 
 
-def test_orders_are_permutations():
-    for name, n in itertools.product(LAYOUTS, (1, 2, 4)):
-        assert sorted(sequence_permutation(name, 16, n)) == list(range(16))
-    assert sequence_permutation("zigzag", 8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert sequence_permutation("striped", 8, 2) == [0, 2, 4, 6, 1, 3, 5, 7]
-
-
 @pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=str)
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
@@ -332,15 +325,3 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
     pairs = pairs_by_step(4, name, mask, s=S)
     for rank, step in np.ndindex(4, 4):
         assert pairs[rank][step] == seen[rank, :, (rank - step) % 4].sum()
-
-
-def test_refusals_say_what_would_work():
-    qkv, ids = inputs()
-    for name, says in {
-        "zigzag": "cuts 12 positions into 8 parts for 4 ranks; use a multiple of 8",
-        "zig": "'zig' is not known; use contiguous",
-    }.items():
-        with pytest.raises(ValueError, match=says):
-            sequence_permutation(name, 12, 4)
-    with pytest.raises(ValueError, match="block=12 does not divide the 32 positions of a rank"):
-        ring_attention(*map(jnp.asarray, qkv), ids, tile=12)

@@ -10,19 +10,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from shared import TABLES, program_text
+from shared import program_text
 
 from llmpar import draw
 from llmpar.inspect import roofline
-from llmpar.inspect.hlo import Module
 from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.planner import aot
 from llmpar.planner.planner import FREE_SHARE, Question
-from llmpar.planner.targets import COMPILER_ENVIRONMENT, GPUS, gpu_description, parse_target
+from llmpar.planner.targets import COMPILER_ENVIRONMENT, parse_target
 from llmpar.predict.hardware import chip
-from llmpar.training.step import compiler_options
 
 COMPILERS = Path(sys.prefix) / "aot"
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,25 +36,6 @@ def has(package: str) -> bool:
 no_compiler = "no compiler for {} beside the environment".format
 gpu_compiler = pytest.mark.skipif(not has("jax_plugins"), reason=no_compiler("GPUs"))
 tpu_compiler = pytest.mark.skipif(not has("libtpu"), reason=no_compiler("TPUs"))
-
-
-def test_targets_say_what_they_are():
-    h100 = parse_target("H100:8x8")
-    assert (h100.chip.name, h100.num_devices, h100.platform, h100.links.node_size) == ("h100", 64, "gpu", 8)
-    assert parse_target("a100:16x4").links.node_size == 4, "nodes of four GPUs"
-    slices = parse_target("2*v5e:4x4")
-    assert (slices.num_slices, slices.num_devices, slices.platform) == (2, 32, "tpu")
-    assert parse_target("v4:2x2x2").num_devices == 8, "megacore: its cores are one device"
-    assert parse_target("7x:2x2x2").num_devices == 16, "two devices a chip"
-
-
-def test_every_target_has_a_row_and_its_description_says_what_the_row_says():
-    for name in GPUS:
-        text = gpu_description(chip(name))
-        found = dict(re.findall(r"  (\w+): (\S+)", text))
-        assert int(found["device_memory_size"]) == round(chip(name).usable_hbm_gib * 2**30)
-        assert int(found["memory_bandwidth"]) == int(chip(name).hbm_bytes_per_s)
-        assert text.count("{") == text.count("}") == 3
 
 
 class Devices:
@@ -144,22 +123,6 @@ def test_links_beyond_a_host_are_slower():
     assert far.exposed_s / near.exposed_s == pytest.approx(370 / 50, rel=0.1)
 
 
-def test_a_fusion_moves_the_slices_that_it_takes_and_the_slice_that_it_updates():
-    found = roofline.roofline((HLO / "fusion.hlo").read_text(), Devices("dp=16"), H100)
-    slice_bytes = 4 * 1024**2
-    assert found.flops == 0 and set(found.terms) == {"elementwise"}
-    # a slice read and its square written; that read again, and written into its place
-    assert found.step_s == pytest.approx(4 * slice_bytes / RATE, rel=1e-3)
-
-
-@pytest.mark.parametrize("left, kernel, result, attrs, flops", TABLES["convolutions"])
-def test_products_that_a_tpu_writes_as_convolutions(left, kernel, result, attrs, flops):
-    text = (HLO / "convolution.hlo").read_text()
-    sides = {"LEFT": left, "KERNEL": kernel, "RESULT": result, "ATTRS": attrs}
-    module = Module(re.sub("[A-Z]{4,}", lambda found: sides.get(found[0], found[0]), text))
-    assert roofline.all_flops(module)(module.entry, None) == flops
-
-
 def test_what_does_not_fit_has_a_plan_near_it_that_does():
     where, plan = parse_target("a100-40:1x8"), Plan("dp=8", zero=0, dtype="bfloat16")
     near = "--mesh 'fsdp=8' --zero '3' --remat 'block' --loss-chunks '8'"
@@ -178,12 +141,6 @@ OPTIONS = {
     "early": "xla_gpu_enable_latency_hiding_scheduler",
     "estimated": "xla_gpu_enable_analytical_latency_estimator",
 }
-
-
-@pytest.mark.parametrize("platform, mesh, fields, names", TABLES["step_options"])
-def test_a_step_tells_the_compiler_what_its_plan_needs(platform, mesh, fields, names):
-    wanted = {OPTIONS[name] for name in filter(None, names.split(", ")) if ESTIMATED or name != "estimated"}
-    assert set(compiler_options(Plan(mesh, **fields).resolve(devices=platform))) == wanted
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess:

@@ -1,7 +1,6 @@
 """Model sizes: exact numbers of parameters, the real model's shapes, and Hugging Face configurations."""
 
 import dataclasses
-import functools
 import json
 import math
 from pathlib import Path
@@ -16,8 +15,8 @@ from shared import TABLES
 
 from llmpar.model.llama import Llama
 from llmpar.model.rope import rope_table
-from llmpar.plan.model_config import ExpertConfig, LoraConfig, RopeScaling
-from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face  # fmt: skip
+from llmpar.plan.model_config import ExpertConfig, LoraConfig
+from llmpar.plan.presets import PRESETS, from_hugging_face, preset  # fmt: skip
 
 # Published ones, and ours by hand: v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
 PUBLISHED = TABLES["params"] | {
@@ -102,16 +101,6 @@ def test_a_window_in_every_layer_is_one(tmp_path):
     assert from_hugging_face(written(tmp_path, MISTRAL | {"sliding_window": None})).window is None
 
 
-MADE = {"model": functools.partial(dataclasses.replace, LLAMA), "rope": RopeScaling}
-MADE |= {"experts": functools.partial(ExpertConfig, 8, 2), "lora": LoraConfig}
-
-
-@pytest.mark.parametrize("what, fields, said", TABLES["made_in_python"])
-def test_configurations_made_in_python_are_checked_by_the_same_table(what, fields, said):
-    with pytest.raises(ValueError, match=said):
-        MADE[what](**fields)
-
-
 def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     kept = tmp_path / "hub" / "models--someone--Llama-3.1-8B" / "snapshots" / "0a1b"
@@ -120,8 +109,6 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     found = preset("someone/Llama-3.1-8B")
     assert found.name == "Llama-3.1-8B"
     assert dataclasses.replace(found, name="llama3.1-8b") == preset("llama3.1-8b")
-    with pytest.raises(ValueError, match="unknown model 'someone/else'.*name of a downloaded model"):
-        preset("someone/else")
 
 
 def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
@@ -146,8 +133,3 @@ def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
     assert abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05
     assert np.abs(q[0] - q[1]).max() > 0, "every layer has its own weights"
     assert np.all(np.asarray(model["norm"]["scale"]) == 1)
-
-
-def test_a_config_json_says_nothing_of_adapters():
-    with pytest.raises(ValueError, match="has adapters, .* merge them first"):
-        to_hugging_face(dataclasses.replace(preset("tiny"), lora=LoraConfig()))

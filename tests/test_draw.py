@@ -24,13 +24,12 @@ from llmpar.draw.columns import MeshPoint, Part, SentBar
 from llmpar.draw.scene import DARK, LIGHT, MOVING, OTHERS, Line, Rect, Scene, Text, flatten, time_text, to_svg
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.plan import schedules, timetable
-from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh  # noqa: F401 - drawings.txt
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.plan.two_meshes import two_meshes  # noqa: F401 - drawings.txt
 from llmpar.predict import layer, workload
-from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.goodput import FailingRun  # noqa: F401 - drawings.txt
 from llmpar.predict.hardware import chip
 
@@ -331,58 +330,6 @@ def test_the_same_part_has_the_same_colour_in_every_chart():
     assert len(set(bars)) == 7 and bars == [look for r, look in rects if r.w == 14], "and in the legend"
 
 
-def test_an_unfinished_sum_has_a_sheet_for_each_addend():
-    def words(*args):
-        return [t.text for t in flatten(draw.layout(*args).items) if isinstance(t, Text)]
-
-    sheets = lambda *args: [w for w in words(*args) if w.startswith("+")]
-    drawn = words("s d +tp", (64, 64), "dp=2 tp=4")
-    assert sheets("s d +tp", (64, 64), "dp=2 tp=4") == ["+ tp 3", "+ tp 2", "+ tp 1"]
-    assert "devices 0 4" in drawn, "the front sheet is what the devices with tp 0 hold"
-    assert len(sheets("s d +dp", (64, 64), "dp=64")) == 4
-    assert sheets("s d +dp +fsdp", (64, 64), "dp=2 fsdp=2")[0] == "+ dp 1 fsdp 1"
-    assert not sheets("s d +tp", (64, 64), "dp=8") + sheets("s/tp d", (64, 64), "tp=4")
-
-
-def test_arrows_send_what_a_ring_sends():
-    sizes = parse_mesh("dp=2 fsdp=2 tp=4").sizes
-    texts = {"d/fsdp m -> d m": 2} | dict.fromkeys(
-        ("d m +tp -> d m/tp", "d m +tp -> d m", "d/tp m -> d m/tp", "d m +dp +fsdp -> d m"), 4
-    )
-    for text, group in texts.items():
-        arrow = parse_arrow(text)
-        ((move, sends),) = draw.moved(arrow, (64, 32), sizes, 2)
-        operand = 2 * math.prod(arrow.before.shard_shape((64, 32), sizes))
-        whole = operand * (group if move.kind == "all-gather" else 1)
-        assert sends == whole_ring_bytes(move.kind, whole, group), text
-
-
-def test_a_matmul_is_what_the_devices_compute_and_send():
-    def fills(scene):
-        return Counter(r.fill for r in flatten(scene.items) if isinstance(r, Rect) and r.h > 20)
-
-    held = fills(draw.matmul("s d × d m/tp = s m/tp"))
-    assert held == {"cell": 1} | dict.fromkeys(OTHERS[:4], 2), "x once, and two matrices in four colours"
-
-
-def test_a_stuck_timetable_draws_what_has_not_run_and_outlines_the_circle():
-    items = flatten(CASES["timetable stuck"]().items)
-    cells = {r.op: (r.tip, r.dash, r.width) for r in items if isinstance(r, Rect) and r.op}
-    assert cells["0:0"] == ("stage 0, F0: 0 to 1 time units", False, 0.75)
-    assert cells["0:1"] == ("stage 0, B0: has not run", True, 2.5) and cells["1:1"][1:] == (True, 2.5)
-    assert sum(isinstance(item, Line) and item.head for item in items) == 2, "each waits for the other"
-    ran = [r.op for r in flatten(draw.timeline(pipeline("1f1b", 2, 2)).items) if isinstance(r, Rect) and r.op]
-    assert ran == ["0:0", "0:1", "0:2", "0:3", "1:0", "1:1", "1:2", "1:3"], "a stage, and a place in its row"
-    assert 'data-op="1:3"' in draw.timeline(pipeline("1f1b", 2, 2))._repr_svg_()
-
-
-def test_what_an_expert_drops_is_the_hatched_end_of_its_bar():
-    bars = [r for r in flatten(CASES["loads left out"]().items) if isinstance(r, Rect)]
-    first, second, empty, lost = bars[:4]  # of expert 0: 4 rows and 1 for 3 slots of each rank
-    assert [bar.hatch for bar in (first, second, empty, lost)] == ["", "", "", "/"]
-    assert first.w == pytest.approx(3 * lost.w) and first.fill != second.fill != empty.fill
-
-
 @pytest.mark.parametrize(
     "name, p, m",
     [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4), ("1f1b", 4, 24)],
@@ -407,25 +354,8 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
         assert same, "W is half of a whole backward, also of one that is cut"
 
 
-def test_overlap_hides_what_it_can():
-    # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
-    text = draw.overlap([3.0] * 4, [2.0] * 4).text
-    assert "in turn: 20 s, 8 s of it" in text and "side by side: 14 s, 2 s of it" in text
-    assert text.count("2 s, 2 s exposed") == 5, "the last, and all in turn"
-    assert text.count("2 s, 0 s exposed") == 3
-
-
 def buttons(scene) -> list[Rect]:
     return [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
-
-
-def test_squares_are_the_prime_factors_and_a_move_that_there_is_not_is_no_button():
-    squares = [r for r in flatten(CASES["squares"]().items) if isinstance(r, Rect) and r.h == 14 and r.fill]
-    assert Counter(r.fill for r in squares) == {"dp": 1, "fsdp": 3, "tp": 3}
-    texts = [t.text for t in flatten(CASES["squares"]().items) if isinstance(t, Text)]
-    assert texts.count("3") == 2, "the size of dp, and in its square, for the others are twos"
-    moves = [(r.act, r.tip) for r in buttons(CASES["squares"]())]
-    assert moves == [('{"mesh": "a"}', "fsdp 4, tp 16"), ('{"mesh": "b"}', "tp 16, fsdp 4")]
 
 
 def segments(scene, tall) -> list[Rect]:
@@ -508,22 +438,6 @@ def test_the_ten_fastest_that_fit_are_numbered_and_named_without_overlaps():
     labels = [t.box for t in [*ranks[:10], *(t for t in texts if t.text in ("you", "best"))]]
     for a, b in itertools.combinations(labels, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
-
-
-@pytest.mark.parametrize("why, drawing", TABLES["drawings_refused"].items())
-def test_what_cannot_be_drawn_is_refused(why, drawing):
-    with pytest.raises(ValueError, match=why):
-        eval(drawing, globals())
-
-
-def test_numbers_have_units():
-    assert [scenes.size_text(n) for n in (0, 1023, 1024, 1536, 10 * GIB, 3e15)] == [
-        "0 B", "1023 B", "1 KiB", "1.5 KiB", "10 GiB", "2.66 PiB"]  # fmt: skip
-    assert [time_text(t) for t in (0, 2e-9, 1.5e-6, 0.0999, 0.9999, 12, 599)] == [
-        "0 s", "2 ns", "1.5 µs", "99.9 ms", "1 s", "12 s", "599 s"]  # fmt: skip
-    assert [time_text(s) for s in (600, 7199, 7200, 18043)] == ["10 min", "120 min", "2 h", "5.01 h"]
-    assert scenes.ticks(0, 10) == [0, 2, 4, 6, 8, 10] and scenes.ticks(0.1, 0.5)[0] == 0.1
-    assert scenes.compose("t", [], "x").title == "t"
 
 
 def test_a_trace_has_a_bar_for_each_group_and_a_box_for_each_rank():

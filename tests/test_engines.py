@@ -19,8 +19,8 @@ from shared import CASES, TABLES
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
-from llmpar.launch import joined, traps
-from llmpar.launch.engines import Place, detect, first_host, tasks_on
+from llmpar.launch import joined
+from llmpar.launch.engines import Place, detect
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 from llmpar.plan.config_json import QUANTIZED
 from llmpar.plan.presets import preset, to_hugging_face
@@ -32,29 +32,6 @@ def env(words: str) -> dict[str, str]:
     for name, given, value in (word.partition("=") for word in words.split()):
         found |= {name: value} if given else env(TABLES["engine_sets"][name])
     return found
-
-
-@pytest.mark.parametrize("words, known", TABLES["engine_place"].values(), ids=TABLES["engine_place"])
-def test_an_engine_is_known_by_its_variables(words, known):
-    assert detect(env(words)) == Place(*(None if field == "" else field for field in known))
-
-
-@pytest.mark.parametrize("words, note", TABLES["engine_alone"].items())
-def test_a_script_that_runs_once_is_alone_and_told_so(words, note):
-    place = detect(env(words))
-    assert place.num_processes == 1 and note in place.note
-
-
-@pytest.mark.parametrize("words, why", TABLES["engine_refuses"].items())
-def test_variables_that_contradict_each_other_are_refused(words, why):
-    with pytest.raises(ValueError, match=re.escape(why)):
-        detect(env(words))
-
-
-def test_lists_of_hosts_and_tasks_are_read():
-    hosts = ("n1", "n[1-4]", "n[07-08,11],m3", "cpu-[0012]-x,y", "a,b", "r[2,5]n[1-3]")
-    assert [first_host(x) for x in hosts] == ["n1", "n1", "n07", "cpu-0012-x", "a", "r2n1"]
-    assert [tasks_on("2(x3),1", node) for node in range(5)] == [2, 2, 2, 1, 0]
 
 
 def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
@@ -198,14 +175,6 @@ def test_a_process_that_was_started_again_may_come_again(monkeypatch):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("environ, num_local, local_id, want", TABLES["gpus_of_a_process"])
-def test_a_process_takes_the_gpus_that_are_its_own(environ, num_local, local_id, want):
-    found = joined.local_devices(place(num_local=num_local, local_id=local_id), environ, files=8)
-    assert found == (None if want == "all" else want)
-    with pytest.raises(ValueError, match="3 processes on .* cannot share 8 GPUs equally"):
-        joined.local_devices(place(num=3, num_local=3), {}, files=8)
-
-
 def test_a_proxy_is_kept_out_of_the_way(capfd):
     environ = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}
     joined.without_proxy(place(0, "n1:9"), environ)
@@ -293,13 +262,6 @@ def test_a_process_ends_when_process_0_does_not_answer_or_no_step_ends(monkeypat
     status, words = ended(monkeypatch, watchdog._watch)
     assert status == joined.STUCK and "no step ended within 3 s after 1: a process is stuck" in words
     assert "no step ended" in signs[joined._KEY] and "most recent call first" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("words, here, sentence", TABLES["traps"])
-def test_a_trap_is_named_in_one_sentence(words, here, sentence):
-    (found,) = traps.traps(env(words), Place(**here), 8)
-    assert sentence in found and traps.traps({}, place(num_local=2), 0) == []
-    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8) == [], "nothing is wrong"
 
 
 WORDS = ("train", "--mesh", "dp=2 fsdp=4", "--checkpoints", "kept it's")

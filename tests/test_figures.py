@@ -108,18 +108,6 @@ def test_a_move_that_cannot_be_leaves_the_order_and_says_why(move):
     assert "places its chunks" in reply["refusal"]["why"] and "zb-v" in reply["panels"]["picture"]["svg"]
 
 
-def test_known_orders_reach_the_goals_that_they_are_known_for():
-    def goals(name):
-        explorer = TimelineExplorer(schedule=name)
-        return explorer.answer(explorer.state)["numbers"]["goals"]
-
-    assert goals("gpipe") == [True, False, False, False, False]
-    assert goals("1f1b") == [True, True, True, False, False]
-    assert goals("zb-h1") == [True, True, True, True, False], "a third of the bubble, in 1F1B's memory"
-    assert goals("zb-h2") == [True, True, False, True, True], "no bubble, for twice the memory"
-    assert goals("zb-v") == [True] * 5
-
-
 def test_zero_2_differs_from_zero_1_where_gradients_are_added_up():
     def held(count):
         lines = MemoryExplorer(microbatches=count).scene.text.splitlines()[1:5]

@@ -27,7 +27,6 @@ from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.planner.planner import Question
-from llmpar.predict.hardware import chip
 from llmpar.predict.time import step_time
 from llmpar.predict.tolerance import tolerance
 from llmpar.predict.traffic import MATMULS, step_traffic
@@ -88,11 +87,7 @@ def test_a_mesh_computes_what_one_device_does_and_sends_what_is_predicted(line):
     assert spread.expected("gradient") / 4 < error(grads, exact) < 4 * spread.expected("gradient")
 
 
-def test_only_chips_that_multiply_8_bits_take_it_and_its_time_is_theirs():
-    old = Question(LLAMA, chip("a100-80"), 8, 8, 128).platform
-    for devices, said in {old: "8.9 .Ada. or newer, and here is 8.0", "tpu": "TPUs of this mesh"}.items():
-        with pytest.raises(ValueError, match=f"{said}.*; use matmul_dtype='same'$"):
-            EIGHT.resolve(LLAMA, devices)
+def test_chips_that_multiply_8_bits_take_it_and_its_time_is_theirs():
     assert EIGHT.resolve(LLAMA, "gpu 8.9") and H100.rates.eight_bit > 1.5
     run = Question(LLAMA, H100, 1, 8, 8192).run
     times = [step_time(run(plan)).terms[MATMULS] for plan in (Plan(dtype="bfloat16"), EIGHT)]

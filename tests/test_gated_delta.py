@@ -2,27 +2,18 @@
 a cache gives what the whole gives."""
 
 import dataclasses
-import json
-import re
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import BATCH, SEQ, batch, family, logits_of, solo, spread, weights
-from shared import CASES
+from parity import batch, family, logits_of, solo, spread, weights
 from test_hf import fixture, from_tensors, stored
 
 from llmpar.model import gated_delta
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan import checks
 from llmpar.plan.plan import Plan
-from llmpar.plan.presets import described_model, preset
-from llmpar.plan.serving import serving_plan
-from llmpar.planner import service
-from llmpar.predict.hardware import chip
-from llmpar.predict.serving import device_cache_bytes
 from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 
@@ -81,24 +72,6 @@ def test_the_inverse_is_one(size):
     assert np.abs(product - np.eye(size)).max() < 1e-4
 
 
-@pytest.mark.parametrize("mesh, fields, why", CASES["delta_not_run"])
-def test_plans_that_do_not_run_say_what_does(mesh, fields, why):
-    plan = Plan(mesh, **fields).resolve(CONFIG, "cpu", BATCH, SEQ)
-    assert re.search(why, checks.why_not_run(plan))
-
-
-def test_sizes_that_cannot_be_cut_are_refused_with_those_that_can():
-    with pytest.raises(ValueError, match="sp = 8 leaves a rank 2 positions of 16.* reads 3.*use sp = 4"):
-        Plan("sp=8", sequence_order="contiguous").resolve(CONFIG, "cpu", BATCH, SEQ)
-    with pytest.raises(ValueError, match="heads of keys 2 is not a multiple of tp = 4"):
-        Plan("tp=4").resolve(CONFIG, "cpu", BATCH, SEQ)
-    raw = json.loads(CONFIG.described.file) | {"linear_num_value_heads": 3}
-    config = described_model("m", raw)
-    assert not config.runs and "is no multiple of linear_num_key_heads" in config.why_planned
-    with pytest.raises(ValueError, match="heads of keys 2 is not a multiple of tp = 4"):
-        serving_plan(Plan("tp=4"), CONFIG, 2, 16)
-
-
 LENGTHS = {1: 9, 2: 3, 3: 7, 11: 6, 7: 2, 6: 1}
 """Of prompts, and how many tokens are added. A convolution has 4 positions, a piece of a prompt too."""
 
@@ -139,13 +112,6 @@ def test_a_cache_gives_the_greedy_tokens_of_transformers(kind):
     assert made == stored(kind)["greedy"].tolist()
 
 
-def test_the_cache_that_is_predicted_for_a_request_is_that_of_a_slot():
-    config = preset("qwen3.5-27b")
-    plan = serving_plan(Plan("dp=1", dtype="bfloat16"), config, 1, 640)
-    asked = service.Service(config, chip("h100"), 1, 600, 40)
-    assert service.request_bytes(asked, 1, 640) == device_cache_bytes(plan, 1, 640)
-
-
 def test_a_device_reads_its_part_of_tensors_that_weights_share():
     """Heads of queries and of their gates, or of keys and of values, lie in groups of rows."""
     config, tensors, *_ = fixture("qwen3_next")
@@ -157,10 +123,3 @@ def test_a_device_reads_its_part_of_tensors_that_weights_share():
             ends[dim] = size // 2, size
             part = weight.read(tensors[weight.names[0]], np.dtype("float32"), *ends)
             assert np.array_equal(part, own[tuple(slice(*x) for x in ends)]), path
-
-
-def test_the_preset_runs_and_has_the_published_size():
-    config = preset("qwen3-next-80b-a3b").must_run()
-    assert (config.num_params, config.period) == (79_674_391_296, (0, 0, 0, 1))
-    plan = Plan("fsdp=8 tp=8").resolve(config, None, 16, 8192)  # ranks of tp have copies of two KV heads
-    assert not checks.why_not_run(plan) and plan.mesh.kv == 4

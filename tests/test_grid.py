@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from counted import calls
 from shared import program_text
@@ -18,7 +17,7 @@ from llmpar import draw
 from llmpar.draw import geometry, grid
 from llmpar.draw.scene import MOVING, Line, Rect, Text, flatten
 from llmpar.plan.layout import DIMS, Dim, Layout
-from llmpar.plan.mesh_shape import AXES, parse_mesh
+from llmpar.plan.mesh_shape import AXES
 
 STILL = [one for one in layer_of("dp=2") if not one.axes][:1]
 """A layer in which nothing is sent: while it is computed, devices are drawn one by one."""
@@ -234,17 +233,6 @@ def test_slices_are_where_jax_puts_them_in_300_random_cases():
     assert 5 < refused < 60
 
 
-def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
-    """Beside numpy's own order of a grid of devices."""
-    for text in ("dp=2 fsdp=2 tp=2", "pp=2 dp=3 sp=2", "dp=1"):
-        sizes = parse_mesh(text).sizes
-        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        for axes in (("dp",), ("tp",), ("dp", "fsdp"), ("fsdp", "dp", "tp"), ("sp", "pp")):
-            last = np.moveaxis(grid, [list(AXES).index(a) for a in axes], range(-len(axes), 0))
-            rows = last.reshape(-1, math.prod(sizes[a] for a in axes)).tolist()
-            assert geometry.groups(sizes, AXES, axes) == rows
-
-
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
 def test_rounds_carry_out_the_collective(kind, g):
@@ -282,9 +270,3 @@ def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
         assert step["held"] == [[{rank for rank, to in mine if to == b} for b in range(g)] for mine in own]
     assert own == [{(source, rank) for source in range(g)} for rank in range(g)] and len(steps) == g
     assert steps == geometry.rounds("ragged-all-to-all", g)
-
-
-def test_a_permute_is_one_hop():
-    start, end = geometry.rounds("collective-permute", 4)
-    assert [[s, d] for s, d, _ in end["sends"]] == [[0, 1], [1, 2], [2, 3], [3, 0]]
-    assert np.array_equal(end["held"], np.roll(start["held"], 1, 0)), "all of what a rank has goes on"

@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
-from shared import TABLES
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
@@ -77,13 +76,6 @@ def apart(one: dict, other: dict) -> float:
 def test_an_average_after_each_step_of_a_linear_optimizer_is_data_parallelism():
     got, want, start = after_three(workers())
     assert apart(got, want) < 1e-6 < 1e-3 < apart(want, start)
-
-
-@pytest.mark.parametrize("fields, every, count, says", TABLES["no_workers"])
-def test_what_are_no_workers_or_fragments_is_refused(fields, every, count, says):
-    plan, outer = Plan(**fields), optax.adam(1e-3) if "counts" in says else optax.sgd(1.0)
-    with pytest.raises(ValueError, match=says):
-        LocalSteps(LLAMA, plan, make_mesh(plan.mesh), LINEAR, every, outer, None, count)
 
 
 def test_fragments_together_send_what_all_at_once_does_and_each_is_averaged_in_its_own_step():

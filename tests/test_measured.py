@@ -103,13 +103,6 @@ def test_a_users_own_run_is_compared_and_what_cannot_be_is_left_out_by_name(tmp_
     assert "nothing to compare" in found["left_out"][0]["why"]
 
 
-def test_rank_correlation_by_hand():
-    assert measured.spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
-    assert measured.spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert measured.spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
-    assert measured.spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
-
-
 def test_the_fit_sees_chips_only():
     """Other names of groups, sources and models change nothing; and time knows a chip's row alone."""
     cases = [case for case in measured.read_runs(FILE)[0] if case.run.chip.name in ("h200", "v6e")]

@@ -115,17 +115,6 @@ def test_verdicts_on_a_tpu(target):
     assert not verdicts(target, capacity)
 
 
-def test_gathered_keys_are_whole_on_every_rank():
-    """Of 15 other ranks keys and values, 2,048 positions of 4,096 numbers in 16 bits each, are 480 MiB."""
-    ring, gather = (
-        Plan("fsdp=4 sp=16", context_parallel=way, dtype="bfloat16").resolve(preset("llama2-7b"), "gpu")
-        for way in ("ring", "gather")
-    )
-    few, more = (memory.kept_bytes(plan, 4, 32768) for plan in (ring, gather))
-    assert more == few | {"none": few["none"] + (480 << 20)}
-    assert memory.temp_bytes(gather, 4, 32768) - memory.temp_bytes(ring, 4, 32768) == 32 * (480 << 20)
-
-
 def test_a_policy_keeps_what_it_says_it_keeps():
     """All results of matmuls but those that nothing reads again: 11.5 times the stream of Llama 3 8B."""
     llama = Plan("fsdp=8", dtype="bfloat16").resolve(preset("llama3-8b"), "gpu")
@@ -198,26 +187,6 @@ def test_layers_that_cpus_write_out_recompute_nothing():
         for remat in ("selective", "ffn", "block")
     }
     assert len(sizes) == 1
-
-
-def test_shared_experts_keep_their_own_hidden_values():
-    """Six arrays of each, as a feed-forward without experts has; of matmuls' results two."""
-    routed = preset("tiny-moe")
-    shared = dataclasses.replace(routed, experts=dataclasses.replace(routed.experts, num_shared=2))
-    kept = [memory.kept_bytes(Plan("dp=1").resolve(one, "gpu"), 8, 256) for one in (routed, shared)]
-    hidden = 2 * 8 * 256 * routed.ffn_width * 4
-    more = {remat: size - kept[0][remat] for remat, size in kept[1].items()}
-    assert more == {"none": 6 * hidden, "selective": 2 * hidden, "ffn": 0, "block": 0}
-
-
-def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
-    """Six hidden arrays where gathered weights go, pieces or not; of experts two; and bfloat16 as float32."""
-    kept = lambda model="tiny", on="cpu", **plan: memory.kept_bytes(
-        Plan(**plan).resolve(preset(model), on), 8, 256
-    )["none"]
-    assert kept(mesh="fsdp=2", ffn_chunks=2) == kept(mesh="fsdp=2") > kept(mesh="dp=2", ffn_chunks=2)
-    assert kept(mesh="dp=2", dtype="bfloat16") == kept(mesh="dp=2")
-    assert kept("tiny-moe", mesh="dp=2") < kept(mesh="dp=2")
 
 
 IN_SLOTS = TABLES["in_slots"]

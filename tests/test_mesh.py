@@ -15,22 +15,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from shared import CASES, HERE, TABLES
+from shared import CASES, HERE
 from test_notation import random_layout
 
 from llmpar.inspect.links import axis_links
 from llmpar.parallel.devices import POOL_SIZE
-from llmpar.parallel.mesh import (
-    abstract_mesh,
-    make_mesh,
-    ordered_devices,
-    shard_bytes,
-    sharding,
-    spec,
-    use_devices,
-)
+from llmpar.parallel.mesh import make_mesh, ordered_devices, shard_bytes, sharding, spec
 from llmpar.parallel.placement import device_grid, link_domain
-from llmpar.plan.layout import DIMS, parse_layout
+from llmpar.plan.layout import DIMS
 from llmpar.plan.mesh_shape import AXES, MeshShape, near_meshes
 
 ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if math.prod(sizes) <= 8]
@@ -72,38 +64,12 @@ def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock():
     assert done.stdout.split() == ["9", "True"], done.stderr[-2000:]
 
 
-def test_here_there_are_eight():
-    assert len(use_devices(8)) == 8 == len(ordered_devices())
-    with pytest.raises(ValueError, match="9 simulated devices were asked for but JAX has started with 8"):
-        use_devices(9)
-    with pytest.raises(ValueError, match="0 simulated devices were asked for; use 1 to 1024"):
-        use_devices(0)
-
-
 def test_every_mesh_has_all_six_axes_and_the_first_devices():
     for shape in ALL:
         mesh = make_mesh(shape)
         assert dict(mesh.shape) == shape.sizes and mesh.axis_names == tuple(AXES)
         assert mesh.devices.ravel().tolist() == jax.devices()[: shape.size]
         assert set(mesh.axis_types) == {AxisType.Auto}
-
-
-def test_a_mesh_may_be_a_string_a_part_of_the_devices_or_given_devices():
-    assert make_mesh("dp=-1 tp=2") == make_mesh(MeshShape(dp=4, tp=2))
-    last = jax.devices()[4:]
-    assert make_mesh("fsdp=2 tp=2", last).devices.ravel().tolist() == last
-    assert make_mesh("dp=-1", last).devices.size == 4
-    backwards = last[::-1]
-    assert make_mesh("!tp=4", backwards).devices.ravel().tolist() == backwards
-
-
-def test_an_abstract_mesh_needs_no_devices():
-    mesh = abstract_mesh("dp=16 fsdp=512 tp=8")
-    assert mesh.size == 65_536 and dict(mesh.shape)["fsdp"] == 512 and mesh.axis_names == tuple(AXES)
-    layout = parse_layout("b/dp,fsdp d/tp")
-    assert sharding(mesh, layout).shard_shape((65_536, 64)) == (8, 8)
-    with pytest.raises(ValueError, match="needs the number of devices"):
-        abstract_mesh("dp=-1")
 
 
 def test_processes_come_before_ids(monkeypatch):
@@ -243,20 +209,6 @@ def test_a_smaller_mesh_takes_devices_that_lie_together(name):
             check(shape, made, devices)
 
 
-@pytest.mark.parametrize("name, mesh, hosts, domains", TABLES["few_hosts"])
-def test_a_smaller_mesh_uses_few_hosts_and_few_domains(name, mesh, hosts, domains):
-    made = GRID(mesh, TOPOLOGIES[name])
-    assert len({d.process_index for d in made.flat}) == hosts
-    assert len({link_domain(d) for d in made.flat}) == domains
-    *_, innermost = read(made).values()
-    assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
-
-
-@pytest.mark.parametrize("name, mesh, said", TABLES["links_said"])
-def test_links_are_said_in_words(name, mesh, said):
-    assert {axis: row["link"] for axis, row in read(GRID(mesh, TOPOLOGIES[name])).items()} == said
-
-
 def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works():
     v5p, two = TOPOLOGIES["v5p:4x4x4"], TOPOLOGIES["2 x v5e:4x8"]
     uneven = [*two, *(replace(d, id=900 + d.id, slice_index=2) for d in two[:4])]
@@ -288,11 +240,3 @@ def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(name):
     for d, e in zip(ring, [*ring[1:], ring[0]], strict=True):
         hops = sum(abs(a - b) for a, b in zip(d.coords, e.coords, strict=True))
         assert hops in (0, 1)  # 0: between the cores of a chip
-
-
-def test_the_fields_of_a_link_and_one_host():
-    found = read(GRID("dp=2 fsdp=8 tp=4", TOPOLOGIES["h100:8x8"]))
-    want = dict(size=8, hosts=4, devices_per_host=2, domains=4, dims=[], hops=None, closed=False)
-    assert found["fsdp"] == {"link": "NVLink within a host (2 each), network between 4 hosts"} | want
-    strange = [replace(d, device_kind="NVIDIA L4") for d in TOPOLOGIES["one h100"]]
-    assert read(GRID("tp=8", strange))["tp"]["link"] == "NVLink or PCIe within a host"

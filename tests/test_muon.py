@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import numpy as np
@@ -17,30 +16,15 @@ from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.model.weights import of_weights
 from llmpar.plan.layout import parse_layout
-from llmpar.plan.model_config import OptimizerConfig, matrix_dims
-from llmpar.plan.presets import PRESETS, preset
+from llmpar.plan.model_config import matrix_dims
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
-from llmpar.predict.muon import equal_batch_tokens, muon_and_fsdp_bytes, muon_flops, newton_schulz_flops
+from llmpar.predict.muon import newton_schulz_flops
 from llmpar.training.muon import muon, newton_schulz
-from llmpar.training.optimizer import fitted
 
 FOUR, ROUTED = (dataclasses.replace(config, num_layers=4) for config in (LLAMA, MOE))
 RATE = 0.01
 """Two steps at it move each weight by 300 times the 1e-5 that meshes may differ."""
-
-
-def test_matrices_are_those_of_blocks_in_every_model_and_no_vector_or_router_is_one():
-    for name in PRESETS:
-        for path, weight in preset(name).weights().items():
-            region = weight.dims.split()[0]
-            is_matrix = not weight.is_vector and region not in ("vocab", "stream")
-            assert bool(matrix_dims(weight.dims)) == is_matrix, f"{name} {path} {weight.dims}"
-    pairs = {p.split(".", 1)[1]: matrix_dims(w.dims) for p, w in LLAMA.weights().items() if "." in p}
-    assert pairs["attention.q"] == ("d", "nh") and pairs["attention.o"] == ("nh", "d")
-    assert pairs["ffn.up"] == ("d", "m") and pairs["ffn.down"] == ("m", "d")
-    assert matrix_dims("experts l e m d") == ("m", "d") and matrix_dims("stream l d e") is None
-    assert matrix_dims("attention l c n h") == ("c", "nh")
 
 
 def numbers(dims: str):
@@ -130,33 +114,3 @@ def test_an_orthogonalisation_has_the_flops_of_the_formula_and_singular_values_n
     assert executed_flops(program.as_text()) == 3 * newton_schulz_flops(24, 40)
     values = np.linalg.svd(np.asarray(program(x)), compute_uv=False)
     assert 0.6 < values.min() and values.max() < 1.3
-    flops = lambda way: muon_flops(Plan("fsdp=2 tp=2", zero=1, muon=way).resolve(FOUR))
-    assert flops("gather") == 4 * flops("owner") == 4 * flops("layer") > 0
-    assert not muon_flops(Plan("fsdp=2").resolve(FOUR))
-
-
-def test_the_batch_at_which_its_bytes_are_fsdps_is_the_formulas():
-    """The closed forms of `equal_batch_tokens`, on fsdp alone; with microbatches the tokens stay."""
-    config, n = FOUR, 4
-    for dtype, item in {"bfloat16": 2, "float32": 4}.items():
-        for reshard, gathers in ((True, 2), (False, 1)):
-            for way, bytes_of_4 in {"gather": 1, "owner": 2 / n}.items():
-                for pieces in (1, 4):
-                    own = dict(muon=way, dtype=dtype, microbatches=pieces, reshard_after_forward=reshard)
-                    plan = Plan(f"fsdp={n}", **own).resolve(config)
-                    microbatch = 64 * SEQ / pieces
-                    want = microbatch * 4 * bytes_of_4 / ((gathers + 1) * item)
-                    assert equal_batch_tokens(plan, 64, SEQ) == pytest.approx(want)
-    at_zero_1 = lambda way: Plan("fsdp=4", zero=1, muon=way).resolve(config)
-    assert not muon_and_fsdp_bytes(at_zero_1("layer"), BATCH, SEQ)[0], "ZeRO deals the layers"
-    assert equal_batch_tokens(at_zero_1("owner"), BATCH, SEQ) == math.inf
-
-
-def test_a_plan_for_muon_and_another_optimizer_are_refused_together():
-    config, plan = FOUR, Plan("fsdp=2", muon="owner")
-    for other in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
-        with pytest.raises(ValueError, match="this optimizer takes none; use llmpar.training.muon"):
-            Step(config, plan, make_mesh("fsdp=2"), other)
-    with pytest.raises(ValueError, match=r"the optimizer is adamw; use optimizer='muon'"):
-        fitted(plan, OptimizerConfig())
-    assert fitted(Plan("fsdp=2"), OptimizerConfig("muon")).muon == "gather"

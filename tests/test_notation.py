@@ -3,21 +3,11 @@
 import math
 import random
 
-import numpy as np
 import pytest
 from shared import CASES, TABLES
 
 from llmpar.plan.layout import DIMS, Arrow, Dim, Layout, parse_arrow, parse_layout
-from llmpar.plan.mesh_shape import (
-    AXES,
-    POSITIONAL,
-    MeshShape,
-    NotationError,
-    divisors,
-    mesh_distance,
-    near_meshes,
-    parse_mesh,
-)
+from llmpar.plan.mesh_shape import AXES, POSITIONAL, MeshShape, NotationError, parse_mesh
 
 
 def refusal(parse, text, *more):
@@ -31,14 +21,6 @@ def refusal(parse, text, *more):
     shown, carets = picture
     assert shown == "  " + text and set(carets) == {" ", "^"}
     return why, shown[carets.index("^") : len(carets)]
-
-
-def test_the_layout_of_the_design_is_read():
-    dims = Dim("b", ("dp", "fsdp")), Dim("s", ("sp",)), Dim("d")
-    assert parse_layout("b/dp,fsdp s/sp d +tp") == Layout(dims, ("tp",))
-    assert parse_layout("stream b s d +m") == Layout((Dim("b"), Dim("s"), Dim("d")), ("m",), "stream")
-    assert parse_layout("whole") == parse_layout("") == Layout(())
-    assert parse_layout("attention whole") == Layout((), (), "attention")
 
 
 def random_layout(rng: random.Random, dims=None, region: bool | None = None, sums: bool = True) -> Layout:
@@ -65,12 +47,6 @@ def test_printing_and_parsing_are_each_others_inverse():
         assert parse_arrow(str(Arrow(layout, other))) == Arrow(layout, other)
 
 
-@pytest.mark.parametrize("text, marked, why", TABLES["layouts_refused"])
-def test_a_bad_layout_is_refused_with_a_caret_under_the_bad_token(text, marked, why):
-    message, shown = refusal(parse_layout, text)
-    assert shown == marked and why in message
-
-
 def test_a_text_with_line_breaks_is_shown_on_one_line():
     with pytest.raises(NotationError) as caught:
         parse_mesh("dp=2\ntp=x")
@@ -85,15 +61,6 @@ def test_an_axis_or_dim_without_a_name_is_refused_at_its_place():
         assert str(caught.value).split("\n")[2].index("^") == 2 + column
 
 
-def test_shard_shape_divides_each_dim_by_the_product_of_its_axes():
-    sizes = MeshShape(dp=2, fsdp=3, tp=4).sizes
-    assert parse_layout("b/dp,fsdp s d/tp +sp").shard_shape((12, 5, 8), sizes) == (2, 5, 2)
-    with pytest.raises(ValueError, match=r"dim b = 9 in 'b/dp,fsdp' is not a multiple of dp·fsdp = 6"):
-        parse_layout("b/dp,fsdp").shard_shape((9,), sizes)
-    with pytest.raises(ValueError, match=r"layout 'b s' has 2 dims but the shape \(3,\) has 1"):
-        parse_layout("b s").shard_shape((3,), sizes)
-
-
 TABLE = dict(TABLES["arrows"])
 
 
@@ -101,12 +68,6 @@ TABLE = dict(TABLES["arrows"])
 def test_an_arrow_is_exactly_these_moves(text):
     arrow = parse_arrow(text)
     assert [str(move) for move in arrow.moves] == TABLE[text] and parse_arrow(str(arrow)) == arrow
-
-
-@pytest.mark.parametrize("text, marked, why", TABLES["arrows_refused"])
-def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
-    message, shown = refusal(parse_arrow, text)
-    assert shown == marked and why in message
 
 
 @pytest.mark.parametrize("text, dim", CASES["reordered"])
@@ -120,11 +81,6 @@ def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
     assert Arrow(arrow.before, between).moves and Arrow(between, arrow.after).moves
 
 
-@pytest.mark.parametrize("text, devices, want", TABLES["meshes"])
-def test_every_spelling_of_a_mesh(text, devices, want):
-    assert parse_mesh(text, devices or None) == MeshShape(**want)
-
-
 def test_meshes_print_as_they_are_read():
     rng = random.Random(0)
     for _ in range(40):
@@ -135,21 +91,6 @@ def test_meshes_print_as_they_are_read():
         assert parse_mesh(lwm) == MeshShape(**{a: shape.sizes[a] for a in POSITIONAL[4]})
 
 
-@pytest.mark.parametrize("text, marked, why", TABLES["meshes_refused"])
-def test_a_bad_mesh_is_refused_with_a_caret(text, marked, why):
-    message, shown = refusal(parse_mesh, text, 8)
-    assert why in message and shown == marked
-
-
-def test_what_is_no_mesh_or_no_arrow_is_refused():
-    with pytest.raises(NotationError, match="an empty mesh"):
-        parse_mesh("")
-    with pytest.raises(ValueError, match="leaves fsdp to be inferred, which needs the number of devices"):
-        parse_mesh("fsdp=-1")
-    with pytest.raises(ValueError, match="would start an unfinished sum over dp: only computing does that"):
-        _ = parse_arrow("b/dp -> b +dp").moves
-
-
 @pytest.mark.parametrize("text, devices, need, suggestion", CASES["too_few_devices"])
 def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need, suggestion):
     message, caret = refusal(parse_mesh, text, devices)
@@ -157,18 +98,3 @@ def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need,
     tried = message.rpartition("try '")[2].rstrip("'")
     assert parse_mesh(tried, devices).size == devices
     assert suggestion in ("", tried)
-
-
-def test_the_nearest_mesh_is_the_nearest_of_all():
-    """By trying all: fills the devices, over the asked axes, with the smallest change in the logarithms."""
-    asked = {"dp": 3, "tp": 5}
-    best, *others = near_meshes(asked, 8)
-    cost = lambda dp, tp: abs(np.log2(dp / 3)) + abs(np.log2(tp / 5))
-    assert best.size == 8 and cost(best.dp, best.tp) == min(cost(n, 8 // n) for n in divisors(8))
-    assert all(cost(m.dp, m.tp) >= cost(best.dp, best.tp) for m in others) and len(others) == 3
-
-
-def test_near_meshes_list_every_factorization_once():
-    found = [tuple(mesh.sizes.values()) for mesh in near_meshes(MeshShape(tp=2).sizes, 8)]
-    assert len(found) == len(set(found)) == 56 and all(math.prod(sizes) == 8 for sizes in found)
-    assert mesh_distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2

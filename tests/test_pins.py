@@ -136,17 +136,6 @@ def test_bytes_of_one_iteration_are_not_those_of_a_run():
         loop.sends("all-reduce", "data", at_most=1e6)
 
 
-def test_two_programs_are_compared_as_text_and_as_markdown():
-    right, wrong = shown(), shown(False)
-    assert not right - right and str(wrong - wrong) == "both send the same"
-    lines = (wrong - right).lines
-    assert {line[0] for line in lines} == {"+"} and len(lines) == len(wrong.rows)
-    assert {line[0] for line in (right - wrong).lines} == {"-"}
-    assert "| + | `tests/test_pins.py:" in (wrong - right).markdown()
-    head = "| line | moves | collective | pass | times | a device sends |\n| --- |"
-    assert wrong.markdown().startswith(head)
-
-
 STORY = (HERE / "fixtures" / "pin_story.txt").read_text()
 
 

@@ -17,7 +17,6 @@ from llmpar import Plan, Step, make_mesh
 from llmpar.pipeline import executor as pipeline
 from llmpar.pipeline import stage as stage_file
 from llmpar.plan import places
-from llmpar.plan.schedules import deal, make
 from llmpar.training import layer_order as layer_order_file
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
@@ -86,19 +85,6 @@ def test_w_is_the_weights_products_and_nothing_runs_twice():
     assert zero_bubble["B"] + zero_bubble["W"] == joint
     assert saved["F"] + saved["B"] == joint and saved["W"] == 0
     assert both["F"] + both["B"] + both["W"] == joint
-
-
-def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
-    """The first of a route have one more; both copies of a model have the same."""
-
-    def dealt(schedule, num_layers):
-        counts = deal(num_layers, schedule.cells)
-        return {cell: n for route in schedule.routes for cell, n in zip(route, counts, strict=True)}
-
-    assert dealt(make("1f1b", 4, 4), 6) == {(0, 0): 2, (1, 0): 2, (2, 0): 1, (3, 0): 1}
-    assert dealt(make("zb-v", 2, 4), 7) == {(0, 0): 2, (1, 0): 2, (1, 1): 2, (0, 1): 1}
-    assert dealt(make("dualpipe", 2, 4), 5) == {(0, 0): 3, (1, 0): 2, (1, 1): 3, (0, 1): 2}
-    assert places.layer_orders(make("zb-v", 2, 4), (0,) * 7) == [[0, 1, 6, 7, 2, 3, 4, 5]]
 
 
 def test_places_have_the_layers_of_every_chunk_in_order():

@@ -51,23 +51,6 @@ def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
     assert {region for region, *_ in rows} == plans[0].regions.keys()
 
 
-def test_placing_a_logical_layout():
-    plan = Plan(MIXED, tp_sequence=True).resolve()
-    assert str(plan.place("stream b s d")) == "b/dp,fsdp s/tp d"
-    assert str(plan.place("attention b s d +n")) == "b/dp,fsdp s d +tp"
-    assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
-    assert str(Plan("dp=2").resolve().place("attention b s d +n")) == "b/dp s d", "no sum is left"
-    with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, att"):
-        plan.place("residual b s d")
-
-
-@pytest.mark.parametrize("logical, plain, with_sequence", CASES["megatron"])
-def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_sequence):
-    assert arrows(Plan(MIXED).resolve().physical(logical)) == plain
-    assert arrows(Plan(MIXED, tp_sequence=True).resolve().physical(logical)) == with_sequence
-    assert arrows(Plan("dp=4 fsdp=2").resolve().physical(logical)) == []
-
-
 DIMS = "ffn l d m"
 
 
@@ -79,35 +62,6 @@ def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
         layouts = Plan(MIXED, zero=zero).resolve().layouts_of("ffn d m")
         layouts = layouts.stored, layouts.used, layouts.unreduced, layouts.accumulated, layouts.reduced
         assert table[str(zero)] == list(map(str, layouts))
-
-
-@pytest.mark.parametrize("zero, gather, reduce, restore", CASES["zero_moves"])
-def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
-    """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
-    layouts = Plan(MIXED, zero=zero).resolve().layouts_of(DIMS)
-    assert arrows(layouts.gather) == gather and arrows(layouts.restore) == restore
-    assert arrows(layouts.accumulate) + arrows(layouts.finish) == reduce
-    early = reduce[:1] if zero == 2 else []
-    assert arrows(layouts.accumulate) == early, "only ZeRO-2 cuts every microbatch's gradient"
-
-
-def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
-    """A matrix by fsdp, ep and sp, an expert by what is left, a vector by fsdp; one collective each."""
-    mesh = "dp=2 fsdp=2 ep=2 sp=2 tp=2"
-    plan = Plan(mesh).resolve()
-    assert str(plan.stored("ffn l d m")) == "l d/fsdp,ep,sp m/tp"
-    assert str(plan.stored("experts l e d m")) == "l e/ep d/fsdp,sp m/tp"
-    assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
-    layouts = plan.layouts_of("ffn l d m")
-    assert arrows(layouts.gather) == ["all-gather over fsdp,ep,sp on d"] and layouts.replica_axes == ("dp",)
-    layouts = Plan(mesh, zero=1).resolve().layouts_of("ffn l d m")
-    assert arrows(layouts.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
-    assert arrows(layouts.restore) == ["all-gather over fsdp,ep,sp on d"]
-    fewer = Plan(mesh, zero_axes="fsdp,sp").resolve()
-    assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp"
-    assert fewer.layouts_of("ffn l d m").replica_axes == ("dp", "ep")
-    uncut, other = Plan("sp=2", zero=0).resolve(), Plan("sp=2", zero_axes="fsdp").resolve()
-    assert uncut.stored(DIMS) == other.stored(DIMS)
 
 
 REFUSED = (HERE / "refused.txt").read_text().splitlines()
@@ -214,34 +168,6 @@ def test_a_flag_that_decides_nothing_is_said_also_where_it_is_the_default(line, 
     assert said.startswith(GIVEN[line]) and said.count("\n") == bool(GIVEN[line])
 
 
-def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
-    """On simulated devices; on others a permute is one."""
-    inside = Plan("pp=2 sp=2", microbatches=2)
-    cpu, gpu, tpu = (inside.resolve(LLAMA, platform) for platform in ("cpu", "gpu", "tpu"))
-    assert cpu.hop == "exchange" and gpu.hop == tpu.hop == "permute"
-    assert Plan("sp=2").resolve(LLAMA).hop == "permute"
-    assert "all-to-all" in " ".join(cpu.notes) and not gpu.notes
-    assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).notes
-    asked = dataclasses.replace(inside, hop="permute")
-    asked.resolve(LLAMA, None, 16, 16)
-    with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
-        asked.resolve(LLAMA)
-
-
-def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
-    """Seen to hang, or to abort, in half of the runs: two groups of gathers in unrolled layers."""
-    for fields in (dict(schedule="zb-h1"), dict(stage_saves="residuals")):
-        plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
-        cpu, gpu = plan.resolve(devices="cpu"), plan.resolve(devices="gpu")
-        assert not cpu.reshard_after_forward and gpu.reshard_after_forward
-        assert "gathered once a step" in " ".join(cpu.notes) and not gpu.notes
-        for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
-            other = dataclasses.replace(plan, **same)
-            assert other.resolve().gather_per == other.resolve(devices="gpu").gather_per
-            assert not other.resolve().notes
-    assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
-
-
 CUDNN = TABLES["auto_attention"]
 
 
@@ -288,12 +214,3 @@ def test_a_command_decides_a_plan_once(command, num_plans, tmp_path, monkeypatch
     main(shlex.split(command))
     assert set(counts.values()) == {1}, [key for key, n in counts.items() if n > 1]
     assert num_plans in (None, len(counts))
-
-
-def test_dims_behind_a_name_give_another_model():
-    text = "llama2-7b width=5120 num_heads=40 num_kv_heads=40 num_layers=40 ffn_width=13824"
-    typed, published = preset(text), preset("llama2-13b")
-    assert typed == dataclasses.replace(published, name=text) and preset(typed.name) == typed
-    mixed = preset("mixtral-8x7b num_experts=16 window=4096")
-    assert (mixed.experts.num_experts, mixed.experts.top_k, mixed.window) == (16, 2, 4096)
-    assert preset("tiny num_experts=4 top_k=2 tied=true").experts and preset("tiny tied=true").tied

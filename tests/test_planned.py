@@ -127,26 +127,6 @@ def test_a_planned_model_says_that_it_does_not_run(name):
     assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
 
 
-@pytest.mark.parametrize("name, mesh, fields, why", CASES["not_run"])
-def test_a_plan_that_is_priced_and_does_not_run_says_why(name, mesh, fields, why):
-    plan = Plan(mesh, **fields).resolve(PRESETS[name], "gpu")
-    assert why in checks.why_not_run(plan)
-    assert traffic.most_traffic(plan, 64, 4096).total_bytes > 0
-
-
-def test_a_kernel_that_cannot_do_what_a_layer_asks_for_is_refused_and_not_chosen():
-    plan = Plan("fsdp=8", dtype="bfloat16", documents="whole")
-    names = "gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout"
-    kernels = [plan.resolve(PRESETS[name], "gpu 9.0").attention_kernel for name in names]
-    assert kernels == ["cudnn", "portable", "flash", "flash", "flash"]
-    refused = ("gemma-2-9b", "flash"), ("gpt-oss-20b", "cudnn"), ("deepseek-v3", "xla")
-    for name, kernel in (*refused, ("llama-4-scout", "cudnn")):
-        plan = Plan("fsdp=8", dtype="bfloat16", documents="whole", attention_kernel=kernel)
-        why = "(does not cap|gives no log|needs|sees keys in windows)"
-        with pytest.raises(ValueError, match=f"attention_kernel='{kernel}' {why}"):
-            plan.resolve(PRESETS[name], "gpu 9.0", 8, 1024)
-
-
 def sent(plan, value):
     """The messages of this kind, of 8 rows of 8,192 tokens, and how often each is sent."""
     rows = traffic.step_traffic(plan, 8, 8192).values()
@@ -200,29 +180,6 @@ def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     assert "are not counted" in said[0][0] and "training here leaves them out" in said[1][0] and not said[2]
 
 
-def test_a_recurrent_layer_hands_its_state_on_and_has_no_cache():
-    config = PRESETS["qwen3.5-27b"]
-    mixers = {block.mixer: (count, block) for count, block in config.blocks}
-    assert mixers["recurrent"][0] == 48 and mixers["attention"][0] == 16
-    state = 48 * 128 * 128
-    assert mixers["recurrent"][1].state_size == state
-    assert serving.cache_bytes(config) == 16 * 2 * 4 * 256 * 2
-    plan = Plan("sp=4 fsdp=2").resolve(config, "gpu", 8, 8192)
-    states = [(message.num_bytes, times) for message, times in sent(plan, "recurrent states")]
-    assert states == [(4 * state * 4, 3 * 2 * 48)]
-
-
-def test_a_window_bounds_what_is_computed_and_read():
-    config = PRESETS["gpt-oss-120b"]
-    windows = {block.window: count for count, block in config.blocks}
-    assert windows == {128: 18, None: 18}
-    run = Run(config, H100, Plan("fsdp=8").mesh, 8192)
-    of_window, whole = sorted(run.attention_flops(block) for block in run.blocks)
-    assert of_window / whole == (128 + 128) / ((8192 + 128) / 2), "whole tiles of 128"
-    read = lambda context: serving.decode_seconds(config, H100, 1, context)["keys and values read"]
-    assert read(8192) / read(4096) == pytest.approx((8192 + 128) / (4096 + 128))
-
-
 @pytest.mark.parametrize("name, kind, devices, batch, seq, mesh", CASES["planned_questions"])
 def test_the_planner_offers_no_command_that_would_be_refused(name, kind, devices, batch, seq, mesh):
     q = planner.Question(PRESETS[name], chip(kind), devices, batch, seq, Plan(mesh).mesh.user_sizes)
@@ -260,22 +217,3 @@ def test_ranks_of_sp_exchange_heads_that_each_layer_has(tp, which, heads):
     assert config.exchanged_heads(tp) == (which, heads)
     with pytest.raises(ValueError, match=f"the {heads} {which} heads of a device by sp = 4"):
         Plan(f"sp=4 tp={tp}", context_parallel="ulysses").resolve(config, "gpu", 8, 8192)
-
-
-def test_groups_of_heads_with_matrices_of_their_own_are_matmuls_apart():
-    """DeepSeek-V4's projections of attention's result: eight, each of an eighth of it."""
-    config = PRESETS["deepseek-v4-flash"]
-    run = Run(config, H100, Plan("tp=4 fsdp=2").mesh, 4096)
-    shapes = {part[1:4] for part in run.layer_matmuls(run.blocks[0])[0]}
-    assert (4096, 1024, 2) in shapes  # of 64 heads of 512, in two groups on a device
-
-
-def test_tokens_travel_to_experts_as_wide_as_these_are():
-    """Nemotron 3 projects tokens from 4,096 numbers to 1,024 before they are sent."""
-    config = PRESETS["nemotron-3-super"]
-    widths = {traffic.routed_width(block) for _, block in config.blocks if block.experts}
-    assert config.width == 4096 and widths == {1024}
-    plan = Plan("fsdp=2 ep=4", dtype="bfloat16").resolve(config, "gpu", 64, 4096)
-    rows = traffic.step_traffic(plan, 64, 4096).values()
-    sent = {m.num_bytes for row in rows for m in row.messages if m.value.startswith("slots for tokens")}
-    assert sent == {4 * 8 * 4096 * 1024 * 2}  # to each of four ranks, all of a device's tokens

@@ -216,18 +216,12 @@ def remedies(why: str, asked: dict) -> list[dict]:
             number = re.fullmatch(r"[\d.]+", value)
             read = type(asked[name] or 0)(value) if number else value
             found.append({name: None if value == "None" else read})
-    if m := re.search(r"reduce='\w+' .*; use '(\w+)'", why):
-        found.append({"reduce": m[1]})
-    if m := re.search(r"sequence_order='zigzag'.*; use (\d+),", why):
-        found.append({"seq": int(m[1])})
     if m := re.search(r"leave (\w+) out|^(\w+) does not run .*; leave it out", why):
         found.append({(name := m[1] or m[2]): getattr(Plan(), name)})
-    if m := re.search(r"use (\d+) layers", why):
-        found.append({"num_layers": int(m[1])})
-    if m := re.search(r"equal rounds.* use (\d+)(?: or (\d+))?", why):
-        found += [{"microbatches": int(n)} for n in m.groups() if n]
-    if m := re.search(r"; try ([\w, -]+ or [\w-]+)$", why):
-        found += [{"schedule": name} for name in re.split(", | or ", m[1])]
+    for field, pattern in DRAWN["remedies"].items():
+        said = [text for m in [re.search(pattern, why)] if m for text in m.groups() if text]
+        words = [word for text in said for word in re.split(", | or ", text)]
+        found += [{field: int(word) if word.isdigit() else word} for word in words]
     if m := re.search(r"no experts in .*; use ([\w, ]+)", why):
         found += [{"ep": 1, axis: asked[axis] * asked["ep"]} for axis in m[1].split(", ")]
     if m := re.search(r"use a number of KV heads that divides (\d+)", why):
@@ -236,8 +230,6 @@ def remedies(why: str, asked: dict) -> list[dict]:
         found.append({"head_width": asked["head_width"] + 1})
     if "choose more groups" in why:
         found += [{"top_groups": asked["num_groups"]}]
-    if m := re.search(r"choose from 1 to (\d+)", why):
-        found += [{"top_k": int(m[1])}]
     return found
 
 

@@ -12,8 +12,7 @@ import pytest
 from parity import BATCH, LLAMA, SEQ, answer, batch, gradients_of, state_of
 from shared import TABLES
 
-from llmpar import Plan, Step, make_mesh, preset, use_devices
-from llmpar.training.state import check_mesh
+from llmpar import Plan, Step, make_mesh
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
@@ -122,25 +121,6 @@ def test_a_step_refuses_fields_and_sizes_that_do_not_go_together(says, fields):
     odd = {name: value[:, :12] for name, value in batch().items()}
     with pytest.raises(ValueError, match=says):
         step.run.trace(step.abstract_state, odd)
-
-
-WRONG = {
-    "a mesh is text, and this is 5": lambda: Plan(mesh=5),
-    "a mesh is text, and this is None": lambda: make_mesh(None),
-    "a model is named by text, and this is None": lambda: preset(None),
-    "'8' simulated devices were asked for": lambda: use_devices("8"),
-    "mesh is None, no jax.sharding.Mesh": lambda: check_mesh(Plan(MIXED), None),
-    "mesh is 'dp=8', no jax.sharding.Mesh": lambda: check_mesh(Plan(MIXED), "dp=8"),
-    "for mesh 'dp=2 fsdp=2 tp=2', and the mesh is dp=8; use": lambda: mixed_step("dp=8"),
-    "seed is -1; use 0 to 4,294,967,295": lambda: mixed_step().init(-1),
-    r"'head' of shape \[\] \(NoneType\) is no weight": lambda: mixed_step().init(0, {"head": None}),
-}
-
-
-@pytest.mark.parametrize("says", WRONG)
-def test_what_is_of_another_kind_is_refused_by_name(says):
-    with pytest.raises(ValueError, match=says):
-        WRONG[says]()
 
 
 def test_weights_of_64_bits_are_refused():

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from parity import LLAMA, dealt, name, predicted, weights
+from parity import LLAMA, dealt, name, weights
 
 from llmpar import Plan, Step
 from llmpar.inspect.census import compiled_memory
@@ -18,7 +18,7 @@ from llmpar.parallel.modes import Manual
 from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.predict.ring import pairs_by_step
 from llmpar.training import balance
-from llmpar.training.balance import balanced_order, row_orders, work
+from llmpar.training.balance import balanced_order, work
 
 
 @pytest.mark.long
@@ -84,17 +84,6 @@ USP = Plan("sp=8", context_parallel="usp")
 """Of 4 KV heads, four ranks of sp=8 exchange them, and two such groups are a ring."""
 FOUR = dataclasses.replace(LLAMA, name="four KV heads", num_heads=8, num_kv_heads=4)
 TWO = dataclasses.replace(FOUR, name="two KV heads", num_kv_heads=2)
-
-
-def test_neighbours_exchange_heads_and_their_groups_pass_keys_on():
-    found = predicted(TWO, Plan("sp=4 fsdp=2", context_parallel="usp"))
-    sent = {(axes, kind) for axes, kind, text in found if "keys" in text or "queries" in text}
-    assert sent == {("ul", "all-to-all"), ("sp", "collective-permute")}
-
-
-def test_usp_takes_as_many_neighbours_as_divide_the_heads():
-    assert [USP.resolve(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
-    assert str(USP.resolve(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
 
 
 def row(lengths):
@@ -169,19 +158,3 @@ def test_whatever_the_lengths_it_is_never_worse_than_zigzag_and_near_the_mean():
         if not window:
             np.testing.assert_array_equal(work(segments), naive_work(segments))
             assert busiest <= work(segments).sum() / n + 2 * n
-
-
-def test_one_document_is_a_zigzag_and_odd_rows_need_only_as_many_positions_on_each_rank():
-    assert balanced_order(np.ones(64, int), 4).tolist() == sequence_permutation("zigzag", 64, 4)
-    assert sequence_permutation("balanced", 12, 4) == balanced_order(np.ones(12, int), 4).tolist()
-    assert ratio(balanced_order(np.ones(12 * 9, int), 12), np.ones(12 * 9, int), 12)[0] <= 1.2
-    with pytest.raises(ValueError, match="balanced order deals 10 positions to 4 ranks; use a multiple of 4"):
-        balanced_order(np.ones(10, int), 4)
-
-
-def test_fixed_orders_are_the_same_for_every_row():
-    segments = np.stack([row([20, 12]), row([5, 27])])
-    for order in ("zigzag", "striped", "contiguous"):
-        assert (row_orders(order, segments, 4) == sequence_permutation(order, 32, 4)).all()
-    ours = row_orders("balanced", segments, 4)
-    assert (ours[0] != ours[1]).any()

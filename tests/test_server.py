@@ -138,14 +138,6 @@ def told(prompt, tokens, stops=(), echo=False, decode=BYTES.decode):
     raise AssertionError("no end")
 
 
-def test_half_a_character_waits_and_what_never_becomes_one_is_told_at_the_end():
-    pieces, _ = told([256], "é€😀x".encode())
-    assert pieces == ["", "", "é", "", "", "€", "", "", "", "😀", "x"]
-    assert told([256], [0xF0, 0x9F])[0] == ["", "", "\ufffd"]
-    assert told([256], [0xE2, 65, 66])[0] == ["", "", "\ufffdA", "B"]
-    assert told("é".encode()[:1], "é".encode()[1:] + b"!", echo=True)[0] == ["", "é", "!"]
-
-
 def test_no_part_of_a_stop_string_is_told_and_nothing_else_is_lost():
     """Against `str.find` on the whole text, letter by letter and with stops that begin alike."""
     rng = random.Random(0)
@@ -158,13 +150,6 @@ def test_no_part_of_a_stop_string_is_told_and_nothing_else_is_lost():
         begin = min((text.find(x) for x in stops if x in text[:first]), default=None)
         assert "".join(pieces) == text[: begin if ends else None]
         assert finish == ("stop" if ends else "length")
-
-
-def test_the_space_that_a_tokenizer_drops_at_the_beginning_of_a_text_is_kept():
-    words = {1: "▁the", 2: "▁cat", 3: "s", 9: ""}
-    decode = lambda ids: "".join(words[x] for x in ids).replace("▁", " ").removeprefix(" ")
-    assert "".join(told([9, 1], [2, 3, 9], decode=decode)[0]) == " cats"
-    assert "".join(told([9, 1], [2, 3, 9], echo=True, decode=decode)[0]) == "the cats"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """What serving costs: published numbers, and laws that must hold for every model."""
 
 import dataclasses
-import itertools
 import json
 import math
 import random
@@ -9,7 +8,7 @@ import re
 import statistics
 
 import pytest
-from shared import CASES, HERE, TABLES
+from shared import HERE, TABLES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli import main
@@ -71,16 +70,6 @@ def test_what_is_offered_to_serve_fits_and_nothing_beats_it(capsys):
         assert row["tp"] * row["ep"] * row["copies"] == 32
 
 
-def test_more_devices_never_serve_a_user_slower():
-    """Devices that no copy has room for stay idle: seven are four and three."""
-    rates = lambda n: service.serve(service.Service(preset("gemma-3-27b"), H100, n, 1000, 500, 8, 8))["plans"]
-    first = [rates(n)[0] for n in (1, 2, 4, 7, 8, 12)]
-    users = [row["tokens_per_s_user"] for row in first]
-    assert users == sorted(users) and users[0] < users[1] < users[2] == users[3]
-    assert first[3]["tokens_per_s_device"] == pytest.approx(first[2]["tokens_per_s_device"] * 4 / 7)
-    assert [row["copies"] for row in first] == [1, 1, 1, 1, 1, 1]
-
-
 def test_a_request_keeps_what_windows_leave_and_the_states_of_recurrent_layers():
     request = lambda name: service.Service(preset(name), H100, 8, 200_000, 1000)
     windows = preset("gemma-3-27b")
@@ -90,16 +79,6 @@ def test_a_request_keeps_what_windows_leave_and_the_states_of_recurrent_layers()
     mamba, held = preset("nemotron-h-56b"), service.request_bytes(request("nemotron-h-56b"), 8, 1000)
     states = 4 * sum(count * block.state_size for count, block in mamba.blocks) / 8
     assert held == 2 * serving.cache_of_a_rank(mamba, 8, 1000) + states > states > 0
-
-
-def test_the_books_llama_13b_on_eight_v5e():
-    """26 GB of weights and 107 GB of keys and values on 6.56e12 bytes a second."""
-    row, config = ROWS["sb.l13b.decode.bs16"], preset("llama2-13b")
-    batch = row["inputs"]["batch"]
-    kept = serving.cache_bytes(config, batch * 8192) / 1e9
-    assert kept == pytest.approx(row["expected"]["kv_gb"], rel=0.01)
-    took = seconds(serving.decode_seconds(config, ideal("v5e"), batch, 8192, tp=8))
-    assert took * 1e3 == pytest.approx(row["expected"]["ms"], rel=0.01)
 
 
 @pytest.mark.parametrize("batch", [4, 256])
@@ -113,34 +92,6 @@ def test_the_books_30b_in_8_bits_on_16_v5e(batch):
     assert serving.cache_bytes(config, 1, 8) == pytest.approx(100e3, rel=0.01)
     took = seconds(serving.decode_seconds(config, ideal("v5e"), batch, 8192, 16, weight_bits=8, cache_bits=8))
     assert 1e3 * took == pytest.approx(ROWS["sb.quiz30b"]["expected"][f"bs{batch}_ms"], rel=0.05)
-
-
-def test_the_critical_batch_is_the_books():
-    assert serving.balance_batch(preset("llama3-8b"), ideal("v5e"), 8) == pytest.approx(120, rel=0.01)
-    experts = serving.balance_batch(preset("qwen3-30b-a3b"), ideal("v5e"))
-    assert experts == pytest.approx(240 * 128 / 8, rel=0.01)
-
-
-def test_prompts_compute_their_flops():
-    config, prompt = preset("llama3-8b"), 8192
-    masked = prompt + 128  # of tiles on the diagonal, half
-    flops = 2 * prompt * config.num_params + 2 * 2 * prompt * masked / 2 * 32 * 32 * 128
-    took = seconds(serving.prefill_seconds(config, ideal("h100"), prompt))
-    assert took == pytest.approx(flops / H100.flops_per_s)
-    one, two = (seconds(serving.prefill_seconds(config, H100, n)) for n in (4096, 8192))
-    assert two > 2 * one
-
-
-def test_a_few_tokens_read_few_experts():
-    config = preset("qwen3-30b-a3b")
-    reads = [serving.decode_seconds(config, H100, batch, 1)["matmuls"] for batch in (1, 4, 16, 64, 256)]
-    assert all(b > a for a, b in itertools.pairwise(reads))
-    assert reads[-1] / reads[0] == pytest.approx(config.num_params / config.active_params, rel=0.01)
-
-
-@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), CASES["engine_cuts"])
-def test_an_engine_is_cut_as_its_guide_says(model, gpu, nodes, gpus, tokens, tp, pp):
-    assert serving.cut(preset(model), chip(gpu), nodes, gpus, tokens)[:2] == (tp, pp)
 
 
 def held(config, tp, pp, tokens, bits):
@@ -183,34 +134,3 @@ def test_a_cut_fits_and_no_smaller_one_would(model):
 
 
 V3 = preset("deepseek-v3")
-
-
-def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
-    """DeepSeek-V3 2024, section 4.2: 61 layers keep 512 numbers, and 64 of the rotary key."""
-    assert serving.cache_bytes(V3) == 61 * (512 + 64) * 2 == 70_272
-    assert serving.cache_bytes(V3, 1000, 8) == 1000 * 70_272 / 2
-    one, eight = (serving.decode_seconds(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
-    assert one["keys and values read"] == eight["keys and values read"] == 32_768 * 70_272 / 4.8e12
-    one, replicas = TABLES["vllm_51454"].values()
-    published = 8 * replicas / one
-    assert published == pytest.approx(7.7, rel=0.01)  # less than 8: replicas hold attention's weights whole
-    assert published == pytest.approx(8 / serving.cache_cuts(V3, 8), rel=0.05)
-    assert serving.cache_cuts(preset("llama3-70b"), 8) == 8 == serving.cache_cuts(preset("llama3-70b"), 16)
-
-
-def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
-    """Scores of 512 + 64 and values of 512 numbers, for each of 128 heads: more than reading takes."""
-    one, eight = (serving.decode_seconds(V3, ideal("h100"), 64, 32_768, tp) for tp in (1, 8))
-    flops = 2 * 64 * 32_768 * 61 * 128 * (512 + 64 + 512)
-    read_s = 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s
-    took = one["keys and values read"] + one["attention"]
-    assert took == pytest.approx(max(flops / H100.flops_per_s, read_s))
-    assert eight["attention"] == 0
-
-
-def test_tp_cuts_no_matrix_that_all_heads_of_latent_attention_share():
-    whole = 61 * 7168 * (1536 + 512 + 64)
-    read = serving.decode_seconds(V3, ideal("h200"), 100_000, 1, tp=8)["matmuls"]
-    assert read * chip("h200").flops_per_s / 2e5 == pytest.approx(whole + (V3.active_params - whole) / 8)
-    prompt = serving.prefill_seconds(V3, ideal("h200"), 4096, tp=8)["matmuls"] * chip("h200").flops_per_s
-    assert prompt / 2 / 4096 == pytest.approx(whole + (V3.active_params - whole) / 8)

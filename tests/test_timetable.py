@@ -11,7 +11,6 @@ from make_hf_fixtures import FIXTURES
 from shared import CASES, TABLES
 from shared import NUMBERS as ROWS
 
-from llmpar.cli.schedule import text_timeline
 from llmpar.plan.lockstep import most_slots, slots
 from llmpar.plan.schedules import SCHEDULES, STEADY, Op, from_text, make
 from llmpar.plan.timetable import timetable
@@ -62,24 +61,6 @@ def test_published_forms_hold_for_every_p_m_v():
     assert checked == set(SCHEDULES) - {"circular"}
 
 
-def test_published_ratios():
-    given, answer = ROWS["ptdp.bubble"]["inputs"], ROWS["ptdp.bubble"]["expected"]
-    for name, v, key in (("1f1b", 1, "ratio"), ("interleaved", 4, "interleaved_v4")):
-        table = timetable(make(name, given["p"], given["m"], v))
-        assert table.bubble_over_ideal == pytest.approx(answer[key])
-    gpipe, circular = (timetable(make(i, **names(ROWS[i]["inputs"]))) for i in ("gpipe", "circular"))
-    assert gpipe.bubble_over_ideal == pytest.approx(ROWS["gpipe"]["expected"]["ratio"])
-    assert gpipe.bubble_fraction == pytest.approx(ROWS["gpipe"]["expected"]["fraction"])
-    assert gpipe.peak_live() == [ROWS["gpipe"]["expected"]["in_flight"]] * 4
-    assert circular.bubble_fraction == pytest.approx(ROWS["circular"]["expected"]["fraction"])
-    late = timetable(make("zb-h2", 4, 4))  # by hand: of 15 ticks stage 0 works 12; the last ends one later
-    assert (late.span, late.makespan, late.bubble_rate) == (15, 16, 3 / 15)
-
-
-def names(inputs):
-    return {{"p": "num_stages", "m": "num_microbatches", "v": "num_chunks"}[k]: n for k, n in inputs.items()}
-
-
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith(("zb.t2.", "dualpipe."))])
 def test_symbolic_rows_of_the_papers(row):
     # each expression as printed; DualPipe's B is the whole backward, and F&B is the sum without overlap
@@ -97,30 +78,6 @@ def test_symbolic_rows_of_the_papers(row):
         assert table.bubble == pytest.approx(printed[answer["bubble"]](p, *costs), abs=EXACT)
         assert max(table.peak_live()) == printed[answer.get("peak", answer.get("activations"))](p)
         assert f"{table.schedule.parameter_copies}x" == answer.get("params", "1x")
-
-
-def test_a_misplaced_weight_gradient_misses_the_published_bubble():
-    plain = make("1f1b", 4, 8)
-    with_w = lambda op: f"{op} W{op.microbatch}" if op.kind == "B" else str(op)
-    eager = "\n".join(" ".join(map(with_w, row)) for row in plain.rows)
-    bubbles = [timetable(s).bubble for s in (make("zb-h1", 4, 8), from_text(eager), plain)]
-    assert bubbles == [3, 6, 9]  # W at once already frees the stage before; ZB-H1 halves what that leaves
-
-
-@pytest.mark.parametrize(("row", "name"), [("zbrepo.ZB1P", "zb-h1"), ("zbrepo.ZBV", "zb-v")])
-def test_zero_bubble_relative_to_1f1b(row, name):
-    table, plain = timetable(make(name, 8, 24)), timetable(make("1f1b", 8, 24))
-    # of the bubble over ideal, not of the fraction
-    share = {"B/3": 1 / 3, "0": 0}[ROWS[row]["expected"]["bubble"]]
-    assert table.bubble == pytest.approx(share * plain.bubble)
-    assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
-    assert np.sum(table.hops) == ROWS[row]["expected"]["comm"] * np.sum(plain.hops)
-
-
-def test_a_tick_with_several_messages_waits_for_one_hop():
-    """By hand: 4 ticks of F, 4 of B and W, 3 with messages each way, where 4 messages go."""
-    table = timetable(make("gpipe", 3, 2), (1, 1, 1), hop=0.5)
-    assert len(table.messages) == 8 and table.makespan_lockstep == 4 * 1 + 4 * 2 + 6 * 0.5
 
 
 @pytest.mark.parametrize(("text", "said"), TABLES["orders_refused"])
@@ -259,24 +216,9 @@ def test_an_executor_finds_every_value_in_its_slot(name, p, m, v):
     walk(table, slots(table))
 
 
-def test_slots_are_as_few_as_what_is_alive():
-    for name in SCHEDULES:
-        table = timetable(make(name, 4, 16))
-        buffers, visits = slots(table), table.schedule.visits
-        assert buffers.num_saved == [round(visits * peak) for peak in table.peak_live()]
-        owed = (np.cumsum([{"F": 0, "B": 1, "W": -1}[op.kind] for op in row]) for row in table.schedule.rows)
-        split = table.schedule.split_backward
-        assert buffers.num_residual == [split * w.max() for w in owed], "from B to W"
-
-
 @pytest.mark.parametrize("name", STEADY)
 def test_orders_that_repeat_themselves_need_no_more_slots_for_more_microbatches(name):
     for p, v in (2, 2), (3, 4), (4, 3):
         many = make(name, p, 7 * p, v if "interleaved" in name else None)
         table = slots(timetable(many))
         assert most_slots(many) == tuple(map(max, (table.num_saved, table.num_residual, table.num_messages)))
-
-
-def test_the_picture_is_the_lockstep_table():
-    lines = text_timeline(timetable(make("1f1b", 2, 2))).splitlines()
-    assert lines == ["stage 0 F0 F1 .  B0 .  B1", "stage 1 .  F0 B0 F1 B1 ."]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from parity import LLAMA, QWEN
-from shared import CASES
 
 from llmpar import Plan, preset
 from llmpar.inspect.census import executed_flops
@@ -65,15 +64,6 @@ def test_selective_rematerialisation_repeats_no_product():
     assert executed(config, remat="selective") == executed(config)
     assert executed(config, remat="ffn") == executed(config) + hidden
     assert executed(config, remat="ffn", ffn_chunks=2) == executed(config, ffn_chunks=2)
-
-
-@pytest.mark.parametrize("model, mesh, said", CASES["collectives_said"])
-def test_a_collective_says_what_it_sends(model, mesh, said):
-    """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
-    found = traffic.step_traffic(Plan(mesh, microbatches=2).resolve(preset(model)), 16, SEQ)
-    key, _, words = said.partition(": ")
-    values = dict.fromkeys(message.value for message in found[tuple(key.split())].messages)
-    assert ", ".join(values) == words
 
 
 def test_slots_are_not_tokens():

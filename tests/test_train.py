@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import LLAMA, logits_of, state_of, weights
-from shared import program_text
+from shared import CASES, program_text
 from steps import train
 
 from llmpar import Plan, make_mesh
@@ -31,7 +31,7 @@ from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Batches, DataConfig, read_corpus
-from llmpar.training.loop import OptimizerConfig, Report, made_of
+from llmpar.training.loop import OptimizerConfig
 from llmpar.training.optimizer import make_optimizer
 from llmpar.training.step import State, Step
 
@@ -140,12 +140,6 @@ def test_every_way_out_but_a_failed_step_saves(why, tmp_path, whole, monkeypatch
     assert Checkpoints(str(tmp_path)).latest == 4
     resumed, rest = run(folder=tmp_path, every=100)
     assert rest.start == 4 and rest.losses == whole[2].losses[4:] and same_bits(resumed, whole[1])
-
-
-def test_a_report_without_steps_has_no_times():
-    assert (Report().step_s, Report().tokens_per_s, Report().mfu) == (None, None, None)
-    report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, ideal_step_s=0.5)
-    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), "the median, without two"
 
 
 def test_all_devices_share_the_ideal_step(monkeypatch):
@@ -419,13 +413,6 @@ def test_a_checkpoint_that_does_not_know_what_made_it_is_of_another_run(whole, t
     assert not messages
 
 
-def test_a_run_with_experts_of_a_capacity_remembers_what_fills_them():
-    experts = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, capacity_factor=1.0))
-    asked = (experts, Plan("sp=2")), (experts, Plan("dp=2")), (SMALL, MIXED)
-    made = [made_of(config, plan, stream(), 6, ADAMW, 0) for config, plan in asked]
-    assert [x.get("expert_piece") for x in made] == [8, 16, None]
-
-
 SLOW = OptimizerConfig(learning_rate=1e-4)
 CURVES = {
     "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)": dict(steps=5, options=SLOW),
@@ -448,22 +435,16 @@ def test_what_makes_another_curve_or_run_that_is_asked_for_goes_on_and_is_said(w
     ]
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda x: x["config"].update(new_field=1), "made by a newer llmpar: it has new_field; update"),
-        (lambda x: x["config"].update(experts={"taste": 1}), "made by a newer llmpar: it has taste"),
-        (lambda x: x["config"].update(experts=5), "5 is no ExpertConfig"),
-        (lambda x: x["config"].pop("width"), "it lacks width"),
-        (lambda x: x["config"].update(width=-1), "width is -1; use a whole number"),
-        (lambda x: x.update(config=None), "its description has null as config; it is damaged"),
-        (lambda x: x.update(made=5), "its description has 5 as made"),
-        (lambda x: x.update(made=[]), r"its description has \[\] as made"),
-        (lambda x: x.update(checksums=[]), r"its description has \[\] as checksums"),
-    ],
-)
+@pytest.mark.parametrize("change, said", CASES["descriptions_refused"])
 def test_a_description_that_cannot_be_read_is_refused_whoever_reads_it(whole, tmp_path, change, said):
-    keep = Checkpoints(str(described(whole, tmp_path, change)))
+    part, name, *value = json.loads(change)
+
+    def changed(about):
+        there = about if part is None else about[part]
+        there.pop(name, None)
+        there.update(zip([name], value, strict=False))
+
+    keep = Checkpoints(str(described(whole, tmp_path, changed)))
     restore = lambda: keep.restore(State(None, None, None), SMALL)
     for read in (keep.about, restore, lambda: keep.params(None, SMALL)):
         with pytest.raises(ValueError, match=f"the checkpoint of step 6 in .*{said}") as caught:
