@@ -63,8 +63,6 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     alike = mixer == ruled or mixer == "full_attention" and not layer.get("sliding_window")
     if not alike and not family.get("reads_layer_types"):
         raise NotImplementedHere("layer_types is in the file, and its family does not read it")
-    if bool(layer.get(family["sparse"])) != bool(kind["experts"]):
-        raise NotImplementedHere("mlp_layer_types is in the file, and its family does not read it")
     layer = layer.with_letters({"mixer": repr(mixer)})
     values = lambda table: {name: layer.get(text) for name, text in family[table].items()}
     given = lambda table: {name: x for name, x in values(table).items() if x is not None}
