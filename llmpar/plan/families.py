@@ -54,7 +54,10 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     name = next((x for x in TABLES["text_parts"] if isinstance(raw.get(x), dict)), None)
     if name is None:
         return raw
-    part = {key: raw[key] for key in TABLES["outer"] if key in raw} | raw[name]
+    outer = str(raw.get("model_type"))
+    inner = next((x for x, names in TABLES["inner"].items() if outer in names.split()), outer)
+    part = {key: raw[key] for key in TABLES["outer"] if key in raw}
+    part |= {"text_part_of": outer, "model_type": inner} | raw[name]
     if isinstance(tied := raw.get("tie_word_embeddings"), bool):
         part["tie_word_embeddings"] = tied  # the whole model ties, not its part
     kind, nested = str(part.get("model_type")), TABLES["nested"]

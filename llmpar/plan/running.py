@@ -5,7 +5,8 @@ from typing import Any
 
 from llmpar.files import Allowed
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
 """What Hugging Face calls those that are implemented."""
 STARTS: dict[str, dict[str, float]] = {
     "A_log": {"std": 1.5},
