@@ -215,7 +215,10 @@ def read_family(
     Refuse, by its key, what a row needs and the file does not give."""
     family = family_of(raw["model_type"])
     usual = str(int("experts" in family["ffns"]))
-    named = {"mixer": "layer_types | layers_block_type", "ffn": "none"}  # no file names those of all
+    named = {
+        "mixer": "layer_types | layers_block_type",
+        "ffn": "none",
+    }  # no file names those of all
     family = named | {"sparse": usual} | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
     entries = unsaid | _own_keys(raw)  # null is none, and no entry that a file may leave out
