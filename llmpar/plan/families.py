@@ -217,8 +217,8 @@ def read_family(
     usual = str(int("experts" in family["ffns"]))
     named = {
         "mixer": "layer_types | layers_block_type",
-        "ffn": "none",
-    }  # no file names those of all
+        "ffn": "None",
+    }  # no file lists those of all
     family = named | {"sparse": usual} | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
     entries = unsaid | _own_keys(raw)  # null is none, and no entry that a file may leave out
