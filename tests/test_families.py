@@ -123,6 +123,8 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     outer = {"model_type": "llava", "vision_config": {"hidden_size": 1024}}
     outer |= {"text_config": {"model_type": "llama", "vocab_size": 32064}}
     assert described(outer).num_params == 6_738_415_616 + 2 * 64 * 4096
+    unnamed = described(outer | {"text_config": {"vocab_size": 32064}})
+    assert unnamed.num_params == described(outer).num_params
     assert read(outer)["described"]["notes"] == ["the text part alone: vision_config is not counted"]
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     gemma = described({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})

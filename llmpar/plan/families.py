@@ -214,12 +214,9 @@ def read_family(
     """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
     family = family_of(raw["model_type"])
-    usual = str(int("experts" in family["ffns"]))
-    named = {
-        "mixer": "layer_types | layers_block_type",
-        "ffn": "None",
-    }  # no file lists those of all
-    family = named | {"sparse": usual} | family | {"runs": runs}
+    usual = {"sparse": str(int("experts" in family["ffns"]))}
+    usual |= {"mixer": "layer_types | layers_block_type", "ffn": "None"}
+    family = usual | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
     entries = unsaid | _own_keys(raw)  # null is none, and no entry that a file may leave out
     file = {key: value for key, value in entries.items() if value is not None}
