@@ -67,8 +67,7 @@ OF_FAMILIES_SHARE = 1 / 3
 WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
-WITH_EXPERTS += ["gpt_oss", "llama4_text", "qwen3_next", "qwen3_5_moe_text", "dots1", "minimax_m2"]
-WITH_EXPERTS += ["glm4_moe_lite"]
+WITH_EXPERTS += "gpt_oss llama4_text qwen3_next qwen3_5_moe_text dots1 minimax_m2 glm4_moe_lite".split()
 
 
 def values(cls) -> dict[str, list]:
