@@ -67,7 +67,7 @@ OF_FAMILIES_SHARE = 1 / 3
 WITH_EXPERTS = [
     name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
 ]
-WITH_EXPERTS += ["gpt_oss", "llama4_text", "qwen3_next", "qwen3_5_moe_text"]
+WITH_EXPERTS += "gpt_oss llama4_text qwen3_next qwen3_5_moe_text dots1 minimax_m2 glm4_moe_lite".split()
 
 
 def values(cls) -> dict[str, list]:
@@ -106,7 +106,7 @@ def file_of(asked: dict) -> dict:
     raw |= {"max_position_embeddings": 64, "sliding_window": asked["window"] or 4}
     if asked["experts"]:
         in_groups = "routed_scaling_factor" in asked["entries"]
-        own = "num_experts" if "linear_key_head_dim" in asked["entries"] else "num_local_experts"
+        own = "num_experts" if "shared_expert_intermediate_size" in asked["entries"] else "num_local_experts"
         raw["n_routed_experts" if in_groups else own] = asked["num_experts"]
         raw |= {"num_experts_per_tok": asked["top_k"], "moe_intermediate_size": asked["ffn_width"]}
         raw |= {"n_group": asked["num_groups"], "topk_group": asked["top_groups"]} if in_groups else {}

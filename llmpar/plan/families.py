@@ -29,8 +29,6 @@ IGNORED, CHANGING = (
     re.compile("|".join(map(fnmatch.translate, TABLES[name]))) for name in ("ignored", "changing")
 )
 _NESTED = "sizes unsaid facts mixers ffns names model variant routing needs tensors groups otherwise".split()
-_MIXER, _FFN = "layer_types | layers_block_type", "mlp_layer_types"
-"""Where a file names the mixer and the feed-forward of each layer, if its family does not say."""
 MOST_LAYERS, MOST = 4096, 1 << 40
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
@@ -56,7 +54,10 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     name = next((x for x in TABLES["text_parts"] if isinstance(raw.get(x), dict)), None)
     if name is None:
         return raw
-    part = {key: raw[key] for key in TABLES["outer"] if key in raw} | raw[name]
+    outer = str(raw.get("model_type"))
+    inner = next((x for x, names in TABLES["inner"].items() if outer in names.split()), outer)
+    part = {key: raw[key] for key in TABLES["outer"] if key in raw}
+    part |= {"text_part_of": outer, "model_type": inner} | raw[name]
     if isinstance(tied := raw.get("tie_word_embeddings"), bool):
         part["tie_word_embeddings"] = tied  # the whole model ties, not its part
     kind, nested = str(part.get("model_type")), TABLES["nested"]
@@ -213,8 +214,9 @@ def read_family(
     """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
     family = family_of(raw["model_type"])
-    usual = str(int("experts" in family["ffns"]))
-    family = {"sparse": usual} | family | {"runs": runs}
+    usual = {"sparse": str(int("experts" in family["ffns"]))}
+    usual |= {"mixer": "layer_types | layers_block_type", "ffn": "None"}
+    family = usual | family | {"runs": runs}
     unsaid = family["unsaid"] | TABLES["classes"].get(raw["model_type"], {})
     entries = unsaid | _own_keys(raw)  # null is none, and no entry that a file may leave out
     file = {key: value for key, value in entries.items() if value is not None}
@@ -265,8 +267,7 @@ def _own_keys(file: dict[str, Any]) -> dict[str, Any]:
 def _check_layers(reader: _Reader, family: dict[str, Any], num_layers: int) -> None:
     """Refuse a file whose list of layers has another length than it has layers, those for further tokens
     (MTP) aside. Entries by an index are a pattern that repeats."""
-    texts = family.get("mixer", _MIXER), family.get("ffn", _FFN)
-    names = re.findall(r"\b\w+\b(?!\[)", " ".join(texts))
+    names = re.findall(r"\b\w+\b(?!\[)", f"{family['mixer']} {family['ffn']}")
     names += re.findall(r"len\((\w+)\)", reader.letters["layers"])
     more = _optional(reader, TABLES["mtp"]) or 0
     for name in dict.fromkeys(names):
@@ -286,8 +287,7 @@ def _kinds(
     for i in range(num_layers):
         layer = reader.layer(i, num_layers)
         pair = _pair(layer, family)
-        ruled = family["runs"] and layer.get(family["sparse"])
-        if (key := repr((pair, layer.own, ruled))) not in known:
+        if (key := repr((pair, layer.own))) not in known:
             kind = _kind(layer, family, *pair)
             if family["runs"]:
                 kind |= running.fields(layer, family, pair[0], kind)
@@ -305,8 +305,8 @@ def _params(kind: dict[str, Any]) -> int:
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:
     """Return the names of a layer's mixer and feed-forward: those that the file gives, or a rule's."""
-    mixers = family.get("mixer", _MIXER), family["rule"]
-    ffns = family.get("ffn", _FFN), f"'experts' if {family['sparse']} else 'dense'"
+    mixers = family["mixer"], family["rule"]
+    ffns = family["ffn"], f"'experts' if {family['sparse']} else 'dense'"
     pair = []
     for (given, rule), known in ((mixers, family["mixers"]), (ffns, family["ffns"])):
         name = str(layer.given(f"({given}) | ({rule})", "the kind of a layer"))

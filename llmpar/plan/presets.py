@@ -179,7 +179,7 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"'{config.name}' is no longer what its config.json says; export a model as it was read"
         )
-    left_out = "quantization_config", *MEDIA
+    left_out = "quantization_config", "text_part_of", *MEDIA
     return {key: value for key, value in raw.items() if key not in left_out}
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from llmpar.files import Allowed
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
 """What Hugging Face calls those that are implemented."""
 STARTS: dict[str, dict[str, float]] = {
     "A_log": {"std": 1.5},
@@ -63,8 +64,6 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     alike = mixer == ruled or mixer == "full_attention" and not layer.get("sliding_window")
     if not alike and not family.get("reads_layer_types"):
         raise NotImplementedHere("layer_types is in the file, and its family does not read it")
-    if bool(layer.get(family["sparse"])) != bool(kind["experts"]):
-        raise NotImplementedHere("mlp_layer_types is in the file, and its family does not read it")
     layer = layer.with_letters({"mixer": repr(mixer)})
     values = lambda table: {name: layer.get(text) for name, text in family[table].items()}
     given = lambda table: {name: x for name, x in values(table).items() if x is not None}
