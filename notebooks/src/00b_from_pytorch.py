@@ -307,7 +307,7 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 # %% [markdown]
 # ## Keep: you write the loss, `grad` writes the sums
 #
-# 1. One JAX process runs all devices of its host; a function in `shard_map` corresponds to a rank's script in PyTorch.
+# 1. One JAX process usually runs all devices of its host; a function in `shard_map` corresponds to a rank's script in PyTorch.
 # 2. The gradient of a shared weight is summed over the devices. DDP and FSDP2 take the mean.
 # 3. `pcast(…, to="varying")` marks a value as each device's own copy. A gradient with respect to that copy is not summed.
 # 4. The gradient of an all-gather is a reduce-scatter: that is FSDP.

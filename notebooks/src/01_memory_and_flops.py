@@ -74,7 +74,7 @@ held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
 # All four models' weights fit. The dashed line, 59.3 GiB, is what a program may use here: unless told otherwise, JAX takes three quarters
-# of the card's 79 GiB. (1 GB is 1e9 bytes, 1 GiB is 2**30.)
+# of the card's 79 GiB. (1 GB is 1e9 bytes, 1 GiB is 2**30. A card "of 80 GB" has 79 GiB, which are 85 GB.)
 #
 # ## Predict: what else does training hold?
 #

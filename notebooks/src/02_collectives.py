@@ -74,8 +74,8 @@ def sent_by(program, *given):
 show(draw.before_after())
 
 # %% [markdown]
-# The programs of these lessons send in five patterns, **collectives**: all devices take part. Our eight
-# devices need the third one, the all-reduce. We begin with the second one, the reduce-scatter, because an all-reduce begins with it.
+# The programs of these lessons send in five patterns, **collectives**: all devices of a group take part. Our eight devices need the third
+# one, the all-reduce. We begin with the second one, the reduce-scatter, because an all-reduce begins with it.
 #
 # ## Predict: what does a reduce-scatter send?
 #
@@ -304,16 +304,16 @@ if opened("02.small"):
     show(draw.curves(lines, ticks, **axes, **look))
 
 # %% [markdown]
-# Far left of the mark only the starts take time. At the mark starts and bytes take equally long. That is why gradients are sent in
-# **buckets** of many megabytes, not one by one. Right of the mark the link decides. For large messages the same sum takes seven times
-# as long between nodes, because each GPU has only one network port there. So axes that send much stay inside a node.
+# Far left of the mark nearly only the starts take time. At the mark starts and bytes take equally long. That is why gradients are sent in
+# **buckets** of many megabytes, not one by one. Right of the mark the link decides. For large messages the same sum takes seven times as
+# long between nodes, because each GPU has only one network port there. So axes that send much stay inside a node.
 #
 # (The model takes one α for both links; between nodes it is larger.)
 #
 # ## Keep: a sum costs less than two buffers
 #
 # 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. A device sends (N - 1)/N of the message, in an all-reduce twice; a permute sends the whole buffer.
+# 2. Round a ring a device sends (N - 1)/N of the message, in an all-reduce twice; a permute sends the whole buffer.
 # 3. An all-reduce is a reduce-scatter and then an all-gather: less than two buffers, however many devices.
 # 4. Time is starts plus bytes over the slowest link that is crossed.
 # 5. Few large messages beat many small ones; groups inside a node are fast.
@@ -398,8 +398,9 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 # ### How sure are these times?
 #
 # 370 GB/s is the most that the scaling book (Austin et al. 2025) saw on H100s where no switch adds up (450 are promised). α was fitted to
-# published training runs. Our times of whole training steps are off by 10 % on average. So do not rank what differs by less. Starts are
-# also why a chatbot whose model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
+# published training runs. Our times of whole training steps are off by 10 % on average on the runs that they were fitted to, by 11 % on
+# other runs of dense models, and by 16 % on those of experts. So do not rank what differs by less. Starts are also why a chatbot whose
+# model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
 #
 # ### A profile prints the result, not what was sent
 #

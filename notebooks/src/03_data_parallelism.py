@@ -389,7 +389,7 @@ assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 # targets, the norm). Three of them differ in the *number* of messages, and each message costs its starts (lesson 02). `microbatches` sends
 # as `end`, once for two backward passes.
 #
-# ## From how many tokens on does sending overlap?
+# ## From how many tokens on is sending hidden?
 #
 # The gradient of the last layer is ready first. It can be sent while earlier layers compute. Take Llama 3 8B on 8 H100s,
 # with gradients in bfloat16. An H100 computes 989.4e12 FLOPs per second, and 370 GB/s leave it. **With how many tokens per
@@ -459,9 +459,10 @@ show(draw.curves([ideal, kept], NODES, *axes, **look))
 # ## Keep: replicas sum their gradients
 #
 # 1. Replicas exchange gradients: one arrow, `d m +dp -> d m`, for each weight.
-# 2. Divide the total sum by the total count. A mean of means and a norm of a partial sum are wrong.
+# 2. Divide the total sum by the total count. A mean of means is wrong if counts differ, a norm of a partial sum always.
 # 3. Each device sends 2(N − 1)/N times the gradients' bytes, in one message or in many messages.
-# 4. Sending overlaps with a backward pass of at least C/β tokens per device; the last piece never overlaps.
+# 4. Sent layer by layer in bfloat16, gradients are hidden by a backward pass of at least C/β tokens per device (float32: 2 C/β), all but
+#    the last piece.
 # 5. With microbatches a device adds its gradients first, and sends their sum once.
 
 # %% [markdown]

@@ -393,7 +393,8 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# It sends the same bytes: an all-reduce *is* these two. But devices keep less. A layer of GPT-3:
+# It sends the same bytes: an all-reduce *is* these two. But devices keep less. Below, a layer of GPT-3 that keeps only its part of what it
+# gathers, and so gathers that again in the backward pass: a quarter more bytes.
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -484,8 +485,9 @@ assert round(whole, 1) == 11.9
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and devices keep less.
-# 4. Work is divided by N, messages are not: N < m / (C/β).
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and devices keep less; least if they gather again
+#    in the backward pass.
+# 4. Work is divided by N, messages are not: they can hide while N < m / (C/β).
 
 # %% [markdown]
 # ## Further

@@ -17,7 +17,7 @@
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
-# A document of a million tokens does not fit on one device. So four devices take a quarter each. Norms and feed-forwards treat each
+# The activations of a million tokens do not fit on one device. So four devices take a quarter each. Norms and feed-forwards treat each
 # position by itself. But in causal attention every query needs every earlier key.
 
 # %% tags=["plumbing"]
@@ -429,8 +429,8 @@ for where, rate in links:
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
 # 2. A ring makes N − 1 hops of K and V.
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. A hop overlaps if a piece has C/β · k/n positions, or twice as many under a causal mask. The gather of all keys does not overlap:
-#    attention waits for it.
+# 4. In bfloat16 a hop of the forward pass overlaps if a piece has C/β · k/n positions; with a causal mask and zigzag, twice as many. The
+#    gather of all keys does not overlap: attention waits for it.
 
 # %% [markdown]
 # ## Further

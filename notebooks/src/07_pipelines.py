@@ -312,7 +312,8 @@ print(f"matmuls: {together / one_device:.3f} of those of one device")
 #
 # 1. A pipeline cuts between layers. For each microbatch one activation goes from stage to stage, and its gradient comes back. `pp` is
 #    an axis for slow links, because it sends no weights, and no sums in each layer.
-# 2. The bubble is (p − 1)(F + B + W), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
+# 2. The bubble is (p − 1)(F + B + W), whatever `u` is (stages and microbatches of one size): (p − 1)/(u + p − 1) of the total time, (p −
+#    1)/u of the ideal one.
 # 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
 # 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table only waits there.
 # 5. All forwards before all backwards: a stage must hold activations of every microbatch. Other orders hold fewer (lesson 08).
@@ -423,9 +424,9 @@ for saves, run in runs.items():
 assert one_device <= sum(executed_by_stage(runs["input"])) < 4 / 3 * one_device
 
 # %% [markdown]
-# With residuals saved, all stages together run exactly the matmuls of one device, not one more. With the input saved, B runs F
-# again: 4 instead of 3. The last stage is better off, because its B follows its F at once: there F computes nothing and B
-# does it all. (Its number is larger all the same, for it also has the head.)
+# With residuals saved, all stages together run exactly the matmuls of one device, not one more. With the input saved, B runs F again: 4
+# instead of 3. The last stage is better off, because no other stage needs the output of its F: there F only keeps its input, and B computes
+# the forward pass, once. (Its number is larger all the same, for it also has the head.)
 #
 # ### What waits must be held
 #

@@ -17,8 +17,9 @@
 # %% [markdown]
 # # 10 · Hybrids: what does each mesh axis add?
 #
-# In its last stage Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team 2024](https://arxiv.org/abs/2407.21783)).
-# Each cuts something, and sends something. Here we add four axes one by one, with `dp` in place of `sp` (lesson 06). Which messages does each add?
+# In the last part of its training Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team
+# 2024](https://arxiv.org/abs/2407.21783)). Each cuts something, and sends something. Here we add four axes one by one, with `dp` in place
+# of `sp` (lesson 06). Which messages does each add?
 
 # %% tags=["plumbing"]
 import os
@@ -249,14 +250,15 @@ met("10.off", max(off), "at most")
 #
 # ## Keep: each axis sends different things
 #
-# 1. Each axis adds its own messages, and changes those of the others: `fsdp` and `tp` shrink what `dp` sends, `pp` makes `fsdp` send
-#    more.
+# 1. Each axis adds its own messages, and changes those of the others: `fsdp` and `tp` shrink what `dp` sends, `pp`, with its microbatches,
+#    made `fsdp` send more here.
 # 2. All four divide the work. `dp` saves no state. The others do, at a price: `fsdp` sends weights, `tp` sends activations, `pp` has idle
 #    time.
 # 3. With a pipeline ZeRO-3 gathers a layer again for each microbatch: here three times (forward, once more forward because a stage
 #    keeps only its input, backward). But a device has fewer layers.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
-# 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
+# 5. A difference below the derived bound can be rounding alone: compare the gradient and its norm, too. One above it is a bug: look for a
+#    missing or doubled sum.
 
 # %% [markdown]
 # ## Further

@@ -130,15 +130,15 @@ gather = formulas.collective_seconds(A100, "all-gather", 2.0, 64)
 assert round(gather * peak / 2) == 1_365  # a node has 1/8 already: 7/8 of 1,560
 
 # %% [markdown]
-# Alone, a GPU would wait for the network. With `tp=8` inside, a GPU gathers an eighth of a weight, and
-# uses it for the tokens of all eight: 65,536. With `fsdp=64` each of a node's eight ports brings an eighth of a weight into the node: β is
-# 200 GB/s, and C/β 1,560.
+# If a group of `fsdp` has only one GPU in each node, its gathers come through one port, and it waits for the network (3a). With `tp=8`
+# inside, a GPU gathers an eighth of a weight, and uses it for the tokens of all eight: 65,536. With `fsdp=64` each of a node's eight ports
+# brings an eighth of a weight into the node: β is 200 GB/s, and C/β 1,560.
 
 # %% [markdown]
 # ## Predict: which mesh is fastest?
 #
-# A step has 64 rows of 8,192 tokens, one row for each GPU. Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by
-# 10 %, so every mesh within 10 % of the fastest counts as right.
+# A step has 64 rows of 8,192 tokens, one row for each GPU. Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by some 10 %
+# on average, so every mesh within 10 % of the fastest counts as right.
 
 # %%
 bet = ...
@@ -310,8 +310,9 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 # planner was not fitted to it. (± 11 %: see *Further*.)
 #
 # `fsdp=16 tp=4` has room to keep activations. For that it cuts its batch into 4 microbatches, and gathers the weights for each (lesson 04).
-# A gather then hides behind 8,192 tokens in place of 32,768, and a part of it shows: fsdp's links take 3.5 s, not 0.9. But it saves the
-# *recomputation* of `fsdp=64`, which runs the forward pass twice.
+# A gather then hides behind 8,192 tokens in place of 32,768, and it needs 5,460, since only two ports of a node bring it in: a part shows,
+# 3.5 s. (`fsdp=64` has 8,192 tokens too, but needs 1,365: 0.9 s.) But it saves the *recomputation* of `fsdp=64`, which runs the forward
+# pass twice.
 #
 # **For the rule, recomputation is a limit of llmpar.** Its stages keep their inputs, or everything: at least 90 GiB here. Megatron-LM can
 # keep a part (*selective*), which fits. Without recomputation the estimate is 22.9 s, 3 % above the fastest: **equally fast, within the
@@ -389,7 +390,7 @@ assert links_s < 0.05 * alone.step_s
 # ## Keep: four inequalities, then the planner
 #
 # 1. Legal, fits, fast: in this order.
-# 2. Cut only as much as memory requires; put the axes that send most on the fastest links.
+# 2. Cut until the state fits, and on as long as the room saves recomputation; put the axes that send most on the fastest links.
 # 3. T > C/β says what overlaps: for each kind of link of your machine, with the tokens of a whole `tp` group.
 # 4. Say why a mesh lost: which term got longer. Then you know what to change or to buy.
 # 5. Bytes are exact. Seconds are estimates: differences below 10 % say nothing.

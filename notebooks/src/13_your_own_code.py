@@ -229,8 +229,8 @@ MeshExplorer.of({AT_FIRST: x[:, 0]})
 # %% [markdown]
 # ## And a whole training step?
 #
-# The loss alone sends 34 times less than before. `look` also takes `jax.value_and_grad` of a function. Here are both, by collective: a step
-# sends an eighteenth.
+# The loss alone sends a 34th of what it sent before. `look` also takes `jax.value_and_grad` of a function. Here are both, by collective: a
+# step sends an eighteenth.
 
 # %% tags=["plumbing"]
 bars = []
@@ -271,8 +271,8 @@ with jax.set_mesh(typed):
 say(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# `P('X', None, 'X')`: two dims of `x` would be cut by `X`, and JAX refuses that before anything runs. Explicit axes also refuse a
-# matmul of two matrices that are both cut along the dim that is summed, such as the next one.
+# `P('X', None, 'X')`: two dims of `x` would be cut by `X`, and JAX refuses that before anything runs. Unless the line names the result's
+# sharding, explicit axes also refuse a matmul of two matrices that are both cut along the dim that is summed, such as the next one.
 
 
 # %%

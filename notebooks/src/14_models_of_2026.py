@@ -319,9 +319,9 @@ assert 4 * state.state_size // (2 * attention.cache_width) == 2048
 #
 # ## Predict: how often do tokens travel to experts?
 #
-# A small model of DeepSeek's family has three layers. The first is dense; the others have eight experts, and a shared one that every
-# token goes to. **How many all-to-alls has a training step on `ep=4`, and how many of them are for the shared experts?** (Lesson 09:
-# there and back, forward and backward.)
+# A small model of DeepSeek's family has three layers. The first is dense; the others have eight experts, and a shared one that every token
+# goes to. **How many all-to-alls has a training step on `ep=4` (nothing is recomputed), and how many of them are for the shared experts?**
+# (Lesson 09: there and back, forward and backward.)
 
 # %%
 exchanges = {"in all": ..., "shared": ...}
@@ -453,7 +453,8 @@ for name, one in answers.items():
 #    back, in ranks. Latents are sent in place of keys, by a gather or a ring. A state has the same size for any length.
 # 3. `tp` cuts heads. It cuts no latent: each rank of `tp` keeps it whole.
 # 4. Only layers with experts send tokens over `ep`; dense layers and shared experts do not.
-# 5. Check the state first: all its bytes, divided by the devices. A state that does not fit needs more devices, not another mesh.
+# 5. Check the state first: all its bytes, divided by the devices. A state that does not fit needs more devices, or fewer bytes for each
+#    parameter, not another mesh.
 
 # %% [markdown]
 # ## Further

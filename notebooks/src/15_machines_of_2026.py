@@ -255,8 +255,8 @@ assert round(seconds[1] / seconds[0], 1) == 1.5
 assert abs(seconds[3] / seconds[2] - 1) < 0.02
 
 # %% [markdown]
-# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack it takes
-# as long. The number of tokens does not matter: with twice the tokens both sides double.
+# So the rule "experts inside a node" changes. In nodes of 8 `ep=64` takes 1.5 times as long as `ep=8`. In the rack it takes as long. The
+# number of tokens does not matter as long as an expert is limited by computing: with twice the tokens both sides double.
 #
 # ## Predict: does 405B still need a pipeline?
 #
@@ -349,7 +349,8 @@ assert all(1.55 < a / b < 1.68 for a, b in zip(computes, computes[1:], strict=Fa
 # 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. In a rack gpt-oss-120b loses nothing by
 #    `ep=64`.
 # 4. A pipeline is for slow links. For 405B on 256 GPUs in racks the planner leaves it out.
-# 5. Eight bits double C. Send eight bits too, or hidden messages become exposed.
+# 5. Eight bits up to double C, and so the threshold. With fewer tokens than that send eight bits too, or messages that were hidden become
+#    exposed.
 
 # %% [markdown]
 # ## Further

@@ -191,8 +191,9 @@ if opened("18.plan"):
 # %% [markdown]
 # ## Part 2: Muon needs whole matrices
 #
-# Again: who lacks what? The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. For that a device needs the whole
-# matrix. But FSDP has cut it. An all-to-all can make rows of all layers whole matrices of one layer:
+# Again: who lacks what? The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. They are simplest if a device has the
+# whole matrix. (On a cut one each needs sums over devices; we do not do that.) But FSDP has cut it. Before, a device has some rows of every
+# layer's matrix; after one all-to-all it has all rows of one layer's:
 
 # %%
 show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
@@ -204,7 +205,7 @@ show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
 #
 # - `gather`: each device gets all eight matrices.
 # - `owner`: each device gets all rows of one matrix, and computes. Then it sends the rows back. (Two all-to-alls.)
-# - `layer` (ZeRO-1): the gradients are reduce-scattered anyway. Here each device gets one whole layer of them, not some rows of each.
+# - `layer` (ZeRO-1): the reduce-scatter of the gradients gives each device one whole layer of them, not some rows of each.
 #
 # A matrix has 1 MiB (float32). An all-gather sends 7/8 of the result, an all-to-all 7/8 of what a device has. **How many MiB does a device
 # send in addition?**
@@ -290,7 +291,7 @@ if opened("18.share"):
 # ## Predict: does it compute much?
 #
 # Each of Muon's five iterations has three matmuls of r × r matrices, 2·r³ FLOPs each: 30·r³ in all. The model takes 6·r² for each of T
-# tokens. **What share of the model's FLOPs is Muon's, for r = 4,096 and T = 4,194,304 (2²²)?**
+# tokens. **What share of the model's FLOPs is Muon's, if each matrix is computed once, for r = 4,096 and T = 4,194,304 (2²²)?**
 
 # %%
 flops = ...
@@ -369,9 +370,10 @@ if opened("18.islands"):
 #
 # 1. Between two meshes: each receiver gets what it lacks, once. That sum is the fewest bytes.
 # 2. The fewest rounds are the messages of the busiest device.
-# 3. Muon needs whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing in addition.
-# 4. Muon moves once a step, FSDP in every microbatch. For a matrix r × r its FLOPs are 5·r/T of the model's.
-# 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD, not for Adam.
+# 3. Here Muon takes whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing in addition.
+# 4. Muon moves once a step, FSDP in every microbatch. For a matrix r × r its FLOPs are 5·r/T of the model's, by `gather` n times as many.
+# 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD (no clipping, equally many tokens
+#    on each worker), not for Adam.
 
 # %% [markdown]
 # ## Further

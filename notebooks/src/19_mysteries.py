@@ -107,7 +107,7 @@ show(draw.curves(lines, [1, 2, 4, 8], **axes))
 # | mean of means | each rank divides by its own count, and then a mean is taken |
 # | same key | each rank draws the same random numbers |
 # | positions | each rank counts its positions from 0 |
-# | copies | each rank holds all of a value, where a part would be enough |
+# | copies | each rank holds all of a value |
 #
 # The rules: read the program, then name a suspect. Your first guess is noted, and opens the clues and the cure. Each clue has a price, a
 # look, a line or a run: on a real cluster you would need it to get the clue. To guess again, change the line `suspect = …` above the clues,
