@@ -74,8 +74,8 @@ def sent_by(program, *given):
 show(draw.before_after())
 
 # %% [markdown]
-# The programs of these lessons send in five patterns, **collectives**: all devices of a group take part. Our eight devices need the third
-# one, the all-reduce. We begin with the second one, the reduce-scatter, because an all-reduce begins with it.
+# The programs of these lessons send in five patterns, **collectives**: all of a group take part. Our eight devices need the third one, the
+# all-reduce. We begin with the second one, the reduce-scatter, because an all-reduce begins with it.
 #
 # ## Predict: what does a reduce-scatter send?
 #
@@ -313,7 +313,7 @@ if opened("02.small"):
 # ## Keep: a sum costs less than two buffers
 #
 # 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. Round a ring a device sends (N - 1)/N of the message, in an all-reduce twice; a permute sends the whole buffer.
+# 2. Round a ring a device sends (N - 1)/N of the message (all-reduce: twice); a permute all.
 # 3. An all-reduce is a reduce-scatter and then an all-gather: less than two buffers, however many devices.
 # 4. Time is starts plus bytes over the slowest link that is crossed.
 # 5. Few large messages beat many small ones; groups inside a node are fast.

@@ -459,10 +459,9 @@ show(draw.curves([ideal, kept], NODES, *axes, **look))
 # ## Keep: replicas sum their gradients
 #
 # 1. Replicas exchange gradients: one arrow, `d m +dp -> d m`, for each weight.
-# 2. Divide the total sum by the total count. A mean of means is wrong if counts differ, a norm of a partial sum always.
+# 2. Divide the total sum by the total count. Means of means are wrong if counts differ, norms of partial sums always.
 # 3. Each device sends 2(N − 1)/N times the gradients' bytes, in one message or in many messages.
-# 4. Sent layer by layer in bfloat16, gradients are hidden by a backward pass of at least C/β tokens per device (float32: 2 C/β), all but
-#    the last piece.
+# 4. Gradients in bfloat16, sent by layers, hide behind C/β tokens per device, but the last piece never.
 # 5. With microbatches a device adds its gradients first, and sends their sum once.
 
 # %% [markdown]

@@ -181,8 +181,8 @@ for order, arrows in list(orders.items())[1:] if opened("05.worst") else ():
 # %% [markdown]
 # ## Predict: how many all-reduces in training?
 #
-# Take a stack of `L = 4` pairs: in each, `x = relu(x @ w1) @ w2`. A loss follows. The input of the first pair is data. **How many
-# all-reduces give the loss and the gradients of all weights?**
+# A stack of `L = 4` pairs, `x = relu(x @ w1) @ w2`, and a loss. The input of the first pair is data. **How many all-reduces give the loss
+# and the gradients of all weights?**
 
 # %%
 num_all_reduces = ...
@@ -277,9 +277,9 @@ met("05.stack_all_reduces", num_found)
 # %% [markdown]
 # ## Backward, the sum is at the other end of the pair
 #
-# Forward, the end of a pair adds up. Backward, its beginning does: each device knows the gradient of `x` through its own columns
-# only. That is `lax.pcast`: nothing forward, an all-reduce backward ([picture](03_data_parallelism.ipynb)). Here we want the gradient
-# of `x` *before* `pcast`; lesson 03 wanted it *after*. The first pair's `x` needs no gradient: 2L − 1.
+# Forward, the end of a pair adds up. Backward, its beginning does: each device knows the gradient of `x` through its own columns only. That
+# is `lax.pcast`: an all-reduce backward ([picture](03_data_parallelism.ipynb)). Here we want the gradient of `x` *before* `pcast`; lesson
+# 03 wanted it *after*. The first pair's `x` needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
 #
@@ -311,8 +311,8 @@ if opened("05.attention_layouts"):
 # %% [markdown]
 # ## Heads are the columns
 #
-# Wq, Wk and Wv are column matrices: their columns are heads, so cut `n` and `k`. Wo is the row matrix that reads the same heads: cut
-# its `n`. Between Wq and Wo no head needs another one, so a device computes its heads alone, and one all-reduce adds up.
+# Columns of Wq, Wk and Wv are heads, so cut `n` and `k`. Wo is the row matrix that reads the same heads: cut its `n`. Between Wq and Wo no
+# head needs another one, so a device computes its heads alone, and one all-reduce adds up.
 #
 # ### Exercise (core): a gated pair
 #
@@ -329,8 +329,8 @@ attempt("05.gated_pair", gated_pair)
 # %% [markdown]
 # ## A layer of a Llama needs four all-reduces
 #
-# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs stand normalization layers
-# (*norms*), which every device computes alike.
+# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs stand *norms* (normalization), which
+# every device computes alike.
 #
 # **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens for the norms (over `tp`, not `sp`).
 #
@@ -393,8 +393,8 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# It sends the same bytes: an all-reduce *is* these two. But devices keep less. Below, a layer of GPT-3 that keeps only its part of what it
-# gathers, and so gathers that again in the backward pass: a quarter more bytes.
+# It sends the same bytes: an all-reduce *is* these two. But devices keep less, and least if they gather again backward, for a quarter more
+# bytes. A layer of GPT-3:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -445,9 +445,9 @@ met("05.beyond_node", seconds[16] / seconds[8], "measured")
 # %% [markdown]
 # ## The work is divided by N, the message is not
 #
-# Measured: beyond the node a step takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two matmuls:
-# 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can overlap with computing: compute one part of
-# the tokens while the sum of another is sent. For large N, and with enough parts, all bytes overlap if
+# Beyond the node it takes twice as long. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is two matmuls: 4·b·s·d·m/N
+# FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. Compute one part of the tokens while the sum of another is sent: for
+# large N, and with enough parts, all bytes overlap if
 #
 # $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
 #
@@ -479,14 +479,13 @@ whole = weights / (4 * c.width) / (h100.flops_per_s / h100.link_bytes_per_s)
 assert round(whole, 1) == 11.9
 
 # %% [markdown]
-# Two whole nodes share all their network ports. But 16 > 11.6: beyond the node 70B's sums no longer hide.
+# Two whole nodes use all their ports. But 16 > 11.6: beyond the node 70B's sums no longer hide.
 #
 # ## Keep: columns, then rows, inside the fast links
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and devices keep less; least if they gather again
-#    in the backward pass.
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and devices keep less.
 # 4. Work is divided by N, messages are not: they can hide while N < m / (C/β).
 
 # %% [markdown]

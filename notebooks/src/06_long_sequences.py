@@ -429,8 +429,8 @@ for where, rate in links:
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
 # 2. A ring makes N − 1 hops of K and V.
 # 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. In bfloat16 a hop of the forward pass overlaps if a piece has C/β · k/n positions; with a causal mask and zigzag, twice as many. The
-#    gather of all keys does not overlap: attention waits for it.
+# 4. Forward, in bfloat16, a hop overlaps if a piece has C/β · k/n positions, twice as many with a causal mask and zigzag. Gathering all
+#    keys does not: attention waits.
 
 # %% [markdown]
 # ## Further

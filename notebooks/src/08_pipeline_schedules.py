@@ -78,9 +78,9 @@ scene.show(draw.timelines(three, until=12))
 # | ZB-H1 (*zero bubble*) | 1F1B, with W put off |
 # | ZB-V | W put off, and two *chunks* of layers in each stage, down and up again (a bar marks the second) |
 #
-# A stage must **hold** the activations of a microbatch until its backward pass is done, `B` and `W`. Do not read all letters. For the first
-# question look for pauses (no cell). For the second count on each stage the F that come before its first `W`. (In ZB-V count each F as a
-# half: one of two chunks.) **Which order finishes first? In which do the four stages together hold the fewest microbatches?**
+# A stage must **hold** the activations of a microbatch until its backward pass is done, `B` and `W`. Look for pauses (no cell), and count
+# each stage's F before its first `W`. (In ZB-V an F is half: one of two chunks.) **Which order finishes first? In which do the four stages
+# together hold the fewest microbatches?**
 
 # %%
 bets = {"first": ..., "holds least": ...}  # two of the three names
@@ -167,8 +167,8 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # 4. a bubble below 1F1B's 9;
 # 5. no bubble.
 #
-# Goals 1 to 4 are reached. Goal 5 cannot be: B0 is back at stage 0 after seven units at the earliest, and until then stage 0 has only four
-# F. The bubble is 6: how near to 3 do you come? Begin with the W of the last stage.
+# Goals 1 to 4 are reached. Goal 5 cannot be: stage 0 has four F for the seven units before B0 comes back. The bubble is 6: how near to 3 do
+# you come? Begin with the W of the last stage.
 
 # %% tags=["plumbing"]
 SCHEDULE = """

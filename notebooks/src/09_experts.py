@@ -318,8 +318,8 @@ assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 # ## Keep: tokens go to experts, and empty slots are sent too
 #
 # 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or a buffer for the worst case.
-# 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, what goes beyond it is dropped: fewer slots
-#    drop more, more slots travel empty. A ragged exchange has neither of these two faults.
+# 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, what goes beyond it is dropped. A ragged
+#    exchange has neither of these two faults.
 # 3. e/a says two things. The layer holds e/a times the expert weights that a token uses. And with a slot for every token at every expert
 #    it sends e/a times the bytes of the copies.
 # 4. The busiest expert decides the time: it may have up to e/a times the mean load. Two remedies: a *balance loss*, a second loss that

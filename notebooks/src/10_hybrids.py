@@ -17,7 +17,7 @@
 # %% [markdown]
 # # 10 · Hybrids: what does each mesh axis add?
 #
-# In the last part of its training Llama 3 405B was trained on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team
+# Late in its training Llama 3 405B ran on four mesh axes at once, `tp`, `sp`, `pp` and `fsdp` ([Llama Team
 # 2024](https://arxiv.org/abs/2407.21783)). Each cuts something, and sends something. Here we add four axes one by one, with `dp` in place
 # of `sp` (lesson 06). Which messages does each add?
 

@@ -15,8 +15,8 @@
 # %% [markdown]
 # # 11 · Choose: which mesh trains 70B on 64 GPUs?
 #
-# Train Llama 3 70B on eight nodes of eight A100s. There are thousands of ways to divide the work. A well-known rule says: tensor
-# parallelism inside a node, a pipeline between the nodes. Is it right here?
+# Train Llama 3 70B on eight nodes of eight A100s. There are thousands of ways to divide the work. A known rule: tensor parallelism inside a
+# node, a pipeline between nodes. Is it right here?
 
 # %% tags=["plumbing"]
 import os
@@ -90,11 +90,10 @@ met("11.replicas", {mesh: state[mesh] for mesh in ("dp=64", "fsdp=64")}, "predic
 #
 # ## Predict: what can overlap with computing?
 #
-# `C` are the FLOPs per second of a GPU, `β` the bytes per second that leave it. Gathers of weights overlap if **T > C/β**: 2 bytes
-# of a weight are sent while 2 FLOPs are done for each token (lesson 03). T counts the tokens that a gathered weight is used for: those of
-# one GPU, or with `tp` those of the whole `tp` group. The messages of `tp` overlap on up to **m/(C/β)** devices, for a feed-forward of
-# width `m` = 28,672 (lesson 05). By its data sheet an A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 GB/s
-# over the network.
+# `C` are the FLOPs per second of a GPU, `β` the bytes per second that leave it. Gathers of weights overlap if **T > C/β**: 2 bytes of a
+# weight are sent while 2 FLOPs are done for each token (lesson 03). T counts the tokens that a gathered weight is used for: those of one
+# GPU, or with `tp` those of the whole `tp` group. The messages of `tp` overlap on up to **m/(C/β)** devices, for a feed-forward of width
+# `m` = 28,672 (lesson 05). By data sheet an A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 over the network.
 
 # %%
 inside, network, tp_devices = ..., ..., ...  # C/β in a node; over the network; m/(C/β)
@@ -130,9 +129,9 @@ gather = formulas.collective_seconds(A100, "all-gather", 2.0, 64)
 assert round(gather * peak / 2) == 1_365  # a node has 1/8 already: 7/8 of 1,560
 
 # %% [markdown]
-# If a group of `fsdp` has only one GPU in each node, its gathers come through one port, and it waits for the network (3a). With `tp=8`
-# inside, a GPU gathers an eighth of a weight, and uses it for the tokens of all eight: 65,536. With `fsdp=64` each of a node's eight ports
-# brings an eighth of a weight into the node: β is 200 GB/s, and C/β 1,560.
+# With one GPU of a group of `fsdp` in each node, gathers come through one port (3a): it waits. With `tp=8` inside, a GPU gathers an eighth
+# of a weight, and uses it for the tokens of all eight: 65,536. With `fsdp=64` each of a node's eight ports brings an eighth of a weight
+# into the node: β is 200 GB/s, and C/β 1,560.
 
 # %% [markdown]
 # ## Predict: which mesh is fastest?
@@ -310,13 +309,12 @@ assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 # planner was not fitted to it. (± 11 %: see *Further*.)
 #
 # `fsdp=16 tp=4` has room to keep activations. For that it cuts its batch into 4 microbatches, and gathers the weights for each (lesson 04).
-# A gather then hides behind 8,192 tokens in place of 32,768, and it needs 5,460, since only two ports of a node bring it in: a part shows,
-# 3.5 s. (`fsdp=64` has 8,192 tokens too, but needs 1,365: 0.9 s.) But it saves the *recomputation* of `fsdp=64`, which runs the forward
-# pass twice.
+# A gather then hides behind 8,192 tokens, and needs 5,460, since only two ports of a node bring it in: 3.5 s show. (`fsdp=64` needs 1,365.)
+# But it saves `fsdp=64`'s *recomputation*, a second forward pass.
 #
 # **For the rule, recomputation is a limit of llmpar.** Its stages keep their inputs, or everything: at least 90 GiB here. Megatron-LM can
 # keep a part (*selective*), which fits. Without recomputation the estimate is 22.9 s, 3 % above the fastest: **equally fast, within the
-# error.** So pipelines are not slow. Room for activations decides: it saves the second forward pass.
+# error.** So pipelines are not slow. Room for activations decides.
 #
 # ## Why did the others lose?
 
@@ -341,7 +339,7 @@ except ValueError as refusal:
 # %% [markdown]
 # ## Predict: what would you buy?
 #
-# You may buy **one**: twice the *links* inside a node, twice the *network*, or *H100s*. Which makes `fsdp=16 tp=4` fastest?
+# Buy **one**: twice the *links* inside a node, twice the *network*, or *H100s*. Which makes `fsdp=16 tp=4` fastest?
 
 # %%
 buy = ...  # "links", "network" or "H100s"
@@ -360,8 +358,8 @@ assert round(h100.link_bytes_per_s / A100.link_bytes_per_s, 1) == 1.5
 assert h100.dcn_bytes_per_s == 2 * A100.dcn_bytes_per_s
 
 # %% [markdown]
-# Faster links do not speed up what already overlaps. An H100 computes three times as fast, but its links are only 1.5 times as fast,
-# and its network twice, so less overlaps.
+# Faster links do not speed up what overlaps already. An H100 computes three times as fast, but its links are only 1.5 times as fast, so
+# less overlaps.
 #
 # ### Exercise (core): a rack of 72 GPUs
 #
@@ -390,7 +388,7 @@ assert links_s < 0.05 * alone.step_s
 # ## Keep: four inequalities, then the planner
 #
 # 1. Legal, fits, fast: in this order.
-# 2. Cut until the state fits, and on as long as the room saves recomputation; put the axes that send most on the fastest links.
+# 2. Cut until the state fits, and further if room saves recomputation; axes that send most go on the fastest links.
 # 3. T > C/β says what overlaps: for each kind of link of your machine, with the tokens of a whole `tp` group.
 # 4. Say why a mesh lost: which term got longer. Then you know what to change or to buy.
 # 5. Bytes are exact. Seconds are estimates: differences below 10 % say nothing.

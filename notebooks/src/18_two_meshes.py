@@ -19,8 +19,7 @@
 # # 18 · Two meshes, Muon, islands: what do they send?
 #
 # A trainer's weight is cut over four devices. A *sampler*, which writes the answers that the trainer learns from, wants it on two others,
-# cut otherwise. How few bytes must travel? Then the same for Muon, an optimizer that needs whole matrices, and for *islands*, groups of
-# devices on slow links.
+# cut otherwise. How few bytes must travel? Then the same for Muon, an optimizer, and for *islands*, groups of devices on slow links.
 
 # %% tags=["plumbing"]
 import os
@@ -95,8 +94,8 @@ show(two_cuts())
 #
 # ## Predict: how many bytes must travel?
 #
-# A number has 2 bytes. A device of the sampler must receive what it lacks, once. The sum over all receivers is a *lower bound*: no plan sends
-# less. **How many bytes is that, if the sampler is on other devices (`apart`, as drawn)? And if it is on devices 0 and 1 of the trainer (`shared`)?**
+# A number has 2 bytes. A device of the sampler must receive what it lacks, once. The sum over receivers is a *lower bound*. **How many
+# bytes is that, if the sampler is on other devices (`apart`, as drawn)? And if it is on devices 0 and 1 of the trainer (`shared`)?**
 
 # %%
 lacking = {"apart": ..., "shared": ...}
@@ -140,7 +139,7 @@ if opened("18.bytes"):
     show(who_to_whom(plans["shared"], "Shared: bytes from each device to each"))
 
 # %% [markdown]
-# `Mover` carried the plan out: it sent 128 bytes, the bound. On shared devices each receiver already has a quarter of what it wants.
+# `Mover` carried the plan out: it sent 128 bytes, the bound. Shared, each receiver already has a quarter of what it wants.
 #
 # ## Predict: how many rounds?
 #
@@ -169,13 +168,13 @@ assert fewest == {"a": 4, "b": 4, "c": 2}
 met("18.rounds", fewest, "planned")
 
 # %% [markdown]
-# The busiest device decides: its messages go one after another. That many rounds are also enough: one can always order the messages so that
-# no device sends or receives two at once (König 1916).
+# The busiest device decides: its messages go one by one. That many rounds are enough: one can always order the messages so that no device
+# sends or receives two at once (König 1916).
 #
 # ### Exercise (core): plan a round
 #
-# In `c` trainer devices 0 and 2 have the left half of the columns, 1 and 3 the right half. Receivers 4, 5, 6 and 7 want a quarter each, in this
-# order. **Write the first of two rounds: who sends to each?**
+# In `c` trainer devices 0 and 2 have the left half of the columns, 1 and 3 the right. Receivers 4 to 7 want a quarter each, in order.
+# **Write the first of two rounds: who sends to each?**
 
 # %%
 first_round = {"to 4": ..., "to 5": ..., "to 6": ..., "to 7": ...}  # a device each
@@ -189,11 +188,10 @@ if opened("18.plan"):
     show(draw.traffic(three["c"]))
 
 # %% [markdown]
-# ## Part 2: Muon needs whole matrices
+# ## Part 2: Muon takes whole matrices
 #
-# Again: who lacks what? The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. They are simplest if a device has the
-# whole matrix. (On a cut one each needs sums over devices; we do not do that.) But FSDP has cut it. Before, a device has some rows of every
-# layer's matrix; after one all-to-all it has all rows of one layer's:
+# Again: who lacks what? The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. That is simplest if a device has the
+# whole matrix. But FSDP has cut it. After one all-to-all a device has all rows of one layer's matrix, not some of every layer's:
 
 # %%
 show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
@@ -255,7 +253,7 @@ if opened("18.muon"):
     show(draw.memory_bars(bars, title=title, roles={"sent": "fsdp"}))
 
 # %% [markdown]
-# On n devices `gather` sends n/2 times as much as `owner`, and each device computes all matrices.
+# `gather` sends n/2 times as much as `owner`, and computes all matrices on each device.
 #
 # ## Predict: does Muon send much, compared with FSDP?
 #
@@ -286,7 +284,7 @@ if opened("18.share"):
     show(draw.curves(lines, COUNTS, **axes, percent=True, title="Muon beside FSDP"))
 
 # %% [markdown]
-# Even with one microbatch Muon sends less than FSDP.
+# Even with one microbatch Muon sends less.
 #
 # ## Predict: does it compute much?
 #
@@ -372,8 +370,8 @@ if opened("18.islands"):
 # 2. The fewest rounds are the messages of the busiest device.
 # 3. Here Muon takes whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing in addition.
 # 4. Muon moves once a step, FSDP in every microbatch. For a matrix r × r its FLOPs are 5·r/T of the model's, by `gather` n times as many.
-# 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD (no clipping, equally many tokens
-#    on each worker), not for Adam.
+# 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD (unclipped, with equal token
+#    counts), not for Adam.
 
 # %% [markdown]
 # ## Further
