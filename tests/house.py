@@ -16,7 +16,7 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_783,
+    "plan": 2_782,
     "parallel": 1_031,
     "kernels": 520,
     "model": 1_180,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_426,
-    "statements": 27_561,
+    "statements of the compact package": 6_425,
+    "statements": 27_560,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 19,

@@ -319,21 +319,20 @@ def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
     if not plan.zero:
         return []
     mesh, config = plan.mesh, plan.config
-    cut = {"model width": (config.width, plan.zero_cuts("d"))}
-    if config.qkv_bias or config.qk_norm or config.lora and set(config.lora.targets) & set("qkv"):
-        cut["head width"] = config.head_width, plan.zero_cuts("h")
-    if config.described and config.runs:
-        rows = [row for _, block in config.blocks for row in block.block_weights().values()]
-        for widths in ((row.dims.split()[1:], row.shape) for row in rows):
-            letters = dict(zip(*widths, strict=True))
-            if "h" in letters and "d" not in letters:
-                cut[f"head width {letters['h']}"] = letters["h"], plan.zero_cuts("h")
-    if config.experts and config.experts.bias_rate is not None:
-        cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
+    cut = [("model width", config.width, plan.zero_cuts("d"))]
+    blocks = [block for _, block in config.blocks] if config.runs else []
+    for row in (row for block in blocks for row in block.block_weights().values()):
+        sizes = dict(zip(row.dims.split()[1:], row.shape, strict=True))
+        if "d" in sizes or row.dims.startswith("experts"):
+            continue
+        if "h" in sizes:
+            cut.append(("head width", sizes["h"], plan.zero_cuts("h")))
+        elif "e" in sizes:
+            cut.append(("experts", sizes["e"], plan.zero_cuts("e")))
     num_rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
-    common = math.gcd(num_rows, *(size for size, _ in cut.values()))
+    common = math.gcd(num_rows, *(size for _, size, _ in cut))
     cuts = list[Row]()
-    for name, (size, axes) in cut.items():
+    for name, size, axes in dict.fromkeys(cut):
         fewer = len(axes) > 1 or axes != mesh.live("fsdp")
         advice = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
         cuts.append(Cut(name, size, axes, common=common, of_model=True, advice=advice))
