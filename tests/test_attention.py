@@ -296,7 +296,7 @@ def test_a_rings_program_has_two_products_forward_and_five_backward_in_each_bloc
 def temp_bytes(n, local):
     """The compiler's figure for one device; no array is made."""
     attend = on_ranks(RING, n)
-    loss = lambda q, k, v, at: attend(q, k, v, ids_of(at, 0))[0].sum()
+    loss = lambda q, k, v, at: attend(q, k, v, ids_of(at, jnp.zeros_like(at)))[0].sum()
     given = [
         jax.ShapeDtypeStruct((1, n * local, *heads), jnp.float32) for heads in ((1, 2, 8), (1, 8), (1, 8))
     ]
