@@ -8,7 +8,8 @@ from shared import CASES
 
 from llmpar.plan import checks
 
-# Two kinds of its layers, if a device has both, have biases that a rule moves: their gradients are zeros, and XLA sums both at once.
+# Both kinds of its layers have biases that a rule moves. Their gradients are zeros, and XLA sums two of
+# them at once where a device has both kinds.
 MERGED = pytest.mark.xfail(reason="12 B fewer than predicted: two equal sums of zeros are one", strict=False)
 
 
