@@ -19,13 +19,13 @@ BUDGETS = {
     "plan": 2_782,
     "parallel": 1_031,
     "kernels": 520,
-    "model": 1_180,
+    "model": 1_181,
     "pipeline": 320,
     "training": 2_562,
     "predict": 2_707,
     "planner": 1_918,
     "draw": 2_752,
-    "inspect": 4_090,
+    "inspect": 4_087,
     "explore": 1_618,
     "serve": 930,
     "launch": 1_215,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_425,
-    "statements": 27_560,
+    "statements of the compact package": 6_426,
+    "statements": 27_558,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 19,

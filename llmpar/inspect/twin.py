@@ -239,14 +239,11 @@ def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple
             seen |= inside
         else:
             results = call(*xs)
-        values |= zip(step.gives, _as_list(results), strict=True)
+        results = results if isinstance(results, list | tuple) else [results]
+        values |= zip(step.gives, results, strict=True)
     if see:
         seen |= {i: x for i, x in values.items() if i not in program.consts}
     return [values[x] for x in program.gives], seen
-
-
-def _as_list(results: Any) -> list | tuple:
-    return results if isinstance(results, list | tuple) else [results]
 
 
 def _run_mapped(step: Equation, xs: list, see: bool, cures: Cures) -> tuple[list, _Values]:
@@ -401,18 +398,18 @@ def on_whole(
     takes, cuts, over, sizes = many
     known, steps, consts = alone
 
+    inner = Program(known, [*wanted], steps, consts, {}, {})
+
+    def gathered(x: Any, cut: "Pieces") -> Any:
+        for dim in {kind for kind in cut.axes.values() if isinstance(kind, int)}:
+            axes = tuple(a for a in over if cut.axes[a] == dim)
+            x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        return x
+
     def call(*xs: Any) -> list:
-        values = dict(consts)
-        for i, x, cut in zip(known, xs, cuts, strict=True):
-            for dim in {kind for kind in cut.axes.values() if isinstance(kind, int)}:
-                axes = tuple(a for a in over if cut.axes[a] == dim)
-                x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
-            values[i] = x
-        for step in steps:
-            results = step.call(*(values[x] for x in step.takes))
-            values |= zip(step.gives, _as_list(results), strict=True)
+        results, _ = run(inner, map(gathered, xs, cuts), False, {})
         own = lambda x, shape: own_shard(x, shape, cuts_of_shape(shape, x.shape, sizes, over))
-        return [own(values[i], shape) for i, shape in wanted.items()]
+        return [*map(own, results, wanted.values())]
 
     return takes, call
 

@@ -98,9 +98,11 @@ class Ids(NamedTuple):
     k_segments: Int[Array, "_ t"] | int
 
 
-def attend_by_plan(par: Solo, mask: Mask, q, k, v, *ids_and_sinks: Array) -> Out:
-    """Attend as the plan asks for. Behind the four arrays of `Ids` come ``sinks``, if the model has any
-    (`with_sinks`). In a ring `Latents` and `Up` may take the places of k and v."""
+def attend_by_plan(
+    par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
+) -> Out:
+    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`). In a ring `Latents`
+    and `Up` may take the places of k and v."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
@@ -120,8 +122,9 @@ def attend_by_plan(par: Solo, mask: Mask, q, k, v, *ids_and_sinks: Array) -> Out
             branch=plan.platform != "gpu",
             **ring,
         )
-    out, lse = run(q, k, v, Ids(*ids_and_sinks[:4]), mask=mask)
-    return with_sinks(out, lse, *ids_and_sinks[4:]) if ids_and_sinks[4:] else out
+    ids = Ids(q_positions, q_segments, k_positions, k_segments)
+    out, lse = run(q, k, v, ids, mask=mask)
+    return out if sinks is None else with_sinks(out, lse, sinks)
 
 
 def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]) -> Out:
