@@ -1,5 +1,6 @@
 """Pins of what a program sends, and assertions on it: each is seen to fail."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from shared import HERE, ROOT
 
 from llmpar import look
+from llmpar.inspect.pins import unused
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -69,11 +71,19 @@ def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet):
         (tmp_path / "a.comm").write_text(text)
         with pytest.raises(ValueError, match="use a file for each mesh" if text == other else "is no pin"):
             shown().pin(tmp_path / "a.comm")
-    quiet.setenv("LLMPAR_UPDATE_PINS", "1")  # a pin that is written anew takes no other function's place
-    (tmp_path / "a.comm").write_text("# other on data=4 model=2 sends, per device and run\n")
+    for name in "other", "gone":
+        (tmp_path / f"{name}.comm").write_text("# other on data=4 model=2 sends, per device and run\n")
+    (tmp_path / "notes.comm").write_text("not a pin\n")
+    with pytest.raises(ValueError, match="a file for each function, or if that was renamed, pytest --update"):
+        shown().pin(tmp_path / "other.comm")
+    quiet.setenv("LLMPAR_UPDATE_PINS", "1")  # the renamed function's pin is its own, and no other function's
+    shown().pin(tmp_path / "other.comm")
+    assert "# step on" in (tmp_path / "other.comm").read_text()
     with pytest.raises(ValueError, match="use a file for each function"):
-        shown().pin(tmp_path / "a.comm")
-    assert "# other" in (tmp_path / "a.comm").read_text()
+        dataclasses.replace(shown(), name="third").pin(tmp_path / "other.comm")
+    assert tmp_path / "gone.comm" in unused() and not {tmp_path / "notes.comm", tmp_path / "other.comm"} & {
+        *unused()
+    }
 
 
 def test_ci_writes_no_pin(tmp_path, quiet):

@@ -46,10 +46,10 @@ from llmpar.inspect.twin import (
 from llmpar.parallel import _jax
 from llmpar.predict.tolerance import FACTOR
 
+# A second run on one device has its arguments changed by so much: how far values move is rounding, too.
 _NOISE = 2.0**-22
-"""A second run on one device has its arguments changed by so much: how far values move is rounding, too."""
+# So many cures are tried at most for one mistake, and so many mistakes at most: each is compiled.
 _TRIED, _ROUNDS = 6, 3
-"""So many cures are tried at most for one mistake, and so many mistakes at most: each is compiled."""
 _ASK = "give the function for one device as reference"
 
 # ------------------------------------------------------------------------------------------ kinds of mistakes
@@ -101,8 +101,8 @@ def _elsewhere(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tupl
     return [_whole(x, cut, cut.over("sum")) for x in xs]
 
 
+# Mistakes of a factor, which may be an earlier one's.
 _SCALES = {"mean for a sum", "counted", "missing mean"}
-"""Mistakes of a factor, which may be an earlier one's."""
 
 
 class Mistake(NamedTuple):
@@ -174,6 +174,15 @@ MISTAKES = {
         _SUMS,
         ("mean",),
         _once,
+    ),
+    "sum of copies and means": Mistake(
+        "counted",
+        "counted once per {axes}: a sum over {axes} of a value that is each shard's mean, or the same on all",
+        "lax.pmean(…, {names})",
+        _SUMS,
+        ("copy mean",),
+        _once,
+        lambda step, cuts, axes, _: cuts[0].over("mean") and {*axes} - {*cuts[0].over("mean")},
     ),
     "sum of shards": Mistake(
         "sum of shards",
@@ -286,7 +295,7 @@ def _places(
     first, then for each."""
     near = {*step.axes} if mistake.steps in (_SUMS, _GATHERS) else {*sizes}
     for state in mistake.states if re.fullmatch(mistake.steps, step.name) else ():
-        has = [near.intersection(cut.over(state)) for cut in cuts]
+        has = [near.intersection(cut.over(*state.split())) for cut in cuts]
         axes = tuple(a for a in sizes if any(a in x for x in has))
         for group in dict.fromkeys([axes, *((a,) for a in axes)]):
             operands = tuple(j for j, x in enumerate(has) if group and x.issuperset(group))
@@ -534,10 +543,10 @@ class _Case:
                     )
 
 
+# Steps whose result is a part of their operand: of keys these are keys.
 _PARTS = "dynamic_slice|slice|gather|squeeze|reshape|broadcast_in_dim|transpose"
-"""Steps whose result is a part of their operand: of keys these are keys."""
+# Steps whose result has the numbers of their operand.
 _SAME = "broadcast_in_dim|reshape|squeeze|stop_gradient|select_n|convert_element_type|copy"
-"""Steps whose result has the numbers of their operand."""
 _ROWS = {"slice", "squeeze", "dynamic_slice", "gather", "reshape"}
 
 
@@ -577,7 +586,7 @@ class _Reading:
         self.one = case.one
         self.twin_makers = {i: step for _, step in self.one.all_steps() for i in step.gives}
         self.alike = defaultdict[tuple, list[Equation]](list)  # iterations of one equation
-        for _, step in case.many.all_steps():
+        for step in case.many.inner_steps():
             self.alike[id(step.eqn), step.line].append(step)
         self.twins = case.alone(functools.partial(case.run_one, see=True))
         self.watch([])
@@ -730,12 +739,12 @@ class _Reading:
                 continue
             for axes, chosen in _places(mistake, step, cuts, sizes):
                 x, cut = step.takes[chosen[0]], cuts[chosen[0]]
-                tries = [{step: chosen}]
-                if len(alike := self.alike[id(step.eqn), step.line]) > 1 and step.eqn:
-                    tries.insert(0, dict.fromkeys(alike, chosen))  # of a loop all iterations
+                tries = [self.everywhere({step: chosen})]
+                tries += [{step: chosen}] if len(tries[0]) > 1 else []
                 if mistake.mend is _whole and len(chosen) == 1:  # at first for all that take it
                     begin = self.origin(x, axes)
-                    tries.insert(0, {s: (s.takes.index(begin),) for s in self.takers[begin]})
+                    takers = {s: (s.takes.index(begin),) for s in self.takers[begin]}
+                    tries.insert(0, self.everywhere(takers))
                 for each in tries if mistake.mend else [{}]:
                     of = mistake.mend, cut, axes
                     call = _elsewhere if mistake.mend is _elsewhere else _mended
@@ -743,6 +752,11 @@ class _Reading:
                         s: (s.takes, functools.partial(call, *of, s, js)) for s, js in each.items()
                     }
                     yield self.finding(key, step, i, axes, mend, cut, x)
+
+    def everywhere(self, mended: dict[Equation, Any]) -> dict[Equation, Any]:
+        """Mend the same steps in all iterations of a loop."""
+        same = lambda s: self.alike[id(s.eqn), s.line] if s.eqn else [s]
+        return {one: mend for step, mend in mended.items() for one in same(step)}
 
     def is_plain(self, i: int) -> bool:
         """Return whether a value is a copy, or shards in order, along each axis."""
@@ -754,6 +768,7 @@ class _Reading:
         """Suggest that what makes a value from right ones, without a collective, needs whole dims."""
         if self.makers[i].name == RETURN:
             i = self.makers[i].takes[0]
+        i = i if self.is_cuttable(i) else self.meeting(i)
         wanted, sizes, consts = self.makers[i].gives, self.sizes[i], self.case.many.consts
         steps, given = between(self.makers, wanted, lambda x: x not in consts and self.is_plain(x))
         cuts = [self.cut(x) or _NO_PIECES for x in given]
@@ -776,6 +791,25 @@ class _Reading:
             x, cut = next((x, cut) for x, cut in pairs if over[0] in cut.over("cut"))
             yield self.finding(key, wrong[0], i, over, {self.makers[i]: cure}, cut, x)
 
+    def is_cuttable(self, i: int) -> bool:
+        """Return whether a value's shape is one that the axes cut from that of one device, or has no twin."""
+        sizes, whole = self.sizes[i], self.twins[0].get(self.twin_of.get(i, -1))
+        shape = self.values[0][i].shape[len(sizes) :]
+        alone = shape if whole is None else whole.shape[len(sizes) :]
+        return shape == alone or bool(cuts_of_shape(shape, alone, sizes, ()))
+
+    def meeting(self, i: int) -> int:
+        """Return the first value through which goes all that is made of this one, and that is a shard: the
+        slices of a roll are none alone."""
+        made, paths = {i}, len(self.takers[i])
+        for step in dict.fromkeys(self.makers.values()):
+            if takes := [x for x in step.takes if x in made and step.name != RETURN]:
+                made.update(step.gives)
+                paths += (more := sum(len(self.takers[x]) for x in step.gives)) - len(takes)
+                if paths == more and self.is_cuttable(step.gives[0]):
+                    return step.gives[0]
+        return i
+
     def origin(self, i: int, axes: Iterable[str]) -> int:
         """Return the value that this one repeats or chooses, where it is the same part along these axes."""
         kinds = lambda x: [(self.cut(x) or _NO_PIECES).axes.get(a) for a in axes]
@@ -784,6 +818,13 @@ class _Reading:
             before = [x for x in self.makers[i].takes if x in self.data and kinds(x) == parts]
             if len(before) != 1 or not {*parts} <= {*_REDUCE}:
                 break
+            i = before[0]
+        return i
+
+    def shared(self, i: int) -> int:
+        """Return the first value on the way to this one that is divided by the size of an axis."""
+        is_share = lambda x: "share" in (self.cut(x) or _NO_PIECES).axes.values()
+        while before := [x for x in self.makers[i].takes if x in self.makers and is_share(x)]:
             i = before[0]
         return i
 
@@ -818,10 +859,9 @@ class _Reading:
         else:
             mend = draw_shard(step.params, over, sizes, cuts)
             each = {"another key": [a for a in differs if a not in sum(cuts, ())], "same key": same}
+        cures = {s: (s.takes, mend) for s in self.everywhere({step: mend})}
         yield from (
-            self.finding(key, step, i, axes[:1], {step: (step.takes, mend)})
-            for key, axes in each.items()
-            if axes
+            self.finding(key, step, i, axes[:1], cures) for key, axes in each.items() if axes
         )
 
     def finding(
@@ -856,7 +896,7 @@ class _Reading:
         kind, sentence, cure = (text.format(**words | more) for text in MISTAKES[key][:3])
         taken = "; ".join(map(self.text, step.takes))
         row = {
-            "line": maker.line if maker and state == "share" else step.line,
+            "line": self.makers[self.shared(operand)].line if state == "share" else step.line,
             "kind": kind,
             "axes": [*axes],
             "sentence": sentence,

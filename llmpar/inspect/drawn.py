@@ -18,8 +18,8 @@ from llmpar.plan.layout import LETTERS
 
 _KINDS = "line", "wide", "", "number", "number"
 _NUMBERS = itertools.count()
+# Dims of a value that is drawn.
 _MOST_DIMS = 4
-"""Dims of a value that is drawn."""
 
 
 def moves_html(rows: list[dict[str, Any]], sizes: Mapping[str, int]) -> str:

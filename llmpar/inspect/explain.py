@@ -158,6 +158,7 @@ def _inside(error: BaseException, name: str) -> _Known:
     return {}
 
 
+# Ranks of a matmul's factors -> what it computes, as einsum writes it.
 _RANKS = {
     (2, 2): "ij,jk->ik",
     (3, 2): "bij,jk->bik",
@@ -165,7 +166,6 @@ _RANKS = {
     (2, 1): "ij,j->i",
     (1, 2): "j,jk->k",
 }
-"""Ranks of a matmul's factors -> what it computes, as einsum writes it."""
 
 
 def _factors(error: BaseException) -> tuple[str, Any, Any]:

@@ -251,8 +251,8 @@ class Module:
 
 
 _LIKE = r"all-|ragged-|reduce-scatter|collective-|send|recv"
+# Name of operations, and attributes, of what devices do together.
 _PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
-"""Name of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
 _PARALLEL = "modes auto explicit collectives collective_matmul wire _jax"
 _MOVERS = (

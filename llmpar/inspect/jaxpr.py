@@ -134,8 +134,8 @@ def equation_line(eqn: Any, helper: str = "", call: str = "") -> str:
 
 
 Axes = frozenset[str]
+# Primitives whose results are equal on all devices along an axis.
 _SHARED = ("psum", "psum2", "pmax", "pmin", "all_gather")
-"""Primitives whose results are equal on all devices along an axis."""
 
 
 def unchecked(jaxpr: Any) -> list[str]:

@@ -151,6 +151,8 @@ _same = lambda row, dims, before, after: row
 _by_size = lambda row, dims, before, after: tuple(
     x if n == m else "" for x, n, m in zip(row, before, after, strict=False)
 )
+# What an operation does with one operand's letters: given are these, the dims that its attributes name, and
+# the shapes of operand and result. Operands with another number of dims than the result tell nothing.
 _RULES: dict[str, Callable[..., Letters]] = {
     **dict.fromkeys(
         "all-reduce all-gather reduce-scatter collective-permute collective-broadcast".split(),
@@ -171,8 +173,6 @@ _RULES: dict[str, Callable[..., Letters]] = {
     "reduce": lambda row, dims, before, after: tuple(x for d, x in enumerate(row) if d not in dims),
     **dict.fromkeys(("reshape", "bitcast"), _reshaped),
 }
-"""What an operation does with one operand's letters: given are these, the dims that its attributes name, and
-the shapes of operand and result. Operands with another number of dims than the result tell nothing."""
 
 
 def in_letters(module: Module, known: Known, place: tuple[str, str], arrow: str) -> str:

@@ -17,8 +17,8 @@ from llmpar.inspect.tables import rich_table
 from llmpar.parallel.placement import domains_per_group, link_domain
 from llmpar.predict.hardware import Chip, guess
 
+# Chip -> the name of a switch's links, where it is not NVLink.
 _SWITCHES = {"mi300x": "Infinity Fabric"}
-"""Chip -> the name of a switch's links, where it is not NVLink."""
 
 
 def axis_links(mesh: Any) -> dict[str, dict]:

@@ -31,10 +31,10 @@ from llmpar.inspect.transfers import transfers
 from llmpar.parallel.mesh import axes_of, platform_of
 from llmpar.plan.two_meshes import TwoMeshes
 
+# Replicated values below this share of the arguments are summed into one row.
 _SMALL = 0.01
-"""Replicated values below this share of the arguments are summed into one row."""
+# How many results with another layout than their argument are named.
 _MOST = 8
-"""How many results with another layout than their argument are named."""
 _LEAST = 0.8  # of the bytes are left by a cure, or fewer
 _MORE = 1.1  # of memory and FLOPs are needed with it at the most: with more, devices repeat each other's work
 _PROGRAMS = (

@@ -21,11 +21,13 @@ UPDATE_PINS = "LLMPAR_UPDATE_PINS"
 """Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
+# A move in the letters that `look` was given, and the axes of a move.
 _LETTERED, _AXES = (
     re.compile(r"(([A-Za-z](/\w+(,\w+)*)?|\+\w+|->)( |$)){3,}"),
     re.compile(r"(?<=[@(,:/+])[A-Za-z_]\w*"),
 )
-"""A move in the letters that `look` was given, and the axes of a move."""
+_HEAD = re.compile(r"# .* on .* sends, per device and run\n")
+_pinned = dict[Path, str]()  # by its file the function that this process pinned
 Words = tuple[str, ...]
 """A row as words, one for each of `TITLES`."""
 
@@ -136,17 +138,21 @@ def check_pin(
 
     Raises:
         AssertionError: the program sends otherwise, line by line; or the file is missing where CI is set.
-        ValueError: the file is no pin, or of another mesh.
+        ValueError: the file is no pin, or of another mesh, or of another function, unless that has
+            another name now: `UPDATE_PINS` is set, and this process pinned no other one to it.
     """
     __tracebackhide__ = True  # pytest shows the line of the test
     path, update = Path(file), os.environ.get(UPDATE_PINS) == "1"
     is_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     on = " ".join(f"{axis}={n}" for axis, n in mesh.items()) or "one device"
     kept = read_text(path, "pin").splitlines() if path.exists() else []
-    if kept and " on " in kept[0] and not kept[0].startswith(f"# {name} on "):
+    is_same = not kept or " on " not in kept[0] or kept[0].startswith(f"# {name} on ")
+    if not is_same and (not update or _pinned.get(path.resolve(), name) != name):
         raise ValueError(
-            f"'{path}' says '{kept[0][2:]}', and this is {name}; use a file for each function, or remove it"
+            f"'{path}' says '{kept[0][2:]}', and this is {name}; use a file for each function, or if that"
+            " was renamed, pytest --update-pins"
         )
+    _pinned[path.resolve()] = name
     if update or not path.exists():
         if not update and is_ci:
             raise AssertionError(
@@ -170,6 +176,13 @@ def check_pin(
             f"{name} sends otherwise than '{path}' says:\n{changes}\nif that is meant:"
             f" pytest --update-pins, or {UPDATE_PINS}=1, and commit the file"
         )
+
+
+def unused() -> list[Path]:
+    """List the pins beside those of this process that it has not used: their tests may be gone."""
+    near = {(path.parent, path.suffix) for path in _pinned}
+    files = sorted(x for folder, kind in near for x in folder.glob(f"*{kind}") if x not in _pinned)
+    return [x for x in files if x.is_file() and _HEAD.match(x.read_text(errors="replace"))]
 
 
 def matching(

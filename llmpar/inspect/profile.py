@@ -30,14 +30,14 @@ from llmpar.inspect.roofline import alone, collective_role
 _GRAPH = "CudaGraph"
 _LIBRARY = rf"nccl|rccl|{_GRAPH}"
 _LIKE = rf"all-|reduce-scatter|(async-)?collective-|ragged-|send|recv|{_LIBRARY}"
+# Files of a profile, the most complete first; JAX writes ``perfetto_trace.json.gz`` when it is asked to.
 _FORMS = "*.xplane.pb", "*.trace.json.gz", "*trace.json.gz", "*trace.json"
-"""Files of a profile, the most complete first; JAX writes ``perfetto_trace.json.gz`` when it is asked to."""
 _PART = (
     "times are of {}, for there is no *.xplane.pb: of a long profile XLA writes only the first events there"
     " (one or five million, by its version)"
 )
+# How many operations of a profile that are in no row are named.
 _MOST = 5
-"""How many operations of a profile that are in no row are named."""
 _OTHERWISE = (
     "it may have been compiled otherwise, or for other devices, when it ran: look at it on those, or for them"
     " (llmpar inspect --target)"
@@ -47,8 +47,8 @@ _HIDDEN = (
     " XLA_FLAGS=--xla_gpu_enable_command_buffer="
 )
 _SAME = "{} programs named {} are in the profile: times are of {} of them, with most of these collectives"
+# What rows that one message carries do not share by their bytes.
 _UNSHARED = "executions", "link_bytes_per_s"
-"""What rows that one message carries do not share by their bytes."""
 Device = tuple[str, int]
 """A file of the profile, which is a host's, and the place of a device in that host."""
 Spans = dict[Device, list[tuple[float, float]]]

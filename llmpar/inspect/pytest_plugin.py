@@ -4,6 +4,7 @@ pytest imports this file by its entry point in every project where llmpar is ins
 JAX."""
 
 import os
+import sys
 
 
 def pytest_addoption(parser) -> None:
@@ -16,3 +17,11 @@ def pytest_configure(config) -> None:
     """Set the variable that `llmpar.inspect.pins.pin` reads."""
     if config.getoption("--update-pins"):
         os.environ["LLMPAR_UPDATE_PINS"] = "1"
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """With the option, name the pins that no test of this run has used, and the command that removes them."""
+    pins = sys.modules.get("llmpar.inspect.pins")
+    for path in pins.unused() if pins and config.getoption("--update-pins") else ():
+        text = f"llmpar: no test of this run pins '{path}'; if none does any more: rm {path}"
+        terminalreporter.write_line(text)

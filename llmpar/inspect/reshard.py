@@ -33,7 +33,7 @@ def cheaper(
     on arguments and on one another; on up to `_MOST` axes. ``arguments`` are the shardings of a traced
     function's, ``rows`` those of a look at it.
     """
-    program, counts = read(jaxpr), Counter[tuple]()
+    program, counts = read(jaxpr, first=0), Counter[tuple]()
     known = dict(zip(program.takes, arguments, strict=False))
     for home, step in program.all_steps():
         if step.name in _CALLS and not home.sizes:

@@ -34,25 +34,24 @@ from llmpar.kernels import grouped
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, guess
 
+# Share of peak that large bf16 matmuls reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA).
 _PRODUCT_SHARE = 0.70
-"""Share of peak that large bf16 matmuls reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA)."""
 FUSED_SHARE = 0.60
 """Share of peak that cuDNN's attention reaches, forward and backward (Shah et al. 2024, sec. 4: H100, head
 128)."""
+# Assumed share of peak of this package's own kernels: FlashAttention-2, a similar kernel, reaches 35 % on
+# H100 (Shah et al. 2024, section 1).
 _KERNEL_SHARE = 0.40
-"""Assumed share of peak of this package's own kernels: FlashAttention-2, a similar kernel, reaches 35 % on
-H100 (Shah et al. 2024, section 1)."""
 MEASURED = Path(__file__).with_name("reached.json")
 """Shares of peak by chip that ``make device-test`` measured, with the keys of `shares`. It may be missing."""
 MEMORY_SHARE = 0.80
 """Share of the memory's published rate that elementwise operations reach."""
+# Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides.
 _LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
-"""Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
+# Lanes of collectives: one for all of them, or one for those within hosts and one for those between hosts.
 _LINKS = "links", "network"
-"""Lanes of collectives: one for all of them, or one for those within hosts and one for those between
-hosts."""
+# Operations that may run a collective of the computation that they call.
 _CARRIERS = "fusion", "async-start", "call-start"
-"""Operations that may run a collective of the computation that they call."""
 FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
     " domain add-dependency".split()

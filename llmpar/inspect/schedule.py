@@ -9,16 +9,16 @@ from typing import Any
 from llmpar.inspect.hlo import Instruction, Module, group_axes, parsed, shapes, values_bytes
 from llmpar.inspect.roofline import FREE, all_flops, collective_role
 
+# How many of the largest values at the peak are named.
 _MOST = 5
-"""How many of the largest values at the peak are named."""
+# Values below this share of the peak are not.
 _SMALL = 0.01
-"""Values below this share of the peak are not."""
+# Operations that give what they take. A loop's state is changed in its place.
 _SAME = "tuple bitcast while opt-barrier get-tuple-element".split()
-"""Operations that give what they take. A loop's state is changed in its place."""
+# Fusions that may write into an operand of the same size that nothing needs after them.
 _IN_PLACE = "kind=kLoop|kind=kInput"
-"""Fusions that may write into an operand of the same size that nothing needs after them."""
+# An array in memory: its computation, the operation that makes it, which of its results.
 _Value = tuple[str, str, int]
-"""An array in memory: its computation, the operation that makes it, which of its results."""
 
 
 def read_schedule(text: str, mesh: Any, line_of: Callable[[str], str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,8 +32,8 @@ TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
 _OURS = r"^inspect/(check|twin)\.py.*"
 _same = lambda x: x
+# A scan is read iteration by iteration up to so many of them, and so many equations in all.
 _UNROLLED, _EQUATIONS = 16, 2000
-"""A scan is read iteration by iteration up to so many of them, and so many equations in all."""
 ENTER, RETURN = "enter", "return"
 """Steps of no equation: an argument enters a shard_map, a result leaves it."""
 
@@ -41,8 +41,8 @@ ENTER, RETURN = "enter", "return"
 @dataclass(eq=False)
 class Equation:
     """State one equation, after calls are inlined and short loops unrolled: the numbers of the values that it
-    takes and gives, and what computes them. ``body``: the program inside a shard_map; ``loop``: that of an
-    iteration of a scan."""
+    takes and gives, and what computes them. ``body``: the program inside a shard_map; ``parts``: those of a
+    loop or of branches, each with the numbers that it takes of these."""
 
     name: str
     line: str
@@ -52,7 +52,7 @@ class Equation:
     params: dict[str, Any]
     eqn: Any = None
     body: "Program | None" = None
-    loop: "Program | None" = None
+    parts: "list[tuple[Program, list[int]]]" = field(default_factory=list)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -89,13 +89,23 @@ class Program:
             else:
                 yield self, step
 
+    def inner_steps(self) -> Iterator[Equation]:
+        """List the steps with those in loops and branches."""
+        for _, step in self.all_steps():
+            yield from (step, *(x for part, _ in step.parts for x in part.inner_steps()))
+
 
 class _Reader:
     """Make a `Program` of a jaxpr. ``alone``: constraints on layouts are left out. Loops on the lines
-    ``kept`` are not unrolled."""
+    ``kept`` are not unrolled; of other long ones the ``first`` iterations are."""
 
-    def __init__(self, alone: bool, kept: Iterable[str]):
-        self.alone, self.sizes, self.ids = alone, dict[str, int](), itertools.count()
+    def __init__(self, alone: bool, kept: Iterable[str], first: int):
+        self.first, self.alone, self.sizes, self.ids = (
+            first,
+            alone,
+            dict[str, int](),
+            itertools.count(),
+        )
         self.kept, self.lengths = kept, dict[str, int]()
         self.consts = dict[int, Any]()
         line = lambda eqn, place: re.sub(_OURS, "", equation_line(eqn, *place)) or place[1]
@@ -132,18 +142,53 @@ class _Reader:
                 gives = xs[:1]
             elif name in _INLINED and len(_jax.equations(inner)[0].invars) == len(xs):
                 gives = self.inline(inner, xs, steps, inside)
-            elif name == "scan" and self.is_short(line, params["length"], inner):
-                gives = self.unroll(eqn, inner, xs, steps, (inside[0], line))
+            elif name == "scan" and (times := self.unrolled(line, params["length"], inner)):
+                gives = self.unroll(eqn, times, inner, xs, steps, (inside[0], line))
+            elif (
+                name in ("while", "cond")
+                and (parts := _parts(eqn, xs) if self.first else [])
+                and not any(" while[" in str(closed) for closed, _ in parts)
+            ):  # no while is run where it might not end
+                gives = getattr(self, f"inline_{name}")(eqn, parts, xs, steps, (inside[0], line))
             else:
-                gives = self.number(eqn.outvars)
-                steps.append(Equation(name, line, xs, gives, _caller(eqn), params, eqn))
-                if name == "scan":
-                    steps[-1].loop = loop = self.program(inner, self.sizes, inside)
-                    steps[-1].call = functools.partial(_scan, eqn, loop)
+                gives = self.step(eqn, xs, steps, (inside[0], line))
                 if name == "shard_map" and not self.sizes:
                     steps[-1].body = self.body(steps[-1], inner, inside)
             known |= zip(eqn.outvars, gives, strict=True)
         return [of(v) for v in jaxpr.outvars]
+
+    def step(self, eqn: Any, xs: list, steps: list, place: Any, **more: Any) -> list[int]:
+        """Add an equation as one step. What loops or branches do is run step by step, too: their types may
+        name axes."""
+        name, gives = eqn.primitive.name, self.number(eqn.outvars)
+        steps.append(step := Equation(name, place[1], xs, gives, _caller(eqn), eqn.params, eqn))
+        step.parts = [(self.program(x, self.sizes, place), at) for x, at in _parts(eqn, xs)]
+        if step.parts:
+            programs = [program for program, _ in step.parts]
+            step.call = functools.partial(_RUNS[name], eqn, *programs, **more)
+        return gives
+
+    def inline_while(
+        self, eqn: Any, parts: list[tuple], xs: list, steps: list, place: Any
+    ) -> list[int]:
+        """Add the first iterations of a while, each value that or the one before it, and the others."""
+        fixed = len(xs) - len(eqn.outvars)
+        for _ in range(self.first):
+            which, new = (self.inline(x, takes, steps, place) for x, takes in parts)
+            xs = [*xs[:fixed], *self.select(which, [xs[fixed:], new], steps, place)]
+            parts = _parts(eqn, xs)
+        return self.step(eqn, xs, steps, place)
+
+    def inline_cond(self, eqn: Any, parts: list, xs: list, steps: list, place: Any) -> list[int]:
+        """Add all branches, and take the results of one."""
+        results = [self.inline(branch, takes, steps, place) for branch, takes in parts]
+        return self.select(xs[:1], results, steps, place)
+
+    def select(self, which: list, cases: list, steps: list, place: Any) -> list[int]:
+        """Add a choice between lists of values."""
+        for xs, i in zip(zip(*cases, strict=True), gives := self.number(cases[0]), strict=True):
+            steps.append(Equation("select", place[1], [*which, *xs], [i], _select, {}))
+        return gives
 
     def body(self, step: Equation, inner: Any, place: Any) -> Program:
         """Read what is inside a shard_map. Its results are those of the steps that return them."""
@@ -162,43 +207,106 @@ class _Reader:
         self.sizes, body.gives = {}, step.gives
         return body
 
-    def is_short(self, line: str, length: int, inner: Any) -> bool:
-        """Return whether a loop is read iteration by iteration."""
-        self.lengths[line], equations = length, length * len(_jax.equations(inner)[0].eqns)
-        return length <= _UNROLLED and equations <= _EQUATIONS and line not in self.kept
+    def unrolled(self, line: str, length: int, inner: Any) -> int:
+        """Return how many iterations of a loop are read one by one."""
+        self.lengths[line], most = length, _EQUATIONS // (len(_jax.equations(inner)[0].eqns) or 1)
+        most = min(most, _UNROLLED if length <= min(most, _UNROLLED) else self.first)
+        return min(length, most) * (line not in self.kept)
 
-    def unroll(self, eqn: Any, inner: Any, xs: list, steps: list, place: Any) -> list[int]:
-        """Add the iterations of a scan one after another."""
+    def unroll(
+        self, eqn: Any, times: int, inner: Any, xs: list, steps: list, place: Any
+    ) -> list[int]:
+        """Add the first iterations of a scan one after another, and the others as one step."""
         consts, carried = _jax.scan_parts(eqn)
         fixed, carry, rows = xs[:consts], xs[consts : consts + carried], list[list[int]]()
-        order = range(eqn.params["length"])
+        order = [*range(eqn.params["length"])][:: -1 if eqn.params["reverse"] else 1]
         add = lambda name, xs, ys, call: steps.append(Equation(name, place[1], xs, ys, call, {}))
-        for i in order[::-1] if eqn.params["reverse"] else order:
-            parts = self.number(xs[consts + carried :])
-            at = functools.partial(lax.index_in_dim, index=i, keepdims=False)
-            for x, part in zip(xs[consts + carried :], parts, strict=True):
-                add("slice of scan", [x], [part], at)
-            results = self.inline(inner, [*fixed, *carry, *parts], steps, place)
-            carry = results[:carried]
-            rows.insert(0 if eqn.params["reverse"] else len(rows), results[carried:])
-        stacked = self.number(rows[0] if rows else [])
+        for group in filter(len, [*([i] for i in order[:times]), order[times:]]):
+            parts, is_one = self.number(xs[consts + carried :]), group[0] in order[:times]
+            part = functools.partial(_rows, slice(min(group), max(group) + 1), is_one)
+            for x, i in zip(xs[consts + carried :], parts, strict=True):
+                add("slice of scan", [x], [i], part)
+            takes = [*fixed, *carry, *parts]
+            if is_one:
+                results = self.inline(inner, takes, steps, place)
+            else:
+                results = self.step(eqn, takes, steps, place, length=len(group))
+            carry, ends = results[:carried], results[carried:]
+            rows.append(ends)
+        stacked = self.number(eqn.outvars[carried:])
         for column, gives in zip(zip(*rows, strict=True), stacked, strict=True):
-            add("scan", [*column], [gives], lambda *parts: jnp.stack(parts))
+            add("scan", [*column], [gives], functools.partial(_stack, times, order[0] > 0))
         return [*carry, *stacked]
 
 
-def _scan(eqn: Any, body: Program, *xs: Any) -> list:
+def _rows(at: slice, is_one: bool, x: Any) -> Any:
+    """Return some rows, or the one row."""
+    return x[at.start] if is_one else x[at]
+
+
+def _stack(times: int, is_reverse: bool, *parts: Any) -> Any:
+    """Put rows together, and what other iterations gave, which is rows already."""
+    rows = [*(x[None] for x in parts[:times]), *parts[times:]]
+    return jnp.concatenate(rows[:: -1 if is_reverse else 1])
+
+
+def _parts(eqn: Any, xs: list) -> list[tuple[Any, list]]:
+    """Return what is inside a loop or branches, each with the operands that it takes."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "while":
+        first, last = params["cond_nconsts"], len(xs) - len(eqn.outvars)
+        goes = params["cond_jaxpr"], [*xs[:first], *xs[last:]]
+        return [goes, (params["body_jaxpr"], xs[first:])]
+    if name == "cond" and not params.get("branches_platforms"):
+        return [(branch, xs[1:]) for branch in params["branches"]]
+    return [(params["jaxpr"], xs)] if name == "scan" else []
+
+
+def _select(which: Any, *cases: Any) -> Any:
+    """Take one of several values; by leading dims where `jax.vmap` made a condition of many elements."""
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, x.dtype) for x in (which, *cases)]
+    which, shape = arrays[0], arrays[1].shape
+    rows = which.reshape(which.shape + (1,) * (len(shape) - which.ndim))
+    return lax.select_n(jnp.broadcast_to(rows, shape), *arrays[1:])
+
+
+def _scan(
+    eqn: Any, body: Program, *xs: Any, length: int | None = None, cures: Mapping[Equation, Any] = {}
+) -> list:
     """Run a scan over rows of any number, whatever axes its types name."""
     consts, carried = _jax.scan_parts(eqn)
-    length, fixed, rows = eqn.params["length"], xs[:consts], xs[consts + carried :]
+    length, fixed, rows = length or eqn.params["length"], xs[:consts], xs[consts + carried :]
 
     def iterate(carry: list, parts: tuple) -> tuple[list, list]:
-        results, _ = run(body, [*fixed, *carry, *parts], False, {})
+        results, _ = run(body, [*fixed, *carry, *parts], False, cures)
         return results[:carried], results[carried:]
 
     given = [*xs[consts : consts + carried]], rows, None if rows else length
     carry, stacked = lax.scan(iterate, *given, reverse=eqn.params["reverse"])
     return [*carry, *stacked]
+
+
+def _while(
+    eqn: Any, goes: Program, body: Program, *xs: Any, cures: Mapping[Equation, Any] = {}
+) -> list:
+    """Run a while, until the condition holds of no element."""
+    first, last = eqn.params["cond_nconsts"], len(xs) - len(eqn.outvars)
+    which = lambda carry: run(goes, [*xs[:first], *carry], False, cures)[0][0]
+
+    def again(carry: list) -> list:
+        results, _ = run(body, [*xs[first:last], *carry], False, cures)
+        return [*map(functools.partial(_select, which(carry)), carry, results)]
+
+    return lax.while_loop(lambda carry: which(carry).any(), again, [*xs[last:]])
+
+
+def _cond(eqn: Any, *parts: Any, cures: Mapping[Equation, Any] = {}) -> list:
+    """Run one of several branches."""
+    branches, (which, *xs) = parts[: (n := len(eqn.params["branches"]))], parts[n:]
+    return lax.switch(which, [lambda *xs, p=p: run(p, xs, False, cures)[0] for p in branches], *xs)
+
+
+_RUNS: dict[str, Callable[..., list]] = {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def _caller(eqn: Any) -> Callable[..., Any]:
@@ -216,10 +324,10 @@ def _caller(eqn: Any) -> Callable[..., Any]:
     return (lambda *xs: [*call(*xs)]) if eqn.primitive.multiple_results else call
 
 
-def read(closed: Any, alone: bool = False, kept: Iterable[str] = ()) -> Program:
+def read(closed: Any, alone: bool = False, kept: Iterable[str] = (), first: int = 2) -> Program:
     """Read a traced function as a list of steps. ``alone``: for one device, without layouts. The loops on
-    the lines ``kept`` are one step each."""
-    return _Reader(alone, kept).program(closed, {}, ("", ""))
+    the lines ``kept`` are one step each; of other long ones the ``first`` iterations are read alone."""
+    return _Reader(alone, kept, first).program(closed, {}, ("", ""))
 
 
 _Values = dict[int, Any]
@@ -237,6 +345,8 @@ def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple
         if step.body:
             results, inside = _run_mapped(step, xs, see, cures)
             seen |= inside
+        elif step.parts and step not in cures:
+            results = call(*xs, cures=cures)
         else:
             results = call(*xs)
         results = results if isinstance(results, list | tuple) else [results]
@@ -328,9 +438,9 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
         differs |= dict.fromkeys(step.gives, axes)
         other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
         drawn |= step.name == "random_bits"
-        if step.loop and other and other.loop:
-            inside = {i: differs[x] for i, x in zip(step.loop.takes, step.takes, strict=True)}
-            drawn |= share_draws(step.loop, other.loop, inside)
+        for (part, takes), (twin, _) in zip(step.parts, other.parts if other else (), strict=False):
+            inside = {i: differs[x] for i, x in zip(part.takes, takes, strict=True)}
+            drawn |= share_draws(part, twin, inside)
         if step.name == "random_bits" and program.sizes and other:
             whole, part = other.params["shape"], step.params["shape"]
             if cuts := cuts_of_shape(part, whole, program.sizes, axes):
@@ -343,7 +453,7 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
 def close_hops(one: Program) -> None:
     """Give every ppermute on one device pairs of that device: where all ranks receive, the value stays, and
     at the ends of an open chain it is zeros."""
-    for _, step in one.all_steps():
+    for step in one.inner_steps():
         pairs = step.params.get("perm", ())
         if max(map(max, pairs), default=0) > 0:  # written for a number of ranks
             sends, receives = map(set, zip(*pairs, strict=True))
@@ -533,13 +643,13 @@ def _counted(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> fl
 
 
 _equals = lambda joined, whole, _: float(distance(joined, whole) <= 1)
+# What a value that differs along an axis may be a part of, and what the values of all devices must make.
 _READINGS: list[tuple[tuple[str, ...], Callable[..., float]]] = [
     ((), _equals),  # most values are copies and shards, and these are few to try
     (("sum", "mean", "max", "min"), _equals),
     (("shard", "sum", "mean"), _reordered),
     (("sum",), _counted),
 ]
-"""What a value that differs along an axis may be a part of, and what the values of all devices must make."""
 
 
 # ------------------------------------------------------------------------------------------------- rounding
