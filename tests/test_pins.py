@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from shared import HERE, ROOT
 
 from llmpar import look
-from llmpar.inspect.pins import unused
+from llmpar.inspect.pins import unused_pins
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -81,9 +81,10 @@ def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet):
     assert "# step on" in (tmp_path / "other.comm").read_text()
     with pytest.raises(ValueError, match="use a file for each function"):
         dataclasses.replace(shown(), name="third").pin(tmp_path / "other.comm")
-    assert tmp_path / "gone.comm" in unused() and not {tmp_path / "notes.comm", tmp_path / "other.comm"} & {
-        *unused()
-    }
+    assert tmp_path / "gone.comm" in unused_pins() and not {
+        tmp_path / "notes.comm",
+        tmp_path / "other.comm",
+    } & {*unused_pins()}
 
 
 def test_ci_writes_no_pin(tmp_path, quiet):

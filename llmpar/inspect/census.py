@@ -86,10 +86,10 @@ def arrow_of(scope: str) -> dict[str, Any]:
     return {"arrow": match[1] if match else "", "direction": direction}
 
 
+# How often the true branch of a cond under `jax.named_scope("when-NAME")` is taken.
 Taken = Mapping[str, Fraction]
-"""How often the true branch of a cond under `jax.named_scope("when-NAME")` is taken."""
+# Collectives as they are when run once, and how often each is run.
 Work = list[tuple[Collective, Fraction]]
-"""Collectives as they are when run once, and how often each is run."""
 
 
 def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
@@ -99,8 +99,9 @@ def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g; collective-permute, send,
     and collective-broadcast (all devices but the last pass it on) R.
     """
-    message_bytes = result_bytes * (group_size if kind == "reduce-scatter" else 1)
-    return formulas.whole_ring_bytes(kind, message_bytes, group_size)
+    return formulas.whole_ring_bytes(
+        kind, (result_bytes * (group_size if kind == "reduce-scatter" else 1)), group_size
+    )
 
 
 def summed(keyed: Iterable[tuple[dict[str, Any], Collective]]) -> list[dict[str, Any]]:
@@ -320,8 +321,7 @@ def product_flops(module: Module, comp: str, op: Instruction) -> float:
     them, calls of GPU libraries, and attention kernels."""
     if is_product(op):
         return float(dot_flops(module, comp, op))
-    count = _convolution_flops if op.opcode == "convolution" else call_flops
-    return count(module, comp, op)
+    return (_convolution_flops if op.opcode == "convolution" else call_flops)(module, comp, op)
 
 
 def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
@@ -356,8 +356,13 @@ def call_flops(module: Module, comp: str, op: Instruction, seen: float = 1.0) ->
         dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
         width = module.shape_of(comp, op, 0)[-1]
         each = 5 if "Backward" in op.attrs else 2
-        pairs = math.prod(integers(dims[1])) if dims else 0
-        return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
+        return (
+            2.0
+            * each
+            * (math.prod(integers(dims[1])) if dims else 0)
+            * width
+            * (0.5 if "CAUSAL" in op.attrs else 1.0)
+        )
     name = next((name for name in ring.PRODUCTS if name in op.scope), "")
     given = [module.shape_of(comp, op, i) for i in range(len(op.operands))] if name else []
     return ring.kernel_flops(name, given, seen) if name else 0.0

@@ -83,14 +83,13 @@ def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return x
 
 
-def _mended(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
-    """Call a step with some operands mended."""
-    return step.call(*(mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)))
+_mended = lambda mend, cut, axes, step, chosen, *xs: step.call(
+    *(mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs))
+)
 
 
-def _rest(step: Equation, cut: Pieces) -> list[str]:
-    """Return the axes over which a collective should be and is not: those of terms of a sum, or of shards."""
-    return [a for a in cut.over("sum") or cut.over("cut") if a not in step.axes]
+# The axes over which a collective should be and is not: those of terms of a sum, or of shards.
+_rest = lambda step, cut: [a for a in cut.over("sum") or cut.over("cut") if a not in step.axes]
 
 
 def _elsewhere(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
@@ -131,6 +130,7 @@ def _others(step: Equation, cuts: list[Pieces], axes: tuple) -> list[str]:
     return [a for a, kind in cuts[0].axes.items() if kind != wanted(a, kind)]
 
 
+# All kinds. Those with a mend are tried at each step, in this order; the others have rules of their own.
 MISTAKES = {
     "wrong axis": Mistake(
         "wrong axis",
@@ -285,7 +285,6 @@ MISTAKES = {
         "unknown, {place}: there values part first, and no change that was tried mends all results",
     ),
 }
-"""All kinds. Those with a mend are tried at each step, in this order; the others have rules of their own."""
 
 
 def _places(
@@ -477,8 +476,10 @@ class _Case:
         """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
         as_it_is = not (cures or see or self.draws)
         steps = lambda *xs: run(self.many, xs, see, cures or {})[see]
-        placed = [[*map(jax.device_put, xs, self.places)] for xs in self.inputs[:2]]
-        return _runs(self.call if as_it_is else steps, placed)
+        return _runs(
+            self.call if as_it_is else steps,
+            [[*map(jax.device_put, xs, self.places)] for xs in self.inputs[:2]],
+        )
 
     def agrees(self, results: Callable[[], list]) -> bool:
         """Return whether results can be had, and are right."""
@@ -637,8 +638,7 @@ class _Reading:
         factor = lambda i: getattr(self.cut(i), "factor", None)
         sums = [(i, s.takes[0]) for i, s in self.makers.items() if s.axes and s.takes]
         pairs = [(i, factor(i), factor(x)) for i, x in sums]
-        jumps = [i for i, after, before in pairs if before != after and 1 not in (before, after)]
-        return jumps
+        return [i for i, after, before in pairs if before != after and 1 not in (before, after)]
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Try what the first wrong values suggest. Return what makes all results right; or what is seen
@@ -661,8 +661,9 @@ class _Reading:
                     fewer = [y for y in kept if y is not x]
                     kept = fewer if self.healing([best], fewer) else kept
                 rows = [x.row | {"tried": True} for x in (best, *kept[::-1])]
-                each_line = {(row["line"], row["kind"], *row["axes"]): row for row in rows}
-                return [*each_line.values()][::-1]
+                return [
+                    *({(row["line"], row["kind"], *row["axes"]): row for row in rows}).values()
+                ][::-1]
             seen, able = seen or each, [one for one in each if one.cures]
             if not able:
                 break
@@ -671,8 +672,10 @@ class _Reading:
                 self.watch(kept)
             if self.is_wrong(able[0].value, True):
                 break
-        sure = [one.row for one in seen if not one.cures]
-        return [row | {"tried": False} for row in sure[:1] or [self.unknown(last)]]
+        return [
+            row | {"tried": False}
+            for row in [one.row for one in seen if not one.cures][:1] or [self.unknown(last)]
+        ]
 
     def together(self, each: list[Finding]) -> list[Finding]:
         """Return the same mistake at several values as one finding, as of all gradients that lack a sum."""
@@ -831,8 +834,11 @@ class _Reading:
     def operand(self, i: int) -> Pieces:
         """Return how an operand is cut. What is made of ranks alone is each rank's own, and no part."""
         cut = self.cut(i) or _NO_PIECES
-        is_own = i not in self.data and cut.over("sum", "mean", "max", "min", "share")
-        return _NO_PIECES if is_own else cut
+        return (
+            _NO_PIECES
+            if (i not in self.data and cut.over("sum", "mean", "max", "min", "share"))
+            else cut
+        )
 
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
         """Random numbers, positions, and slices that are the same on every rank; or that are not."""
@@ -906,8 +912,7 @@ class _Reading:
         return Finding(value, row, cures or {})
 
 
-def _cures(findings: list[Finding]) -> Cures:
-    return {step: call for one in findings for step, call in one.cures.items()}
+_cures = lambda findings: {step: call for one in findings for step, call in one.cures.items()}
 
 
 def _names(axes: Iterable[str]) -> str:
@@ -931,12 +936,10 @@ def _and_gradients(call: Callable) -> Callable:
     return both
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+_first_line = lambda error: f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+_is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
 
 
 @contextlib.contextmanager
@@ -951,8 +954,9 @@ def _values(x: Any, seed: int) -> Any:
     """Return an argument's values: its own, and with seed 1 floats in another order, or a little larger where
     all are equal. A shape gets random ones. Seeds 2 and 3: the same, moved by about a rounding."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(
+            jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x)
+        )
     rng, is_float = np.random.default_rng(seed % 2), _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         values = rng.standard_normal(x.shape) if is_float else rng.integers(0, 2, x.shape)
@@ -977,21 +981,22 @@ def _runs(call: Callable, inputs: list[list]) -> list:
 
 
 def _plain(x: Any) -> Any:
-    is_key = jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else jnp.asarray(x)
+    return (
+        jax.random.key_data(x)
+        if jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
+        else jnp.asarray(x)
+    )
 
 
-def _array(x: Any) -> np.ndarray:
-    """Return numbers in double precision."""
-    return np.asarray(x).astype(complex if np.iscomplexobj(x) else float)
+_array = lambda x: np.asarray(x).astype(complex if np.iscomplexobj(x) else float)
 
 
-def _scale(x: np.ndarray) -> float:
-    return float(abs(x[np.isfinite(x)]).max(initial=0.0)) or 1.0
+_scale = lambda x: float(abs(x[np.isfinite(x)]).max(initial=0.0)) or 1.0
 
 
 def _bound(spread: float, whole: np.ndarray, moved: np.ndarray, *more: np.ndarray) -> float:
     """Return how far rounding may move a value: by the sums on its path, and as it moves with arguments."""
     noise = distance(whole, moved)
-    noise = noise if math.isfinite(noise) else 0.0
-    return spread * max(map(_scale, (whole, *more))) + FACTOR * noise
+    return spread * max(map(_scale, (whole, *more))) + FACTOR * (
+        noise if math.isfinite(noise) else 0.0
+    )

@@ -26,9 +26,8 @@ from llmpar.inspect.moves import layout_from_text, marked, spec_cuts
 from llmpar.plan.layout import LETTERS, Arrow, Dim, Layout, axes_of
 
 _Known = dict[str, Any]  # what a sentence can name
+# Characters of an error's text that are read: JAX says what is wrong at the beginning, and may add a dump.
 LONGEST = 4000
-"""Characters of an error's text that are read: JAX says what is wrong at the beginning, and may add a
-dump."""
 
 
 class MissingArrow(ValueError):
@@ -103,14 +102,20 @@ def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
         "names": repr(axes),
         "arrow": arrow,
     }
-    reshard = f"{arrow}: jax.sharding.reshard(x, {_sharding(after)})"
-    return known | {"reshard": reshard, "spec": spec} | more
+    return (
+        known
+        | {"reshard": f"{arrow}: jax.sharding.reshard(x, {_sharding(after)})", "spec": spec}
+        | more
+    )
 
 
 def _sharding(layout: Layout) -> str:
     """Write a layout as `reshard` takes it: as a spec only where a mesh is in context."""
-    is_alone = jax.sharding.get_abstract_mesh().empty
-    return f"jax.NamedSharding(mesh, {_spec(layout)})" if is_alone else str(_spec(layout))
+    return (
+        f"jax.NamedSharding(mesh, {_spec(layout)})"
+        if jax.sharding.get_abstract_mesh().empty
+        else str(_spec(layout))
+    )
 
 
 def _spec(layout: Layout) -> PartitionSpec:
@@ -204,8 +209,9 @@ def _result_without(error: BaseException, axes: set[str]) -> Layout:
     """Return the layout of a product in which ``axes`` cut nothing, and each other one dim, its first."""
     (one, other), result = _cut_dims(error)
     cuts = other | {letter: cut for letter, cut in one.items() if cut or letter not in other}
-    free = [tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result]
-    return cut_as(_first_cuts(free))
+    return cut_as(
+        _first_cuts([tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result])
+    )
 
 
 # ----------------------------------------------------------------------------------- which arrow is missing
@@ -222,8 +228,9 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
     before, after = (
         (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
     )
-    words = {"left": ",".join(one.axes), "right": ",".join(other.axes), "result": result}
-    return _missing(before, after, **words)
+    return _missing(
+        before, after, left=",".join(one.axes), right=",".join(other.axes), result=result
+    )
 
 
 def _alike(error: BaseException, left: str, right: str) -> _Known:
@@ -293,8 +300,7 @@ def _unsharded(error: BaseException, says: str) -> _Known:
         r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says
     ):
         dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", match[0])]
-    cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
-    return _missing(before, cut_as(cuts))
+    return _missing(before, cut_as([d.axes * (i not in dims) for i, d in enumerate(before.dims)]))
 
 
 def _rows(error: BaseException, table: str, indices: str) -> _Known:
@@ -302,8 +308,9 @@ def _rows(error: BaseException, table: str, indices: str) -> _Known:
     if "take_along_axis" in _functions(error):  # its dims are those of the table
         raise LookupError(indices)
     whole = [()] * (len(layout_from_text(table).dims) - 1)
-    cuts = [d.axes for d in layout_from_text(indices).dims[:-1]]
-    return {"spec": _sharding(cut_as([*cuts, *whole]))}
+    return {
+        "spec": _sharding(cut_as([*[d.axes for d in layout_from_text(indices).dims[:-1]], *whole]))
+    }
 
 
 def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _Known:
@@ -407,8 +414,11 @@ def _unknown(error: BaseException, *words: str) -> _Known:
 
 def _once(error: BaseException, spec: str, axis: str) -> _Known:
     """Return a spec that keeps an axis at its first place alone."""
-    cuts = _first_cuts([axes_of(cut) for cut in spec_cuts(spec)])
-    return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
+    return {
+        "spec": PartitionSpec(
+            *(cut or None for cut in _first_cuts([axes_of(cut) for cut in spec_cuts(spec)]))
+        )
+    }
 
 
 def _first_cuts(cuts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -27,8 +27,8 @@ CALLS = {
 COLLECTIVES = tuple("all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all".split())
 COLLECTIVES += "collective-permute", "collective-broadcast", "send"
 """Collectives that are counted. A `recv` is the other end of a `send` that names source and target."""
+# A value by name, or one part of a tuple.
 Ref = tuple[str, int | None]
-"""A value by name, or one part of a tuple."""
 ROOT: Ref = ("", None)
 MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
 
@@ -76,8 +76,9 @@ class Instruction(NamedTuple):
     def collective(self) -> str:
         """Return which of `COLLECTIVES` it is or starts; '' for others, and for a send without a target."""
         kind = self.opcode.removesuffix("-start")
-        no_target = kind == "send" and not _groups(self.attrs)
-        return kind if kind in COLLECTIVES and not no_target else ""
+        return (
+            kind if kind in COLLECTIVES and not (kind == "send" and not _groups(self.attrs)) else ""
+        )
 
     def called(self, *keys: str) -> list[str]:
         """List the computations that the attributes `keys` name."""
@@ -87,8 +88,7 @@ class Instruction(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)  # a loop's counter is followed again in each of its turns
 def _names(inside: str) -> list[Ref]:
-    matches = _OPERAND.findall(inside)
-    return [(name, int(index) if index else None) for name, index in matches]
+    return [(name, int(index) if index else None) for name, index in _OPERAND.findall(inside)]
 
 
 def integers(text: str, after: str = "") -> list[int]:
@@ -98,8 +98,10 @@ def integers(text: str, after: str = "") -> list[int]:
 
 def shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
     """Read dtypes and shapes: `(f32[2,4]{1,0}, s32[])` is two."""
-    matches = re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
-    return [(dtype, tuple(integers(dims))) for dtype, dims in matches]
+    return [
+        (dtype, tuple(integers(dims)))
+        for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
+    ]
 
 
 def values_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
@@ -269,8 +271,13 @@ def innermost(frames: Iterable[tuple[str, int]]) -> str:
     ours = [
         (f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{_LIBRARIES})/", f)
     ]
-    outside = [(f, n) for f, n in ours if not f.endswith(_MOVERS)]
-    return next((f"{_known_as(f)}:{n}" for f, n in outside + ours), "")
+    return next(
+        (
+            f"{_known_as(f)}:{n}"
+            for f, n in [(f, n) for f, n in ours if not f.endswith(_MOVERS)] + ours
+        ),
+        "",
+    )
 
 
 def _known_as(file: str) -> str:
@@ -295,8 +302,11 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     axes = tuple(a for k, a in enumerate(mesh.axis_names) if differ(k))
     # of a group that fills these axes; no group leaves them
     size = math.prod(mesh.shape[a] for a in axes)
-    whole = pairs or all(len(g) == size for g in groups)
-    return (axes, size) if whole else (("other",), max(map(len, groups)))
+    return (
+        (axes, size)
+        if (pairs or all(len(g) == size for g in groups))
+        else (("other",), max(map(len, groups)))
+    )
 
 
 def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
@@ -428,8 +438,7 @@ def _groups(attrs: str) -> list[list[int]]:
     return _in_rows([ids[i] for i in order], math.prod(n for _, n in digits))
 
 
-def _in_rows(numbers: list[int], n: int) -> list[list[int]]:
-    return [numbers[i : i + n] for i in range(0, len(numbers), n)]
+_in_rows = lambda numbers, n: [numbers[i : i + n] for i in range(0, len(numbers), n)]
 
 
 @functools.lru_cache(maxsize=1 << 8)
@@ -441,5 +450,7 @@ def _iota(text: str) -> list[int]:
         return numbers
     order_of = integers(order) or [*range(len(numbers))]
     strides = [math.prod(numbers[i + 1 :]) for i in order_of]
-    places = itertools.product(*(range(numbers[i]) for i in order_of))
-    return [sum(map(operator.mul, at, strides)) for at in places]
+    return [
+        sum(map(operator.mul, at, strides))
+        for at in itertools.product(*(range(numbers[i]) for i in order_of))
+    ]

@@ -16,8 +16,8 @@ from llmpar.inspect.moves import layout_from_text
 from llmpar.plan.layout import Dim, Layout
 
 Letters = tuple[str, ...]
+# The letters of each array of a value, by its computation and its name.
 Known = dict[tuple[str, str], list[Letters]]
-"""The letters of each array of a value, by its computation and its name."""
 
 
 def given_letters(module: Module, dims: Mapping[str, Any]) -> Known:
@@ -132,8 +132,11 @@ def _product(op: Instruction, left: Letters, right: Letters) -> Letters:
     batch = zip(of("lhs_batch"), of("rhs_batch"), strict=True)
     used = {side: of(f"{side}_batch") + of(f"{side}_contracting") for side in ("lhs", "rhs")}
     free = lambda row, side: [x for d, x in enumerate(row) if d not in used[side]]
-    both = [_joined((left[i],), (right[j],))[0] for i, j in batch]
-    return (*both, *free(left, "lhs"), *free(right, "rhs"))
+    return (
+        *[_joined((left[i],), (right[j],))[0] for i, j in batch],
+        *free(left, "lhs"),
+        *free(right, "rhs"),
+    )
 
 
 def _looked_up(op: Instruction, table: Letters, places: Letters, shape: Sequence[int]) -> Letters:
@@ -143,8 +146,9 @@ def _looked_up(op: Instruction, table: Letters, places: Letters, shape: Sequence
     taken = enumerate(zip(table, shape, of("slice_sizes"), strict=True))
     inner = iter([x if n == m else "" for d, (x, n, m) in taken if d not in gone])
     outer = iter([x for d, x in enumerate(places) if [d] != last])
-    rank = len(shapes(op.type)[0][1])
-    return tuple(next(inner if d in of("offset_dims") else outer) for d in range(rank))
+    return tuple(
+        next(inner if d in of("offset_dims") else outer) for d in range(len(shapes(op.type)[0][1]))
+    )
 
 
 _same = lambda row, dims, before, after: row

@@ -87,8 +87,7 @@ def _words(row: dict, platform: str, chip: Chip | None) -> str:
     domains, within = row["domains"], row["size"] // row["domains"]
     if platform == "cpu":
         inside, between = "shared memory", f"between {domains} processes"
-        words = [inside] * (domains == 1) + [between] * (domains > 1)
-        return "simulated: " + ", ".join(words)
+        return "simulated: " + ", ".join([inside] * (domains == 1) + [between] * (domains > 1))
     if platform == "tpu":
         inside, between = _ici(row, within), f"DCN between {domains} slices"
     else:

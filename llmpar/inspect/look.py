@@ -99,8 +99,7 @@ def look(
         raise ValueError(_NO_CURE)
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
-        result = look_at_text(f, given, _links(given), letters)
-        return _as_it_runs(result, f, given, {}, trace)
+        return _as_it_runs(look_at_text(f, given, _links(given), letters), f, given, {}, trace)
     try:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
@@ -153,8 +152,9 @@ def _as_it_runs(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], 
     result = replace(result, schedule=read_schedule(text, mesh, line_of))
     if trace is None:
         return result
-    notes = measure_rows(result.rows, text, mesh, trace, line_of)
-    return replace(result, notes=result.notes + notes)
+    return replace(
+        result, notes=result.notes + measure_rows(result.rows, text, mesh, trace, line_of)
+    )
 
 
 def _links(mesh: Any) -> dict[str, str]:
@@ -450,8 +450,11 @@ def _written(specs: dict[_Place, NamedSharding], values: dict[_Place, Any]) -> I
             line = frame.f_lineno
             return after
 
-        is_other = re.search(_LIBRARIES, code.co_filename) or code.co_name.startswith("<")
-        return None if is_other else after
+        return (
+            None
+            if (re.search(_LIBRARIES, code.co_filename) or code.co_name.startswith("<"))
+            else after
+        )
 
     with contextlib.ExitStack() as stack:
         stack.callback(sys.settrace, sys.gettrace())

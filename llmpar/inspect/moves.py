@@ -18,10 +18,10 @@ from llmpar.inspect.census import collective_bytes
 from llmpar.plan.layout import LETTERS, Dim, Layout, axes_of
 
 Cuts = tuple[tuple[str, ...], ...]
+# The axes of a mesh with their sizes.
 Sizes = tuple[tuple[str, int], ...]
-"""The axes of a mesh with their sizes."""
+# Axes: the layouts on more of them are too many to search.
 MOST_AXES = 4
-"""Axes: the layouts on more of them are too many to search."""
 
 
 class Hop(NamedTuple):
@@ -60,8 +60,11 @@ def cheapest_moves(
 def local_elements(shape: tuple[int, ...], cuts: Cuts, sizes: dict[str, int]) -> int | None:
     """Return the elements of a device, None where dims are not divided evenly."""
     tiles = [math.prod(sizes[a] for a in axes) for axes in cuts[: len(shape)]]
-    even = all(n % m == 0 for n, m in zip(shape, tiles, strict=True))
-    return math.prod(shape) // math.prod(tiles) if even else None
+    return (
+        math.prod(shape) // math.prod(tiles)
+        if all(n % m == 0 for n, m in zip(shape, tiles, strict=True))
+        else None
+    )
 
 
 def _moves(

@@ -17,8 +17,8 @@ from llmpar.files import read_text
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.hlo import COLLECTIVES
 
+# Set to 1, all pins are written anew.
 UPDATE_PINS = "LLMPAR_UPDATE_PINS"
-"""Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
 # A move in the letters that `look` was given, and the axes of a move.
@@ -28,8 +28,8 @@ _LETTERED, _AXES = (
 )
 _HEAD = re.compile(r"# .* on .* sends, per device and run\n")
 _pinned = dict[Path, str]()  # by its file the function that this process pinned
+# A row as words, one for each of `TITLES`.
 Words = tuple[str, ...]
-"""A row as words, one for each of `TITLES`."""
 
 
 def words_of(rows: Iterable[Mapping[str, Any]]) -> list[Words]:
@@ -51,8 +51,9 @@ def _times(row: Mapping[str, Any]) -> str:
     """Write how often a row is carried out."""
     if row["conditional"] and not row["count"]:
         return "in another branch"
-    words = f"×{row['count']:,}" + " per iteration" * bool(row["per_turn"])
-    return words + " at most" * row["conditional"]
+    return (f"×{row['count']:,}" + " per iteration" * bool(row["per_turn"])) + " at most" * row[
+        "conditional"
+    ]
 
 
 def markdown(rows: Iterable[Words], titles: Words = TITLES) -> str:
@@ -112,8 +113,9 @@ def _cell(words: Words, other: Words) -> str:
     line, arrow, *sent, size = (escape(word.replace(" B", "\u00a0B")) for word in words)
     rest = ", ".join(word for word in sent if word != "-")
     code = f"<code>{line}</code><br><code>{arrow}</code><br>{rest}: <b>{size}</b>"
-    mark = "{}" if words[1:] == other[1:] else "<mark>{}</mark>"
-    return mark.format(code) if any(words) else ""
+    return (
+        ("{}" if words[1:] == other[1:] else "<mark>{}</mark>").format(code) if any(words) else ""
+    )
 
 
 def difference(
@@ -178,7 +180,7 @@ def check_pin(
         )
 
 
-def unused() -> list[Path]:
+def unused_pins() -> list[Path]:
     """List the pins beside those of this process that it has not used: their tests may be gone."""
     near = {(path.parent, path.suffix) for path in _pinned}
     files = sorted(x for folder, kind in near for x in folder.glob(f"*{kind}") if x not in _pinned)

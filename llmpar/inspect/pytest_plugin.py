@@ -22,6 +22,6 @@ def pytest_configure(config) -> None:
 def pytest_terminal_summary(terminalreporter, config) -> None:
     """With the option, name the pins that no test of this run has used, and the command that removes them."""
     pins = sys.modules.get("llmpar.inspect.pins")
-    for path in pins.unused() if pins and config.getoption("--update-pins") else ():
+    for path in pins.unused_pins() if pins and config.getoption("--update-pins") else ():
         text = f"llmpar: no test of this run pins '{path}'; if none does any more: rm {path}"
         terminalreporter.write_line(text)

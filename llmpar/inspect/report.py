@@ -213,8 +213,11 @@ def _arrow_table(document: dict) -> Table:
 def step_picture(document: dict) -> Scene:
     """Draw the bytes: predicted beside compiled by axis and collective, and below by arrow."""
     charts = draw.collectives(document["collectives"]), draw.arrows_sent(document["arrows"])
-    text = "\n".join(chart.text for chart in charts)
-    return compose(_title(document), [list(chart.items) for chart in charts], text)
+    return compose(
+        _title(document),
+        [list(chart.items) for chart in charts],
+        "\n".join(chart.text for chart in charts),
+    )
 
 
 def _short(source: str) -> str:

@@ -77,8 +77,11 @@ def _cuts(sharding: Any, ndim: int) -> Cuts | None:
     if spec is None or spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
         return None
     explicit = {*sharding.mesh.axis_types} == {AxisType.Explicit}
-    known = explicit or isinstance(sharding.mesh, Mesh)
-    return tuple(map(axes_of, spec)) + ((),) * (ndim - len(spec)) if known else None
+    return (
+        tuple(map(axes_of, spec)) + ((),) * (ndim - len(spec))
+        if (explicit or isinstance(sharding.mesh, Mesh))
+        else None
+    )
 
 
 def _spec(cuts: Cuts) -> PartitionSpec:
@@ -102,5 +105,7 @@ def _compiled(mesh: Mesh, routes: list[tuple]) -> dict[int, int]:
         for _, _, before, _, shape, dtype, *_ in routes
     ]
     moves = census_hlo(partitioned_hlo(jax.jit(moved).lower(values)), mesh)
-    rows = summed(({"arrow": int(c.arrow)}, c) for c in moves)
-    return {row["arrow"]: row["bytes_sent"] for row in rows}
+    return {
+        row["arrow"]: row["bytes_sent"]
+        for row in summed(({"arrow": int(c.arrow)}, c) for c in moves)
+    }

@@ -36,16 +36,16 @@ from llmpar.predict.hardware import Chip, guess
 
 # Share of peak that large bf16 matmuls reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA).
 _PRODUCT_SHARE = 0.70
+# Share of peak that cuDNN's attention reaches, forward and backward (Shah et al. 2024, sec. 4: H100, head
+# 128).
 FUSED_SHARE = 0.60
-"""Share of peak that cuDNN's attention reaches, forward and backward (Shah et al. 2024, sec. 4: H100, head
-128)."""
 # Assumed share of peak of this package's own kernels: FlashAttention-2, a similar kernel, reaches 35 % on
 # H100 (Shah et al. 2024, section 1).
 _KERNEL_SHARE = 0.40
+# Shares of peak by chip that ``make device-test`` measured, with the keys of `shares`. It may be missing.
 MEASURED = Path(__file__).with_name("reached.json")
-"""Shares of peak by chip that ``make device-test`` measured, with the keys of `shares`. It may be missing."""
+# Share of the memory's published rate that elementwise operations reach.
 MEMORY_SHARE = 0.80
-"""Share of the memory's published rate that elementwise operations reach."""
 # Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides.
 _LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
 # Lanes of collectives: one for all of them, or one for those within hosts and one for those between hosts.
@@ -348,8 +348,9 @@ class _Schedule:
         """Return the distance of a group's members along mesh axes, in devices."""
         if axes == ("other",):
             return 1
-        names = list(self.mesh.axis_names)
-        return math.prod(self.mesh.devices.shape[max(map(names.index, axes)) + 1 :])
+        return math.prod(
+            self.mesh.devices.shape[max(map(list(self.mesh.axis_names).index, axes)) + 1 :]
+        )
 
     @functools.cache  # noqa: B019 - a schedule lives as long as its program
     def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
@@ -405,8 +406,11 @@ class _Schedule:
             if flops := call_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
-        faster = self.faster(comp, op) if self.gpu else 1.0
-        return self.flops(comp, op), self.shares["products"] * faster, "products"
+        return (
+            self.flops(comp, op),
+            self.shares["products"] * (self.faster(comp, op) if self.gpu else 1.0),
+            "products",
+        )
 
     def faster(self, comp: str, op: Instruction) -> float:
         """Return how much faster than in 16 bits a GPU runs an operation's matmuls: TF32 at half the rate."""

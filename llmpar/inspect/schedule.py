@@ -178,14 +178,14 @@ class _Reader:
         op, near = ops[name], [*self.module.users[comp, name], *(x for x, _ in ops[name].operands)]
         lines = (self.source(one) for one in (op, *(ops[x] for x in near if x in ops)))
         line = next((x for x in lines if x and not x.startswith("argument ")), "")
-        last = op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""
-        return op.collective or last or op.opcode, line
+        return op.collective or (
+            op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""
+        ) or op.opcode, line
 
     def source(self, op: Instruction) -> str:
         """Return an operation's line."""
         return self.line_of(self.module.source(op))
 
 
-def _part(values: list[_Value], i: int | None) -> list[_Value]:
-    """Return all parts of a tuple, or one."""
-    return values if i is None else values[i : i + 1]
+# All parts of a tuple, or one.
+_part = lambda values, i: values if i is None else values[i : i + 1]

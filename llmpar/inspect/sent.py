@@ -146,8 +146,7 @@ class Look:
         """Return what a device sends by a collective ("all-reduce") or in a move ("f32[8@X] -> f32[8]"), of
         all axes or ``over`` one. Raises ValueError for what no program has, so that no assertion holds by a
         misspelt word."""
-        rows = pins.matching(self.mesh, self.rows, what, over)
-        return sum(row["bytes_sent"] for row in rows)
+        return sum(row["bytes_sent"] for row in pins.matching(self.mesh, self.rows, what, over))
 
     def sends(
         self,
@@ -191,8 +190,9 @@ class Look:
 
     def __sub__(self, other: "Look") -> pins.Difference:
         """Return what this program sends otherwise than another."""
-        names = other.name, self.name
-        return pins.difference(pins.words_of(other.rows), pins.words_of(self.rows), names)
+        return pins.difference(
+            pins.words_of(other.rows), pins.words_of(self.rows), (other.name, self.name)
+        )
 
     def markdown(self) -> str:
         """Write the rows as a table in GitHub's Markdown, for a comment."""
@@ -232,8 +232,7 @@ class Look:
         parts.append(facts_html(self._facts()))
         if self.schedule:
             parts.append(schedule_html(self.schedule, self.mesh, self.memory))
-        total = f" {size_of(self.rows)}" if self.rows else ""
-        return html_part(self._heading() + total, *parts)
+        return html_part(self._heading() + (f" {size_of(self.rows)}" if self.rows else ""), *parts)
 
 
 def look_at_text(

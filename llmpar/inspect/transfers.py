@@ -53,8 +53,9 @@ def _planned(x: Any, to: NamedSharding) -> TwoMeshes:
     """Plan an array's way to another mesh. Meshes have no names in JAX."""
     after = from_type(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to))
     arrow = f"{from_type(x)} @first -> {after} @second"
-    meshes = {"first": _at(x).mesh, "second": to.mesh}
-    return two_meshes(arrow, meshes, x.shape, x.dtype.itemsize, uneven=True)
+    return two_meshes(
+        arrow, {"first": _at(x).mesh, "second": to.mesh}, x.shape, x.dtype.itemsize, uneven=True
+    )
 
 
 def _in_words(plan: TwoMeshes) -> str:

@@ -9,6 +9,7 @@ that gives the twin is the value's layout. Nothing is read from types, so `check
 import functools
 import itertools
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,15 +28,15 @@ from llmpar.predict.tolerance import EIGHT_BITS, FACTOR, ROUNDING, UNIT, tree
 
 _INLINED = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 _INLINED |= {"custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
+# Primitives that change a value's type inside shard_map, and not the value.
 TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"}
-"""Primitives that change a value's type inside shard_map, and not the value."""
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
 _OURS = r"^inspect/(check|twin)\.py.*"
 _same = lambda x: x
 # A scan is read iteration by iteration up to so many of them, and so many equations in all.
 _UNROLLED, _EQUATIONS = 16, 2000
+# Steps of no equation: an argument enters a shard_map, a result leaves it.
 ENTER, RETURN = "enter", "return"
-"""Steps of no equation: an argument enters a shard_map, a result leaves it."""
 
 
 @dataclass(eq=False)
@@ -113,8 +114,9 @@ class _Reader:
 
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
         takes, steps = self.number(_jax.equations(closed)[0].invars), list[Equation]()
-        gives = self.inline(closed, takes, steps, place)
-        return Program(takes, gives, steps, self.consts, sizes, self.lengths)
+        return Program(
+            takes, self.inline(closed, takes, steps, place), steps, self.consts, sizes, self.lengths
+        )
 
     def number(self, variables: Iterable[Any]) -> list[int]:
         return [next(self.ids) for _ in variables]
@@ -144,6 +146,9 @@ class _Reader:
                 gives = self.inline(inner, xs, steps, inside)
             elif name == "scan" and (times := self.unrolled(line, params["length"], inner)):
                 gives = self.unroll(eqn, times, inner, xs, steps, (inside[0], line))
+            elif name == "cond" and (platforms := params.get("branches_platforms")):
+                own = [not x or jax.default_backend() in x for x in platforms].index(True)
+                gives = self.inline(params["branches"][own], xs[1:], steps, inside)
             elif (
                 name in ("while", "cond")
                 and (parts := _parts(eqn, xs) if self.first else [])
@@ -181,8 +186,12 @@ class _Reader:
 
     def inline_cond(self, eqn: Any, parts: list, xs: list, steps: list, place: Any) -> list[int]:
         """Add all branches, and take the results of one."""
-        results = [self.inline(branch, takes, steps, place) for branch, takes in parts]
-        return self.select(xs[:1], results, steps, place)
+        return self.select(
+            xs[:1],
+            [self.inline(branch, takes, steps, place) for branch, takes in parts],
+            steps,
+            place,
+        )
 
     def select(self, which: list, cases: list, steps: list, place: Any) -> list[int]:
         """Add a choice between lists of values."""
@@ -210,8 +219,9 @@ class _Reader:
     def unrolled(self, line: str, length: int, inner: Any) -> int:
         """Return how many iterations of a loop are read one by one."""
         self.lengths[line], most = length, _EQUATIONS // (len(_jax.equations(inner)[0].eqns) or 1)
-        most = min(most, _UNROLLED if length <= min(most, _UNROLLED) else self.first)
-        return min(length, most) * (line not in self.kept)
+        return min(
+            length, min(most, _UNROLLED if length <= min(most, _UNROLLED) else self.first)
+        ) * (line not in self.kept)
 
     def unroll(
         self, eqn: Any, times: int, inner: Any, xs: list, steps: list, place: Any
@@ -223,9 +233,9 @@ class _Reader:
         add = lambda name, xs, ys, call: steps.append(Equation(name, place[1], xs, ys, call, {}))
         for group in filter(len, [*([i] for i in order[:times]), order[times:]]):
             parts, is_one = self.number(xs[consts + carried :]), group[0] in order[:times]
-            part = functools.partial(_rows, slice(min(group), max(group) + 1), is_one)
+            at = group[0] if is_one else slice(min(group), max(group) + 1)
             for x, i in zip(xs[consts + carried :], parts, strict=True):
-                add("slice of scan", [x], [i], part)
+                add("slice of scan", [x], [i], operator.itemgetter(at))
             takes = [*fixed, *carry, *parts]
             if is_one:
                 results = self.inline(inner, takes, steps, place)
@@ -235,19 +245,13 @@ class _Reader:
             rows.append(ends)
         stacked = self.number(eqn.outvars[carried:])
         for column, gives in zip(zip(*rows, strict=True), stacked, strict=True):
-            add("scan", [*column], [gives], functools.partial(_stack, times, order[0] > 0))
+            add("scan", [*column], [gives], functools.partial(_stack, times, -1 if order[0] else 1))
         return [*carry, *stacked]
 
 
-def _rows(at: slice, is_one: bool, x: Any) -> Any:
-    """Return some rows, or the one row."""
-    return x[at.start] if is_one else x[at]
-
-
-def _stack(times: int, is_reverse: bool, *parts: Any) -> Any:
+def _stack(times: int, order: int, *parts: Any) -> Any:
     """Put rows together, and what other iterations gave, which is rows already."""
-    rows = [*(x[None] for x in parts[:times]), *parts[times:]]
-    return jnp.concatenate(rows[:: -1 if is_reverse else 1])
+    return jnp.concatenate([*(x[None] for x in parts[:times]), *parts[times:]][::order])
 
 
 def _parts(eqn: Any, xs: list) -> list[tuple[Any, list]]:
@@ -255,9 +259,11 @@ def _parts(eqn: Any, xs: list) -> list[tuple[Any, list]]:
     params, name = eqn.params, eqn.primitive.name
     if name == "while":
         first, last = params["cond_nconsts"], len(xs) - len(eqn.outvars)
-        goes = params["cond_jaxpr"], [*xs[:first], *xs[last:]]
-        return [goes, (params["body_jaxpr"], xs[first:])]
-    if name == "cond" and not params.get("branches_platforms"):
+        return [
+            (params["cond_jaxpr"], [*xs[:first], *xs[last:]]),
+            (params["body_jaxpr"], xs[first:]),
+        ]
+    if name == "cond":
         return [(branch, xs[1:]) for branch in params["branches"]]
     return [(params["jaxpr"], xs)] if name == "scan" else []
 
@@ -266,8 +272,10 @@ def _select(which: Any, *cases: Any) -> Any:
     """Take one of several values; by leading dims where `jax.vmap` made a condition of many elements."""
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, x.dtype) for x in (which, *cases)]
     which, shape = arrays[0], arrays[1].shape
-    rows = which.reshape(which.shape + (1,) * (len(shape) - which.ndim))
-    return lax.select_n(jnp.broadcast_to(rows, shape), *arrays[1:])
+    return lax.select_n(
+        jnp.broadcast_to(which.reshape(which.shape + (1,) * (len(shape) - which.ndim)), shape),
+        *arrays[1:],
+    )
 
 
 def _scan(
@@ -331,8 +339,8 @@ def read(closed: Any, alone: bool = False, kept: Iterable[str] = (), first: int 
 
 
 _Values = dict[int, Any]
+# What is called in the place of a step's own call, and the values that it takes.
 Cures = Mapping[Equation, tuple[list[int], Callable[..., Any]]]
-"""What is called in the place of a step's own call, and the values that it takes."""
 
 
 def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple[list, _Values]:
@@ -487,8 +495,9 @@ def draw_shard(
         key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         for axis in sorted(rest):
             key = jax.random.fold_in(key, lax.axis_index(axis))
-        bits = jax.random.bits(key, whole, f"uint{params['bit_width']}")
-        return own_shard(bits, params["shape"], cuts)
+        return own_shard(
+            jax.random.bits(key, whole, f"uint{params['bit_width']}"), params["shape"], cuts
+        )
 
     return draw
 
@@ -676,5 +685,4 @@ def _roundings(step: Equation, ranks: int) -> float:
     loops = inner * step.params.get("length", 8)
     length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
     dtype = str(after[0].dtype)
-    unit = EIGHT_BITS.get(dtype) or UNIT["bfloat16" if "16" in dtype else "float32"]
-    return unit**2 * length
+    return (EIGHT_BITS.get(dtype) or UNIT["bfloat16" if "16" in dtype else "float32"]) ** 2 * length
