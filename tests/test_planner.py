@@ -602,6 +602,22 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
             assert str(read[key]) == value, (key, read[key], row)
 
 
+def test_configurations_that_a_line_names_are_read_where_they_are(tmp_path, capsys):
+    (tmp_path / "z.json").write_text('{"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}')
+    file = (
+        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: z.json\n"
+    )
+    (tmp_path / "a.yaml").write_text(file)
+    line = "accelerate launch --config_file a.yaml t.py --per_device_train_batch_size 1"
+    name, known, unread = frameworks.facts_in(line, folders=("", str(tmp_path)))
+    assert (name, known["zero"], known["each"], unread) == ("accelerate", 1, 8, [])
+    out = call(
+        capsys, f"--from-flags={line} --deepspeed z.json", "--model", "tiny", "--devices", "8", "--json"
+    )[1]
+    assert "accelerate is priced without that file: zero=0, remat=none, dtype=float32" in out
+    assert "names is not in this folder" in call(capsys, "--from-flags=deepspeed x.py --deepspeed z.json")[2]
+
+
 def test_a_launch_line_is_priced_and_translated(capsys):
     line = "--tensor-model-parallel-size 8 --micro-batch-size 1"
     line += " --global-batch-size 64 --seq-length 8192 --bf16"

@@ -5,10 +5,12 @@ import contextlib
 import itertools
 import json
 import math
+import pathlib
 import re
 import tomllib
 from typing import Any
 
+from llmpar.files import read_text
 from llmpar.plan import checks
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE
@@ -163,11 +165,27 @@ def _flags(words: list[str]) -> dict[str, Any]:
     return {x: " ".join(words) if words else True for x, words in out.items()}
 
 
-def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[str]]:
-    """Return the framework that a text is of, its facts, and what is in it and is not priced. Raise
-    ValueError for a value that decides mesh, batch, model or precision and cannot be read."""
+def _opened(given: dict[str, Any], folders: tuple[str, ...]) -> dict[str, Any]:
+    """Return the keys and values of a command, and behind them those of configurations that it names, where
+    one of the folders has them; "auto" of these is what the command says."""
+    named = [x for x in given if re.fullmatch(TABLE["opened"], x)]
+    files = [(x, pathlib.Path(y, z)) for x in named for y in folders for z in _tokens(given[x])]
+    for key, path in files:
+        if re.search(TABLE["file"], path.name) and path.is_file() and given[key] != "[]":
+            inner = entries(read_text(path, "configuration"))[0].items()
+            # the key stays on, and no word of it is left to name
+            given = {x: y for x, y in inner if y != "auto"} | given | {key: "[]"}
+    return given
+
+
+def facts_in(
+    text: str, framework: str = "", folders: tuple[str, ...] = ()
+) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the framework that a text is of, its facts, and what is in it and is not priced; configurations
+    that it names are read where one of the folders has them. Raise ValueError for a value that decides mesh,
+    batch, model or precision and cannot be read."""
     try:
-        commands = entries(text)
+        commands = [_opened(_opened(x, folders), folders) for x in entries(text)]
     except ValueError as error:
         raise ValueError(f"the launch line or file cannot be read: {error}; correct it") from None
     rows = {
@@ -181,6 +199,7 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
     if not score(name, given):
         raise ValueError(
             f"no key of {', '.join(FRAMEWORKS)} is in it; give a launch line or a file"
+            + "; a file that it names is not in this folder" * bool(re.search(TABLE["names"], text))
         )
     row, left = FRAMEWORKS[name], dict[str, list[str]]()
     on = {key for key, value in given.items() if str(value).lower() not in TABLE["off"]}
@@ -302,8 +321,7 @@ def fixed_by(name: str, plan: Resolved) -> dict[str, Any]:
     row, own = FRAMEWORKS[name], plan.requested
     words = {fact for _, fact, *_ in (*row["keys"], *row["reads"])} & {*Plan.__dataclass_fields__}
     idle = plan.unused.keys() | checks.unused(plan, words)
-    fixed = {x: getattr(own, x) for x in sorted((words | {"remat"}) - idle)}
-    return fixed | planner.fields_of(own)
+    return {x: getattr(own, x) for x in sorted((words | {"remat"}) - idle)} | planner.fields_of(own)
 
 
 def assumptions(
@@ -316,8 +334,10 @@ def assumptions(
     tp = plan.mesh.tp if plan.mesh.ep > 1 else 1
     cut = ["a plan in which tp cuts them too"] * (1 < tp != known.get("etp", tp))
     sizes = f"{q.model}, {q.seq_len:,} tokens, {q.batch_size} sequences, {q.num_devices} devices"
+    assumed = [f"{x}={known.get(x, getattr(plan, x))}" for x in ("zero", "remat", "dtype")]
     lines = [
         (unread, "says {}: not priced"),
+        (assumed * any("was not opened" in x for x in unread), "is priced without that file: {}"),
         (missing, f"names no {{}} (see --model, --seq-len, --devices): priced are {sizes}"),
         (cut, f"cuts experts into {known.get('etp')} by tensor parallelism: priced is {{}}"),
         (chosen, "has no key for {}: chosen, and not of the text"),

@@ -137,8 +137,9 @@ class Question:
 
     def run(self, plan: Plan) -> workload.Run:
         """Return what a plan computes and moves."""
-        plan = self.resolved(plan, None)
-        return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
+        return workload.of_plan(
+            self.config, self.resolved(plan, None), self.chip, self.batch_size, self.seq_len
+        )
 
     def resolved(self, plan: Plan, devices: str | None) -> Resolved:
         """Return the plan for the model on devices; on none in particular for what its fields decide."""
@@ -394,8 +395,9 @@ class VariantGroup:
             return True
         self.cannot[cut] = True
         with contextlib.suppress(ValueError):  # `least_recompute` says why
-            given = memory.argument_bytes(run.plan, q.batch_size, q.seq_len)
-            self.cannot[cut] = sum(given.values()) > q.capacity_bytes
+            self.cannot[cut] = q.capacity_bytes < sum(
+                memory.argument_bytes(run.plan, q.batch_size, q.seq_len).values()
+            )
         return False
 
     def bounded(self, q: Question) -> "VariantGroup":
@@ -519,9 +521,12 @@ def decide(q: Question, keep: int = 8) -> Answer:
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
-            why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
-            change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
-            impossible.append({"mesh": str(mesh), "why": why, "change": change})
+            row = {
+                "mesh": str(mesh),
+                "why": f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}",
+                "change": f"batch_size={math.ceil(q.batch_size / ranks) * ranks}",
+            }
+            impossible.append(row)
             continue
         everything += of_mesh(q, mesh)
     # what is checked does not depend on how much is shown
@@ -854,10 +859,10 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
     }
     because = next((why for why, rank in ranks.items() if rank(one) != rank(other)), "")
     better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])
-    rows = [_row(q, x, [x]) for x in (one, other)]
     return {
         "plans": [
-            {k: value for k, value in row.items() if k not in ("why", "change")} for row in rows
+            {k: value for k, value in _row(q, x, [x]).items() if k not in ("why", "change")}
+            for x in (one, other)
         ],
         "difference_s": lost,
         "terms": dict(sorted(more.items(), key=lambda item: (-abs(item[1]), item[0]))),
