@@ -116,14 +116,18 @@ def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, An
 def entries(text: str) -> list[dict[str, Any]]:
     """Return the keys and values of JSON, of TOML, or of YAML's plain lines, or those of each command of a
     shell script."""
-    bare = re.sub(r"(?m)(^|\s)(#|//\s).*$", "", text).strip()
+    bare = re.sub(TABLE["comments"], "", text).strip()
+    listed = re.sub(TABLE["item"], " ", bare) if re.search(TABLE["listed"], bare) else bare
     if bare.startswith("{"):
         return [_flat(json.loads(bare))]
-    if re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
-        return [_flat(_yaml(bare))]
+    if listed == bare and re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
+        return [_flat(_yaml(re.sub(TABLE["comments"], "", text)))]
     if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
         return [_flat(tomllib.loads(text))]
-    return [_flat(_flags(words)) for words in shell_text.script_commands(text)]
+    return [
+        _flat(_flags(words))
+        for words in shell_text.script_commands(text if listed == bare else listed)
+    ]
 
 
 def _flat(value: dict[str, Any], head: str = "") -> dict[str, Any]:
@@ -143,9 +147,10 @@ def _yaml(text: str) -> dict[str, Any]:
     """Return YAML's values by their sections and names, joined by points; a list's items in one text."""
     out, path = dict[str, Any](), dict[int, str]()
     text = re.sub(r"(?m)\n[ \t]*- +(?=[^\n:]+$)", " ", text)
+    text = re.sub(TABLE["inline"], r"\n" + 60 * " " + r"\2: ", text)
     for indent, key, value in re.findall(TABLE["yaml_line"], text):
         path = {x: name for x, name in path.items() if x < len(indent)} | {len(indent): _key(key)}
-        word = TABLE["yaml"].get(value.lower(), value.strip("'\""))
+        word = TABLE["yaml"].get(value.lower(), value.strip("'\",}"))
         out |= {".".join(path.values()): word} if value else {}
     return out
 
@@ -194,7 +199,8 @@ def facts_in(
         if framework in ("", name)
     }
     keys = {name: {key for key, *_ in row} - {*TABLE["alone"]} for name, row in rows.items()}
-    score = lambda name, given: len(keys[name] & given.keys())
+    # a module that is run tells, too
+    score = lambda name, x: len(keys[name] & x.keys()) + (name in str(x.get("m")).lower())
     name, given = max(itertools.product(rows, commands), key=lambda x: score(*x))
     if not score(name, given):
         raise ValueError(
@@ -245,7 +251,8 @@ def _read(
     """Return the tokens of a value that are understood, each with what it is, the one that counts first.
     What decides the plan and cannot be read is refused."""
     tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
-    read = {x: _number(x) for x in tokens[:1] if re.fullmatch(kinds.get(fact, kinds["count"]), x)}
+    kind = re.compile(kinds.get(fact, kinds["count"]), re.ASCII)
+    read = {x: _number(x) for x in tokens[:1] if kind.fullmatch(x)}
     for spelled in words:
         back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
         read = {x: _number(back[y]) for y in back for x in tokens if x.lower() == y}

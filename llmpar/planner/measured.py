@@ -292,8 +292,7 @@ def textbook_bytes(run: Run, allocated: bool = False) -> dict[str, float]:
 
 def fits_memory(run: Run) -> bool:
     """Tell whether the run fits its chip's memory, all of which other frameworks than JAX may take."""
-    capacity_bytes = run.chip.usable_hbm_gib * 2**30 * (1 - _FRAGMENTS)
-    return sum(textbook_bytes(run).values()) <= capacity_bytes
+    return sum(textbook_bytes(run).values()) <= run.chip.usable_hbm_gib * 2**30 * (1 - _FRAGMENTS)
 
 
 def _stage(run: Run, stage: int) -> dict[str, float]:

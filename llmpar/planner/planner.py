@@ -380,9 +380,8 @@ class VariantGroup:
         alone = () if "schedule" in q.fixed else ("microbatches",)
         alike = tuple(item for item in fields.items() if item[0] not in alone)
         run = self.runs[alike] = self.runs.get(alike) or q.run(Plan(**fields))
-        m = count or fields["microbatches"]
-        rows = max(1, q.batch_size // run.data_ranks // m)
-        return dataclasses.replace(run, rows=rows, microbatches=m, **own)
+        own["microbatches"] = m = count or fields["microbatches"]
+        return dataclasses.replace(run, rows=max(1, q.batch_size // run.data_ranks // m), **own)
 
     def is_out(self, q: Question, fields: Fields) -> bool:
         """Tell whether a variant is left out: an order that is given, or Muon's layers, do not suit the mesh,

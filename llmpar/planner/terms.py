@@ -260,8 +260,9 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
 def _layer_flops(run: Run, block: ModelConfig) -> float:
     """Return the FLOPs of a layer's matmuls, both ways: backward twice those of a weight that is trained."""
     own = sum(p.flops for part in run.layer_matmuls(block) for p in part)
-    adapters = sum(p.flops for p in run.adapter_matmuls(block).values())
-    return (2 if block.lora else 3) * own + 3 * adapters
+    return (2 if block.lora else 3) * own + 3 * sum(
+        p.flops for p in run.adapter_matmuls(block).values()
+    )
 
 
 def _optimizer(clock: Clock, own: float, whole: float) -> list[Summand]:
