@@ -60,8 +60,9 @@ def test_what_a_model_that_runs_is_offered_runs(name):
 def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
     q = question(name, devices, 4 * devices, 32_768, **fixed)
     for mesh in planner.meshes(q):
-        whole = list(planner.grouped(q, mesh))
-        for group in whole + [part for one in whole for part in one.parts(q)]:
+        whole = planner.of_mesh(q, mesh)
+        counted = [part for one in whole for part in one.parts(q)]
+        for group in whole + counted + [part for one in counted for part in one.parts(q)]:
             times = [one.time.step_s for one in planner.priced(q, group)]
             assert all(group.least_s <= seconds * (1 + 1e-9) for seconds in times), (mesh, group.least_s)
 
@@ -116,7 +117,7 @@ def test_a_strategy_waits_for_a_faster_one_that_is_refused_and_takes_its_place()
         assert best.time.step_s <= planner.on_mesh(q, mesh).time.step_s
     own = {"attention_kernel": "cudnn", "documents": "whole", "dtype": "bfloat16", "microbatches": 4}
     q = question(devices=64, **own)
-    group = planner.VariantGroup(mesh := parse_mesh("sp=4 fsdp=16"), [], 0.0, {})
+    group = planner.VariantGroup(mesh := parse_mesh("sp=4 fsdp=16"), [], alike=2)
     group.variants += [{"mesh": mesh, "context_parallel": x} | own for x in ("ring", "gather")]
     (ring,) = planner.priced(q, group)
     assert [x.plan.context_parallel for x in ring.instead] == ["gather"], "slower, so it waits"
@@ -599,6 +600,22 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
         assert mesh.keys() == {word.partition("=")[0] for word in words} & {*AXES}, row
         for key, _, value in (word.partition("=") for word in words):
             assert str(read[key]) == value, (key, read[key], row)
+
+
+def test_configurations_that_a_line_names_are_read_where_they_are(tmp_path, capsys):
+    (tmp_path / "z.json").write_text('{"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}')
+    file = (
+        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: z.json\n"
+    )
+    (tmp_path / "a.yaml").write_text(file)
+    line = "accelerate launch --config_file a.yaml t.py --per_device_train_batch_size 1"
+    name, known, unread = frameworks.facts_in(line, folders=("", str(tmp_path)))
+    assert (name, known["zero"], known["each"], unread) == ("accelerate", 1, 8, [])
+    out = call(
+        capsys, f"--from-flags={line} --deepspeed z.json", "--model", "tiny", "--devices", "8", "--json"
+    )[1]
+    assert "accelerate is priced without that file: zero=0, remat=none, dtype=float32" in out
+    assert "names is not in this folder" in call(capsys, "--from-flags=deepspeed x.py --deepspeed z.json")[2]
 
 
 def test_a_launch_line_is_priced_and_translated(capsys):

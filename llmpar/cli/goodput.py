@@ -37,11 +37,11 @@ class GoodputCommand(Output):
     """
 
     devices: Annotated[int, Allowed(int, 1, 1 << 24)] = 16_384
-    device_mtbf_hours: float = DEVICE_MTBF_H
+    device_mtbf_hours: Annotated[float, Allowed(float, 1e-3, 1e12)] = DEVICE_MTBF_H
     stall_s: float = 30.0
     write_s: float = 0.0
     restart_s: float = 600.0
-    repair_hours: float = 0.0
+    repair_hours: Annotated[float, Allowed(float, 0, 1e12)] = 0.0
     spares: Annotated[int, Allowed(int, 0, 1 << 20)] = 0
     interval_s: Real = None
     svg: File = None

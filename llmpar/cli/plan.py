@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -209,8 +210,9 @@ class PlanCommand(Adapters, Output):
     def launched(self, text: str) -> tuple[Any, list[str]]:
         """Return the answer with the plan of another framework's launch line or configuration alone: why it
         does not fit, and the best change that cures it; and what of the text is not priced."""
+        folders = ("", os.path.dirname(text)) if " " not in text.strip() else ("",)
         text = text if " " in text.strip() else read_text(text, "configuration")
-        name, known, unread = frameworks.facts_in(text)
+        name, known, unread = frameworks.facts_in(text, folders=folders)
         if changed(self, ["model"]) and known.get("model") not in (None, *PRESETS):
             unread.append(f"model={known.pop('model')}")  # a name that says nothing to us
         if twice := changed(self, [x for x in ("model", "seq_len") if x in known]):
@@ -464,8 +466,7 @@ def _count(text: str, name: str, base: int) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper())
     if not match or not float(match[1]):
         raise ValueError(f"--{name} '{text}' is no count; write it as 4000000, 4M or 15T")
-    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[match[2]]
-    return float(match[1]) * base**power
+    return float(match[1]) * base ** {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[match[2]]
 
 
 def _table(
@@ -554,8 +555,7 @@ def tables_versus(document: dict) -> Iterator[Any]:
         for name, more in document["terms"].items()
     )
     last = row("a step", one["step_s"], other["step_s"], document["difference_s"])
-    columns = "milliseconds", one["mesh"], other["mesh"], "difference"
-    yield _table(columns, [*terms, last])
+    yield _table(("milliseconds", one["mesh"], other["mesh"], "difference"), [*terms, last])
     gib = " and ".join(f"{x['memory_bytes']['total'] / 2**30:.1f}" for x in (one, other))
     yield f"they hold {gib} GiB a device: {one['verdict']}, {other['verdict']}"
     yield document["says"]

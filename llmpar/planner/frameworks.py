@@ -5,10 +5,12 @@ import contextlib
 import itertools
 import json
 import math
+import pathlib
 import re
 import tomllib
 from typing import Any
 
+from llmpar.files import read_text
 from llmpar.plan import checks
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE
@@ -114,14 +116,18 @@ def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, An
 def entries(text: str) -> list[dict[str, Any]]:
     """Return the keys and values of JSON, of TOML, or of YAML's plain lines, or those of each command of a
     shell script."""
-    bare = re.sub(r"(?m)(^|\s)(#|//\s).*$", "", text).strip()
+    bare = re.sub(TABLE["comments"], "", text).strip()
+    listed = re.sub(TABLE["item"], " ", bare) if re.search(TABLE["listed"], bare) else bare
     if bare.startswith("{"):
         return [_flat(json.loads(bare))]
-    if re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
-        return [_flat(_yaml(bare))]
+    if listed == bare and re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
+        return [_flat(_yaml(re.sub(TABLE["comments"], "", text)))]
     if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
         return [_flat(tomllib.loads(text))]
-    return [_flat(_flags(words)) for words in shell_text.script_commands(text)]
+    return [
+        _flat(_flags(words))
+        for words in shell_text.script_commands(text if listed == bare else listed)
+    ]
 
 
 def _flat(value: dict[str, Any], head: str = "") -> dict[str, Any]:
@@ -141,9 +147,10 @@ def _yaml(text: str) -> dict[str, Any]:
     """Return YAML's values by their sections and names, joined by points; a list's items in one text."""
     out, path = dict[str, Any](), dict[int, str]()
     text = re.sub(r"(?m)\n[ \t]*- +(?=[^\n:]+$)", " ", text)
+    text = re.sub(TABLE["inline"], r"\n" + 60 * " " + r"\2: ", text)
     for indent, key, value in re.findall(TABLE["yaml_line"], text):
         path = {x: name for x, name in path.items() if x < len(indent)} | {len(indent): _key(key)}
-        word = TABLE["yaml"].get(value.lower(), value.strip("'\""))
+        word = TABLE["yaml"].get(value.lower(), value.strip("'\",}"))
         out |= {".".join(path.values()): word} if value else {}
     return out
 
@@ -163,11 +170,27 @@ def _flags(words: list[str]) -> dict[str, Any]:
     return {x: " ".join(words) if words else True for x, words in out.items()}
 
 
-def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[str]]:
-    """Return the framework that a text is of, its facts, and what is in it and is not priced. Raise
-    ValueError for a value that decides mesh, batch, model or precision and cannot be read."""
+def _opened(given: dict[str, Any], folders: tuple[str, ...]) -> dict[str, Any]:
+    """Return the keys and values of a command, and behind them those of configurations that it names, where
+    one of the folders has them; "auto" of these is what the command says."""
+    named = [x for x in given if re.fullmatch(TABLE["opened"], x)]
+    files = [(x, pathlib.Path(y, z)) for x in named for y in folders for z in _tokens(given[x])]
+    for key, path in files:
+        if re.search(TABLE["file"], path.name) and path.is_file() and given[key] != "[]":
+            inner = entries(read_text(path, "configuration"))[0].items()
+            # the key stays on, and no word of it is left to name
+            given = {x: y for x, y in inner if y != "auto"} | given | {key: "[]"}
+    return given
+
+
+def facts_in(
+    text: str, framework: str = "", folders: tuple[str, ...] = ()
+) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the framework that a text is of, its facts, and what is in it and is not priced; configurations
+    that it names are read where one of the folders has them. Raise ValueError for a value that decides mesh,
+    batch, model or precision and cannot be read."""
     try:
-        commands = entries(text)
+        commands = [_opened(_opened(x, folders), folders) for x in entries(text)]
     except ValueError as error:
         raise ValueError(f"the launch line or file cannot be read: {error}; correct it") from None
     rows = {
@@ -176,11 +199,13 @@ def facts_in(text: str, framework: str = "") -> tuple[str, dict[str, Any], list[
         if framework in ("", name)
     }
     keys = {name: {key for key, *_ in row} - {*TABLE["alone"]} for name, row in rows.items()}
-    score = lambda name, given: len(keys[name] & given.keys())
+    # a module that is run tells, too
+    score = lambda name, x: len(keys[name] & x.keys()) + (name in str(x.get("m")).lower())
     name, given = max(itertools.product(rows, commands), key=lambda x: score(*x))
     if not score(name, given):
         raise ValueError(
             f"no key of {', '.join(FRAMEWORKS)} is in it; give a launch line or a file"
+            + "; a file that it names is not in this folder" * bool(re.search(TABLE["names"], text))
         )
     row, left = FRAMEWORKS[name], dict[str, list[str]]()
     on = {key for key, value in given.items() if str(value).lower() not in TABLE["off"]}
@@ -226,7 +251,8 @@ def _read(
     """Return the tokens of a value that are understood, each with what it is, the one that counts first.
     What decides the plan and cannot be read is refused."""
     tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
-    read = {x: _number(x) for x in tokens[:1] if re.fullmatch(kinds.get(fact, kinds["count"]), x)}
+    kind = re.compile(kinds.get(fact, kinds["count"]), re.ASCII)
+    read = {x: _number(x) for x in tokens[:1] if kind.fullmatch(x)}
     for spelled in words:
         back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
         read = {x: _number(back[y]) for y in back for x in tokens if x.lower() == y}
@@ -302,8 +328,7 @@ def fixed_by(name: str, plan: Resolved) -> dict[str, Any]:
     row, own = FRAMEWORKS[name], plan.requested
     words = {fact for _, fact, *_ in (*row["keys"], *row["reads"])} & {*Plan.__dataclass_fields__}
     idle = plan.unused.keys() | checks.unused(plan, words)
-    fixed = {x: getattr(own, x) for x in sorted((words | {"remat"}) - idle)}
-    return fixed | planner.fields_of(own)
+    return {x: getattr(own, x) for x in sorted((words | {"remat"}) - idle)} | planner.fields_of(own)
 
 
 def assumptions(
@@ -316,8 +341,10 @@ def assumptions(
     tp = plan.mesh.tp if plan.mesh.ep > 1 else 1
     cut = ["a plan in which tp cuts them too"] * (1 < tp != known.get("etp", tp))
     sizes = f"{q.model}, {q.seq_len:,} tokens, {q.batch_size} sequences, {q.num_devices} devices"
+    assumed = [f"{x}={known.get(x, getattr(plan, x))}" for x in ("zero", "remat", "dtype")]
     lines = [
         (unread, "says {}: not priced"),
+        (assumed * any("was not opened" in x for x in unread), "is priced without that file: {}"),
         (missing, f"names no {{}} (see --model, --seq-len, --devices): priced are {sizes}"),
         (cut, f"cuts experts into {known.get('etp')} by tensor parallelism: priced is {{}}"),
         (chosen, "has no key for {}: chosen, and not of the text"),

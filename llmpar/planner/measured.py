@@ -153,11 +153,12 @@ def _chip(known: dict) -> hardware.Chip:
         raise ValueError("it names no chip; give one, as 'chip': 'h100'")
     row = hardware.chip(str(known["chip"]))
     if reached := known.get("reached"):  # by the source's own measurements, nothing is fitted
-        own = hardware.checked(hardware.Rates, dict(reached), "reached")
-        row = replace(row, reached=hardware.Rates(**own))
-    network = known.get("network") if row.link == "switch" else None
-    others = {name: known.get(name) for name in ("hbm", "hbm_rate", "power")}
-    return hardware.in_machine(row, network=network, **others)
+        row = replace(
+            row,
+            reached=hardware.Rates(**hardware.checked(hardware.Rates, dict(reached), "reached")),
+        )
+    names = ("hbm", "hbm_rate", "power", "network" if row.link == "switch" else "hbm")
+    return hardware.in_machine(row, **{name: known.get(name) for name in names})
 
 
 def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
@@ -187,9 +188,10 @@ def _model(known: dict, source: dict, group: dict) -> tuple[ModelConfig, int]:
         width // heads, known.get("ffn", 4 * width), tied=source["gpt"],
     )  # fmt: skip
     if known.get("experts", 0) > 1:
-        top = known.get("top_k", 1)
-        many = ExpertConfig(known["experts"], top, num_shared=known.get("shared_experts", 0))
-        config = replace(config, experts=many)
+        counts = known["experts"], known.get("top_k", 1)
+        config = replace(
+            config, experts=ExpertConfig(*counts, num_shared=known.get("shared_experts", 0))
+        )
     return config, matrices or source["ffn_products"]
 
 
@@ -261,8 +263,7 @@ def _measured(results: dict, run: Run) -> dict[str, Any]:
     elif key.startswith("tok") or key == "off":
         step = run.tokens_per_step / devices / step
     elif key == "mfu_pct":
-        peak = run.chip.per_device().flops_per_s * run.mesh.size
-        step = run.flops() / peak / step * 100
+        step = run.flops() / (run.chip.per_device().flops_per_s * run.mesh.size) / step * 100
     elif key.startswith("tflops"):
         step = run.flops() / devices / step / 1e12
     if memory and unit.endswith("gib"):
@@ -291,8 +292,7 @@ def textbook_bytes(run: Run, allocated: bool = False) -> dict[str, float]:
 
 def fits_memory(run: Run) -> bool:
     """Tell whether the run fits its chip's memory, all of which other frameworks than JAX may take."""
-    capacity_bytes = run.chip.usable_hbm_gib * 2**30 * (1 - _FRAGMENTS)
-    return sum(textbook_bytes(run).values()) <= capacity_bytes
+    return sum(textbook_bytes(run).values()) <= run.chip.usable_hbm_gib * 2**30 * (1 - _FRAGMENTS)
 
 
 def _stage(run: Run, stage: int) -> dict[str, float]:

@@ -137,8 +137,9 @@ class Question:
 
     def run(self, plan: Plan) -> workload.Run:
         """Return what a plan computes and moves."""
-        plan = self.resolved(plan, None)
-        return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
+        return workload.of_plan(
+            self.config, self.resolved(plan, None), self.chip, self.batch_size, self.seq_len
+        )
 
     def resolved(self, plan: Plan, devices: str | None) -> Resolved:
         """Return the plan for the model on devices; on none in particular for what its fields decide."""
@@ -229,8 +230,7 @@ def published_runs() -> list[tuple[dict[str, Any], Question, MeshShape]]:
 def meshes(q: Question) -> Iterator[MeshShape]:
     """Enumerate the meshes of all devices whose axes the model's dims and the machine's links allow
     (`unsuited`); axes that are given are what they are, but for more stages than layers."""
-    fixed = {a: v for a, v in q.fixed.items() if a in AXES}
-    all_sizes = divisors(q.num_devices)
+    fixed, all_sizes = {a: v for a, v in q.fixed.items() if a in AXES}, divisors(q.num_devices)
     sizes = {
         a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")
     }
@@ -302,7 +302,6 @@ def _illegal(q: Question, mesh: MeshShape) -> str:
 
 def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
     """Enumerate the fields of plans on a mesh that could win, those of recomputation left out."""
-    rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
     base: Fields = {"mesh": mesh, "dtype": "bfloat16"}
     # of latent attention that runs, what `checks.why_not_run` lets through
@@ -339,6 +338,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             {"schedule": "1f1b"},
             *({"schedule": "interleaved", "virtual_stages": v} for v in many),
         ]
+    rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
     counts = [m for m in divisors(rows) if m <= 512 and (mesh.pp == 1 or m >= mesh.pp // 2)]
     if "microbatches" in given:
         counts = [m for m in (given["microbatches"],) if rows % m == 0]
@@ -356,33 +356,32 @@ _OF_ZERO = WEIGHT_LINKS, ACCUMULATION
 
 @dataclasses.dataclass
 class VariantGroup:
-    """The variants of a mesh with one number of microbatches, or of these those that ZeRO cuts alike.
+    """The variants of a mesh, or of these those with one number of microbatches, or of these those that ZeRO
+    cuts alike.
 
     Attributes:
+        alike: how many of the two all share.
         least_s: seconds that no variant beats.
         cannot: of the mesh, by ZeRO stage and strategy along the sequence, whether weights and optimizer
             cannot be cut so, or alone are larger than the memory.
         runs: of the mesh, of plans that differ in microbatches alone.
-        whole: whether ZeRO's variants are still together.
     """
 
     mesh: MeshShape
     variants: list[Fields]
-    least_s: float
-    cannot: dict[tuple[Any, Any], bool]
+    alike: int = 0
+    least_s: float = 0.0
+    cannot: dict[tuple[Any, Any], bool] = dataclasses.field(default_factory=dict)
     runs: dict[Any, workload.Run] = dataclasses.field(default_factory=dict)
-    whole: bool = False
 
-    def run(self, q: Question, fields: Fields) -> workload.Run:
-        """Return the run of a variant. Raises ValueError where an order that is given, or Muon's layers, do
-        not suit the mesh."""
+    def run(self, q: Question, fields: Fields, count: int = 0, **own: Any) -> workload.Run:
+        """Return the run of a variant, or of one that differs in the ``count`` of microbatches and its
+        ``own``. Raises ValueError where an order that is given, or Muon's layers, do not suit the mesh."""
         alone = () if "schedule" in q.fixed else ("microbatches",)
         alike = tuple(item for item in fields.items() if item[0] not in alone)
         run = self.runs[alike] = self.runs.get(alike) or q.run(Plan(**fields))
-        m = fields["microbatches"]
-        return dataclasses.replace(
-            run, rows=max(1, q.batch_size // run.data_ranks // m), microbatches=m
-        )
+        own["microbatches"] = m = count or fields["microbatches"]
+        return dataclasses.replace(run, rows=max(1, q.batch_size // run.data_ranks // m), **own)
 
     def is_out(self, q: Question, fields: Fields) -> bool:
         """Tell whether a variant is left out: an order that is given, or Muon's layers, do not suit the mesh,
@@ -395,47 +394,48 @@ class VariantGroup:
             return True
         self.cannot[cut] = True
         with contextlib.suppress(ValueError):  # `least_recompute` says why
-            given = memory.argument_bytes(run.plan, q.batch_size, q.seq_len)
-            self.cannot[cut] = sum(given.values()) > q.capacity_bytes
+            self.cannot[cut] = q.capacity_bytes < sum(
+                memory.argument_bytes(run.plan, q.batch_size, q.seq_len).values()
+            )
         return False
 
-    def least_seconds(self, q: Question) -> float:
-        """Return seconds that no variant beats (`time.least_time`), of ZeRO's together without what it sends
-        beside layers. Raises ValueError as `run` does."""
-        run, layers = self.run(q, self.variants[0]), q.config.num_layers
-        chunks = max(x.get("virtual_stages") or run.virtual_stages for x in self.variants)
-        last = q.config.count_kinds(layers - run.chunk_layers[-1], layers)
-        # the busiest rank of sp takes no less than the mean
-        most = dataclasses.replace(run, virtual_stages=chunks, balanced=True)
-        return least_time(most, last, _OF_ZERO if self.whole else ())
+    def bounded(self, q: Question) -> "VariantGroup":
+        """Return the group with its least time (`time.least_time`): of ZeRO's variants together without what
+        they send beside layers, and of a mesh with the batch computed at once."""
+        many = 1 if self.alike else max(x["microbatches"] for x in self.variants)
+        layers, apart = q.config.num_layers, _OF_ZERO if self.alike < 2 else ()
+        with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
+            # the busiest rank of sp takes no less than the mean
+            run = self.run(q, self.variants[0], int(not self.alike), balanced=True)
+            last = q.config.count_kinds(layers - run.chunk_layers[-1], layers)
+            chunks = max(x.get("virtual_stages") or run.virtual_stages for x in self.variants)
+            most = dataclasses.replace(run, virtual_stages=chunks)
+            self.least_s = least_time(most, last, apart, many)
+        return self
 
     def parts(self, q: Question) -> "list[VariantGroup]":
-        """Return the variants that are not left out, by what ZeRO cuts, each part with its least time."""
+        """Return the variants by what not all share yet, each part with its least time; by what ZeRO cuts
+        those that are not left out."""
         parts = dict[Any, VariantGroup]()
-        for fields in (x for x in self.variants if not self.is_out(q, x)):
-            state = fields.get("zero"), fields.get("reshard_after_forward")
-            empty = dataclasses.replace(self, variants=[], whole=False)
-            parts.setdefault(state, empty).variants.append(fields)
-        for part in parts.values():
-            with contextlib.suppress(ValueError):  # `priced` leaves it out
-                part.least_s = part.least_seconds(q)
-        return list(parts.values())
+        for fields in self.variants:
+            if not self.alike or not self.is_out(q, fields):
+                names = ("zero", "reshard_after_forward") if self.alike else ("microbatches",)
+                empty = dataclasses.replace(self, variants=[], alike=self.alike + 1, least_s=0.0)
+                parts.setdefault(tuple(map(fields.get, names)), empty).variants.append(fields)
+        return [part.bounded(q) for part in parts.values()]
 
 
-def grouped(q: Question, mesh: MeshShape) -> Iterator[VariantGroup]:
-    """Enumerate the variants of a mesh by their number of microbatches, each group with its least time."""
-    cannot, runs = dict[tuple[Any, Any], bool](), dict[Any, workload.Run]()
-    for _, alike in itertools.groupby(variants(q, mesh), key=lambda fields: fields["microbatches"]):
-        group = VariantGroup(mesh, list(alike), 0.0, cannot, runs, True)
-        with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
-            group.least_s = group.least_seconds(q)
-        yield group
+def of_mesh(q: Question, mesh: MeshShape) -> list[VariantGroup]:
+    """Return the variants of a mesh with their least time; none where too few rows fill its pipeline."""
+    return [VariantGroup(mesh, every).bounded(q) for every in [list(variants(q, mesh))] if every]
 
 
 def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
     """Return seconds that no plan on a mesh beats, for the plans of `on_mesh`."""
     q = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes)
-    parts = (part for group in grouped(q, mesh) for part in group.parts(q))
+    parts = (
+        part for whole in of_mesh(q, mesh) for group in whole.parts(q) for part in group.parts(q)
+    )
     return min((part.least_s for part in parts), default=0.0)
 
 
@@ -457,39 +457,42 @@ def priced(q: Question, group: VariantGroup) -> list[Candidate]:
     return candidates
 
 
-def least_recompute(q: Question, plan: Plan) -> Candidate:
+def least_recompute(q: Question, plan: Plan, than: float = math.inf) -> Candidate:
     """Return the plan with the least recomputation, from its own on, with which its program fits: of a layer
-    first, then of the loss, whose pieces are computed again."""
+    first, then of the loss, whose pieces are computed again. Where none fits, what it holds by part, unless
+    that is no less ``than`` another's."""
     policies, num_pieces = workload.POLICIES, [plan.loss_chunks]
     if "loss_chunks" not in q.fixed and q.seq_len // plan.mesh.sp % 8 == 0:
         num_pieces = [1, 8]
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
 
     @functools.cache  # the last policy is asked about twice
-    def holding(remat: str, pieces: int) -> Candidate:
-        own: Fields = {"remat": remat, "loss_chunks": pieces}
-        parts = memory.parts_bytes(
-            dataclasses.replace(runs, **own), q.batch_size, q.seq_len, q.local_steps > 0
+    def total(remat: str, pieces: int) -> int:
+        return memory.total_bytes(
+            dataclasses.replace(runs, remat=remat, loss_chunks=pieces), *sizes
         )
-        return Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
 
+    sizes = q.batch_size, q.seq_len, q.local_steps > 0
     try:
         q.resolved(plan, None).check(q.batch_size, q.seq_len)
         runs = q.resolved(dataclasses.replace(plan, remat=later[-1]), q.platform)
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
-        one = min((holding(later[-1], n) for n in num_pieces), key=lambda x: x.total_bytes)
-        if one.total_bytes <= q.capacity_bytes:
-            return next(
-                x
-                for x in itertools.starmap(holding, itertools.product(later, num_pieces))
-                if x.total_bytes <= q.capacity_bytes
-            )
+        least = min(((later[-1], n) for n in num_pieces), key=lambda x: total(*x))
+        if fits := total(*least) <= q.capacity_bytes:
+            each = itertools.product(later, num_pieces)
+            least = next(x for x in each if total(*x) <= q.capacity_bytes)
+        elif total(*least) >= than:
+            return Candidate(plan, UNPRICED, {"total": total(*least)}, "holds more")
+        own = dict(zip(("remat", "loss_chunks"), least, strict=True))
+        parts = memory.parts_bytes(dataclasses.replace(runs, **own), *sizes)
     except ValueError as refusal:
         return Candidate(plan, UNPRICED, why_not=str(refusal))
+    one = Candidate(dataclasses.replace(plan, **own), UNPRICED, parts)
     largest, size = max(one.parts.items(), key=lambda part: part[1])
-    one.why_not = f"holds {one.total_bytes / GIB:.1f} GiB > {q.capacity_bytes / GIB:.1f} GiB"
-    one.why_not += f", of which {largest} {size / GIB:.1f}"
+    if not fits:
+        one.why_not = f"holds {one.total_bytes / GIB:.1f} GiB > {q.capacity_bytes / GIB:.1f} GiB"
+        one.why_not += f", of which {largest} {size / GIB:.1f}"
     return one
 
 
@@ -517,11 +520,14 @@ def decide(q: Question, keep: int = 8) -> Answer:
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
-            why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
-            change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
-            impossible.append({"mesh": str(mesh), "why": why, "change": change})
+            row = {
+                "mesh": str(mesh),
+                "why": f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}",
+                "change": f"batch_size={math.ceil(q.batch_size / ranks) * ranks}",
+            }
+            impossible.append(row)
             continue
-        everything += grouped(q, mesh)
+        everything += of_mesh(q, mesh)
     # what is checked does not depend on how much is shown
     best, num_priced = _best(q, everything, failed, max(keep, 8))
     plans = ranked(best.values())[:keep]
@@ -562,7 +568,7 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
         dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes),
         dict[MeshShape, Candidate](),
     )
-    if best := _best(q, grouped(q, mesh), failed, 1)[0]:
+    if best := _best(q, of_mesh(q, mesh), failed, 1)[0]:
         return best[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
@@ -596,7 +602,7 @@ def _best(
             for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
                 failed.pop(other.mesh, None)
             break
-        if isinstance(one, VariantGroup) and one.whole:
+        if isinstance(one, VariantGroup) and one.alike < 2:
             for part in one.parts(q):
                 heapq.heappush(queue, (part.least_s, next(number), part))
             continue
@@ -609,11 +615,12 @@ def _best(
         if checked[mesh] == _PRICED or mesh in best and best[mesh].time.step_s * _NEAR <= step_s:
             continue
         if not one.memory_bytes:
-            instead, one = one.instead, least_recompute(q, one.plan)
+            least = failed[mesh].total_bytes if mesh in failed else math.inf
+            instead, one = one.instead, least_recompute(q, one.plan, least)
             if one.why_not:
                 for other in () if one.memory_bytes else instead:
                     heapq.heappush(queue, (other.time.step_s, next(number), other))
-                if mesh not in failed or one.total_bytes < failed[mesh].total_bytes:
+                if mesh not in failed or one.total_bytes < least:
                     failed[mesh] = one
                 continue
             if one.plan != plan:  # slower than its closed form without recomputation
@@ -677,9 +684,10 @@ def rescue(q: Question, one: Candidate) -> str:
     if fit := first_fit(q, one.plan, changes):
         ((name, value),), total = fit[0].items(), fit[1]
         return f"{name}={value} would hold {total / GIB:.1f} GiB"
-    alone = ", ".join({name: 0 for change in changes for name in change})
     return (
-        f"none of {alone} alone: it wants {one.total_bytes / q.capacity_bytes:.1f} times the memory"
+        "none of "
+        + ", ".join({name: 0 for change in changes for name in change})
+        + (f" alone: it wants {one.total_bytes / q.capacity_bytes:.1f} times the memory")
     )
 
 
@@ -703,7 +711,7 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
             other = q.resolved(dataclasses.replace(plan, **change), None)
             other.check(q.batch_size, q.seq_len)
             runs = q.resolved(other.effective, q.platform)
-            total = memory.parts_bytes(runs, q.batch_size, q.seq_len, q.local_steps > 0)["total"]
+            total = memory.total_bytes(runs, q.batch_size, q.seq_len, q.local_steps > 0)
         except ValueError:
             continue
         if total <= q.capacity_bytes:
@@ -719,8 +727,9 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     if least and not least.memory_bytes:
         wants = f"; {least.plan.mesh} cannot be: {least.why_not}"
     given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
-    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}"
-    head += f" with {given}" * bool(given) + wants
+    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}" + (
+        f" with {given}" * bool(given) + wants
+    )
     if given and smallest_fits(dataclasses.replace(q, fixed={})):
         return f"{head}; without {given} it does"
     numbers = list(larger(q))
@@ -736,9 +745,8 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
 def larger(q: Question) -> Iterator[int]:
     """Yield numbers of devices to try where those of the question are too few, from the first whose memory
     suffices for the state, cut evenly: four in each octave, and beyond the second doublings."""
-    trained = q.config.trained_params
     # weights, gradients and two moments in float32; of frozen weights 16 bits
-    state = 16.0 * trained + 2.0 * (q.config.num_params - trained)
+    state = 2.0 * q.config.num_params + 14.0 * q.config.trained_params
     many = max(q.num_devices + 1, math.ceil(state / q.capacity_bytes))
     for _ in range(8):
         step = max(1, 2 ** (many.bit_length() - 3))
@@ -850,10 +858,10 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
     }
     because = next((why for why, rank in ranks.items() if rank(one) != rank(other)), "")
     better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])
-    rows = [_row(q, x, [x]) for x in (one, other)]
     return {
         "plans": [
-            {k: value for k, value in row.items() if k not in ("why", "change")} for row in rows
+            {k: value for k, value in _row(q, x, [x]).items() if k not in ("why", "change")}
+            for x in (one, other)
         ],
         "difference_s": lost,
         "terms": dict(sorted(more.items(), key=lambda item: (-abs(item[1]), item[0]))),
@@ -961,10 +969,8 @@ def launch(q: Question, plan: Plan) -> str | None:
     if q.chip.link != "switch" or q.num_devices <= each or q.num_devices % each:
         return None
     words = command(q, plan, "train").partition("llmpar ")[2]  # job files set the variables
-    many = f" --gpus-per-node {each}" * (each != 8)
-    return (
-        f"llmpar launch slurm --nodes {q.num_devices // each}{many} -- {words} --checkpoints kept"
-    )
+    nodes = f"{q.num_devices // each}" + f" --gpus-per-node {each}" * (each != 8)
+    return f"llmpar launch slurm --nodes {nodes} -- {words} --checkpoints kept"
 
 
 def target(q: Question) -> str:
@@ -979,14 +985,13 @@ def target(q: Question) -> str:
         side = max(d for d in divisors(left) if d <= max(1, round(left ** (1 / axes))))
         sides.append(side)
         left //= side
-    several = f"{slices}*" if slices > 1 else ""
-    return f"{several}{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
+    return f"{slices}*" * (slices > 1) + f"{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
 
 
 def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> dict[str, float]:
     """Return days, energy (chips' power times `PUE`) and cost of training on so many tokens."""
-    seconds = tokens / (q.batch_size * q.seq_len) * best.time.step_s
-    chips = q.num_devices / q.chip.devices_per_chip
+    steps, chips = tokens / (q.batch_size * q.seq_len), q.num_devices / q.chip.devices_per_chip
+    seconds = steps * best.time.step_s
     result = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
     if watts := hardware.POWER_W.get(q.chip.family):
         result["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6

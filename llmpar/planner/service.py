@@ -61,8 +61,7 @@ def request_bytes(s: Service, tp: int, tokens: int) -> float:
     convolutions, in 16 bits."""
     of_a_layer = lambda x: 4 * x.state_size + 2 * x.positions_before * x.convolved
     states = sum(count * of_a_layer(block) for count, block in s.config.blocks)
-    cache = serving.cache_of_a_rank(s.config, tp, tokens)
-    return cache * s.cache_bits / 8 + states / tp
+    return serving.cache_of_a_rank(s.config, tp, tokens) * s.cache_bits / 8 + states / tp
 
 
 def cuts(s: Service) -> Iterator[tuple[int, int, float]]:

@@ -32,10 +32,12 @@ _SKIPPED = {
 }
 _PASTED = {
     r"(?<!\S)[\u2013\u2014](?=[a-z])": "--",
+    r"(?m)^[ \t]*```[ \t]*\w*[ \t]*$": "",
     r"\\[ \t]+(?=\r?\n)": r"\\",
     r"(?m)^[ \t]*(?:\([\w.-]+\)[ \t]*)?(?:[$%+]|>(?=[ \t]+(?:-|\w+=))|\w+@[\w.-]+:\S*[$#])[ \t]+": "",
 }
-"""What pages add to a line: blanks behind a backslash, prompts (bash -x's, too), dashes for two hyphens."""
+"""What pages add to a line: fences, blanks behind a backslash, prompts (bash -x's, too), dashes for two
+hyphens."""
 _BLANKS = str.maketrans(" \n\t\1\2\3", "\1\2\3 \n\t")  # there and back
 _SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
 

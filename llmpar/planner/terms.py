@@ -244,13 +244,11 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
             explained = _added(
                 name, value, "s", _links(clock, stage, name), "links", f"{share:.6g}"
             )
-            formula = f"{explained.formula}; {_shown(clock, share)}"
-            out.append(replace(explained, formula=formula))
+            out.append(replace(explained, formula=f"{explained.formula}; {_shown(clock, share)}"))
             continue
         explained = _term(name, value, "s", filled, key)
         if name == "recomputation":
-            formula = f"{explained.formula}: {recomputed(one.plan)}"
-            explained = replace(explained, formula=formula)
+            explained = replace(explained, formula=f"{explained.formula}: {recomputed(one.plan)}")
         out.append(explained)
     used = f"{run.flops():.6g} FLOP / ({run.mesh.size:,} × {peak:.6g} FLOP/s × {step_s:.6g} s)"
     out.append(_term("a step", step_s, "s", " + ".join(f"{x.value:.6g} s" for x in out)))
@@ -262,8 +260,9 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
 def _layer_flops(run: Run, block: ModelConfig) -> float:
     """Return the FLOPs of a layer's matmuls, both ways: backward twice those of a weight that is trained."""
     own = sum(p.flops for part in run.layer_matmuls(block) for p in part)
-    adapters = sum(p.flops for p in run.adapter_matmuls(block).values())
-    return (2 if block.lora else 3) * own + 3 * adapters
+    return (2 if block.lora else 3) * own + 3 * sum(
+        p.flops for p in run.adapter_matmuls(block).values()
+    )
 
 
 def _optimizer(clock: Clock, own: float, whole: float) -> list[Summand]:

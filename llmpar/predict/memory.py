@@ -79,6 +79,12 @@ def parts_bytes(
     return parts | {"total": sum(parts.values())}
 
 
+def total_bytes(plan: Resolved, batch_size: int, seq_len: int, local_steps: bool = False) -> int:
+    """Return a step's bytes per device: the total of `parts_bytes`."""
+    known = [*argument_bytes(plan, batch_size, seq_len).values(), local_steps and outer_bytes(plan)]
+    return sum(known) + temp_bytes(plan, batch_size, seq_len)
+
+
 def outer_bytes(plan: Resolved) -> int:
     """Return the bytes per device of what local steps hold beside the worker's own state
     (`training.local_steps`): the shared weights, and a float32 momentum of the outer optimizer for each
@@ -100,6 +106,10 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     alike: dict[str, Any] = {
         "mesh": dataclasses.replace(plan.mesh, dp=1),  # of which each rank has the same
         "requested": None,
+        "devices": None,
+        "attention_kernel": "auto",
+        "dispatch": "auto",
+        "hop": "auto",
         "remat": "none",
         "context_parallel": "ring",
         "sequence_order": "zigzag",
@@ -114,7 +124,7 @@ _LAYOUTS = "stored", "used", "unreduced", "accumulated", "reduced"
 """Of a weight (`plan.WeightLayouts`); a frozen one, without gradients, has the first two."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=8192)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
     layers = Counter[tuple[str, int]]()
@@ -132,15 +142,15 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
             total[name] += size
             if in_blocks:
                 total[f"blocks {name}"] += size
-                layer = size // (weight.shape[0] // plan.mesh.pp)
-                layers[f"layer {name}", kind] += layer
+                layers[f"layer {name}", kind] += size // (weight.shape[0] // plan.mesh.pp)
             total[f"largest {name}"] = max(total[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 total[f"head {name}"] = size
         if plan.muon != "none" and matrix_dims(weight.dims) and not weight.frozen:
             total["one moment"] += own["reduced"]
-            whole = layouts.whole.shard_shape(weight.shape, sizes)
-            total["whole matrices"] += FLOAT32 * math.prod(whole)
+            total["whole matrices"] += FLOAT32 * math.prod(
+                layouts.whole.shard_shape(weight.shape, sizes)
+            )
         if plan.gather_per == "block" and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
@@ -164,13 +174,12 @@ def argument_bytes(
     own and three coefficients, too.
     """
     weights = weights_bytes(plan)
-    if scalars is None:
-        scalars = 2 if plan.muon == "none" else 6
+    own = 2 if plan.muon == "none" else 6
     return {
         "params": weights["params"],
         "optimizer": moments * weights["reduced"] - (moments - 1) * weights["one moment"],
         "batch": 4 * len(BATCH) * _tokens(plan, batch_size, seq_len),
-        "counters": 4 * scalars,
+        "counters": 4 * (own if scalars is None else scalars),
     }
 
 
@@ -178,7 +187,7 @@ def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     """Return the bytes per device that a block's forward pass saves of a microbatch for the backward one, by
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
-    saves = _block(plan, tokens, seq_len, _item(plan))[0]
+    saves, *_ = _block(plan, tokens, seq_len, _item(plan))
     return {remat: sum(sizes.values()) for remat, sizes in saves.items()}
 
 

@@ -566,8 +566,7 @@ def torus_axes(chip: Chip, group: int, inner: int) -> int:
     """Return how many axes of a torus a group may have."""
     cores = chip.devices_per_chip
     chips = max(1, group // max(1, min(group, cores // max(1, inner))))
-    free = chip.num_axes - (inner // cores > 1)
-    return min(free, max(1, math.floor(math.log2(chips) / 2)))
+    return min(chip.num_axes - (inner // cores > 1), max(1, math.floor(math.log2(chips) / 2)))
 
 
 # ----------------------------------------------------------------------------------------------------- a step
@@ -604,8 +603,7 @@ class Chunk:
 def beside_flops(terms: Mapping[str, float]) -> str:
     """Name what of a step is no useful FLOPs, the largest first: what MFU is lost to. Terms of less than a
     twentieth of the step are left out."""
-    least = sum(terms.values()) / 20
-    useful = (MATMULS, ATTENTION, HEAD_AND_LOSS)
+    least, useful = sum(terms.values()) / 20, (MATMULS, ATTENTION, HEAD_AND_LOSS)
     rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
     return ", ".join(f"{name} {rounded(s, 0.1):g} s" for s, name in rest if s >= least)
 
@@ -617,11 +615,12 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
     return _time(clock, *chunks(clock), simulate)
 
 
-def least_time(run: Run, last: Sequence[int], apart: tuple[str, ...] = ()) -> float:
+def least_time(run: Run, last: Sequence[int], apart: tuple[str, ...] = (), many: int = 1) -> float:
     """Return seconds that no plan beats that differs from a run in its schedule, whose chunks are no more
     and whose ``last`` has no more layers, which run forward once, and in its strategy along the sequence:
     every stage has an even share, since the busiest decides and collectives of parts take no less than one of
-    all, sp sends nothing, and terms that are ``apart`` take no time."""
+    all, sp sends nothing, and terms that are ``apart`` take no time. Of a run of one microbatch, plans too
+    that cut it into as ``many`` at most: parts take no less than all at once, and the bubble is of one."""
     clock, p = Clock(run, exact=False), run.mesh.pp
     layers = [count / p for count, _ in run.config.blocks]
     parts = [
@@ -631,8 +630,9 @@ def least_time(run: Run, last: Sequence[int], apart: tuple[str, ...] = ()) -> fl
     ]
     ends, apart = {"embedding": 1 / p, "head": 1 / p}, (SEQUENCE_LINKS, *apart)
     chunk = clock.around(parts, layers, ends, {}, apart)
-    late = clock.at_the_end(chunk.used, chunk.trained)
-    return _time(clock, [[chunk]] * p, [late] * p, False).step_s
+    late = [clock.at_the_end(chunk.used, chunk.trained)] * p
+    time = _time(clock, [[chunk]] * p, late, False)
+    return time.step_s - time.terms.get("bubble", 0.0) * (1 - 1 / many)
 
 
 def _time(
