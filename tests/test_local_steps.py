@@ -14,7 +14,6 @@ from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_a
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
-from llmpar.model.weights import trainable_params
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
@@ -58,11 +57,8 @@ def after_three(local: LocalSteps):
 
 def outer_census(local: LocalSteps, index: int = 0):
     """What the compiled outer step of a fragment sends; it is given what is predicted, to the byte."""
-    config, whole = local.config, local.whole.abstract_state
-    after = local._in_all(trainable_params(local.steps[0].abstract_state.params, config))
-    outer = local.outer_step.lower(index, after, trainable_params(whole.params, config), whole.optimizer)
-    compiled, text = read_program(outer)
-    worker = dataclasses.replace(local.plan.worker, muon="none").resolve(config, "cpu")
+    compiled, text = read_program(local.lower(index))
+    worker = dataclasses.replace(local.plan.worker, muon="none").resolve(local.config, "cpu")
     worker = argument_bytes(worker, BATCH, SEQ)
     momentum = outer_bytes(local.plan) - worker["params"]  # as large as the trained weights, cut as these are
     assert compiled_memory(compiled)["argument_bytes"] == 3 * momentum, "after, shared weights, momentum"
