@@ -14,6 +14,7 @@ from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_a
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
+from llmpar.inspect.report import inspect_apart
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
@@ -34,25 +35,13 @@ def full(seed: int):
 
 
 @functools.cache
-def workers(rule=LINEAR, every: int = 1, plan: Plan = PLAN, fragments: int = 1):
-    mesh = make_mesh(plan.mesh)
+def workers(every: int = 1, fragments: int = 1):
     outer = optax.sgd(1.0, momentum=0.0)  # a momentum that forgets at once, and is kept
-    return LocalSteps(LLAMA, plan, mesh, rule, every, outer, clip=None, fragments=fragments)
+    return LocalSteps(LLAMA, PLAN, make_mesh(PLAN.mesh), LINEAR, every, outer, None, fragments)
 
 
 def flat(tree):
     return {path: np.asarray(w) for path, w in flatten_dict(tree, sep=".").items()}
-
-
-def after_three(local: LocalSteps):
-    """The shared weights after three steps, and those of data parallelism."""
-    rule, plan = local.steps[0].optimizer, local.plan.requested
-    whole = Step(LLAMA, plan, make_mesh(plan.mesh), rule, clip=None)
-    state, other = local.init(), whole.init()
-    for number in range(3):
-        state, _ = local.run(state, full(number))
-        other, _ = whole.run(other, jax.device_put(full(number), whole.batch_sharding))
-    return flat(state.outer.params), flat(other.params), flat(whole.init().params)
 
 
 def outer_census(local: LocalSteps, index: int = 0):
@@ -70,7 +59,12 @@ def apart(one: dict, other: dict) -> float:
 
 
 def test_an_average_after_each_step_of_a_linear_optimizer_is_data_parallelism():
-    got, want, start = after_three(workers())
+    local, whole = workers(), Step(LLAMA, PLAN, make_mesh(PLAN.mesh), LINEAR, clip=None)
+    state, other = local.init(), whole.init()
+    for number in range(3):
+        state, _ = local.run(state, full(number))
+        other, _ = whole.run(other, jax.device_put(full(number), whole.batch_sharding))
+    got, want, start = map(flat, (state.outer.params, other.params, whole.init().params))
     assert apart(got, want) < 1e-6 < 1e-3 < apart(want, start)
 
 
@@ -120,6 +114,13 @@ def test_every_plan_sends_in_its_outer_steps_what_is_predicted(config, plan, fra
     for index in range(fragments):
         sent = outer_traffic(local.plan, fragments, index)
         assert sent.total_bytes > 0 and outer_census(local, index) == predicted_by_arrow(sent)
+
+
+def test_inspect_shows_the_step_of_a_worker_and_over_dp_the_outer_step():
+    shown = inspect_apart(Plan("dp=2 tp=2").resolve(LLAMA, "cpu", BATCH, SEQ), BATCH, SEQ, 4)
+    of_dp = [row["arrow"] for row in shown["arrows"] if row["axis"] == "dp" and row["as_predicted"]]
+    assert "difference ffn l d m" in of_dp and "one in 4 steps" in shown["detour"]
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in shown["collectives"])
 
 
 @functools.cache
