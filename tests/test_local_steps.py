@@ -128,7 +128,7 @@ def corpus():
     return read_corpus(DataConfig(limit_bytes=50_000))
 
 
-def train_to(stop: int, mesh: str, folder=None, **more):
+def train_to(stop: int, mesh: str, folder=None, tell=print, **more):
     """Train six steps, or to an earlier stop: loss by loss, of held-out text after six, and the weights."""
     config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
     text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
@@ -139,7 +139,7 @@ def train_to(stop: int, mesh: str, folder=None, **more):
         *(LLAMA, Plan(mesh), make_mesh(mesh), text, 6, OptimizerConfig(**given)),
         checkpoints=keep,
         evaluation=Evaluation(held_out, 6),
-        callbacks=Callbacks(stop=lambda: next(steps) == stop),
+        callbacks=Callbacks(stop=lambda: next(steps) == stop, tell=tell),
     )
     return report.losses, report.eval_losses, flat(state.params)
 
@@ -147,7 +147,8 @@ def train_to(stop: int, mesh: str, folder=None, **more):
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
     """Momentum, moves since the last outer step and own optimizers come back, from the midst of a period."""
-    losses, scores, params = train_to(0, "dp=2 tp=2")
+    losses, scores, params = train_to(0, "dp=2 tp=2", tell=(told := []).append)
+    assert "after the last outer step of some layers workers learn for 2 of 6 steps more" in told[0]
     first, none, _ = train_to(3, "dp=2 tp=2", tmp_path)
     assert first == losses[:3] and not none
     shutil.copytree(tmp_path, other := tmp_path.with_name("other"))
