@@ -181,8 +181,7 @@ class Clock:
         faster *= self.rates.four_bit if bits < 8 else 1.0
         for p in shapes:
             share = self.rates.matmuls if p.times == 1 else self.rates.grouped
-            # adapters multiply in 16 bits
-            rate = self.device.flops_per_s * share * (1 if p.thin else faster)
+            rate = self.device.flops_per_s * share * faster
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
             waves = in_waves(self.device.cores, p.rows, p.out, p.times, self.device.date > "2022")
             seconds += math.hypot(p.flops / rate * waves, moved / self.bytes_per_s)
