@@ -74,14 +74,14 @@ def inspect_apart(plan: Resolved, batch_size: int, seq_len: int, every: int) -> 
     local = LocalSteps(plan.config, plan, make_mesh(str(plan.mesh)), priced_optimizer(plan), every)
     document = inspect(local.steps[0].plan, batch_size // plan.mesh.dp, seq_len)
     outer = census_hlo(read_program(local.lower())[1], local.mesh)
-    for name, rows in moved(outer_traffic(local.plan), outer).items():
+    for name, rows in _side_by_side(outer_traffic(local.plan), outer).items():
         document[name] += rows
-    told = f"over dp: of the outer step, one in {every} steps; all else: of a worker's step"
+    words = f"over dp: of the outer step, one in {every} steps; all else: of a worker's step"
     return document | {
         "mesh": plan.mesh.named,
         "links": axis_links(local.mesh),
         "batch_size": batch_size,
-        "detour": "; ".join(filter(None, (told, document["detour"]))),
+        "detour": "; ".join(filter(None, (words, document["detour"]))),
         "local_steps": every,
     }
 
@@ -111,10 +111,10 @@ def compare(
         "schedule": plan.schedule if plan.pipeline else None,
         "batch_size": batch_size,
         "seq_len": seq_len,
-    } | moved(by_stage[stage], census_hlo(partitioned, mesh, branches[stage]))
+    } | _side_by_side(by_stage[stage], census_hlo(partitioned, mesh, branches[stage]))
 
 
-def moved(predicted: Traffic, census: Sequence[Collective]) -> dict[str, list[dict]]:
+def _side_by_side(predicted: Traffic, census: Sequence[Collective]) -> dict[str, list[dict]]:
     """Return predicted collectives beside compiled ones, by axes and kind; and the compiled ones by arrow."""
     compiled = defaultdict(list)
     for c in census:
