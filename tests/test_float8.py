@@ -21,7 +21,7 @@ from test_wire import error
 from llmpar.inspect import roofline
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.check import check
-from llmpar.model.weights import model_graph
+from llmpar.model.weights import model_graph, trainable_params
 from llmpar.parallel.float8 import matmul_in_float8
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
@@ -61,12 +61,13 @@ def test_operands_are_rounded_once_and_products_summed_in_float32():
 
 
 @functools.cache
-def alone():
+def alone(config):
     """Loss and gradients on one device, divided by the number of targets at the end, as in a step."""
     par, total = Solo(Plan(matmul_dtype="float8").resolve()), (batch()["targets"] >= 0).sum()
-    loss = lambda params, data: nnx.merge(model_graph(LLAMA), params).loss(data, par)[0]
-    made = jax.jit(jax.value_and_grad(loss))(parity.weights(LLAMA), batch())
-    return jax.tree.map(lambda x: np.asarray(x) / np.float32(total), made)
+    loss = lambda params, data: nnx.merge(model_graph(config), params).loss(data, par)[0]
+    made, grads = jax.jit(jax.value_and_grad(loss))(parity.weights(config), batch())
+    divided = lambda x: np.asarray(x) / np.float32(total)
+    return jax.tree.map(divided, (made, trainable_params(grads, config)))
 
 
 @pytest.mark.parametrize("line", PLANS)
@@ -81,7 +82,8 @@ def test_a_mesh_computes_what_one_device_does_and_sends_what_is_predicted(line):
         assert parity.by_arrow(census_hlo(text, step.mesh)) == sent
     state, metrics = compiled(state_of(step), put(batch(), step.batch_sharding))
     grads = parity.natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
-    assert abs(metrics["loss"] / alone()[0] - 1) < 1e-6 and error(grads, alone()[1]) < 0.03
+    one_loss, one_grads = alone(config)
+    assert abs(metrics["loss"] / one_loss - 1) < 1e-6 and error(grads, one_grads) < 0.03
     (loss, exact), spread = parity.solo(config), tolerance(plan, BATCH, SEQ, logits=0.5, loss=math.log(256))
     assert abs(metrics["loss"] / loss - 1) < spread.bound("loss")
     assert spread.expected("gradient") / 4 < error(grads, exact) < 4 * spread.expected("gradient")

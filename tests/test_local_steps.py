@@ -14,7 +14,7 @@ from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_a
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
-from llmpar.model.weights import trainable_params
+from llmpar.inspect.report import inspect_apart
 from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
@@ -35,34 +35,19 @@ def full(seed: int):
 
 
 @functools.cache
-def workers(rule=LINEAR, every: int = 1, plan: Plan = PLAN, fragments: int = 1):
-    mesh = make_mesh(plan.mesh)
+def workers(every: int = 1, fragments: int = 1):
     outer = optax.sgd(1.0, momentum=0.0)  # a momentum that forgets at once, and is kept
-    return LocalSteps(LLAMA, plan, mesh, rule, every, outer, clip=None, fragments=fragments)
+    return LocalSteps(LLAMA, PLAN, make_mesh(PLAN.mesh), LINEAR, every, outer, None, fragments)
 
 
 def flat(tree):
     return {path: np.asarray(w) for path, w in flatten_dict(tree, sep=".").items()}
 
 
-def after_three(local: LocalSteps):
-    """The shared weights after three steps, and those of data parallelism."""
-    rule, plan = local.steps[0].optimizer, local.plan.requested
-    whole = Step(LLAMA, plan, make_mesh(plan.mesh), rule, clip=None)
-    state, other = local.init(), whole.init()
-    for number in range(3):
-        state, _ = local.run(state, full(number))
-        other, _ = whole.run(other, jax.device_put(full(number), whole.batch_sharding))
-    return flat(state.outer.params), flat(other.params), flat(whole.init().params)
-
-
 def outer_census(local: LocalSteps, index: int = 0):
     """What the compiled outer step of a fragment sends; it is given what is predicted, to the byte."""
-    config, whole = local.config, local.whole.abstract_state
-    after = local._in_all(trainable_params(local.steps[0].abstract_state.params, config))
-    outer = local.outer_step.lower(index, after, trainable_params(whole.params, config), whole.optimizer)
-    compiled, text = read_program(outer)
-    worker = dataclasses.replace(local.plan.worker, muon="none").resolve(config, "cpu")
+    compiled, text = read_program(local.lower(index))
+    worker = dataclasses.replace(local.plan.worker, muon="none").resolve(local.config, "cpu")
     worker = argument_bytes(worker, BATCH, SEQ)
     momentum = outer_bytes(local.plan) - worker["params"]  # as large as the trained weights, cut as these are
     assert compiled_memory(compiled)["argument_bytes"] == 3 * momentum, "after, shared weights, momentum"
@@ -74,7 +59,12 @@ def apart(one: dict, other: dict) -> float:
 
 
 def test_an_average_after_each_step_of_a_linear_optimizer_is_data_parallelism():
-    got, want, start = after_three(workers())
+    local, whole = workers(), Step(LLAMA, PLAN, make_mesh(PLAN.mesh), LINEAR, clip=None)
+    state, other = local.init(), whole.init()
+    for number in range(3):
+        state, _ = local.run(state, full(number))
+        other, _ = whole.run(other, jax.device_put(full(number), whole.batch_sharding))
+    got, want, start = map(flat, (state.outer.params, other.params, whole.init().params))
     assert apart(got, want) < 1e-6 < 1e-3 < apart(want, start)
 
 
@@ -126,12 +116,19 @@ def test_every_plan_sends_in_its_outer_steps_what_is_predicted(config, plan, fra
         assert sent.total_bytes > 0 and outer_census(local, index) == predicted_by_arrow(sent)
 
 
+def test_inspect_shows_the_step_of_a_worker_and_over_dp_the_outer_step():
+    shown = inspect_apart(Plan("dp=2 tp=2").resolve(LLAMA, "cpu", BATCH, SEQ), BATCH, SEQ, 4)
+    of_dp = [row["arrow"] for row in shown["arrows"] if row["axis"] == "dp" and row["as_predicted"]]
+    assert "difference ffn l d m" in of_dp and "one in 4 steps" in shown["detour"]
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in shown["collectives"])
+
+
 @functools.cache
 def corpus():
     return read_corpus(DataConfig(limit_bytes=50_000))
 
 
-def train_to(stop: int, mesh: str, folder=None, **more):
+def train_to(stop: int, mesh: str, folder=None, tell=print, **more):
     """Train six steps, or to an earlier stop: loss by loss, of held-out text after six, and the weights."""
     config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
     text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
@@ -142,7 +139,7 @@ def train_to(stop: int, mesh: str, folder=None, **more):
         *(LLAMA, Plan(mesh), make_mesh(mesh), text, 6, OptimizerConfig(**given)),
         checkpoints=keep,
         evaluation=Evaluation(held_out, 6),
-        callbacks=Callbacks(stop=lambda: next(steps) == stop),
+        callbacks=Callbacks(stop=lambda: next(steps) == stop, tell=tell),
     )
     return report.losses, report.eval_losses, flat(state.params)
 
@@ -150,7 +147,8 @@ def train_to(stop: int, mesh: str, folder=None, **more):
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
     """Momentum, moves since the last outer step and own optimizers come back, from the midst of a period."""
-    losses, scores, params = train_to(0, "dp=2 tp=2")
+    losses, scores, params = train_to(0, "dp=2 tp=2", tell=(told := []).append)
+    assert "after the last outer step of some layers workers learn for 2 of 6 steps more" in told[0]
     first, none, _ = train_to(3, "dp=2 tp=2", tmp_path)
     assert first == losses[:3] and not none
     shutil.copytree(tmp_path, other := tmp_path.with_name("other"))

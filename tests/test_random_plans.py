@@ -233,7 +233,7 @@ def remedies(why: str, asked: dict) -> list[dict]:
     return found
 
 
-HOPELESS = r"cannot be routed in \d of \d equal groups|has no matrix [a-z ]+; use targets of"
+HOPELESS = r"cannot be routed in \d of \d equal groups|has no matrix [a-z ]+; use "
 HOPELESS += r"|use a rotated part of an even width|which are not hidden_size wide"
 """Refusals without a number to try: another model is proposed, or the arithmetic shown."""
 

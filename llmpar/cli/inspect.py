@@ -51,6 +51,7 @@ class Inspect(Output):
         types: also trace the step under --mode explicit, and show the plan's layouts beside JAX's types.
         tolerance: also show how far loss and gradients may be from those on another mesh, and which sums are
             why.
+        local_steps: as of train: the ranks of dp are workers, joined once in so many steps (0: no workers).
     """
 
     program: OptionalText = None
@@ -64,6 +65,7 @@ class Inspect(Output):
     svg: File = None
     types: bool = False
     tolerance: bool = False
+    local_steps: int = 0
     step: StepOptions = StepOptions()
 
     def run(self) -> dict:
@@ -79,7 +81,11 @@ class Inspect(Output):
         config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
         rows = types(config, plan.requested, *sizes) if self.types else []
         inform(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = report.inspect(plan, *sizes)
+        document = (
+            report.inspect_apart(plan, *sizes, self.local_steps)
+            if self.local_steps
+            else report.inspect(plan, *sizes)
+        )
         document |= {"types": rows} if self.types else {}
         document |= {"tolerance": report.spread(plan, *sizes)} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.step_picture(document))
@@ -89,7 +95,7 @@ class Inspect(Output):
         """Look at a program that is not a plan's."""
         ignored = {"plan", "given", "devices"} | ({"mesh"} if self.hlo else set())
         ours = [
-            *changed(self, ("types", "tolerance")),
+            *changed(self, ("types", "tolerance", "local_steps")),
             *changed(self.step.plan, vars(self.step.plan)),
             *changed(self.step, vars(self.step).keys() - ignored),
         ]
@@ -105,8 +111,12 @@ class Inspect(Output):
 
             given = program if isinstance(program, tuple) else (program,)
             named = (one.rpartition("=") for one in (self.dims or "").split(";") if one.strip())
-            dims = {name.strip(): letters for name, _, letters in named}
-            shown = look(*given, dims=dims, trace=self.trace, cure=self.cure)
+            shown = look(
+                *given,
+                dims={name.strip(): letters for name, _, letters in named},
+                trace=self.trace,
+                cure=self.cure,
+            )
         if self.pin:
             try:
                 shown.pin(self.pin)

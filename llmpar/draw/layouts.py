@@ -29,7 +29,7 @@ from llmpar.draw.scene import (
     stack,
     text_width,
 )
-from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
+from llmpar.plan.layout import SCALED, Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import Chip
@@ -352,13 +352,15 @@ def moved(
 ) -> list[tuple]:
     """Return the moves of an arrow, and the bytes that a device of g sends for them on a ring
     (`whole_ring_bytes`): for V local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce
-    twice that; a slice none."""
-    local_bytes, out = _local_bytes(arrow.before, shape, sizes, itemsize), []
+    twice that; a slice none. With a dtype on the arrow they are those of that dtype, scales too."""
+    each = {"bf16": 2.0, "e4m3": 1 + 4 / SCALED}.get(arrow.wire, float(itemsize))
+    size, out = _local_bytes(arrow.before, shape, sizes, 1), list[tuple]()
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
-        message = local_bytes * g if move.kind == "all-gather" else local_bytes
-        out.append((move, 0 if move.kind == "slice" else whole_ring_bytes(move.kind, message, g)))
-        local_bytes = message // g if move.kind in ("reduce-scatter", "slice") else message
+        size *= g if move.kind == "all-gather" else 1
+        message = 0 if move.kind == "slice" else math.ceil(size * each)
+        out.append((move, whole_ring_bytes(move.kind, message, g)))
+        size //= g if move.kind in ("reduce-scatter", "slice") else 1
     return out
 
 
@@ -372,11 +374,14 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     both = [arrow.before, arrow.after]
     words = [word for step in steps for word in step] or ["nothing moves"]
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
-    blocks = _chain(both, [words], [color], shape, sizes)
-    ends = zip(("before", "after"), both, strict=True)
-    facts = [f"{when}: {'; '.join(_facts(one, shape, sizes, itemsize))}" for when, one in ends]
+    facts = [
+        f"{when}: {'; '.join(_facts(one, shape, sizes, itemsize))}"
+        for when, one in zip(("before", "after"), both, strict=True)
+    ]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])
-    return compose(str(arrow), [blocks, _key(both, sizes)], text, facts)
+    return compose(
+        str(arrow), [_chain(both, [words], [color], shape, sizes), _key(both, sizes)], text, facts
+    )
 
 
 def _chain(layouts: list[Layout], words: list[list[str]], colors: list[str], shape, sizes) -> list:

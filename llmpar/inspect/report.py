@@ -10,6 +10,7 @@ from rich.table import Table
 from llmpar import draw
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import (
+    Collective,
     arrow_rows,
     census_hlo,
     compiled_memory,
@@ -26,7 +27,8 @@ from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
-from llmpar.predict.traffic import Prediction, step_traffic
+from llmpar.predict.traffic import Prediction, Traffic, outer_traffic, step_traffic
+from llmpar.training.local_steps import LocalSteps
 from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import Step
 
@@ -39,17 +41,15 @@ def inspect(plan: Resolved, batch_size: int, seq_len: int) -> dict:
     memory and FLOPs from the final one. Predictions are for the Manual mode; under Auto they show what the
     partitioner did differently. Of pipeline stages it shows the one that sends most, and the mean of FLOPs.
     """
-    config = plan.config
-    step = Step(config, plan, make_mesh(str(plan.mesh)), priced_optimizer(plan))
+    step = Step(plan.config, plan, make_mesh(str(plan.mesh)), priced_optimizer(plan))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
-    branches = branch_shares(plan.pipeline, config.layer_kinds)
+    branches = branch_shares(plan.pipeline, plan.config.layer_kinds)
     # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
     # loops, and TPUs write matmuls as convolutions. (`llmpar compile` estimates all of these.)
-    text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")
-    plain = plain and not config.experts and plan.platform != "tpu"
-    work = [executed_flops(text, taken) for taken in branches] if plain else None
+    plain = plan.attention_kernel in ("portable", "xla") and plan.platform != "tpu"
+    counted, text = branches if plain and not plan.config.experts else [], compiled.as_text() or ""
+    work = [executed_flops(text, taken) for taken in counted]
     allocated = compiled_memory(compiled)
-    useful = memory.flops(config, batch_size, seq_len)
     return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {
         "memory": {
             "predicted_argument_bytes": sum(
@@ -60,26 +60,63 @@ def inspect(plan: Resolved, batch_size: int, seq_len: int) -> dict:
             "compiled_temp_bytes": allocated["temp_bytes"],
         },
         "flops": {
-            "predicted_per_device": sum(useful.values()) / plan.mesh.size + muon_flops(plan),
+            "predicted_per_device": sum(memory.flops(plan.config, batch_size, seq_len).values())
+            / plan.mesh.size
+            + muon_flops(plan),
             "executed_per_device": sum(work) / plan.mesh.pp if work else None,
         },
+    }
+
+
+def inspect_apart(plan: Resolved, batch_size: int, seq_len: int, every: int) -> dict:
+    """Return the same document of local steps (`training.local_steps`): a worker's step, and what the outer
+    step sends over dp, one in ``every`` steps."""
+    local = LocalSteps(plan.config, plan, make_mesh(str(plan.mesh)), priced_optimizer(plan), every)
+    document = inspect(local.steps[0].plan, batch_size // plan.mesh.dp, seq_len)
+    outer = census_hlo(read_program(local.lower())[1], local.mesh)
+    for name, rows in _side_by_side(outer_traffic(local.plan), outer).items():
+        document[name] += rows
+    words = f"over dp: of the outer step, one in {every} steps; all else: of a worker's step"
+    return document | {
+        "mesh": plan.mesh.named,
+        "links": axis_links(local.mesh),
+        "batch_size": batch_size,
+        "detour": "; ".join(filter(None, (words, document["detour"]))),
+        "local_steps": every,
     }
 
 
 def compare(
     plan: Resolved, batch_size: int, seq_len: int, partitioned: str, mesh, branches: Sequence
 ) -> dict:
-    """Compare the collectives of a partitioned program with the predicted ones, by axes and kind, and by
-    arrow.
+    """Compare the collectives of a partitioned program with the predicted ones.
 
     ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of pipeline stages it takes the one that
     sends most.
     """
-    config = plan.config.must_run()
     by_stage = [step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
-    predicted = by_stage[stage]
-    census, compiled = census_hlo(partitioned, mesh, branches[stage]), defaultdict(list)
+    return {
+        "model": plan.config.must_run().name,
+        "params": plan.config.num_params,
+        "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
+        "mesh": plan.mesh.named,
+        "links": axis_links(mesh),
+        "mode": plan.mode,
+        "attention_kernel": plan.attention_kernel,
+        "detour": "; ".join([*plan.notes, *parsed(partitioned).uncounted]) or None,
+        "zero": plan.zero,
+        "zero_cuts": list(plan.zero_cuts()) if plan.zero else [],
+        "stage": stage,
+        "schedule": plan.schedule if plan.pipeline else None,
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+    } | _side_by_side(by_stage[stage], census_hlo(partitioned, mesh, branches[stage]))
+
+
+def _side_by_side(predicted: Traffic, census: Sequence[Collective]) -> dict[str, list[dict]]:
+    """Return predicted collectives beside compiled ones, by axes and kind; and the compiled ones by arrow."""
+    compiled = defaultdict(list)
     for c in census:
         compiled[",".join(c.axes), c.kind].append(c)
     rows, arrows = list[dict[str, Any]](), arrow_rows(census)
@@ -110,33 +147,15 @@ def compare(
                     by_arrow[row["arrow"]] == guess.arrows.get(row["arrow"], (0, 0))[1]
                 )
     rows.sort(key=lambda row: -max(row["predicted_bytes"], row["compiled_bytes"]))
-    return {
-        "model": config.name,
-        "params": config.num_params,
-        "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
-        "mesh": plan.mesh.named,
-        "links": axis_links(mesh),
-        "mode": plan.mode,
-        "attention_kernel": plan.attention_kernel,
-        "detour": "; ".join([*plan.notes, *parsed(partitioned).uncounted]) or None,
-        "zero": plan.zero,
-        "zero_cuts": list(plan.zero_cuts()) if plan.zero else [],
-        "stage": stage,
-        "schedule": plan.schedule if plan.pipeline else None,
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "collectives": rows,
-        "arrows": arrows,
-    }
+    return {"collectives": rows, "arrows": arrows}
 
 
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['mode']} mode, ZeRO {document['zero']}"
     title += " with no axis to cut by" * (document["zero"] > 0 and document.get("zero_cuts") == [])
-    title += f", {document['attention_kernel']} attention"
-    title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
-    return title
+    stage = f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
+    return f"{title}, {document['attention_kernel']} attention{stage}"
 
 
 def move_tables(document: dict) -> list[Table]:
@@ -155,9 +174,12 @@ def move_tables(document: dict) -> list[Table]:
         ("axes", "collective", *numbers, "", "from"),
         map(cells, document["collectives"]),
     )
-    moves = rich_table(title, columns, numbers, rows, caption=document.get("detour"))
     crossed = document["links"] and links_table(document["links"], "links that the axes cross")
-    return [moves, _arrow_table(document), *([crossed] if crossed else [])]
+    return [
+        rich_table(title, columns, numbers, rows, caption=document.get("detour")),
+        _arrow_table(document),
+        *([crossed] if crossed else []),
+    ]
 
 
 def step_tables(document: dict) -> list[Table]:
@@ -166,12 +188,17 @@ def step_tables(document: dict) -> list[Table]:
     off = off_by(need["predicted_temp_bytes"], need["compiled_temp_bytes"])
     of = lambda what: [f"{need[f'{side}_{what}_bytes']:,} B" for side in numbers]
     work = ["not counted" if n is None else f"{n:,.0f}" for n in document["flops"].values()]
-    rows = [("arguments", *of("argument")), (f"temporaries (by formula{off})", *of("temp"))]
-    rows.append(("matmul FLOPs (useful, executed)", *work))
-    formula = "The formula of temporaries is for GPUs and TPUs."
+    rows = [
+        ("arguments", *of("argument")),
+        (f"temporaries (by formula{off})", *of("temp")),
+        ("matmul FLOPs (useful, executed)", *work),
+    ]
     tables = [
         *move_tables(document),
-        rich_table("per device", ("", *numbers), numbers, rows, caption=formula),
+        rich_table(
+            *("per device", ("", *numbers), numbers, rows),
+            caption="The formula of temporaries is for GPUs and TPUs.",
+        ),
     ]
     if "types" in document:
         tables.append(types_table(document["types"]))
@@ -191,21 +218,17 @@ def _arrow_table(document: dict) -> Table:
     title = "by arrow of the model or the step, as compiled (=: as predicted)"
     by_arrow = rich_table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
     for group in document["collectives"]:
-        rows = [
-            r
-            for r in document["arrows"]
-            if (r["axis"], r["kind"]) == (group["axis"], group["kind"])
-        ]
         total = f"{group['count']:,}", f"{group['compiled_bytes']:,} B"
         by_arrow.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
-        for row in rows:
-            arrow = row["arrow"] or row["source"] or "(chosen by the partitioner)"
-            numbers = (
-                f"{row['count']:,}",
-                f"{row['bytes_sent']:,} B",
-                "=" if row["as_predicted"] else "≠",
-            )
-            by_arrow.add_row(" " + arrow, row["direction"], *numbers)
+        for row in document["arrows"]:
+            if (row["axis"], row["kind"]) == (group["axis"], group["kind"]):
+                by_arrow.add_row(
+                    " " + (row["arrow"] or row["source"] or "(chosen by the partitioner)"),
+                    row["direction"],
+                    f"{row['count']:,}",
+                    f"{row['bytes_sent']:,} B",
+                    "=" if row["as_predicted"] else "≠",
+                )
         by_arrow.add_section()
     return by_arrow
 
@@ -253,7 +276,7 @@ def spread(plan: Resolved, batch_size: int, seq_len: int) -> dict:
     round matmuls differently in ``elsewhere``."""
     own = rounded_products(plan.platform)
     of = lambda products: tolerance(plan, batch_size, seq_len, products).document()
-    others = [unit for unit in UNIT if unit != own and plan.dtype == "float32"]
+    others = (unit for unit in UNIT if unit != own and plan.dtype == "float32")
     return of(own) | {"elsewhere": {unit: of(unit)["bound"] for unit in others}}
 
 
@@ -263,8 +286,10 @@ def spread_table(document: dict) -> Table:
     title = f"spread between two meshes, {document['dtype']}{products}: relative, root mean square"
     numbers = "×", *SPREAD_NAMES.values()
     shown = lambda row: [f"{row[name]:.0e}" if row[name] else "" for name in SPREAD_NAMES]
-    terms = sorted(document["terms"], key=lambda term: -max(term[name] for name in SPREAD_NAMES))
-    rows = ((t["name"], t["by"], t["unit"], f"{t['length']:,.0f}", *shown(t)) for t in terms)
+    rows = (
+        (t["name"], t["by"], t["unit"], f"{t['length']:,.0f}", *shown(t))
+        for t in sorted(document["terms"], key=lambda t: -max(t[name] for name in SPREAD_NAMES))
+    )
     made = rich_table(title, ("rounded", "cut by", "to", *numbers), numbers, rows)
     made.add_section()
     made.add_row("together, as squares", "", "", "", *shown(document["expected"]))
@@ -273,10 +298,8 @@ def spread_table(document: dict) -> Table:
     )
     for unit, bound in document["elsewhere"].items():
         made.add_row(f"bound, products in {unit}", "", "", "", *shown(bound))
-    ties = document["ties"]
-    if ties:
-        covered = (
+    if ties := document["ties"]:
+        made.caption = f"tokens that are expected to change an expert: {ties:.1g}, " + (
             "counted above" if ties >= 1 else "not counted: should one do, the bound does not hold"
         )
-        made.caption = f"tokens that are expected to change an expert: {ties:.1g}, {covered}"
     return made

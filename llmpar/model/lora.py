@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.float8 import Float8
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import PROJECTED
@@ -34,13 +34,8 @@ class Adapted:
     def matmul(self, x: Float[Array, "b s *inner"], **sharding: Any) -> Array:
         """Return x W + (x A) B · scale; W + A B, as large as W, is never made. Where the inner dims are cut,
         both terms are unfinished sums, and finished together."""
-        num_inner = x.ndim - 2
-        x_bsz = checkpoint_name(
-            self.scale * jnp.tensordot(x, self.a, num_inner, **sharding), PROJECTED
-        )
-        return jnp.tensordot(x, self.w, num_inner, **sharding) + jnp.tensordot(
-            x_bsz, self.b, 1, **sharding
-        )
+        x_bsz = checkpoint_name(self.scale * matmul(x, self.a, **sharding), PROJECTED)
+        return matmul(x, self.w, **sharding) + matmul(x_bsz, self.b, **sharding)
 
 
 def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path: str) -> None:
@@ -53,11 +48,13 @@ def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path
 
 
 def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted | Float8]:
-    """Yield weights of a part as they are used, each with its adapters if it has any, or in float8."""
+    """Yield weights of a part as they are used, in float8 if the plan says so, each with its adapters if it
+    has any, which are not."""
     adapters = getattr(part, "lora", {})
     for name in names:
         w: Any = par.weight(getattr(part, name))
+        w = Float8(w) if par.plan.matmul_dtype == "float8" else w
         if f"{name}_a" in adapters:
             a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
             w = Adapted(w, a, b, part.lora_scale)
-        yield Float8(w) if par.plan.matmul_dtype == "float8" else w
+        yield w

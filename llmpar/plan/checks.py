@@ -413,8 +413,9 @@ def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
     for path, (weight, layouts) in plan.layouts_by_path.items():
         axes = tuple(a for a in layouts.whole.cut("l") if a != "pp")
         parts, layers = plan.mesh.along(axes), weight.shape[0] // num_stages
+        names = dict.fromkeys(USER_AXIS.get(axis, axis) for axis in axes)
         lacks = (
-            f"muon='{plan.muon}' deals the layers of a stage to {'·'.join(axes)} = {parts} devices, and"
+            f"muon='{plan.muon}' deals the layers of a stage to {'·'.join(names)} = {parts} devices, and"
             f" '{path}' has {layers}; use a multiple of {parts}, fewer of these devices (as dp), or"
             " muon='gather'"
         )
@@ -486,10 +487,11 @@ def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
             f"{asks} the experts of '{plan.config.name}': their grouped matmuls have no kernel in 8 bits;"
             " use matmul_dtype='same'",
         ),
-        (plan.config.lora, f"{asks} adapters, which were not tried; use matmul_dtype='same'"),
         (
-            any(block.has_latent_attention for _, block in plan.config.blocks),
-            f"{asks} latent attention, which was not tried; use matmul_dtype='same'",
+            plan.regions["keys"].get("s")
+            and any(block.has_latent_attention for _, block in plan.config.blocks),
+            f"{asks} latent attention in a ring, each hop of which expands a latent in dtype='{plan.dtype}';"
+            " use context_parallel='gather', or matmul_dtype='same'",
         ),
     ]
     return rows if plan.matmul_dtype != "same" else []

@@ -327,19 +327,18 @@ class ModelConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
-            raise ValueError(
-                f"'{self.name}' cannot be adapted so: experts have no adapters, and LoRA's targets name"
-                f" {' '.join(sorted(ours))}; use targets q k v o"
-            )
-        if self.lora and self.described:
-            rows = [row for kind in self.kinds or (self,) for row in kind.block_weights()]
-            own = {row.removeprefix("attention.").removeprefix("ffn.") for row in rows}
-            if missing := [name for name in self.lora.targets if name not in own]:
-                names = " ".join(name for name in ADAPTABLE if name in own)
+        if self.lora:
+            parts = ("attention.",) if self.experts else ("attention.", "ffn.")
+            own = [
+                {row.partition(".")[2] for row in kind.block_weights() if row.startswith(parts)}
+                for kind in self.kinds or (self,)
+            ]
+            fits = [name for name in ADAPTABLE if all(name in names for names in own)]
+            if missing := [name for name in self.lora.targets if name not in fits]:
+                why = "experts have no adapters, and it" if self.experts else "a layer of it"
                 raise ValueError(
-                    f"'{self.name}' cannot be adapted so: it has no matrix {' '.join(missing)}; use targets"
-                    f" of {names}"
+                    f"'{self.name}' cannot be adapted so: {why} has no matrix {' '.join(missing)}; use "
+                    + (f"targets of {' '.join(fits)}" if fits else "no LoRA")
                 )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")

@@ -91,25 +91,22 @@ class LocalSteps:
         self.mesh, self.batch_sharding = self.whole.mesh, self.whole.batch_sharding
         self.evaluate, self.abstract_batch = self.whole.evaluate, self.whole.abstract_batch
         dp, names = mesh.axis_names.index("dp"), mesh.axis_names
-        own = [Mesh(np.take(mesh.devices, [i], dp), names) for i in range(plan.mesh.dp)]
+        own = (Mesh(np.take(mesh.devices, [i], dp), names) for i in range(plan.mesh.dp))
         self.steps = [Step(config, plan.worker, part, optimizer, clip) for part in own]
         self._programs: list[Any] = [step.run for step in self.steps]
         self.cut = jax.tree.map(lambda layouts: spec(layouts.stored), self.steps[0].weight_layouts)
         self.stacked = jax.tree.map(lambda cut: PartitionSpec("dp", *cut), self.cut)
         self._check_outer()
         shared, worker = self.whole.abstract_in_model_order, self.steps[0].abstract_in_model_order
-        kept = self._in_all(self._kept(worker))
-        self.abstract_in_model_order = State(
-            shared.params, {"outer": shared.optimizer, "workers": kept}, shared.step
-        )
-        place = lambda cut: NamedSharding(self.mesh, cut)
+        kept = {"outer": shared.optimizer, "workers": self._in_all(self._kept(worker))}
+        self.abstract_in_model_order = State(shared.params, kept, shared.step)
         self.outer_step = jax.jit(
             self._outer_step,
             static_argnums=0,
             donate_argnums=(1, 2, 3),
             out_shardings=(
-                jax.tree.map(place, self.stacked),
-                jax.tree.map(place, self.cut),
+                jax.tree.map(partial(NamedSharding, mesh), self.stacked),
+                jax.tree.map(partial(NamedSharding, mesh), self.cut),
                 self.whole.shardings.optimizer,
             ),
         )
@@ -123,12 +120,12 @@ class LocalSteps:
                 f" steps, in processes: {processes}; use dp=2 or more, mode='manual', 1 step or more, and one"
                 " process"
             )
-        layers, pp = self.config.num_layers, plan.mesh.pp
-        if every % count or count > layers or (count > 1 and pp > 1):
+        layers = self.config.num_layers
+        if every % count or count > layers or (count > 1 and plan.mesh.pp > 1):
             raise ValueError(
-                f"fragments={count} of {layers} layers on pp={pp}, each joined every {every} steps: one is"
-                f" due {every}/{count} = {every / count:g} steps after another; use a number that divides"
-                f" {every} and is at most {layers}, and pp=1"
+                f"fragments={count} of {layers} layers on pp={plan.mesh.pp}, each joined every {every} steps:"
+                f" one is due {every}/{count} = {every / count:g} steps after another; use a number that"
+                f" divides {every} and is at most {layers}, and pp=1"
             )
 
     def _check_outer(self) -> None:
@@ -175,6 +172,12 @@ class LocalSteps:
         """Return the compiled text of one worker's step."""
         return self._programs[0].as_text()
 
+    def lower(self, index: int = 0) -> Any:
+        """Lower the outer step of a fragment, which `jax.stages` then compiles."""
+        whole, worker = self.whole.abstract_state, self.steps[0].abstract_state
+        shared, own = (trainable_params(x.params, self.config) for x in (whole, worker))
+        return self.outer_step.lower(index, self._in_all(own), shared, whole.optimizer)
+
     def join(self, state: LocalState, index: int = 0) -> LocalState:
         """Run the outer step of a fragment, and give its result to all workers."""
         after = self.stack(
@@ -182,9 +185,9 @@ class LocalSteps:
         )
         shared = trainable_params(state.outer.params, self.config)
         after, shared, kept = self.outer_step(index, after, shared, state.outer.optimizer)
-        outer = State(joined(state.outer.params, shared), kept, state.outer.step)
+        outer = state.outer._replace(params=joined(state.outer.params, shared), optimizer=kept)
         like = lambda step: trainable_params(step.abstract_state.params, self.config)
-        own = [self._own(i, after, like(step)) for i, step in enumerate(self.steps)]
+        own = (self._own(i, after, like(step)) for i, step in enumerate(self.steps))
         pairs = zip(state.workers, own, strict=True)
         workers = [worker._replace(params=joined(worker.params, w)) for worker, w in pairs]
         return LocalState(tuple(workers), outer, state.step)
@@ -224,8 +227,7 @@ class LocalSteps:
                 return old
             own = vary(old, ("dp",)) - new[0]
             what = f"difference {layouts.dims}"
-            summed = Manual(self.plan).carry_out(own, layouts.difference, what)
-            return summed / len(self.steps)
+            return Manual(self.plan).carry_out(own, layouts.difference, what) / len(self.steps)
 
         return jax.tree.map(one, before, after, self.steps[0].weight_layouts)
 
@@ -271,8 +273,7 @@ class LocalSteps:
 
     def _in_all(self, tree: Tree) -> Tree:
         """Describe the arrays of all workers by those of one."""
-        num_workers = len(self.steps)
-        return jax.tree.map(lambda x: _with_lead(x, self.mesh, num_workers, "dp"), tree)
+        return jax.tree.map(lambda x: _with_lead(x, self.mesh, len(self.steps), "dp"), tree)
 
     def stack(self, trees: Sequence[Tree]) -> Tree:
         """Return the workers' arrays, each with a leading dim cut by dp. Nothing is sent."""
@@ -285,15 +286,17 @@ class LocalSteps:
 
     def _own(self, i: int, tree: Tree, likes: Tree) -> Tree:
         """Return what worker i has of stacked arrays, copied, and laid out as its own."""
-        one = lambda x: _with_lead(x, self.steps[i].mesh, 1, None)
-        copies = _without_lead(self._blocks(i, tree, jax.tree.map(one, likes)))
-        return jax.device_put(copies, jax.tree.map(lambda x: x.sharding, likes))
+        led = jax.tree.map(lambda x: _with_lead(x, self.steps[i].mesh, 1, None), likes)
+        return jax.device_put(
+            _without_lead(self._blocks(i, tree, led)), jax.tree.map(lambda x: x.sharding, likes)
+        )
 
     def _own_weights(self, i: int, params: Tree) -> Tree:
         """Return a copy of all weights for worker i."""
         likes = self.steps[i].abstract_in_model_order.params
-        copies = _copied(self._blocks(i, params, likes))
-        return jax.device_put(copies, jax.tree.map(lambda x: x.sharding, likes))
+        return jax.device_put(
+            _copied(self._blocks(i, params, likes)), jax.tree.map(lambda x: x.sharding, likes)
+        )
 
     def _share(self, i: int, batch: Tree) -> Tree:
         """Return the rows of worker i."""

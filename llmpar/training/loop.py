@@ -337,12 +337,14 @@ def stepper(
             )
         return Step(config, plan, mesh, optimizer, options.clip)
     outer = optax.sgd(options.outer_rate, options.outer_momentum, nesterov=True)
-    how_often = options.local_steps, outer, options.clip, options.fragments
-    step = LocalSteps(config, plan, mesh, optimizer, *how_often)
-    if left := steps % options.local_steps:
+    every, count = options.local_steps, options.fragments
+    step = LocalSteps(config, plan, mesh, optimizer, every, outer, options.clip, count)
+    # the most that a fragment trains after its last outer step (`LocalSteps.run`)
+    if left := max((steps - i * every // count) % every for i in range(count)):
         tell(
-            f"{steps} steps are no multiple of {options.local_steps}: what workers learn in the last"
-            f" {left} is resumed, but is not in the weights that are evaluated and exported"
+            f"after the last outer step{' of some layers' * (count > 1)} workers learn for {min(left, steps)}"
+            f" of {steps} steps more: that is resumed, but is not in the weights that are evaluated and"
+            " exported"
         )
     return step
 
