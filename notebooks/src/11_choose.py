@@ -351,7 +351,7 @@ except ValueError as refusal:
 # ## Predict: what would you buy?
 #
 # An H100 has 3.2 times the FLOPs per second of an A100, 1.5 times the links, twice the network. **How many times as many tokens per second
-# do 64 H100s give on `fsdp=16 tp=4`: 1.5, 2.3 or 3.2?**
+# do 64 H100s give on `fsdp=16 tp=4`: 1.1, 1.5, 2.3 or 3.2?**
 
 # %%
 times_as_many = ...

@@ -261,7 +261,7 @@ assert abs(seconds[3] / seconds[2] - 1) < 0.02
 # ## Predict: does 405B still need a pipeline?
 #
 # Take 256 GB200 and 64 rows of 8,192 tokens. In nodes of 8 the fastest mesh has 16 stages. **How many times as long does the fastest mesh
-# without stages take there: 1.1, 1.4 or 2 times?** (And in racks?)
+# without stages take there: 1.1, 1.4, 2 or 3 times?** (And in racks?)
 
 # %%
 without_stages = ...

@@ -160,7 +160,7 @@ bars(found, ("matmuls", "tensor-parallel links", "weights and gradients on links
 # %% [markdown] tags=["slide"] minutes=2
 # ## Does 405B still need a pipeline?
 #
-# In nodes of 8 the fastest mesh of 256 GB200 has 16 stages. Without stages a step takes: **A** 1.1 · **B** 1.4 · **C** 2 times as long? And in racks?
+# In nodes of 8 the fastest mesh of 256 GB200 has 16 stages. Without stages a step takes: **A** 1.1 · **B** 1.4 · **C** 3 times as long? And in racks?
 #
 # <footer>Estimates · <code>llmpar plan --model llama3.1-405b --chip gb200 --devices 256</code> · lesson <code>notebooks/15_machines_of_2026</code></footer>
 
