@@ -393,7 +393,7 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# It sends the same bytes, as an all-reduce *is* these two, and devices keep less: at N = 8 186 MiB in place of 312, for a layer of GPT-3. With
+# It sends the same bytes, as an all-reduce *is* these two, and devices keep less: of a layer of GPT-3 186 MiB in place of 312, at N = 8. With
 # one more gather in the backward pass (a quarter more bytes) they keep least, 102 MiB. The bars show that:
 
 # %% tags=["plumbing"]

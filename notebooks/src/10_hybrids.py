@@ -247,7 +247,7 @@ if opened("10.off") and len(names) > 1:
 met("10.off", max(off), "at most")
 
 # %% [markdown]
-# They differ by 3e-7 at most. Rounding alone hardly ever passes the limit, eight times what is expected (*Further*).
+# The losses differ by 3e-7 at most. Rounding alone hardly ever passes the limit, eight times what is expected (*Further*).
 #
 # ## Keep: each axis sends different things
 #

@@ -105,7 +105,7 @@ bytes_of_weights = 2 * TOY.num_params
 of_weights = {name: flops / bytes_of_weights for name, (flops, _) in found.items()}
 met("16.flops_per_byte", of_weights)
 by_all = (f"{name} {f / size:.4g}" for name, (f, size) in found.items())
-print("by all bytes that are read:", *by_all)
+print("by all bytes that are read:", ", ".join(by_all))
 
 # %% tags=["plumbing"]
 plan = serving_plan(Plan("dp=1", dtype="bfloat16"), TOY, 16, LENGTH)

@@ -299,7 +299,7 @@ attempt("18.flops", flops)
 met("18.flops", more_flops, "computed")
 
 # %% [markdown]
-# 5 · 3 · 2·r³ = 30·r³ FLOPs over 6·r²·T: 5·r/T.
+# Muon has 5 · 3 · 2·r³ = 30·r³ FLOPs, the model 6·r²·T: 5·r/T.
 #
 # ## Part 3: islands
 #
