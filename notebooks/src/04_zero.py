@@ -740,7 +740,8 @@ for line in lines:
     sends[1] &= stage == "3"
     _, *starts = (found.start() for found in re.finditer(r"(?<=  )\S", line))
     marks = dict(zip(starts, sends, strict=True))
-    print(line, "".join("^" if marks.get(x) else " " for x in range(72)), sep="\n")
+    below = "".join("^" if marks.get(x) else " " for x in range(len(line)))
+    print(line, below.rstrip(), sep="\n")
     layouts = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).resolve().layouts_of("ffn d m")
     assert [str(getattr(layouts, part)) for part in PARTS] == cells
     here = (
