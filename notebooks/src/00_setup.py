@@ -291,12 +291,12 @@ explorer if opened("00.fits") else None
 
 # %% [markdown]
 # The bar shows what one device holds. Your 15 GiB are its first three parts: weights, gradients and moments (the optimizer's two numbers).
-# The rest is needed while a step runs. *Weights in use* are gathered or converted for the layers that run (lesson 04). *Activations* are
-# what the forward pass keeps for the backward pass (lesson 01). Together these are 30.4 GiB, with a batch of 32 sequences of 4,096 tokens:
-# they fit.
+# The rest is what a step needs at its fullest moment. *Weights in use* are all that it holds besides, however few tokens there are: weights
+# gathered from other devices (lesson 04), or copied in 16 bits. *Activations* are what tokens add: what the forward pass keeps for the
+# backward pass (lesson 01). Together these are 30.4 GiB, with a batch of 32 sequences of 4,096 tokens: they fit.
 #
-# The sum is an estimate; the box with thick lines, at its end, shows how far it may be off. The explorer keeps 8 % free for such
-# errors: its limit is 54.6 GiB.
+# The sum is an estimate; the box with thick lines, at its end, shows how far it may be off. So the explorer keeps 8 % of the memory free:
+# its limit is 54.6 GiB.
 #
 # In a running notebook + and − change the axes; a square is a factor of 2. Axes of size 1 cut nothing. Give all 16 devices to `dp`:
 # does the model still fit?
@@ -401,7 +401,7 @@ attempt("00.swap", {"collective": collective, "bytes_sent": bytes_sent})
 # %% [markdown]
 # ### Exercise (expert): when the order of the axes matters
 #
-# Devices that differ in one coordinate only form a *group* of that axis: they exchange data over it. Two hosts have four devices each: 0 to 3
+# Devices that differ in only one coordinate form a *group* of that axis: they exchange data over it. Two hosts have four devices each: 0 to 3
 # and 4 to 7. Fast links join the devices of a host; a slow one joins the hosts. With `tp` innermost (as here) every `tp` group stays on one host.
 # With `tp` outermost, none would. That is why the axes have a fixed order, slow links first.
 

@@ -111,14 +111,14 @@ if opened("00b.collectives"):
     print("in the compiled program:", *sent_by(ddp, w, x))
 
 # %% [markdown]
-# JAX knows that `w` is the same on all devices (`P()`). Each device computes a part of its gradient, and JAX adds the parts: that is DDP's
-# all-reduce:
+# JAX knows that `w` is the same on all devices (`P()`). Each device computes a part of its gradient. One all-reduce adds the parts; DDP sends
+# the same message (here 4 devices):
 
 # %%
 show(draw.replicas())
 
 # %% [markdown]
-# ## Predict: is this the gradient that DDP gives?
+# ## Predict: how large is this gradient?
 #
 # One device that has all rows gives `whole_batch`. DDP gives the same. **What is `gradient / whole_batch`, on 8 devices?**
 
@@ -212,8 +212,8 @@ if opened("00b.fsdp"):
 
 # %% [markdown]
 # `grad` wrote the second one: the backward pass of an all-gather sums over the devices, and gives each device its part of the sum. It
-# is a sum here too: divide it. (One gather is enough, because `x` is data. With more layers the weights are gathered again for the
-# backward pass, as in the picture: lesson 04.)
+# is a sum here, too: divide it. (One gather is enough, because `x` is data. In the picture, of three layers, each is gathered again for the
+# backward pass: lesson 04.)
 #
 # ## You can read a program before it runs
 #
@@ -329,7 +329,8 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 # dist.init_process_group("nccl")
 # local = int(os.environ["LOCAL_RANK"])
 # torch.cuda.set_device(local)
-# model = DistributedDataParallel(Linear(16, 8).to(local), device_ids=[local])
+# model = Linear(16, 8, bias=False).to(local)
+# model = DistributedDataParallel(model, device_ids=[local])
 # loss = model(rows_of_this_rank).pow(2).mean()
 # loss.backward()                      # hooks: all-reduce, mean, in buckets
 #
@@ -383,5 +384,5 @@ attempt("00b.fsdp_bytes", mib_sent)
 # llmpar doctor                              which devices this process sees
 # ```
 #
-# In `train.py` call `llmpar.launch.joined.initialize()`: it reads torchrun's variables, as `llmpar train` does. JAX alone does not: give
-# `jax.distributed.initialize` the coordinator's address, the number of processes and the process's own number.
+# In `train.py` call `llmpar.launch.joined.initialize()`: it reads torchrun's variables, as `llmpar train` does. JAX alone does not read them:
+# give `jax.distributed.initialize` the coordinator's address, the number of processes and the process's own number.

@@ -111,7 +111,7 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # %% [markdown]
 # ## The compiler reserves exactly what was counted
 #
-# Does this count hold for a real program? We train a small model with weights and moments of 32 bits. So the arguments of a step are 4 and
+# Does this count hold for a program? We train a small model with weights and moments of 32 bits. So the arguments of a step are 4 and
 # 8 bytes for each parameter, and the tokens of a batch. The compiler says how many bytes it reserves for arguments. (The loop over `remat`
 # makes three programs; the next section says what they differ in.)
 
@@ -136,12 +136,12 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 # %% [markdown]
 # ## Activations: what the backward pass needs again
 #
-# One thing is missing. The backward pass of `y = x @ w` needs `x` again. So the forward pass keeps results of each layer, its
+# The backward pass of `y = x @ w` needs `x` again. So the forward pass keeps results of each layer, its
 # **activations**. The backward pass uses them, last layer first. They grow with the tokens of the batch; weights, gradients and
 # moments do not.
 #
 # **Recomputation** (JAX calls it *remat*) keeps fewer of them, and computes the others again in the backward pass. llmpar, the library of
-# these lessons, has three policies. Of Llama 3 8B, with 8,192 tokens in bfloat16 (2 bytes), they keep so many arrays of 64 MiB:
+# these lessons, has three policies. Of Llama 3 8B, with 8,192 tokens in bfloat16 (2 bytes), they keep this many arrays of 64 MiB each:
 #
 # | policy | keeps | arrays of a layer |
 # |---|---|---|
@@ -151,8 +151,8 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 #
 # ## Predict: which policies fit?
 #
-# Split the state evenly over eight H100s: weights and moments, in 32 bits, take 11.2 GiB of each. There are 32 layers. **Which policies fit
-# into 59.3 GiB, and which are too large?**
+# From here on, as in the program above: weights and moments in 32 bits, 12 bytes a parameter; the gradient comes only in the backward pass.
+# That is 11.2 GiB of each of eight H100s. There are 32 layers. **Which policies fit into 59.3 GiB, and which are too large?**
 
 # %%
 policies = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"
@@ -203,12 +203,12 @@ for policy, size in KEPT.items():
     print(f", {32 * size / 2**30:4.1f} GiB of all 32")
 
 # %% [markdown]
-# *At work*: temporary memory of the one layer (or the loss) that is running. Without recomputation (`none`) the step needs more
-# than a program may use; `block` needs about a quarter of what `none` needs.
+# *At work*: temporary memory of the one layer (or the loss) that is running. Without recomputation the step needs more than a program may
+# use; `block` needs about a quarter of that.
 #
 # ## The compiler agrees, and the losses stay the same
 #
-# We compile the small model three times. The bars are the temporary memory that the compiler reserves: activations and gradients.
+# The small model again. The bars are the temporary memory that the compiler reserves: activations and gradients.
 
 # %%
 temporaries = {
@@ -228,8 +228,8 @@ assert not any(sent.values()), "one device sends nothing"
 assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
-# All three give the same losses; `selective` and `block` compute some numbers twice. Most lessons that train check the four things in the
-# line above. Here there is one device, so nothing is sent.
+# All three give the same losses; `selective` and `block` compute some numbers twice. Most lessons that train check these four things. (One
+# device sends nothing.)
 #
 # ## Each weight costs 6 FLOPs a token
 #
@@ -338,7 +338,7 @@ met("01.crossover", round(equal), "counted")
 # 1. Training with Adam in mixed precision holds 16 bytes per parameter, activations not counted.
 # 2. Activations grow with the tokens (and with layers and width); recomputation trades them for FLOPs, `block` for a third more.
 # 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
-# 4. Attention adds `12 l n h s` per token: in Llama 3 8B a fifth of the FLOPs at 8,192 positions, most at a million.
+# 4. Attention adds `12 l n h s` per token: in Llama 3 8B a fifth of the FLOPs at 8,192 positions (all pairs counted), most at a million.
 # 5. Memory says how many devices you must have; FLOPs say how many you want.
 
 # %% tags=["plumbing"]
@@ -391,7 +391,8 @@ for name, _ in LINES:
 #
 # ### How attention is counted
 #
-# `12 l n h s` is the count of the PaLM paper (appendix B): all pairs of positions. A causal mask halves it.
+# `12 l n h s` is the count of the PaLM paper (appendix B): all pairs of positions. A kernel that skips what the causal mask hides does half
+# of it: an eighth of the FLOPs at 8,192 positions, and as much as the weights at 57,258.
 #
 # ### Other words for recomputation
 #

@@ -74,8 +74,8 @@ def sent_by(program, *given):
 show(draw.before_after())
 
 # %% [markdown]
-# The programs of these lessons send in five patterns, **collectives**: all of a group take part. Our eight devices need the third one, the
-# all-reduce. We begin with the second one, the reduce-scatter, because an all-reduce begins with it.
+# The programs of these lessons send in five patterns. In such a **collective** all devices of a group take part. Our eight devices need the
+# third one, the all-reduce. We begin with the second, the reduce-scatter, because an all-reduce begins with it.
 #
 # ## Predict: what does a reduce-scatter send?
 #
@@ -194,8 +194,7 @@ assert all(np.allclose(one, total, **close) for one in got), "as psum"
 assert hops == 2 * (N - 1) and sent == formulas.sent_bytes("all-reduce", 2**20, N)
 
 # %% [markdown]
-# Result and bytes are those of `lax.psum`.
-#
+
 # ## On a mesh, a collective runs in groups
 #
 # A collective over one axis runs in **groups**: a group is the devices that differ in that coordinate only. Here each device of
@@ -257,7 +256,7 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 # Simulated devices have no links. This is a model of H100s: 370 GB/s leave a GPU inside a node (one machine with 8 GPUs) and 50 GB/s
 # between nodes. The ring above makes 14 hops one after the other: 14 starts. A **tree** makes fewer: a sum goes up through log₂ 8 = 3
 # levels and its result down again. (NCCL, the GPUs' library, chooses by size and machine.) Our model counts a tree: 3 starts up, 3 down,
-# and one more each way for the call: 8, of 4 µs each.
+# 2 for launching the call (one before each way): 8, of 4 µs each.
 #
 # **In this model an all-reduce of 1 kB takes 33 µs on 8 H100s of a node. How many µs does one of 100 kB take?**
 
@@ -304,18 +303,18 @@ if opened("02.small"):
     show(draw.curves(lines, ticks, **axes, **look))
 
 # %% [markdown]
-# Far left of the mark nearly only the starts take time. At the mark starts and bytes take equally long. That is why gradients are sent in
+# Far left of the mark nearly all of the time is starts. At the mark starts and bytes take equally long. That is why gradients are sent in
 # **buckets** of many megabytes, not one by one. Right of the mark the link decides. For large messages the same sum takes seven times as
-# long between nodes, because each GPU has only one network port there. So axes that send much stay inside a node.
+# long between nodes, because a network port carries 50 GB/s, not 370. So axes that send much stay inside a node.
 #
 # (The model takes one α for both links; between nodes it is larger.)
 #
 # ## Keep: a sum costs less than two buffers
 #
 # 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. Round a ring a device sends (N - 1)/N of the message (all-reduce: twice); a permute all.
+# 2. A device sends (N - 1)/N of the message (all-to-all: directly; gather, scatter: round a ring); all-reduce twice that; permute all.
 # 3. An all-reduce is a reduce-scatter and then an all-gather: less than two buffers, however many devices.
-# 4. Time is starts plus bytes over the slowest link that is crossed.
+# 4. Time: starts, plus bytes over the slowest link crossed.
 # 5. Few large messages beat many small ones; groups inside a node are fast.
 
 # %% [markdown]
@@ -397,9 +396,10 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 #
 # ### How sure are these times?
 #
-# 370 GB/s is the most that the scaling book (Austin et al. 2025) saw on H100s where no switch adds up (450 are promised). α was fitted to
-# published training runs. Our times of whole training steps are off by 10 % on average on the runs that they were fitted to, by 11 % on
-# other runs of dense models, and by 16 % on those of experts. So do not rank what differs by less. Starts are also why a chatbot whose
+# 370 GB/s is the most that the scaling book (Austin et al. 2025) saw on H100s if the switches do not add the numbers themselves; NVIDIA
+# promises 450. α was fitted to published training runs. Our times of whole training steps are off by 10 % on average on the runs that they
+# were fitted to, by 11 % on other runs of dense models, and by 16 % on those of experts. Two machines that differ by less cannot be ranked;
+# of two plans for one machine the order is better known, because they share most of the error. Starts are also why a chatbot whose
 # model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
 #
 # ### A profile prints the result, not what was sent

@@ -213,7 +213,7 @@ def clipped(grad_sum, count): ...  # cures clip_then_sum
 attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 
 # %% [markdown]
-# ## Data parallelism is three lines
+# ## Data parallelism is three lines more
 #
 # One call needs a picture: `lax.pcast(w, "dp", to="varying")`. It changes no number. It marks the weights as each device's own copy.
 
@@ -410,15 +410,15 @@ assert balance == 2340  # the text below
 met("03.hide", balance, "computed")
 
 # %% [markdown]
-# (`28+` is layers 28 to 31.) The times are computed from C and β, not measured. Real matmuls reach less than C.
+# (`28+`: layers 28 to 31.) Times are computed from C and β, not measured. Real matmuls reach less.
 #
 # A backward pass costs 4 FLOPs per parameter and token. An all-reduce moves 4 bytes per parameter in bfloat16: 2 bytes, twice. With
 # `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device and `β` bytes/s of its links:
 #
 # $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{\beta} \quad\Longleftrightarrow\quad T \ge \frac{C}{\beta} $$
 #
-# The size of the model drops out: the threshold belongs to the hardware. At 370 GB/s it is 2,674 tokens; the ring sends only 7/8, so
-# the figure has 2,340. By *published* rates:
+# The size of the model drops out: the threshold belongs to the hardware. At 370 GB/s it is 2,674 tokens; the ring sends only 7/8: 2,340. By
+# *published* rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 h100, v5p = chip("h100"), chip("v5p")
@@ -438,7 +438,7 @@ for where, (device, rate, published) in thresholds.items():
 
 # %% [markdown]
 # (Published: Austin et al. 2025.) 400 GB/s is the rate of a whole node, whose GPUs first add up inside. With more tokens a step
-# waits only for the last piece.
+# waits only for the last piece. But hidden is not free: messages slow matmuls (lesson 11).
 #
 # ## Measured: replicas on more nodes
 #
@@ -454,14 +454,14 @@ show(draw.curves([ideal, kept], NODES, *axes, **look))
 
 # %% [markdown]
 # (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) With two nodes, gradients cross the network. From 2 to 8
-# nodes 2(N − 1)/N grows only from 1 to 1.75. The step to 16 nodes costs more than this formula explains; the source does not say why.
+# nodes 2(N − 1)/N grows only from 1 to 1.75. The step to 16 costs more than this explains; the source does not say why.
 #
 # ## Keep: replicas sum their gradients
 #
 # 1. Replicas exchange gradients: one arrow, `d m +dp -> d m`, for each weight.
 # 2. Divide the total sum by the total count. Means of means are wrong if counts differ, norms of partial sums always.
 # 3. Each device sends 2(N − 1)/N times the gradients' bytes, in one message or in many messages.
-# 4. Gradients in bfloat16, sent by layers, hide behind C/β tokens per device, but the last piece never.
+# 4. Gradients in bfloat16, sent by layers, hide behind C/β tokens per device; the last piece never.
 # 5. With microbatches a device adds its gradients first, and sends their sum once.
 
 # %% [markdown]
@@ -485,10 +485,14 @@ print(f"2 x (N - 1) / N = {2 * (N - 1) / N:g} for N = {N}, below 2 for any N")
 # %% [markdown]
 # ### When the last bucket arrives
 #
-# The live figure's arithmetic. In the tables a *threshold* takes published rates. The bet and the live figure above, and all *times*,
-# take what large messages reach. In this package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing overlaps. Across nodes each device
-# exchanges an eighth of the gradients over its own port, so together a node's 8 ports count. Gradients summed in float32, as here, double
-# the bytes and so every threshold. A program that reaches only half of C has half the threshold (not half the bytes).
+# This is the live figure's arithmetic. Thresholds in the tables use published rates (450 GB/s). The bet, the figure and all times use the
+# 370 GB/s that large messages reach. In this package `layer` sends like this; `end` and `bucket` send after the backward pass, so nothing
+# overlaps. Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8 ports count. Gradients
+# summed in float32, as here, double the bytes and so every threshold. A program that reaches only half of C has half the threshold (not half
+# the bytes).
+#
+# Not in this arithmetic: a collective takes cores and memory rate of a GPU from the matmuls beside it. In llmpar's estimates these lose
+# between a fifth and a third of the message's time on most GPUs, so a hidden message costs that much.
 
 
 # %%

@@ -115,9 +115,9 @@ show(draw.zero_strips(stages=[0]))
 # Adam's moments are used once in a step: in the update. And Adam updates each number without looking at others, so a device can
 # update a *part* of the weights.
 #
-# *ZeRO* (Rajbhandari et al. 2020) has three stages, along the mesh axis `fsdp`:
+# *ZeRO* (Rajbhandari et al. 2020) has three stages, along the mesh axis `fsdp`. We call plain data parallelism stage 0:
 #
-# - stage 0 cuts nothing: data parallelism;
+# - stage 0 cuts nothing;
 # - stage 1 (ZeRO-1) cuts the optimizer's state: each of N devices holds 1/N of it;
 # - stage 2 cuts the gradients, too;
 # - stage 3 cuts the weights, too. It is also called *FSDP*, fully sharded data parallelism.
@@ -474,8 +474,8 @@ assert round(programs[2][1]) == 2
 #
 # The core path counted mixed precision: 2 + 2 + 12 bytes per parameter. llmpar keeps weights and gradients in float32 unless told otherwise
 # (`--param-dtype`): 4 + 4 + 8 bytes. That is 16 bytes too, but whole weights and whole gradients are twice as large, so stage 1 and stage 2
-# save less. This explorer counts so, with activations. It cuts gradients at stage 2 only after a whole microbatch. Choose the number of
-# microbatches:
+# save less. This explorer counts so, with activations. Its stage 2 cuts the gradients only when the backward pass of a microbatch is
+# complete. Choose the number of microbatches:
 
 # %%
 explorer = MemoryExplorer(microbatches=4)
@@ -488,7 +488,8 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
-# With this recipe and this batch 8B needs stage 3.
+# With this recipe and this batch 8B needs stage 3. (At stages 1 and 2 *unreduced gradients* are 36.9 GiB: the 29.9 of all gradients, and 7.0
+# for a copy of the largest one while it is cut: a matrix of the feed-forward, of all 32 layers.)
 #
 # ### The same for a Llama
 #
@@ -646,7 +647,7 @@ lora = {"held": ..., "sent": ...}  # bytes per parameter, of 16; Ψ in a step, o
 attempt("04.lora", lora)
 
 # %% [markdown]
-# ### With LoRA gradients and moments go, gathers stay
+# ### Train all, or the adapters
 #
 # We take two steps with the small Llama from above: once all of it is trained, once only its adapters.
 
@@ -686,12 +687,13 @@ left = {"held": frozen / PARAMS, "sent": len(passes["LoRA"])}
 assert both["LoRA"].losses[1] < both["LoRA"].losses[0]
 
 # %%
-show(draw.memory_bars(moved.items(), title=f"{AXES}: sent per device and step"))
-show(draw.memory_bars(given.items(), title=f"{AXES}: what a step is given"))
+if opened("04.lora"):
+    show(draw.memory_bars(moved.items(), title=f"{AXES}: sent per device and step"))
+    show(draw.memory_bars(given.items(), title=f"{AXES}: what a step is given"))
 met("04.lora", left)
 
 # %% [markdown]
-# `W` has no gradient, so Adam keeps no moments of it. The arrow `d m +dp +fsdp -> d/fsdp m` is gone: no reduce-scatter over `fsdp`, no
+# **Gradients and moments go, gathers stay.** `W` has no gradient, so Adam keeps no moments of it. The arrow `d m +dp +fsdp -> d/fsdp m` is gone: no reduce-scatter over `fsdp`, no
 # all-reduce over `dp`. But the layer still multiplies by `W` forward. Backward it needs `W` again, for the gradient of `x`, which the
 # adapters of earlier layers need. So both gathers `d/fsdp m -> d m` stay. Tensor parallelism sends as much as before, because `x` is
 # as large as before.
@@ -722,16 +724,24 @@ assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 # ### A weight's layouts in one step
 #
 # This table is at the top of `llmpar/plan/plan.py`: the layouts of one weight of a feed-forward, `d m`, during a step, from *stored* to
-# its finished gradient, *reduced*. If a cell differs from the cell at its left, something is sent. One exception: after *used* stages 0
-# to 2 send nothing; their sums stay open. If *reduced* differs from *stored*, the updated weight is gathered once more.
+# its finished gradient, *reduced*. A line below the cells marks with `^` where something is sent to get from the cell at the left to this one.
+# Not marked is the last message: if *reduced* differs from *stored* (stages 1 and 2), the updated weight is gathered.
 
 # %% tags=["plumbing", "nbval-check-output"]
 table = re.search(r"zero  stored.*?(?=\n\n)", plan_file.__doc__, re.S)[0]
 table = table.replace("\n    ", "\n")
-print(table)
 PARTS = ("stored", "used", "unreduced", "accumulated", "reduced")
-for line in table.splitlines()[1:]:
+header, *lines = table.splitlines()
+print(header)
+for line in lines:
     stage, *cells = re.split("  +", line)
+    # stages 0 to 2 leave the sums of the backward pass open: nothing is sent for them
+    sends = [a != b for a, b in zip(cells, cells[1:], strict=False)]
+    sends[1] &= stage == "3"
+    _, *starts = (found.start() for found in re.finditer(r"(?<=  )\S", line))
+    marks = dict(zip(starts, sends, strict=True))
+    below = "".join("^" if marks.get(x) else " " for x in range(len(line)))
+    print(line, below.rstrip(), sep="\n")
     layouts = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).resolve().layouts_of("ffn d m")
     assert [str(getattr(layouts, part)) for part in PARTS] == cells
     here = (

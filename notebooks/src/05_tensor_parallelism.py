@@ -17,7 +17,7 @@
 # # 05 · Tensor and sequence parallelism: how would you cut a matmul?
 #
 # ZeRO stores a weight in parts, but every device still multiplies by the whole weight. Now four devices share the *same* two matmuls.
-# Between them is a relu, and the devices may add up their numbers only once. How would you cut W1 and W2?
+# Between them is a relu, and the devices may exchange numbers only once. How would you cut W1 and W2?
 
 # %% tags=["plumbing"]
 import os
@@ -135,7 +135,7 @@ if opened("05.cut"):
         draw.matmul(
             "s d/tp × d/tp m = s m +tp -> s m × m d/tp = s d/tp -> s d",
             names=(*names, "y", "y"),
-            title="W1 by rows, W2 by columns: two messages, one of them wide",
+            title="W1 by rows, W2 by columns: two messages",
         )
     )
 
@@ -393,8 +393,8 @@ for name, block in blocks.items():
 met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
-# It sends the same bytes: an all-reduce *is* these two. But devices keep less, and least if they gather again backward, for a quarter more
-# bytes. A layer of GPT-3:
+# It sends the same bytes, as an all-reduce *is* these two, and devices keep less: of a layer of GPT-3 186 MiB in place of 312, at N = 8. With
+# one more gather in the backward pass (a quarter more bytes) they keep least, 102 MiB. The bars show that:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -409,6 +409,7 @@ for size in (1, 4, 8):
     rows.append((f"N = {size}", bar))
     rows += [(f"N = {size}, sequence cut", {"cut by tp": both})] * (size > 1)
 assert kept(8) == 327_155_712 and kept(8, sequence_parallel=True) == 106_954_752
+assert round((4 + 30 / 8) * unit / 2**20) == 186  # inputs of pairs whole: the text
 title = "Activations of a layer of GPT-3 (175B), 2,048 tokens, per device"
 roles = {"cut by tp": "tp", same: "activations"}
 show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
@@ -416,8 +417,8 @@ show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 # %% [markdown]
 # ## From 8 to 16 devices
 #
-# At N = 8 a device keeps a third: 102 MiB in place of 312. And the time? A GPT of 3.6 billion weights trains on 64 A100s, 8 in
-# each node. `N` devices along tp share each layer. **From N = 8 to N = 16, how many times as long does a step take?**
+# And the time? A GPT of 3.6 billion weights trains on 64 A100s, 8 in each node. `N` devices along tp share each layer. **From N = 8 to
+# N = 16, how many times as long does a step take?**
 
 # %%
 times_as_long = ...  # a number, such as 3
@@ -485,7 +486,7 @@ assert round(whole, 1) == 11.9
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two backward.
-# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and devices keep less.
+# 3. Sequence parallelism makes each a reduce-scatter and an all-gather: same bytes, less kept.
 # 4. Work is divided by N, messages are not: they can hide while N < m / (C/β).
 
 # %% [markdown]
@@ -643,13 +644,15 @@ for name, census in censuses.items():
 # A column matrix needs its whole input again for its weight's gradient. A device that keeps only its part gathers it once more in the
 # backward pass: a layer's 8 collectives become 10, a quarter more. The layer above has 4 + 4, so it keeps the gathered input.
 #
-# (Counted over whole layers, with gate and attention, the 13.0 of an H100 inside a node becomes 11.9.)
+# (Counted over whole layers, the 13.0 of an H100 inside a node becomes 11.9: with the gate, a third matmul that sends nothing more, and with
+# attention.)
 #
 # ### What the bars of activations count
 #
 # In units of b·s·d bytes a GPT layer keeps 10 + 24/N under plain tensor parallelism, and 34/N with its sequence cut (Korthikanti et al.
-# 2022, table 2; 16 bits, attention's scores computed again). The 10 are the two norms' inputs, the inputs of the pairs, the dropout
-# masks. Our block is not that block (RMSNorm, SwiGLU, no dropout), so its factors differ, but not the reason.
+# 2022, table 2; 16 bits, attention's scores computed again). The 10 are the two norms' inputs (4), the inputs of the pairs (4), the dropout
+# masks (2). Without the second gather the inputs of the pairs stay whole: 4 + 30/N, which is 186 MiB at N = 8. Our block is not that block
+# (RMSNorm, SwiGLU, no dropout), so its factors differ, but not the reason.
 
 # %% tags=["plumbing"]
 temporary = {
@@ -802,7 +805,7 @@ for row in arrow_rows(census):
         hops[row["arrow"]] = hops.get(row["arrow"], 0) + row["count"]
 for arrow, count in hops.items():
     assert count == 2 * LLAMA.num_layers * (N - 1)  # forward and backward, N-1 hops
-    print(f"  {arrow:<36} {count} permutes: 2 layers, 2 passes, {N - 1} hops")
+    print(f"  {arrow:<36} {count} permutes")
 assert len(hops) == 4
 
 # %% [markdown]

@@ -120,13 +120,13 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 met("06.ring_bytes", 4 * formulas.ring_elements(1, S, K, H, N)[0], "computed")
 
 # %% [markdown]
-# N devices make N − 1 hops: an N-th hop would only bring each piece back to where it began. In the backward pass the pieces go
-# round again, with their gradients.
+# N devices make N − 1 hops: an N-th hop would only bring each piece back. In the backward pass the pieces go round again, with their
+# gradients.
 #
 # ## Predict: which rank waits most?
 #
 # A step of the ring ends when the busiest rank is done. Positions are in order (contiguous): rank 0 has the first quarter, rank
-# 3 the last. **Which of the 4 ranks waits most? How many times as long as with even work does the ring take?**
+# 3 the last. **Which of the 4 ranks waits most? With even work the ring would take a time T. How many T does it take?**
 
 # %%
 waits = {"rank": ..., "times": ...}
@@ -437,7 +437,7 @@ for where, rate in links:
 #
 # ### Exercise (stretch): one hop of a real model
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device
+# Llama 3.1 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device
 # send in one hop of one layer?
 
 # %%
@@ -484,10 +484,16 @@ for tile in tiles[1:]:
 #
 # ### Backwards
 #
-# `attention.ring_attention` is llmpar's ring: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
-# scores are computed again, so nothing of size `s t` is ever stored (Dao et al. 2022). Keys and values make their N − 1 hops a second
-# time, and the *gradients* of keys and values follow one hop after them, in float32, collecting what each rank adds. K and V are sent as
-# one message. Positions are few: all ranks learn all of them before the first hop.
+# `attention.ring_attention` is llmpar's ring: the same forward pass, and a backward pass of its own. It saves the output and, for each
+# query, the logarithm of its sum of weights (`lse`). Scores are computed again, so nothing of size `s t` is ever stored (Dao et al. 2022).
+#
+# | pass | what goes round the ring | hops |
+# |---|---|---|
+# | forward | K and V, in one message | N − 1 |
+# | backward | K and V again | N − 1 |
+# | backward | the gradients of K and V, one hop behind them, in float32; each rank adds its part | N − 1 |
+#
+# Positions are few: all ranks learn all of them before the first hop.
 
 
 # %%
@@ -635,7 +641,8 @@ else:
 
 # %% [markdown]
 # The ring sends the most here. (The small all-gathers are of positions and document numbers, once for all layers.) Which variant is best
-# depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and position held, in bfloat16, with n = k r query heads:
+# depends on the heads, the degree and the links. How many numbers of 2 bytes a device sends, for each layer and each position that it holds,
+# in bfloat16 (n = k·r query heads):
 #
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|

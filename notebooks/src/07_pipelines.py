@@ -75,7 +75,7 @@ assert naive.bubble_fraction == 3 / 4
 scene.show(draw.timeline(naive, facts=False))
 
 # %% [markdown]
-# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, of one matmul each: `B`
+# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, with one matmul for each weight: `B`
 # computes the gradient of the input, `W` the gradient of the weights. Here `W` always runs right after its `B`, so both are
 # drawn as one long cell, `B`. (0 is the batch's number.)
 #
@@ -248,7 +248,7 @@ assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
 met("07.masked", executed / useful)
 
 # %% [markdown]
-# A scan runs its body in every tick: 1 + (p − 1)/u. In the bubble a stage computes on zeros, or on a microbatch that it has already
+# This scan has no branch, so it runs its body in every tick: 1 + (p − 1)/u. In the bubble a stage computes on zeros, or on a microbatch that it has already
 # had, and throws the result away. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021).
 #
 # ## With a table a stage computes nothing in the bubble
@@ -315,7 +315,7 @@ print(f"matmuls: {together / one_device:.3f} of those of one device")
 # 2. The bubble is (p − 1)(F + B + W), whatever `u` is (stages and microbatches of one size): (p − 1)/(u + p − 1) of the total time, (p −
 #    1)/u of the ideal one.
 # 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
-# 4. A pipeline written as a scan computes garbage in the bubble; one that runs a table only waits there.
+# 4. A pipeline written as a scan without branches computes garbage in the bubble; one that runs a table only waits there.
 # 5. All forwards before all backwards: a stage must hold activations of every microbatch. Other orders hold fewer (lesson 08).
 
 # %% [markdown]

@@ -79,8 +79,8 @@ scene.show(draw.timelines(three, until=12))
 # | ZB-V | W put off, and two *chunks* of layers in each stage, down and up again (a bar marks the second) |
 #
 # A stage must **hold** the activations of a microbatch until its backward pass is done, `B` and `W`. Look for pauses (no cell), and count
-# each stage's F before its first `W`. (In ZB-V an F is half: one of two chunks.) **Which order finishes first? In which do the four stages
-# together hold the fewest microbatches?**
+# each stage's F before its first W (in 1F1B: the pale part behind a B). In ZB-V an F is half: one of two chunks. **Which order finishes
+# first? In which do the four stages together hold the fewest microbatches?**
 
 # %%
 bets = {"first": ..., "holds least": ...}  # two of the three names
@@ -103,8 +103,8 @@ met("08.bets", {"first": first, "holds least": least}, "simulated")
 # ## 1F1B: one forward, one backward
 #
 # A stage runs a backward as soon as one is ready: first some forwards, then alternately one forward and one backward (Narayanan et al.
-# 2019; with a wait at the end of each step, as here, 2020). It takes as long as GPipe, 33 units. But look at what is held, the yellow
-# parts:
+# 2019; this variant, in which all stages wait when a step ends, is of 2020). It takes as long as GPipe, 33 units. But look at what is held,
+# the yellow parts:
 
 # %% tags=["plumbing"]
 assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4
@@ -159,16 +159,9 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 #
 # ## Try: how small a bubble do you reach?
 #
-# Drag an operation to another place of its row. The five goals:
-#
-# 1. no deadlock;
-# 2. as short as GPipe, and holds less;
-# 3. no stage holds more than 4;
-# 4. a bubble below 1F1B's 9;
-# 5. no bubble.
-#
-# Goals 1 to 4 are reached. Goal 5 cannot be: stage 0 has four F for the seven units before B0 comes back. The bubble is 6: how near to 3 do
-# you come? Begin with the W of the last stage.
+# Drag an operation to another place of its row. The bubble is 6 now. **How small does it get, if no stage holds more than 4 microbatches?**
+# (It cannot become 0: stage 0 has four F for the seven units before B0 comes back. The figure lists five goals; four are reached.) Begin with
+# the W of the last stage.
 
 # %% tags=["plumbing"]
 SCHEDULE = """
@@ -300,7 +293,7 @@ for name, run in runs.items():
     )  # forward to the next stage, backward to the previous one
 
 # %% [markdown]
-# Bubbles compute nothing. The work above one device's is the forward pass that B repeats, by choice (`stage_saves="input"`). The last
+# Bubbles compute nothing. What exceeds 1 is the forward pass: B runs it again, by choice (`stage_saves="input"`). The last
 # chunk of layers repeats none: there B follows F at once.
 
 # %% tags=["nbval-check-output"]

@@ -249,8 +249,7 @@ figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
 figure if opened("09.dropped") else None
 
 # %% [markdown]
-# Both at once. In a running notebook you can choose the number of slots. Below are the same tokens with fewer and more slots; on the axis,
-# 1 is the even share.
+# Both at once. In a running notebook you can choose the number of slots. Below are fewer and more; 1 is the even share.
 
 # %% tags=["plumbing"]
 popular = np.array(RoutingExplorer(heat=1).logits(figure.state | {"heat": 1}))  # r s e
@@ -319,7 +318,7 @@ assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
 #
 # 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or a buffer for the worst case.
 # 2. With a slot for every token at every expert, most slots are sent empty. With a capacity, what goes beyond it is dropped. A ragged
-#    exchange has neither of these two faults.
+#    exchange has neither fault; but receivers need room for the worst case.
 # 3. e/a says two things. The layer holds e/a times the expert weights that a token uses. And with a slot for every token at every expert
 #    it sends e/a times the bytes of the copies.
 # 4. The busiest expert decides the time: it may have up to e/a times the mean load. Two remedies: a *balance loss*, a second loss that
@@ -348,8 +347,9 @@ for how in (HOW, ExpertConfig(128, 8)):
 # %% [markdown]
 # ### On which rank is an expert, and which ranks sum its gradient?
 #
-# An expert's gradient is summed over `dp` and `fsdp`, everything else over `ep` too: a dense weight's is summed over `ep` as
-# over any axis of the batch, and ZeRO cuts its state by `ep`. An expert's gradient is not summed over `ep`: no other rank of `ep` has this expert.
+# The gradient of a dense weight is summed over `dp`, `fsdp` and `ep`, because all three cut the batch. ZeRO cuts its state by `fsdp` and
+# `ep`. An expert's gradient is summed over `dp` and `fsdp` only: no other rank of `ep` has this expert. (Below no axis is left to sum over:
+# the mesh has no `dp`, and over `fsdp` the reduce-scatter is a part of the backward pass.)
 
 # %%
 gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
@@ -366,10 +366,10 @@ print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a to
 # %% [markdown]
 # ### Which slots are multiplied?
 #
-# Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer. It
-# has fewer slots for each expert: the even share and an eighth more. One batched matmul multiplies these for all experts, full or not. What
-# an expert gets beyond that is multiplied block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is
-# dropped, and a hot expert costs what it gets. JAX has a matmul for groups of unequal size, `jax.lax.ragged_dot`, but in the JAX of this
+# Empty slots are sent, but most of them are not multiplied. After the exchange a rank copies each expert's tokens into a second buffer, with
+# fewer slots. If experts were equally popular, each would get an even share of the tokens; the buffer has room for this share and an eighth
+# more. One batched matmul multiplies all its slots, full or not. If an expert gets more tokens, the rest is multiplied block by block with
+# this expert's weights, as Gale et al. 2022 do with all rows. So no token is dropped, and a hot expert costs what it gets. JAX has a matmul for groups of unequal size, `jax.lax.ragged_dot`, but in the JAX of this
 # lesson XLA has a kernel for it only on TPUs, and elsewhere multiplies every copy by every expert.
 
 # %% [markdown]
@@ -448,8 +448,8 @@ print(
 #
 # In each layer and direction (forward, backward) a rank sends 2·a·d·(N − 1)/N numbers for each of its tokens: there and back.
 #
-# An expert gets only a/e of the tokens. But its weights are read, and its gradients are summed, as those of a dense layer. So both need a
-# batch e/a times as large before computing takes longer. For reading, a dense model needs the 295 tokens of lesson 16 (the *balance batch* of an
+# An expert gets only a/e of the tokens. But its weights are read, and its gradients are summed, as those of a dense layer. So a batch must be
+# e/a times as large before computing takes longer than reading the weights, or than summing their gradients. For reading, a dense model needs the 295 tokens of lesson 16 (the *balance batch* of an
 # H100, by its data sheet), and experts e/a times as many (the **experts' balance batch**):
 
 # %%

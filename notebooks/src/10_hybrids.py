@@ -186,7 +186,8 @@ if opened("10.pipeline"):
 # | layers | 2 | 1 | |
 # | gathers of a layer | 2 | 3 · 4 = 12 | × 3 |
 # | scatters of its gradients | 1 | 4 | × 2 |
-# | gathers, and scatters, of embedding and head | 1 of each | 4 of the embedding | × 2 |
+# | gathers of embedding and head | 1 of each | 4 of the embedding | × 2 |
+# | scatters of their gradients | 1 of each | 4 of the embedding | × 2 |
 #
 # Each microbatch needs three gathers: forward, forward once more (here a stage keeps only its input), backward. In all, 283 KiB become 711.
 # Llama 3 405B was trained with `pp` and `fsdp`, too. To save the second gather, it kept gathered weights until the backward pass (section
@@ -233,7 +234,7 @@ for text, run in runs.items():
     off.append(abs(run.losses[0] / solo[0] - 1))
     bound.append(found.bound("loss"))
     assert off[-1] <= bound[-1] and np.allclose(run.losses, solo, rtol=1e-4), text
-lines = [("the bound", bound[1:], "soft", None, True)]
+lines = [("the limit", bound[1:], "soft", None, True)]
 lines += [("found", [n or None for n in off[1:]], "measured", "o", False)]
 names = ["dp", "+ fsdp", "+ tp", "+ pp"][: len(runs) - 1]
 look = {"log": True, "text": "{:.0e}".format}
@@ -246,7 +247,7 @@ if opened("10.off") and len(names) > 1:
 met("10.off", max(off), "at most")
 
 # %% [markdown]
-# The losses differ in the sixth decimal place, relative by 3e-7 at most. *Further* derives a bound on what rounding alone can do.
+# The losses differ by 3e-7 at most. Rounding alone hardly ever passes the limit, eight times what is expected (*Further*).
 #
 # ## Keep: each axis sends different things
 #
@@ -257,8 +258,8 @@ met("10.off", max(off), "at most")
 # 3. With a pipeline ZeRO-3 gathers a layer again for each microbatch: here three times (forward, once more forward because a stage
 #    keeps only its input, backward). But a device has fewer layers.
 # 4. The axis whose messages are the hardest to overlap belongs on the fastest links: `tp` last.
-# 5. A difference below the derived bound can be rounding alone: compare the gradient and its norm, too. One above it is a bug: look for a
-#    missing or doubled sum.
+# 5. A difference below the limit can be rounding alone: compare the gradient and its norm, too. One above it is almost surely a bug: look for
+#    a missing or doubled sum.
 
 # %% [markdown]
 # ## Further
@@ -300,8 +301,9 @@ scene.show(draw.collectives(document["collectives"]))
 # ### Tolerances: which difference is a bug?
 #
 # A sum of *k* rounded terms is typically off by about √k roundings, and not by k. Each is at most 6e-8 of the number in float32, and 4e-3
-# in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember. `tolerance` lists the sums that a plan cuts. Expected
-# differences of the loss, relative:
+# in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember. `tolerance` lists the sums that a plan cuts, adds up what is
+# expected of each (as squares), and takes eight times that as the limit. First the limits, then what is expected of the largest sums of the
+# loss, relative:
 
 # %%
 plan = plans[largest]

@@ -112,7 +112,7 @@ scene.show(numbers(result))
 # `m` hidden width. The mesh axis `dp` cuts the rows, and `tp` cuts `m`.
 #
 # A **layout** says how a value is cut over the mesh ([lesson 00](00_setup.ipynb)): `h` is `b/dp s m/tp`, and `down` is `m/tp d`. **What is
-# the layout of `y = h @ down` before anything is sent?** (A sum that is not finished has a mark of its own behind the dims: lesson 02.)
+# the layout of `y = h @ down` before anything is sent?** (All marks of a layout are in lesson 02.)
 
 # %%
 layout_of_y = ...
@@ -125,9 +125,9 @@ attempt("12.unfinished", layout_of_y)
 # |---|---|---|
 # | **Manual** | `jax.shard_map`: what *one device* does | you: each collective is a line |
 # | **Auto** | `jax.jit`: the *whole* computation, and the layouts of its arguments and its result | XLA's *partitioner*, which splits it over devices |
-# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; the layout of a value is part of its *type* | you, in types; JAX checks them |
+# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; the layout of a value is part of its *type* | you say what, in types, which JAX checks; XLA chooses how |
 #
-# Auto takes `feed_forward` without a change. The two others add a line. In `with_types`, `unreduced={"tp"}` leaves the sum over `tp` open, and
+# Auto takes `feed_forward` without a change. Manual adds a line; Explicit changes one and adds one. In `with_types`, `unreduced={"tp"}` leaves the sum over `tp` open, and
 # `reshard` changes the layout: here it finishes the sum.
 
 
@@ -189,8 +189,7 @@ scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsi
 # ## Predict: forget the sum in each way
 #
 # Now the sum is missing everywhere. `shard_map` has a check of what a program declares about its result, `check_vma`. Much published
-# code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?** (One of the four is
-# the program of the first picture.)
+# code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result `"right"` or `"wrong"`?**
 
 # %%
 ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
@@ -309,7 +308,7 @@ assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
 # * **Manual** where the bytes matter and you want no surprise: rings, pipelines, overlap. You pay in lines.
 # * **Auto** for a first version, and for code by others. Count what it sends before you trust its speed.
 # * **Explicit** where the code should stay whole, and a forgotten sum should be an error of types. A type cannot
-#   say which message comes first, as a pipeline's schedule does. Parts that need an order are written by `shard_map` inside it.
+#   say which message comes first, as a pipeline's schedule does. Inside explicit code, write parts that need an order with `shard_map`.
 #
 # ## Keep: leave the check on, and count the bytes
 #
@@ -338,15 +337,15 @@ attempt("12.scattered", scattered)
 # %% [markdown]
 # ### Exercise (expert): a program that is wrong by design
 #
-# It adds the residual `x` before the sum is finished. In `shard_map` with the check off, `x` would count `tp` times. Run the
-# cell, read the sentence (its `x` stands for the unfinished value, here `y`), and write the repaired function below.
+# It adds the residual `r`, the block's input, before the sum is finished. In `shard_map` with the check off, `r` would count `tp` times. Run
+# the cell and read the sentence. In its last part, `reshard(x, …)`, the `x` is the unfinished value, here `y`. Write the repaired function.
 
 
 # %%
-def broken(x, up, down):
-    h = jax.nn.silu(x @ up)
+def broken(r, up, down):
+    h = jax.nn.silu(r @ up)
     y = jnp.matmul(h, down, out_sharding=P("dp", None, None, unreduced={"tp"}))
-    return reshard(x + y, P("dp", None, None))
+    return reshard(r + y, P("dp", None, None))
 
 
 *_, error = fate(broken, typed)
@@ -355,7 +354,7 @@ if error:
         say(explain(error))
 
 
-def repaired(x, up, down): ...
+def repaired(r, up, down): ...
 
 
 attempt("12.residual", repaired)

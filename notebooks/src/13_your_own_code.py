@@ -250,8 +250,8 @@ assert round(steps[0] / steps[1]) == 18, steps
 # %% [markdown]
 # ## Explicit axes stop at that line
 #
-# The mesh above has `AxisType.Auto`: the partitioner chooses. By default `jax.make_mesh` now makes *explicit* axes: where a
-# layout is ambiguous, JAX refuses the line. Here are the same function and the same cuts:
+# The mesh above has `AxisType.Auto`: the partitioner chooses. Since JAX 0.9 `jax.make_mesh` makes *explicit* axes by default: where a layout
+# is ambiguous, JAX refuses the line. Here are the same function and the same cuts:
 
 
 # %%

@@ -205,8 +205,8 @@ assert seconds[1] > 4 * seconds[0] and round(seconds[3] / seconds[2], 2) == 1.07
 # %% [markdown]
 # ## Predict: does a rack want tp=16?
 #
-# In the rack both limits allow `tp=16` for 405B. **Is a step then `"faster"` than with `tp=8`, `"equal"` within the planner's 10 %, or
-# `"slower"`?**
+# In the rack both limits allow `tp=16` for 405B. Take 256 GPUs, 64 of each of four racks. **Is a step then `"faster"` than with `tp=8`,
+# `"equal"` within the planner's 10 %, or `"slower"`?**
 
 # %%
 sixteen = ...
@@ -221,8 +221,8 @@ assert seconds[3] / seconds[2] < 1 + planner.ERROR
 
 # %% [markdown]
 # The same GPU with the same links, but a switch joins 8 GPUs, or 72. In nodes of 8 `tp=16` leaves the node, and a step takes four times as
-# long. In the rack it takes 7 % longer, within the error: most messages hide, but with twice as many ranks about twice as much stays
-# visible. **`tp=16` is allowed there, and gains nothing.**
+# long. In the rack it takes 7 % longer, within the error: messages hide, but a group of twice as many ranks has twice the tokens, so each
+# rank's messages are twice as long, and slow the matmuls (lesson 11). **`tp=16` gains nothing there.**
 #
 # ## Predict: how wide must an expert be?
 #
@@ -260,21 +260,22 @@ assert abs(seconds[3] / seconds[2] - 1) < 0.02
 #
 # ## Predict: does 405B still need a pipeline?
 #
-# Take 256 GB200 and 64 rows of 8,192 tokens. **Does the fastest mesh have stages (`pp`) in nodes of 8? And in racks?** Write
-# `"pp"` or `"no pp"`.
+# Take 256 GB200 and 64 rows of 8,192 tokens. In nodes of 8 the fastest mesh has 16 stages. **How many times as long does the fastest mesh
+# without stages take there: 1.1, 1.4, 2 or 3 times?** (And in racks?)
 
 # %%
-stages = {"nodes of 8": ..., "rack of 72": ...}
-attempt("15.pipeline", stages)
+without_stages = ...
+attempt("15.pipeline", without_stages)
 
 # %%
 best = {name: estimated(BIG, c, 256, 64, 8192) for name, c in MACHINES.items()}
 without = estimated(BIG, MACHINES["nodes of 8"], 256, 64, 8192, pp=1)
 
 # %% tags=["plumbing"]
-has = {name: "pp" if plan.plan.mesh.pp > 1 else "no pp" for name, plan in best.items()}
-met("15.pipeline", has, "the planner's")
-assert has == {"nodes of 8": "pp", "rack of 72": "no pp"}
+has = {name: plan.plan.mesh.pp for name, plan in best.items()}
+longer = without.time.step_s / best["nodes of 8"].time.step_s
+met("15.pipeline", round(longer, 2), "the planner's")
+assert has == {"nodes of 8": 16, "rack of 72": 1} and round(longer, 1) == 1.4
 rows = {f"{name}: {plan.plan.mesh}": plan for name, plan in best.items()}
 rows |= {f"nodes of 8: {without.plan.mesh}": without}
 shown = (
@@ -287,12 +288,12 @@ shown = (
 if opened("15.pipeline"):
     show(bars(rows, shown, title))
 eight, rack = (plan.time.step_s for plan in best.values())
-assert 1.3 < without.time.step_s / eight < 1.45 and 1.45 < eight / rack < 1.6
+assert 1.45 < eight / rack < 1.6
 
 # %% [markdown]
-# A pipeline sends little, so it suits slow links: without it gathers would wait for the network. In racks they hardly wait. With `tp=4` each
-# GPU gathers a quarter of a weight, but its matmuls work on the tokens of all four: a gather has four times as many tokens to hide behind. So
-# a pipeline only costs its bubble and recomputation. With the same GPUs a step takes a third less time.
+# A pipeline sends little, so it suits slow links: without it the step waits for gathers over the network. In racks gathers hide, and the
+# fastest mesh has no stages: with `tp=4` each GPU gathers a quarter of a weight, but its matmuls work on the tokens of all four. A step takes
+# a third less time.
 #
 # ## Predict: what do eight bits change?
 #
@@ -339,8 +340,8 @@ computes = [row["matmuls"] for _, row in rows]
 assert all(1.55 < a / b < 1.68 for a, b in zip(computes, computes[1:], strict=False))
 
 # %% [markdown]
-# The picture takes reached rates: each halving of bits makes matmuls 1.6 times as fast. Gathers stay at 16 bits. With matmuls of 8 bits a
-# GPU waits for links twice as long. In 4 bits a step still takes 92 %. If matmuls have fewer bits, messages need fewer bits too.
+# The picture takes reached rates: each halving of bits makes matmuls 1.6 times as fast. Gathers stay at 16 bits. With matmuls of 8 bits links
+# cost twice as much time. In 4 bits a step still takes 92 %. If matmuls have fewer bits, messages need fewer bits too.
 #
 # ## Keep: the inequalities stay, the numbers change
 #
@@ -349,8 +350,8 @@ assert all(1.55 < a / b < 1.68 for a, b in zip(computes, computes[1:], strict=Fa
 # 3. Messages to experts hide if the experts are wide: m > ⅔ · C/β of the links that `ep` crosses. In a rack gpt-oss-120b loses nothing by
 #    `ep=64`.
 # 4. A pipeline is for slow links. For 405B on 256 GPUs in racks the planner leaves it out.
-# 5. Eight bits up to double C, and so the threshold. With fewer tokens than that send eight bits too, or messages that were hidden become
-#    exposed.
+# 5. Eight bits up to double C, and so the threshold. If you have fewer tokens than that, send eight bits, too. Otherwise messages that were
+#    hidden become exposed.
 
 # %% [markdown]
 # ## Further
@@ -403,6 +404,8 @@ assert ring[2] == 4 * ring[0] and switch[2] < 1.3 * switch[0]
 # These estimates price what this package sends. Under `--mode auto` the partitioner decides; the inequalities hold for both.
 #
 # ### On your cluster
+#
+# (The lesson counts with the 75 % of a GPU's memory that JAX takes by default; `llmpar plan` counts 95 %, and its printed lines set that.)
 #
 # ```
 # llmpar plan --model llama3.1-405b --chip gb200 --devices 256 --batch-size 64 --seq-len 8192

@@ -84,16 +84,16 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 #
 # ## Predict: how many FLOPs per byte of weights?
 #
-# In bfloat16 a weight has 2 bytes. Each token uses it in one multiplication and one addition: 2 FLOPs. A pass reads all weights
-# once. **How many FLOPs does a pass do for each byte of weights** with a prompt of 64 tokens? With the next token of 1 request?
-# With the next tokens of 16 requests?
+# In bfloat16 a weight has 2 bytes. A pass reads all weights once. **How many FLOPs does a pass do for each byte of weights** with a prompt of
+# 64 tokens? With the next token of 1 request? With the next tokens of 16 requests?
 
 # %%
 flops_per_byte = {"prompt of 64": ..., "1 request": ..., "16 requests": ...}
 attempt("16.flops_per_byte", flops_per_byte)
 
 # %% [markdown]
-# We compile the three passes of a small Llama with a cache of 64 positions for each request, and count FLOPs and all bytes read.
+# We compile the three passes of a small Llama with a cache of 64 positions for each request, and divide FLOPs by the bytes of weights, and by
+# all bytes read.
 
 # %%
 PASSES = {"prompt of 64": (1, 64), "1 request": (1, 1), "16 requests": (16, 1)}
@@ -101,7 +101,11 @@ found = {}
 for name, (requests, tokens) in PASSES.items():
     _, compiled, text = compile_pass("dp=1", requests, tokens)
     found[name] = executed_flops(text), compiled_memory(compiled)["argument_bytes"]
-met("16.flops_per_byte", {name: flops / size for name, (flops, size) in found.items()})
+bytes_of_weights = 2 * TOY.num_params
+of_weights = {name: flops / bytes_of_weights for name, (flops, _) in found.items()}
+met("16.flops_per_byte", of_weights)
+by_all = (f"{name} {f / size:.4g}" for name, (f, size) in found.items())
+print("by all bytes that are read:", ", ".join(by_all))
 
 # %% tags=["plumbing"]
 plan = serving_plan(Plan("dp=1", dtype="bfloat16"), TOY, 16, LENGTH)
@@ -116,14 +120,15 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## What the three passes do
 #
-# A pass for one token reads as much as a pass for a prompt, but computes 1/60 as much. (The prompt has 58, not 64: embedding rows are
-# looked up, not multiplied, and a cache is read too.) An H100 could do 295 FLOPs while it reads a byte: 989 TFLOP/s divided by 3.35 TB/s.
+# A pass for one token reads as much as a pass for a prompt, but computes 1/60 as much. (A prompt has 59, not 64: the embedding is looked up,
+# the head runs for the last token only; attention adds FLOPs.) An H100 could do 295 FLOPs while it reads a byte: 989 TFLOP/s divided by 3.35 TB/s.
 # With 295 tokens in a pass, computing takes as long as reading the weights: this is the *balance batch*. A decode pass has one token of each
 # request, so only with 295 requests (and small caches) is the H100 busy computing.
 #
 # ## Requests share weights, not caches
 #
-# 16 requests do less than 16 FLOPs per byte: a pass also reads the keys and values of each. For Llama 3 8B (dashed: an H100's 295):
+# By all bytes 16 requests do 12: a pass also reads their caches. For Llama 3 8B (dashed: an H100's 295; at 1 request a cache adds FLOPs per
+# byte, since 4 query heads share a key):
 
 # %% tags=["plumbing"]
 BATCHES = [1, 4, 16, 64, 256, 1024]
@@ -156,7 +161,7 @@ axes = "requests in the pass", "FLOPs per byte"
 show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 
 # %% [markdown]
-# Once caches are as large as the weights, more requests can at most double the FLOPs per byte. Then a smaller cache helps.
+# Once caches are as large as the weights, more requests can at most double this. Then a smaller cache helps.
 #
 # ### Exercise (core): what a token adds to the cache
 #
@@ -172,11 +177,11 @@ attempt("16.cache_bytes", bytes_of_a_token)
 # %% tags=["plumbing"]
 each_its_own = replace(llama, num_kv_heads=llama.num_heads)
 KEPT = {
-    "Llama 2 13B: 40 KV heads": (preset("llama2-13b"), 8192),
-    "Llama 3 8B, with 32": (each_its_own, 8192),
+    "Llama 3 8B, if it had 32": (each_its_own, 8192),
     "Llama 3 8B: 8 KV heads": (llama, 8192),
     "Mistral 7B: 8, window 4,096": (preset("mistral-7b"), 4096),
 }
+assert llama.context_length == 8192
 bars = [
     (
         name,
@@ -190,14 +195,14 @@ bars = [
     for name, (config, kept) in KEPT.items()
 ]
 fits = [sum(parts.values()) < h100.usable_bytes for _, parts in bars]
-assert fits == [False, False, True, True]
+assert fits == [False, True, True]
 
 # %%
 title = "16 requests of 8,192 tokens on an H100"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Query heads that share a KV head (*grouped-query attention*) make the cache smaller. So does a window.
+# Query heads that share a KV head (*grouped-query attention*) make the cache smaller; so does a window.
 #
 # ## Predict: can four devices hold a long context?
 #
@@ -225,8 +230,8 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Columns are positions, colours are devices. In the middle each row has two colours: `tp=4` has four devices for two heads, so two devices
-# hold the same head, all of it. With `b` requests, `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and
+# Columns are positions, colours are devices. In the middle each row has two colours: `tp=4` has four devices for two heads, so two hold the
+# same head. With `b` requests, `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and
 # `b t/sp k`.
 #
 # ## What is sent for a token
@@ -617,8 +622,8 @@ while engine.busy:
 # %% [markdown]
 # ### Exercise (expert): how many fit?
 #
-# Llama 3 8B on one H100, in bfloat16: 16.06e9 bytes of weights, and 63.7e9 bytes that a program may use. A request may have up to 8,192
-# tokens, and has 1,000 on average, when it ends. **How many requests fit** in slots of 8,192 tokens; and in pages of 16 tokens, if all have
+# Llama 3 8B on one H100, in bfloat16: 16.06e9 bytes of weights, and 63.7e9 bytes that a program may use. No request is longer than 8,192
+# tokens; when it ends it has 1,000 on average. **How many requests fit** in slots of 8,192 tokens; and in pages of 16 tokens, if all have
 # 1,000?
 
 # %%

@@ -16,10 +16,11 @@
 # ---
 
 # %% [markdown]
-# # 18 · Two meshes, Muon, islands: what do they send?
+# # 18 · Who lacks what, and how often? Two meshes, Muon, islands
 #
 # A trainer's weight is cut over four devices. A *sampler*, which writes the answers that the trainer learns from, wants it on two others,
-# cut otherwise. How few bytes must travel? Then the same for Muon, an optimizer, and for *islands*, groups of devices on slow links.
+# cut otherwise. How few bytes must travel? Then the same question for Muon, an optimizer, and for *islands*, groups of devices on slow
+# links.
 
 # %% tags=["plumbing"]
 import os
@@ -168,8 +169,7 @@ assert fewest == {"a": 4, "b": 4, "c": 2}
 met("18.rounds", fewest, "planned")
 
 # %% [markdown]
-# The busiest device decides: its messages go one by one. That many rounds are enough: one can always order the messages so that no device
-# sends or receives two at once (König 1916).
+# The busiest device decides: its messages go one by one. That many rounds are always enough (König 1916).
 #
 # ### Exercise (core): plan a round
 #
@@ -191,10 +191,10 @@ if opened("18.plan"):
 # ## Part 2: Muon takes whole matrices
 #
 # Again: who lacks what? The optimizer **Muon** makes each matrix of the momentum nearly orthogonal. That is simplest if a device has the
-# whole matrix. But FSDP has cut it. After one all-to-all a device has all rows of one layer's matrix, not some of every layer's:
+# whole matrix. But FSDP has cut it. After one all-to-all a device has all rows of one layer's matrix, not some rows of every layer's matrix:
 
 # %%
-show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 4, 4), "fsdp=4", 4))
+show(draw.arrow("l d/fsdp m -> l/fsdp d m", (4, 8, 6), "fsdp=4", 4))
 
 # %% [markdown]
 # ## Predict: what does Muon send?
@@ -253,7 +253,7 @@ if opened("18.muon"):
     show(draw.memory_bars(bars, title=title, roles={"sent": "fsdp"}))
 
 # %% [markdown]
-# `gather` sends n/2 times as much as `owner`, and computes all matrices on each device.
+# `gather` sends n/2 times as much as `owner`, and computes all on each device.
 #
 # ## Predict: does Muon send much, compared with FSDP?
 #
@@ -288,8 +288,8 @@ if opened("18.share"):
 #
 # ## Predict: does it compute much?
 #
-# Each of Muon's five iterations has three matmuls of r × r matrices, 2·r³ FLOPs each: 30·r³ in all. The model takes 6·r² for each of T
-# tokens. **What share of the model's FLOPs is Muon's, if each matrix is computed once, for r = 4,096 and T = 4,194,304 (2²²)?**
+# Muon has five iterations of three matmuls of r × r matrices, once a step. The model multiplies each matrix by all T tokens, forward and
+# backward. **Which share of the model's FLOPs are Muon's, for r = 4,096 and T = 4,194,304: 0.05 %, 0.5 %, 5 % or 50 %?**
 
 # %%
 flops = ...
@@ -299,11 +299,12 @@ attempt("18.flops", flops)
 met("18.flops", more_flops, "computed")
 
 # %% [markdown]
+# Muon has 5 · 3 · 2·r³ = 30·r³ FLOPs, the model 6·r²·T: 5·r/T.
+#
 # ## Part 3: islands
 #
-# Again: how often must it travel? Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a
-# *worker*, and every H steps all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023: AdamW inside, and Nesterov momentum
-# on the averaged update.)
+# Now: how often? Slow links join groups of devices with fast links inside: *islands*. Each island can train alone, as a *worker*, and every
+# H steps all average their weights: *local steps*. (DiLoCo, Douillard et al. 2023, adds momentum on the averaged update.)
 #
 # ## Predict: what do islands send?
 #
@@ -369,7 +370,8 @@ if opened("18.islands"):
 # 1. Between two meshes: each receiver gets what it lacks, once. That sum is the fewest bytes.
 # 2. The fewest rounds are the messages of the busiest device.
 # 3. Here Muon takes whole matrices. `owner` sends 2/n of what `gather` sends; `layer` sends nothing in addition.
-# 4. Muon moves once a step, FSDP in every microbatch. For a matrix r × r its FLOPs are 5·r/T of the model's, by `gather` n times as many.
+# 4. Muon moves once a step, FSDP in every microbatch. For a matrix r × r and T tokens in a step its FLOPs are 5·r/T of the model's, by
+#    `gather` n times as many.
 # 5. If workers average every H steps, they send 1/H as much. With H = 1 that is data parallelism for SGD (unclipped, with equal token
 #    counts), not for Adam.
 

@@ -14,7 +14,7 @@ where("tensor parallel", "+ sequence cut")
 # %% [markdown] tags=["slide"] minutes=1
 # ## Poll: columns or rows?
 #
-# Four devices share W1 and W2 and may add up once. How do you cut?
+# Four devices share W1 and W2 and may exchange numbers once. How do you cut?
 #
 # | A | B | C | D |
 # |---|---|---|---|
@@ -205,7 +205,7 @@ show(
 # ## Sequence parallelism
 #
 # Norms and residuals are the same work on every device. Cut their sequence: all-reduce becomes reduce-scatter and
-# all-gather. **Same bytes sent, less memory held.** One layer of GPT-3 (175B), 2,048 tokens, scores not kept:
+# all-gather. **Same bytes sent, less memory held**; least with one more gather in the backward pass, as in the bars:
 #
 # <footer>Korthikanti et al. 2022, table 2 · lesson <code>notebooks/05_tensor_parallelism</code> · <code>llmpar inspect --mesh tp=8 --tp-sequence</code></footer>
 
@@ -264,6 +264,8 @@ show(
 #
 # **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
 # matmuls; attention still sees whole sequences. Ring attention is another axis (our `sp`).
+#
+# With the same bytes the inputs of the pairs stay whole, 4 + 30/N: 186 MiB at N = 8. The second gather costs a quarter more bytes.
 #
 # **Source:** Korthikanti et al. 2022: 10 + 24/N becomes 34/N, times b·s·d (the paper writes h for d and t for N), as in lesson 05. It is the GPT block with dropout, its scores
 # computed again; kept, they add 5as/(dN) units, 240 MiB at N = 8. Ours keeps less. Equal bytes are asserted on the traced step of a small Llama.

@@ -42,7 +42,7 @@ from llmpar.plan.presets import preset
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
-N, TOKENS, LLAMA = 8, 131_072, preset("llama3-8b")
+N, TOKENS, LLAMA = 8, 131_072, preset("llama3.1-8b")
 
 
 def hop_census(n, tokens, heads, kv_heads, width, dtype):
@@ -89,7 +89,7 @@ steps(growing(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])))
 # %% [markdown] tags=["notes"]
 # Each rank hands K and V to its neighbour while it looks at them. Attention is exact, and no device holds all of it.
 #
-# Drawn for 4 devices. Llama 3 8B, 131,072 tokens over 8 devices in bf16: a hop is 64 MiB per layer (8 KV heads; 32 query heads would
+# Drawn for 4 devices. Llama 3.1 8B, 131,072 tokens over 8 devices in bf16: a hop is 64 MiB per layer (8 KV heads; 32 query heads would
 # be four times that), read from the traced program.
 #
 # **Ask:** how can a device begin its softmax before it has seen all keys? It keeps the output so far and the log of the sum of
@@ -185,7 +185,7 @@ steps(*drawn)
 # %% [markdown] tags=["slide"] minutes=2
 # ## Two other ways: Ulysses, or gathered keys
 #
-# The drawing is Ulysses; Llama 3 gathers the keys. For a layer of Llama 3 8B, 131,072 tokens, `sp=8`:
+# The drawing is Ulysses; Llama 3 gathers the keys. For a layer of Llama 3.1 8B, 131,072 tokens, `sp=8`:
 #
 # <footer>Jacobs et al. 2023 (DeepSpeed-Ulysses) · Llama 3 team 2024, section 3.3.2 · lesson <code>notebooks/06_long_sequences</code></footer>
 

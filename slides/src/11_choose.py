@@ -37,6 +37,8 @@ def folded(terms):
 
 plans = {mesh: estimated(mesh) for mesh in ("fsdp=16 tp=4", "fsdp=64", "pp=8 tp=8")}
 took = [plan.time.step_s for plan in plans.values()]
+fsdp_s = [plans[mesh].time.terms["weights and gradients on links"] for mesh in ("fsdp=16 tp=4", "fsdp=64")]
+assert f"{fsdp_s[0]:.1f} {fsdp_s[0] / fsdp_s[1]:.0f} {A100.rates.shared:.2f}" == "3.5 4 0.29"  # the notes
 limit = 1 + planner.ERROR
 assert took[0] < limit * planner.decide(question, keep=1).plans[0].time.step_s
 assert took[0] * limit < took[1] and took[1] * limit < took[2]
@@ -50,10 +52,13 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # %% [markdown] tags=["notes"]
 # **Ask:** why not `dp=64`? 788 GiB of float32 weights and moments on each device, and 59 may be used.
 #
+# **Ask:** the gathers of `fsdp=16 tp=4` hide. Why are fsdp's links 3.5 s, four times those of `fsdp=64`? Hidden is not free: a message takes
+# cores and memory rate from the matmuls beside it, on A100s 29 % of its time, and with 4 microbatches there are 12 messages, not 3.
+#
 # **Ask:** which would you take: `fsdp=16 tp=4` or another mesh within 10 % of it? The estimate cannot say. Measure both.
 #
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
-# cluster checks memory (`llmpar compile`). The line below a bar is ± 11 %: what is missed on runs of a source that no constant was fitted
+# cluster checks memory (`llmpar compile`). (The bars count JAX's default of 75 % of a GPU's memory; `llmpar plan` counts 95 %.) The line below a bar is ± 11 %: what is missed on runs of a source that no constant was fitted
 # to, as this one. On sources that were fitted it is 10 %. Plans of one machine share most of the error, so their order is better known.
 #
 # **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 589 published runs, 9.9 % mean and 8.2 % median
