@@ -39,7 +39,16 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import check, draw, look
 from llmpar.draw.scene import show
-from llmpar.lessons import attempt, find, first_answer, hint, opened, say, solution
+from llmpar.lessons import (
+    HINTS_GIVEN,
+    attempt,
+    find,
+    first_answer,
+    hint,
+    opened,
+    say,
+    solution,
+)
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan.layout import parse_layout
 
@@ -100,7 +109,7 @@ def points(mystery):
     """Say what the last word is worth. The first one counts, so a wrong one ends it."""
     if (last := first_answer(mystery)) is not None:
         given = dict(GUESSES.get(mystery, {}))
-        left = 3 - given.pop("bought", 0)
+        left = max(0, 3 - given.pop("bought", 0) - HINTS_GIVEN[mystery])
         left *= find(mystery).judge(last).startswith("correct")
         way = ", ".join([*given.values(), last])
         say(f"{mystery}: {left} of 3 points; you said {way}")
@@ -115,7 +124,8 @@ def unmask(mystery, f, at, result):
     if opened(mystery):
         points(mystery)
         asked = find(mystery)
-        say(f"It was {asked.solution}. {asked.says['because']}")
+        if not asked.judge(first_answer(mystery) or "").startswith("correct"):
+            say(f"It was {asked.solution}. {asked.says['because']}")
         print(f"{code(f).splitlines()[at]}  # {result}")
 
 
@@ -158,7 +168,7 @@ show(draw.curves(lines, RANKS, **axes))
 #
 # 1. Guess. Your guess opens the next clue, and the clue locks the guess.
 # 2. Run the folded cell below a clue's name to buy it for a point, or pass it by. Then guess again.
-# 3. When you are sure, give your last word with `attempt`. It opens the cure.
+# 3. When you are sure, give your last word with `attempt`. It opens the cure. (A `hint` costs a point, too.)
 #
 # (A stored copy shows all clues, each below the guess that opens it. In yours, `os.environ["LLMPAR_OPEN"] = "1"` opens them.)
 #
@@ -447,15 +457,17 @@ unmask("19.memory", cured_begin, 2, f"{sizes[1][0] // 1024} KiB each")
 #
 # ### In public
 #
-# 1. The norm. ROCm/TransformerEngine, pull request 715, 2026: weights that are replicated enter the norm once per rank of `tp`. Six layers of DeepSeek-V3 at
-#    tp=8 report 12.2 in place of 9.0. It says that this is "primarily a diagnostic bug": the effect on the weights is much smaller, and depends on the optimizer.
-#    NVIDIA-NeMo/RL, pull request 3788, 2026, open: the same in another program. The loss of the first step agrees to all digits.
-# 2. The router. pytorch/torchtitan, issue 2387, 2026: with `tp` the router's weight differs between ranks right after the first step, since its gradient is not
-#    reduced. Pull request 4054, 2026, on other weights with the same fault: the loss curves look normal.
-# 3. The memory. AI-Hypercomputer/maxtext, pull request 5104, 2026: the option for ZeRO-1 was a "silent no-op" in one of the training engines. The moments are
-#    made as `zeros_like` of each weight, and inherit its layout. marin-community/marin, issue 7987, 2026, open: the moments of one weight, the embedding, inherit
-#    its layout and are whole on each GPU, 5.8 GiB. `jit` alone is no cure: in it `zeros_like` takes no layout from the weights, and puts *all* moments on one
-#    device, even if the weights are cut (jax-ml/jax, issue 26040, open).
+# 1. The norm. ROCm/TransformerEngine, pull request 715, 2026: replicated weights are counted once per rank of `tp`. A DeepSeek-V3 of six layers reports
+#    12.2 in place of 9.0 at tp=8. "This is primarily a diagnostic bug": the effect on the weights is much smaller, and depends entirely on the optimizer.
+#    NVIDIA-NeMo/RL, pull request 3788, 2026, open, counts them once as well: the losses of the first step agree to all reported digits.
+# 2. The router. pytorch/torchtitan, issue 2387, 2026: with `tp` its weight differs between ranks right after the first step, since its gradient is not
+#    reduced. Pull request 4054, 2026, on a like fault: the forward pass is untouched, "so loss curves look normal".
+# 3. The memory. AI-Hypercomputer/maxtext, pull request 5104, 2026: the option for ZeRO-1 was "a silent no-op" in one training engine, which did not read it.
+#    The moments are made as `zeros_like` of each weight, and inherit its layout. marin-community/marin, issue 7987, 2026, open, is a milder case: one weight,
+#    the embedding, is whole on purpose, and its moments inherit that, for about 5.8 GiB per GPU.
+#
+# `jit` alone is no cure: in it `zeros_like` does not follow its argument (jax-ml/jax, issue 26040, open). Here it puts *all* moments on one device, even
+# if the weights are cut.
 #
 # ### 4. More devices, but not less noise
 #
@@ -467,7 +479,7 @@ suspect = ...  # a letter, A to H
 guess("19.noise", suspect)
 
 # %% [markdown]
-# **Clue 1: the numbers.** Each row is made of ones. The coloured numbers were kept.
+# **Clue 1: the numbers.** Each row is six ones, and each rank has four rows. A dot is a number that was set to 0.
 
 
 # %% tags=["plumbing"]
@@ -492,16 +504,11 @@ found = [noise(dropped, n) for n in RANKS]
 assert np.allclose(found, 0.5, atol=0.005)
 ones = np.ones((16, 6), np.float32)
 kept = run("dp=4", dropped, P("dp"), P("dp"), ones) > 0
-coloured = lambda row: [("", "weights" if on_ else "cell") for on_ in row]
-table = []
-for left in (0, 8):  # two ranks beside each other
-    for i in range(left, left + 4):
-        name = f"ranks {i // 4} and {i // 4 + 1}" if i == left else ""
-        table.append((name, [*coloured(kept[i]), ("", ""), *coloured(kept[i + 4])]))
-    table.append(("", []))
-table.pop()
+assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
 if clue("19.noise", 1):
-    show(draw.table(table, title="Which numbers four ranks keep"))
+    for rank, rows in enumerate(np.split(kept, 4)):
+        drawn = "  ".join("".join(".1"[int(one)] for one in row) for row in rows)
+        print(f"rank {rank}: {drawn}")
 
 # %%
 suspect = ...  # again, with what you know now
@@ -528,7 +535,7 @@ unmask("19.noise", cured_dropped, 1, f"{after:.2f}")
 
 # %% [markdown]
 # `fold_in` makes a new key of a key and a number. Along `tp`, where activations are copies, the ranks must draw the *same* numbers. In public:
-# huggingface/transformers, issue 31412, 2024: after `set_seed`, dropout masks are identical on all GPUs.
+# huggingface/transformers, issue 31412, 2024: with a constant seed, dropout masks are identical on all devices of a DDP run.
 #
 # ### 5. The first loss is 11.4 in place of 2
 #
@@ -542,8 +549,10 @@ guess("19.first_loss", suspect)
 # %% [markdown]
 # **Clue 1: a comparison.** What each rank takes into the first layer, and what it computes there before anything is sent:
 
-
 # %% tags=["plumbing"]
+x = draws(16, 8)
+
+
 def rotated(x):  # s/sp d
     at = jnp.arange(x.shape[0])[:, None]
     return x * jnp.cos(at * 0.1) + jnp.roll(x, 1, 1) * jnp.sin(at * 0.1)
@@ -554,7 +563,6 @@ def cured_rotated(x):
     return x * jnp.cos(at * 0.1) + jnp.roll(x, 1, 1) * jnp.sin(at * 0.1)
 
 
-x = draws(16, 8)
 right = np.asarray(rotated(jnp.asarray(x)))  # one device has all of it
 wrong = run("sp=4", rotated, P("sp"), P("sp"), x)
 off = np.abs(wrong - right).reshape(4, -1).max(1)
@@ -588,8 +596,8 @@ assert np.allclose(cured, right, atol=1e-5)
 unmask("19.first_loss", cured_rotated, 1, "right")
 
 # %% [markdown]
-# In public: thunlp/Seq1F1B, issue 6, 2025: the loss should begin around 2, and begins with 11.4. There the parts come one after another. NVIDIA/Megatron-LM, pull
-# request 5243, 2026, of packed documents: positions 0, 3, 0, 3 on a rank in place of 0, 3, 4, 7.
+# In public: thunlp/Seq1F1B, issue 6, 2025: the loss "should be around 2, while it starts with 11.4"; an offset is missing. There the parts come one after another. NVIDIA/Megatron-LM, pull
+# request 5243, 2026, of packed sequences: rank 0 takes the positions 0, 3, 0, 3 in place of 0, 3, 4, 7.
 #
 # ### 6. The same answers, another loss
 #
@@ -603,8 +611,10 @@ guess("19.answers", suspect)
 # %% [markdown]
 # **Clue 1: an experiment.** The same with other answers:
 
-
 # %% tags=["plumbing"]
+x, w = draws(128, 8), draws(8, 4)
+
+
 def loss(x, w, counted):  # counted: 1 for a token of an answer, 0 for padding
     errors = ((x @ w) ** 2).sum(1) * counted
     return lax.pmean(errors.sum() / counted.sum(), "dp")
@@ -616,7 +626,6 @@ def cured_loss(x, w, counted):
 
 
 PLACES = P("dp"), P(), P("dp")
-x, w = draws(128, 8), draws(8, 4)
 places, answers = np.arange(128) % 4, np.arange(128) // 4
 counted = (places <= answers // 8).astype(np.float32)  # short answers first
 equal = (places < 2).astype(np.float32)
@@ -655,8 +664,8 @@ assert np.allclose(cured, found[0], rtol=1e-5)
 unmask("19.answers", cured_loss, -1, f"{cured[-1]:.2f}")
 
 # %% [markdown]
-# In public: huggingface/transformers, issue 24725, 2023, with microbatches in place of ranks; NVIDIA/Megatron-LM, pull request 7513, 2026, open, with parts of a
-# sequence: if one token counts, two ranks halve its gradient. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.
+# In public: huggingface/transformers, issue 24725, 2023, with microbatches in place of ranks. NVIDIA/Megatron-LM, pull request 7513, 2026, open, with parts of a
+# sequence: if only one token counts, two ranks halve the gradient, and four leave a quarter. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.
 #
 # ### On your cluster
 #
