@@ -197,8 +197,8 @@ on_ranks = lambda f, w, b: [float(run(f"tp={n}", f, GIVEN, P(), w, b)) for n in 
 assert np.allclose(on_ranks(norm, weight, bias), log, atol=0.05)
 alone = on_ranks(norm, weight, 0 * bias), on_ranks(norm, 0 * weight, bias)
 assert np.allclose(alone[0], alone[0][0], rtol=1e-5)
-lines = [("weight alone", alone[0], "weights", "o", False)]
-lines += [("bias alone", alone[1], "gradients", "s", False)]
+lines = [("weight alone", alone[0], "soft", "o", False)]
+lines += [("bias alone", alone[1], "measured", "s", False)]
 axes = dict(
     x="tp", y="gradient norm", title="Each of the two gradients alone", wide=360
 )
@@ -471,15 +471,15 @@ unmask("19.memory", cured_begin, 2, f"{sizes[1][0] // 1024} KiB each")
 #
 # ### 4. More devices, but not less noise
 #
-# Dropout sets half of the numbers to 0, at random, and divides by the share that is kept. So the mean of a column over all rows is noisy. With eight
-# times as many rows this noise should be √8 = 2.8 times smaller. The rows are cut over `dp`. The noise is 0.50 on one rank, and 0.50 on eight.
+# Rows are cut over `dp`, four on each rank, and what a layer makes of them is noisy. In the mean over eight times as many rows this noise should be
+# √8 = 2.8 times smaller. It is 0.50 on one rank, and 0.50 on eight.
 
 # %%
 suspect = ...  # a letter, A to H
 guess("19.noise", suspect)
 
 # %% [markdown]
-# **Clue 1: the numbers.** Each row is six ones, and each rank has four rows. A dot is a number that was set to 0.
+# **Clue 1: the numbers.** The layer is dropout: it sets half of the numbers to 0. The rows here are six ones, and a dot is a number that was set to 0.
 
 
 # %% tags=["plumbing"]
