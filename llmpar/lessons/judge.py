@@ -75,15 +75,6 @@ SPELLINGS = {
     "as many byte": "as many",
     "grad": "gradients",
     "doe not fit": "too large",
-    "counted": "counted twice",
-    "double counted": "counted twice",
-    "double counting": "counted twice",
-    "no sum": "missing sum",
-    "key": "same key",
-    "one key": "same key",
-    "same random key": "same key",
-    "same seed": "same key",
-    "replicated": "copies",
     "unchanged": "the same",
     "no change": "the same",
     "no difference": "the same",
@@ -111,7 +102,6 @@ SPELLINGS = {
     "not right": "wrong",
     "rejected": "refused",
     "error": "refused",
-    "copy": "copies",
     "double": "twice",
     "2x": "twice",
     "2 time": "twice",
@@ -565,7 +555,7 @@ def _as_text(answer: Any, right: str, spelt: Mapping[str, str]) -> Any:
     answer = spelt.get(_plain(str(answer)), answer)
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
-    if isinstance(answer, str):
+    if isinstance(answer, str) and len(right) > 1:  # a lone letter is no unit
         answer = re.sub(r" *= *", "=", re.sub("[,×]", " ", answer)) if "=" in right else answer
         forms = _IN_LAYOUTS if "/" in laid_out and re.search("[/=]", answer) else {_CALL: r"\1"}
         called = _respelled(answer, forms)
@@ -660,8 +650,8 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
 def _plain(text: str) -> str:
     """Write words small, blanks between them, in the singular, and without what may stand around them."""
     return re.sub(
-        r"^(?:(?:an?|the|their|by|in|into|along|exactly|cut|split|it|they|is|are|sends?) )+|(?<=\w\w)s\b"
-        r"| ?wise$| (?:cut|split|bytes?|gpus?)$",
+        r"^(?:(?:an?|the|their|by|in|into|along|exactly|cut|split|it|they|is|are|sends?|suspect) )+"
+        r"|(?<=\w\w)s\b| ?wise$| (?:cut|split|bytes?|gpus?)$",
         "",
         re.sub(r"[-_\s]+", " ", text.strip(" \n\"'`.!").lower()),
     )

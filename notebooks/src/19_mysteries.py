@@ -6,7 +6,7 @@
 #     needs: ["03", "04"]
 #     question: The loss falls, but something is wrong. How do you find the fault?
 #     objectives:
-#     - Recognise three silent failures (five with *Further*) by what they change, and by
+#     - Recognise three silent failures (six with *Further*) by what they change, and by
 #       what they do not change.
 #     - Use a clue to tell two suspects apart.
 #     - Prove a cure by running it.
@@ -15,8 +15,8 @@
 # %% [markdown]
 # # 19 · Mysteries: the loss falls, and something is wrong
 #
-# A gradient norm grows with `tp`: 28.8 on one device, 54.6 on eight. The model, the batch and the loss are the same, but clipping begins
-# earlier. What is wrong? This is the first of five real failures of recent years, all without an error: three here, two in *Further*.
+# A gradient norm grows with `tp`: 28.8 on one device, 54.6 on eight. Model, batch and loss are the same, and there is no error. What is wrong?
+# Six failures of recent years, three here and three in *Further*. They are public; these programs and numbers are small models of them.
 
 # %% tags=["plumbing"]
 import os
@@ -39,11 +39,22 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import check, draw, look
 from llmpar.draw.scene import show
-from llmpar.lessons import attempt, find, hint, met, opened, say, solution
+from llmpar.lessons import (
+    HINTS_GIVEN,
+    attempt,
+    find,
+    first_answer,
+    hint,
+    opened,
+    say,
+    solution,
+)
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan.layout import parse_layout
 
 rng = np.random.default_rng(0)
+RANKS = (1, 2, 4, 8)
+GUESSES = {}  # of each mystery: the guess that was given after so many clues
 
 
 def draws(*shape):
@@ -64,70 +75,153 @@ def on(mesh, f, given, gives):
     return mapped
 
 
+def run(mesh, f, given, gives, *arrays):
+    return np.asarray(jax.jit(on(mesh, f, given, gives))(*arrays))
+
+
 def shape(*dims):
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
-def finding(checked):
-    """What `llmpar.check` says, without the line numbers of this notebook."""
-    return f"check: {checked.findings[0]['sentence']}"
+def guess(mystery, suspect):
+    """Note a guess. It opens the next clue, which locks it."""
+    if suspect is not ...:
+        given = GUESSES.setdefault(mystery, {"bought": 0})
+        given[given["bought"]] = str(suspect)
+        say(f"{mystery}: {suspect} is noted. The next clue costs a point.")
+
+
+def clue(mystery, number):
+    """Tell whether a clue may be shown: a guess buys it. After the last word, or with
+    LLMPAR_OPEN=1, all clues are free."""
+    given = GUESSES.setdefault(mystery, {"bought": 0})
+    if os.environ.get("LLMPAR_OPEN") or first_answer(mystery):
+        return True
+    if number == given["bought"] + 1 and given["bought"] in given:
+        given["bought"] = number
+        say(f"clue {number} is bought: {3 - number} of 3 points are left")
+    elif number > given["bought"]:
+        say("shut: guess in the cell above, then run this cell again")
+    return number <= given["bought"]
+
+
+def points(mystery):
+    """Say what the last word is worth. The first one counts, so a wrong one ends it."""
+    if (last := first_answer(mystery)) is not None:
+        given = dict(GUESSES.get(mystery, {}))
+        left = max(0, 3 - given.pop("bought", 0) - HINTS_GIVEN[mystery])
+        left *= find(mystery).judge(last).startswith("correct")
+        way = ", ".join([*given.values(), last])
+        say(f"{mystery}: {left} of 3 points; you said {way}")
 
 
 def code(f):
     return inspect.getsource(f).rstrip()
 
 
+def unmask(mystery, f, at, result):
+    """Say who it was and why, and show the cured line with what it gave."""
+    if opened(mystery):
+        points(mystery)
+        asked = find(mystery)
+        if not asked.judge(first_answer(mystery) or "").startswith("correct"):
+            say(f"It was {asked.solution}. {asked.says['because']}")
+        print(f"{code(f).splitlines()[at]}  # {result}")
+
+
+def place(f, checked):
+    """The line of a program that `llmpar.check` names, counted from its `def`."""
+    line = int(checked.findings[0]["line"].rpartition(":")[2])
+    return line - f.__code__.co_firstlineno
+
+
+def program(f, at=None):
+    """Print a program, with an arrow at a line."""
+    for i, row in enumerate(code(f).splitlines()):
+        print(f"{'->' if i == at else '  '} {row}")
+
+
+# %% tags=["plumbing"]
+log = [28.8, 33.7, 41.9, 54.6]
+lines = [("the log says", log, "measured", "o", False)]
+lines += [("one device", [log[0]] * 4, "soft", None, True)]
+axes = dict(
+    x="tp", y="gradient norm", title="The same gradient on more ranks", wide=360
+)
+show(draw.curves(lines, RANKS, **axes))
+
+# %% [markdown]
+# There are eight suspects, for all six mysteries: one of them is guilty twice, and three never.
+#
+# | suspect | what happens |
+# |---|---|
+# | A | A collective runs over one axis, and should run over another. |
+# | B | Ranks hold the terms of a sum, and nobody adds them up. |
+# | C | A value that is complete is summed over ranks once more. |
+# | D | Ranks compute the same value, and each should compute its own. |
+# | E | Ranks compute different values, and all should compute the same. |
+# | F | An array stays whole, since no line says that it is cut. |
+# | G | An array is cut at first, and a later line gathers it. |
+# | H | Ranks take means over unequal counts, and these are averaged. |
+#
+# Name the cause, not what follows from it. Each mystery begins with three points, and has two clues for sale:
+#
+# 1. Guess. Your guess opens the next clue, and the clue locks the guess.
+# 2. Run the folded cell below a clue's name to buy it for a point, or pass it by. Then guess again.
+# 3. When you are sure, give your last word with `attempt`. It opens the cure. (A `hint` costs a point, too.)
+#
+# (A stored copy shows all clues, each below the guess that opens it. In yours, `os.environ["LLMPAR_OPEN"] = "1"` opens them.)
+#
+# ## 1. The gradient norm that grows with tp
+#
+# The model has one weight and one bias, and the norm is that of both gradients.
+
 # %%
+suspect = ...  # a letter, A to H
+guess("19.norm", suspect)
+
+# %% [markdown]
+# **Clue 1: an experiment.** Two more runs: in one the bias's gradient is set to 0, in the other one the weight's.
+
+
+# %% tags=["plumbing"]
 def norm(weight, bias):
     squares = jnp.sum(weight**2) + jnp.sum(bias**2)
     return jnp.sqrt(lax.psum(squares, "tp"))
 
 
-# %% tags=["plumbing"]
 GIVEN = (P(None, "tp"), P())
 weight, bias = draws(16, 32), 3 * draws(32)
 right = float(np.sqrt((weight**2).sum() + (bias**2).sum()))
-norms = [
-    float(jax.jit(on(f"tp={n}", norm, GIVEN, P()))(weight, bias)) for n in (1, 2, 4, 8)
-]
-assert np.isclose(norms[0], right, rtol=1e-5) and norms == sorted(norms)
-assert f"{norms[0]:.1f}, {norms[-1]:.1f}" == "28.8, 54.6"
-lines = [("the log says", norms, "measured", "o", False)]
-lines += [("one device", [right] * 4, "soft", None, True)]
-axes = dict(x="tp", y="gradient norm", title="The same gradient on more ranks")
-show(draw.curves(lines, [1, 2, 4, 8], **axes))
-
-# %% [markdown]
-# `weight` and `bias` are gradients; that of the weight is cut over `tp`. There are six suspects:
-#
-# | suspect | what it does |
-# |---|---|
-# | missing sum | one rank's partial sum is used as the whole sum |
-# | counted twice | a sum over ranks counts a value once for each rank, but all ranks hold the same value |
-# | mean of means | each rank divides by its own count, and then a mean is taken |
-# | same key | each rank draws the same random numbers |
-# | positions | each rank counts its positions from 0 |
-# | copies | each rank holds all of a value |
-#
-# The rules: read the program, then name a suspect. Your first guess is noted, and opens the clues and the cure. Each clue has a price, a
-# look, a line or a run: on a real cluster you would need it to get the clue. To guess again, change the line `suspect = …` above the clues,
-# and run its cell again. (The stored copy shows all clues.)
-#
-# ## 1. The gradient norm that grows with tp
+on_ranks = lambda f, w, b: [float(run(f"tp={n}", f, GIVEN, P(), w, b)) for n in RANKS]
+assert np.allclose(on_ranks(norm, weight, bias), log, atol=0.05)
+alone = on_ranks(norm, weight, 0 * bias), on_ranks(norm, 0 * weight, bias)
+assert np.allclose(alone[0], alone[0][0], rtol=1e-5)
+lines = [("weight alone", alone[0], "soft", "o", False)]
+lines += [("bias alone", alone[1], "measured", "s", False)]
+axes = dict(
+    x="tp", y="gradient norm", title="Each of the two gradients alone", wide=360
+)
+if clue("19.norm", 1):
+    show(draw.curves(lines, RANKS, **axes))
 
 # %%
-suspect = ...  # one of the six, such as "same key"
-attempt("19.norm", suspect)
+suspect = ...  # again, with what you know now
+guess("19.norm", suspect)
 
 # %% [markdown]
-# Two clues. One costs a second look at the program. The other costs one run: `llmpar.check` runs a program on its mesh and on one device,
-# and names the first value that differs.
+# **Clue 2: `llmpar.check`.** It runs a program on its mesh and on one device, and marks the line where the first value differs.
 
-# %%
+# %% tags=["plumbing"]
 checked = check(on("tp=8", norm, GIVEN, P()), None, shape(16, 32), shape(32))
-if opened("19.norm"):
-    say("look: each rank has its own columns of weight, and all of bias")
-    say(finding(checked))
+assert not checked and checked.findings[0]["kind"] == "counted"
+assert place(norm, checked) == 1
+if clue("19.norm", 2):
+    program(norm, place(norm, checked))
+
+# %%
+suspect = ...  # your last word
+attempt("19.norm", suspect)
 
 
 # %% tags=["plumbing"]
@@ -136,258 +230,442 @@ def cured_norm(weight, bias):
     return jnp.sqrt(squares)
 
 
-if opened("19.norm"):
-    print(code(cured_norm))
-assert not checked and checked.findings[0]["kind"] == "counted"
-cured = float(jax.jit(on("tp=8", cured_norm, GIVEN, P()))(weight, bias))
-assert np.isclose(cured, right, rtol=1e-5)
-met("19.norm", "counted twice", "it was")
-print(f"norm on tp=8: {norms[-1]:.2f}, cured {cured:.2f}, on one device {right:.2f}")
+cured = on_ranks(cured_norm, weight, bias)
+assert np.allclose(cured, right, rtol=1e-5)
+unmask("19.norm", cured_norm, 1, f"{cured[-1]:.1f} on tp=8")
 
 # %% [markdown]
-# ## 2. More devices, but not less noise
+# ## 2. Copies that part
 #
-# Dropout sets half of the numbers to 0, at random, and divides by the share that is kept. So the mean of a column over all rows is noisy. With eight
-# times as many rows this noise should be √8 = 2.8 times smaller. But it does not get smaller. The rows are cut over `dp`:
-
-
-# %%
-def dropped(x):
-    kept = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
-    return x * kept / lax.pmean(kept.mean(), "dp")
-
+# A router chooses the experts of each token. Its weight is whole on the four ranks of `tp`, and the experts are cut over `tp`. After the first
+# step the router's copies are not equal any more. The loss falls.
 
 # %% tags=["plumbing"]
-def noise(f, ranks):
-    """The spread of the mean over all rows of ones, four rows on each rank."""
-    ones = np.ones((4 * ranks, 512), np.float32)
-    return float(
-        np.std(
-            np.asarray(jax.jit(on(f"dp={ranks}", f, P("dp"), P("dp")))(ones)).mean(0)
-        )
-    )
-
-
-found = [noise(dropped, n) for n in (1, 2, 4, 8)]
-want = [found[0] / n**0.5 for n in (1, 2, 4, 8)]
-assert np.allclose(found, found[0])
-lines = [("measured", found, "measured", "o", False)]
-lines += [("expected", want, "soft", None, True)]
-axes = dict(x="devices, four rows on each", y="noise of the mean", title="Dropout")
-show(draw.curves(lines, [1, 2, 4, 8], **axes))
+apart = [0.0, 0.063, 0.115, 0.163, 0.223, 0.284]
+lines = [("largest difference", apart, "measured", "o", False)]
+lines += [("wanted", [0.0] * 6, "soft", None, True)]
+axes = dict(
+    x="steps",
+    y="between two copies",
+    title="The router's weight on four ranks",
+    wide=360,
+)
+show(draw.curves(lines, range(6), **axes))
 
 # %%
-suspect = ...  # one of the six
-attempt("19.noise", suspect)
+suspect = ...  # a letter, A to H
+guess("19.router", suspect)
 
 # %% [markdown]
-# A clue (cost: one run): look at the numbers themselves. The coloured ones were kept:
-
-# %% tags=["plumbing"]
-ones = np.ones((16, 6), np.float32)
-kept = np.asarray(jax.jit(on("dp=4", dropped, P("dp"), P("dp")))(ones)) > 0
-assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
-coloured = lambda row: [("", "weights" if on_ else "cell") for on_ in row]
-table = []
-for left in (0, 8):  # two ranks beside each other
-    for i in range(left, left + 4):
-        name = f"ranks {i // 4} and {i // 4 + 1}" if i == left else ""
-        table.append((name, [*coloured(kept[i]), ("", ""), *coloured(kept[i + 4])]))
-    table.append(("", []))
-table.pop()
-if opened("19.noise"):
-    show(draw.table(table, title="Which numbers four ranks keep"))
+# **Clue 1: the numbers.** One number of the router, in the first step: its value, and its gradient on each rank.
 
 
 # %% tags=["plumbing"]
-def cured_dropped(x):
-    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("dp"))
-    kept = jax.random.bernoulli(key, 0.5, x.shape)
-    return x * kept / lax.pmean(kept.mean(), "dp")
+def step(router, experts, own, x, y):
+    outputs = lambda r: jax.nn.softmax(x @ r) @ own @ experts  # of my experts
+    mine, back = jax.vjp(outputs, router)
+    error = lax.psum(mine, "tp") - y
+    return router - 0.01 * back(error)[0]
 
 
-if opened("19.noise"):
-    print(code(cured_dropped))
-wrong = check(on("dp=2", dropped, P("dp"), P("dp")), None, shape(8, 8))
-assert not wrong and wrong.findings[0]["kind"] == "same random key"
-after = noise(cured_dropped, 8)
-assert 0.8 < after / want[-1] < 1.25
-met("19.noise", "same key", "it was")
-if opened("19.noise"):
-    say(finding(wrong))
-print(
-    f"noise on 8 devices: {found[-1]:.2f}, cured {after:.2f}, expected {want[-1]:.2f}"
-)
+def cured_step(router, experts, own, x, y):
+    outputs = lambda r: jax.nn.softmax(x @ r) @ own @ experts
+    mine, back = jax.vjp(outputs, router)
+    error = lax.psum(mine, "tp") - y
+    return router - 0.01 * lax.psum(back(error)[0], "tp")
+
+
+LAID = P(), P("tp"), P(None, "tp"), P(), P()
+router, data = draws(6, 8), (draws(8, 5), np.eye(8, dtype=np.float32))
+data += draws(16, 6), draws(16, 5)
+
+
+def steps(f, ranks):
+    """The router's copies after each step."""
+    of_a_rank = lambda copies, *more: f(copies[0], *more)[None]
+    held, given = [np.stack([router] * ranks)], (P("tp"), *LAID[1:])
+    for _ in range(5):
+        held += [run(f"tp={ranks}", of_a_rank, given, P("tp"), held[-1], *data)]
+    return held
+
+
+held, one, cured = steps(step, 4), steps(step, 1), steps(cured_step, 4)
+assert np.allclose([np.ptp(copies, 0).max() for copies in held], apart, atol=0.001)
+experts, mine, x, y = (np.split(data[0], 4), np.split(data[1], 4, 1), *data[2:])
+parts = [
+    [
+        jax.nn.softmax(x @ r) @ m @ e
+        for r, m, e in zip(copies, mine, experts, strict=True)
+    ]
+    for copies in held
+]
+losses = [float(((sum(part) - y) ** 2).mean()) for part in parts]
+assert losses == sorted(losses, reverse=True)  # it falls
+slopes = [(copies[0] - copies[1])[:, 0, 0] / 0.01 for copies in (held, one)]
+assert np.isclose(slopes[0].sum(), slopes[1][0], rtol=1e-3)
+table = [
+    (f"rank {i}", [(f"{router[0, 0]:.2f}", "weights"), (f"{slope:+.2f}", "gradients")])
+    for i, slope in enumerate(slopes[0])
+]
+table += [
+    ("one device", [(f"{router[0, 0]:.2f}", "cell"), (f"{slopes[1][0]:+.2f}", "cell")])
+]
+if clue("19.router", 1):
+    show(draw.table(table, ("value", "gradient"), "One number of the router's weight"))
+
+# %%
+suspect = ...  # again, with what you know now
+guess("19.router", suspect)
+
+# %% [markdown]
+# **Clue 2: `llmpar.check`.** Where does the first value differ?
+
+# %% tags=["plumbing"]
+shapes = [shape(*array.shape) for array in (router, *data)]
+checked = check(on("tp=4", step, LAID, P()), None, *shapes)
+assert not checked and checked.findings[0]["kind"] == "missing sum"
+assert place(step, checked) == 4
+if clue("19.router", 2):
+    program(step, place(step, checked))
+
+# %%
+suspect = ...  # your last word
+attempt("19.router", suspect)
+
+# %% tags=["plumbing"]
+assert np.ptp(cured[-1], 0).max() == 0 and np.allclose(cured[-1], one[-1], atol=1e-5)
+unmask("19.router", cured_step, -1, "equal copies")
 
 # %% [markdown]
 # ## 3. ZeRO-1 that saves nothing
 #
-# A team turns on ZeRO-1 on eight devices. The run is right, to the last digit. But each device needs as much memory as before. (ZeRO-1
-# leaves the weights whole, and cuts the moments.) Read how the state is made:
+# A team turns on ZeRO-1, by which each of eight devices keeps an eighth of Adam's moments. The option is accepted, and all values are right, to
+# the last digit. But a device needs as much memory as before: 384 KiB for weights and moments, where 160 are expected.
 
 # %%
+suspect = ...  # a letter, A to H
+guess("19.memory", suspect)
+
+# %% [markdown]
+# **Clue 1: bytes.** How large are the moments on a device, and since when?
+
+# %% tags=["plumbing"]
 mesh = make_mesh("fsdp=8")
 whole, cut = (sharding(mesh, parse_layout(text)) for text in ("d m", "d/fsdp m"))
 weights = {"w": jax.device_put(draws(512, 64), whole)}
 optimizer = optax.adam(1e-3)
-state = optimizer.init(weights)  # Adam's moments
-
-# %%
-suspect = ...  # one of the six
-attempt("19.memory", suspect)
-
-# %% [markdown]
-# A clue (cost: one line): how many bytes of moments has each device? (`check` has no clue here: all values are right.)
 
 
-# %% tags=["plumbing"]
-def held(state):
+def update(weights, state, grads):
+    change, state = optimizer.update(grads, state)
+    return optax.apply_updates(weights, change), state
+
+
+def lying(arrays):
+    """The layouts of arrays, as they lie; the step's number has none."""
+    return jax.tree.map(lambda x: x.sharding if x.ndim else None, arrays)
+
+
+def begin(weights, zero=1):
+    state = optimizer.init(weights)
+    return state, jax.jit(update, out_shardings=lying((weights, state)))
+
+
+def held_by(state):
     """Bytes of the moments on each device."""
-    leaves = [x for x in jax.tree.leaves(state) if x.ndim]
     sizes = dict.fromkeys(devices, 0)
-    for shard in (shard for x in leaves for shard in x.addressable_shards):
-        sizes[shard.device] += shard.data.nbytes
+    for x in (x for x in jax.tree.leaves(state) if x.ndim):
+        for shard in x.addressable_shards:
+            sizes[shard.device] += shard.data.nbytes
     return list(sizes.values())
 
 
-def init_cut():
-    """The state, cut as ZeRO-1 cuts it; the step's number cannot be cut."""
-    shapes = jax.eval_shape(optimizer.init, weights)
-    places = jax.tree.map(
-        lambda x: cut if x.ndim else sharding(mesh, parse_layout("")), shapes
+state, one_step = begin(weights)
+later = one_step(weights, state, weights)
+sizes = held_by(state), held_by(later[1])
+assert sizes[0] == sizes[1] == [2 * 4 * 512 * 64] * 8
+bars = [("when they are made", {"moments": sizes[0][0]})]
+bars += [("after a step", {"moments": sizes[1][0]})]
+bars += [("an eighth", {"moments": sizes[0][0] // 8})]
+if clue("19.memory", 1):
+    show(
+        draw.memory_bars(
+            bars, title="Adam's moments on each of eight devices", wide=360
+        )
     )
-    return jax.jit(optimizer.init, out_shardings=places)(weights)
 
-
-cured_state = init_cut()
-before, after = held(state), held(cured_state)
-assert before == [2 * 4 * 512 * 64] * 8 and after == [2 * 4 * 64 * 64] * 8
-bars = [("as it was", {"moments": before[0]}), ("cured", {"moments": after[0]})]
-if opened("19.memory"):
-    show(draw.memory_bars(bars, title="Adam's moments on each of eight devices"))
-under_jit = held(jax.jit(optimizer.init)(weights))
-assert under_jit == [before[0]] + [0] * 7  # all of it on the first device
-assert held(jax.jit(optimizer.init)(jax.device_put(weights, cut))) == under_jit
-first = cured_state[0].mu["w"].addressable_shards[0].data
-assert first.shape == (64, 64)
-both = zip(jax.tree.leaves(state), jax.tree.leaves(cured_state), strict=True)
-assert all(np.array_equal(a, b) for a, b in both)
-met("19.memory", "copies", "it was")
-if opened("19.memory"):
-    say(f"why: {find('19.memory').says['because']}")
-    say("cure: jax.jit(optimizer.init, out_shardings=…) says where each moment is")
+# %%
+suspect = ...  # again, with what you know now
+guess("19.memory", suspect)
 
 # %% [markdown]
-# (In *Further*: where these three were found, and what else they did.)
+# **Clue 2: the program, and `llmpar.look`.** (`check` has no clue here. It compares values, and all are right.)
+
+# %% tags=["plumbing"]
+seen = str(look(one_step, weights, state, weights)).splitlines()
+(moment,) = (row for row in seen if ".mu." in row)
+assert "all-" not in "".join(seen)  # it gathers nothing
+if clue("19.memory", 2):
+    program(begin)
+    say(f"look: {moment} (and the same for nu)")
+
+# %%
+suspect = ...  # your last word
+attempt("19.memory", suspect)
+
+
+# %% tags=["plumbing"]
+def cured_begin(weights):
+    places = eighths(jax.eval_shape(optimizer.init, weights))
+    state = jax.jit(optimizer.init, out_shardings=places)(weights)
+    return state, jax.jit(update, out_shardings=(lying(weights), places))
+
+
+def eighths(state):
+    """Layouts that cut the moments; the step's number cannot be cut."""
+    uncut = sharding(mesh, parse_layout(""))
+    return jax.tree.map(lambda x: cut if x.ndim else uncut, state)
+
+
+state, cured_step = cured_begin(weights)
+cured = cured_step(weights, state, weights)
+sizes = held_by(state), held_by(cured[1])
+assert sizes[0] == sizes[1] == [2 * 4 * 64 * 64] * 8
+both = zip(*(jax.tree.leaves(after) for after in (later, cured)), strict=True)
+assert all(np.allclose(a, b, atol=1e-7) for a, b in both)
+under_jit = held_by(jax.jit(optimizer.init)(weights))
+assert under_jit == [2 * 4 * 512 * 64] + [0] * 7  # all of it on the first device
+assert held_by(jax.jit(optimizer.init)(jax.device_put(weights, cut))) == under_jit
+unmask("19.memory", cured_begin, 2, f"{sizes[1][0] // 1024} KiB each")
+
+# %% [markdown]
+# (*Further* says where these three were found.)
 #
 # ## Keep: a falling loss proves little
 #
-# 1. Wrong values and wasted memory need different clues: `check`, and bytes on a device. (For wasted messages: `look`, lesson 13.)
-# 2. Ask about each sum over ranks: does each rank add a different value? If not, the sum counts copies.
-# 3. Ask about each random number: should it be the same on all ranks of this axis, or different?
+# 1. A symptom fits several causes. Look for the run that tells two of them apart, then for the line.
+# 2. `check` names the line where the first value differs from one device. It is blind where all values are right. For memory count the bytes on a
+#    device, for messages use `look` (lesson 13), for time a trace.
+# 3. Ask about each sum over ranks: does each rank add its own part, and does somebody add the parts?
 # 4. Ask about each array: which line says that it is cut?
 # 5. A cure is proved when the program is run again and the numbers agree.
 
 # %% [markdown]
 # ## Further
 #
-# What is public about the first three, and two more cases.
+# What is public about the first three, and three more, for the same eight suspects.
 #
 # ### In public
 #
-# 1. The norm: NVIDIA-NeMo/RL, pull request 3788, 2026, proposed; ROCm/TransformerEngine, pull request 715, 2026: 12.2 in place of 9.0 at tp=8.
-#    The loss of that step is right. But the gradient is clipped more, so the *next* weights differ.
-# 2. The noise: huggingface/transformers, issue 31412, 2024. A key fixes the random numbers; `fold_in` makes a new key of a key and a number.
-#    Along `tp`, where activations are copies, the ranks must draw the *same* numbers.
-# 3. The memory: marin-community/marin, issue 7987, 2026: 5.8 GiB of moments, whole on each GPU. `jit` alone is no cure. Inside it
-#    `zeros_like` depends on no input, so it takes no layout from the weights: *all* moments are put on one device, even if the weights are
-#    cut (jax-ml/jax, issue 26040, open).
+# 1. The norm. ROCm/TransformerEngine, pull request 715, 2026: replicated weights are counted once per rank of `tp`. A DeepSeek-V3 of six layers reports
+#    12.2 in place of 9.0 at tp=8. "This is primarily a diagnostic bug": the effect on the weights is much smaller, and depends entirely on the optimizer.
+#    NVIDIA-NeMo/RL, pull request 3788, 2026, open, counts them once as well: the losses of the first step agree to all reported digits.
+# 2. The router. pytorch/torchtitan, issue 2387, 2026: with `tp` its weight differs between ranks right after the first step, since its gradient is not
+#    reduced. Pull request 4054, 2026, on a like fault: the forward pass is untouched, "so loss curves look normal".
+# 3. The memory. AI-Hypercomputer/maxtext, pull request 5104, 2026: the option for ZeRO-1 was "a silent no-op" in one training engine, which did not read it.
+#    The moments are made as `zeros_like` of each weight, and inherit its layout. marin-community/marin, issue 7987, 2026, open, is a milder case: one weight,
+#    the embedding, is whole on purpose, and its moments inherit that, for about 5.8 GiB per GPU.
 #
-# ### 4. The first loss is 11.4 in place of 2
+# `jit` alone is no cure: in it `zeros_like` does not follow its argument (jax-ml/jax, issue 26040, open). Here it puts *all* moments on one device, even
+# if the weights are cut.
 #
-# A trained model is trained further, so its loss should begin near 2. It begins at 11.4, as if it had learned nothing. Its long sequences
-# are cut into parts. Each rank has its part of the positions, and rotates queries and keys by position:
-
+# ### 4. More devices, but not less noise
+#
+# Rows are cut over `dp`, four on each rank, and what a layer makes of them is noisy. In the mean over eight times as many rows this noise should be
+# √8 = 2.8 times smaller. It is 0.50 on one rank, and 0.50 on eight.
 
 # %%
+suspect = ...  # a letter, A to H
+guess("19.noise", suspect)
+
+# %% [markdown]
+# **Clue 1: the numbers.** The layer is dropout: it sets half of the numbers to 0. The rows here are six ones, and a dot is a number that was set to 0.
+
+
+# %% tags=["plumbing"]
+def dropped(x):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+    return x * kept / lax.pmean(kept.mean(), "dp")
+
+
+def cured_dropped(x):
+    key = jax.random.fold_in(jax.random.key(0), lax.axis_index("dp"))
+    kept = jax.random.bernoulli(key, 0.5, x.shape)
+    return x * kept / lax.pmean(kept.mean(), "dp")
+
+
+def noise(f, ranks):
+    """The spread of the mean over all rows of ones, four rows on each rank."""
+    ones = np.ones((4 * ranks, 512), np.float32)
+    return float(run(f"dp={ranks}", f, P("dp"), P("dp"), ones).mean(0).std())
+
+
+found = [noise(dropped, n) for n in RANKS]
+assert np.allclose(found, 0.5, atol=0.005)
+ones = np.ones((16, 6), np.float32)
+kept = run("dp=4", dropped, P("dp"), P("dp"), ones) > 0
+assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
+if clue("19.noise", 1):
+    for rank, rows in enumerate(np.split(kept, 4)):
+        drawn = "  ".join("".join(".1"[int(one)] for one in row) for row in rows)
+        print(f"rank {rank}: {drawn}")
+
+# %%
+suspect = ...  # again, with what you know now
+guess("19.noise", suspect)
+
+# %% [markdown]
+# **Clue 2: `llmpar.check`.**
+
+# %% tags=["plumbing"]
+checked = check(on("dp=2", dropped, P("dp"), P("dp")), None, shape(8, 8))
+assert not checked and checked.findings[0]["kind"] == "same random key"
+assert place(dropped, checked) == 1
+if clue("19.noise", 2):
+    program(dropped, place(dropped, checked))
+
+# %%
+suspect = ...  # your last word
+attempt("19.noise", suspect)
+
+# %% tags=["plumbing"]
+after = noise(cured_dropped, 8)
+assert 0.8 < after / (0.5 / 8**0.5) < 1.25
+unmask("19.noise", cured_dropped, 1, f"{after:.2f}")
+
+# %% [markdown]
+# `fold_in` makes a new key of a key and a number. Along `tp`, where activations are copies, the ranks must draw the *same* numbers. In public:
+# huggingface/transformers, issue 31412, 2024: with a constant seed, dropout masks are identical on all devices of a DDP run.
+#
+# ### 5. The first loss is 11.4 in place of 2
+#
+# A trained model is trained further, so its loss should begin near 2. It begins at 11.4, as if it had learned nothing. One thing is new: its long
+# sequences are cut into parts, one for each rank of `sp`.
+
+# %%
+suspect = ...  # a letter, A to H
+guess("19.first_loss", suspect)
+
+# %% [markdown]
+# **Clue 1: a comparison.** What each rank takes into the first layer, and what it computes there before anything is sent:
+
+# %% tags=["plumbing"]
+x = draws(16, 8)
+
+
 def rotated(x):  # s/sp d
     at = jnp.arange(x.shape[0])[:, None]
     return x * jnp.cos(at * 0.1) + jnp.roll(x, 1, 1) * jnp.sin(at * 0.1)
 
 
-# %%
-suspect = ...  # one of the six
-attempt("19.rotation", suspect)
-
-
-# %% tags=["plumbing"]
 def cured_rotated(x):
-    first = lax.axis_index("sp") * x.shape[0]
-    at = (first + jnp.arange(x.shape[0]))[:, None]
+    at = (jnp.arange(x.shape[0]) + lax.axis_index("sp") * x.shape[0])[:, None]
     return x * jnp.cos(at * 0.1) + jnp.roll(x, 1, 1) * jnp.sin(at * 0.1)
 
 
-# %% tags=["plumbing"]
-wrong = check(on("sp=2", rotated, P("sp"), P("sp")), None, shape(8, 8))
-assert not wrong and wrong.findings[0]["kind"] == "positions without offset"
-x = draws(16, 8)
-right = rotated(jnp.asarray(x))  # one device has all positions
-cured = jax.jit(on("sp=4", cured_rotated, P("sp"), P("sp")))(x)
-assert np.allclose(cured, right, atol=1e-5)
-met("19.rotation", "positions", "it was")
-if opened("19.rotation"):
-    say("look: the first row of rank 1 has at = 0; on one device it has 4")
-    say(finding(wrong))
-    print(code(cured_rotated))
-
-# %% [markdown]
-# (thunlp/Seq1F1B, issue 6, 2025: there the parts come one after another; NVIDIA/Megatron-LM, pull request 5243, 2026, where with packed documents a rank took the positions 0, 3, 0, 3 in
-# place of 0, 3, 4, 7.)
-#
-# ### 5. The same answers, another loss
-#
-# A model is tuned on answers of different lengths. The same answers give another gradient if the batch is split into parts.
-# `counted` is 1 for each token that counts:
-
+right = np.asarray(rotated(jnp.asarray(x)))  # one device has all of it
+wrong = run("sp=4", rotated, P("sp"), P("sp"), x)
+off = np.abs(wrong - right).reshape(4, -1).max(1)
+assert off[0] < 1e-6 < 0.1 < off[1:].min()
+if clue("19.first_loss", 1):
+    print("largest difference from one device")
+    for rank, far in enumerate(off):
+        print(f"rank {rank}: what goes in 0.0, queries {far:.1f}")
 
 # %%
-def loss(x, w, counted):  # rows of a rank
+suspect = ...  # again, with what you know now
+guess("19.first_loss", suspect)
+
+# %% [markdown]
+# **Clue 2: `llmpar.check`.**
+
+# %% tags=["plumbing"]
+checked = check(on("sp=2", rotated, P("sp"), P("sp")), None, shape(8, 8))
+assert not checked and checked.findings[0]["kind"] == "positions without offset"
+assert place(rotated, checked) == 1
+if clue("19.first_loss", 2):
+    program(rotated, place(rotated, checked))
+
+# %%
+suspect = ...  # your last word
+attempt("19.first_loss", suspect)
+
+# %% tags=["plumbing"]
+cured = run("sp=4", cured_rotated, P("sp"), P("sp"), x)
+assert np.allclose(cured, right, atol=1e-5)
+unmask("19.first_loss", cured_rotated, 1, "right")
+
+# %% [markdown]
+# In public: thunlp/Seq1F1B, issue 6, 2025: the loss "should be around 2, while it starts with 11.4"; an offset is missing. There the parts come one after another. NVIDIA/Megatron-LM, pull
+# request 5243, 2026, of packed sequences: rank 0 takes the positions 0, 3, 0, 3 in place of 0, 3, 4, 7.
+#
+# ### 6. The same answers, another loss
+#
+# A model is tuned on 32 answers. With the same answers and the same weights the loss is 26.6 on one rank of `dp`, 24.9 on two, and 24.5 on four and
+# on eight.
+
+# %%
+suspect = ...  # a letter, A to H
+guess("19.answers", suspect)
+
+# %% [markdown]
+# **Clue 1: an experiment.** The same with other answers:
+
+# %% tags=["plumbing"]
+x, w = draws(128, 8), draws(8, 4)
+
+
+def loss(x, w, counted):  # counted: 1 for a token of an answer, 0 for padding
     errors = ((x @ w) ** 2).sum(1) * counted
     return lax.pmean(errors.sum() / counted.sum(), "dp")
 
 
-# %%
-suspect = ...  # one of the six
-attempt("19.lengths", suspect)
-
-
-# %% tags=["plumbing"]
 def cured_loss(x, w, counted):
     errors = ((x @ w) ** 2).sum(1) * counted
     return lax.psum(errors.sum(), "dp") / lax.psum(counted.sum(), "dp")
 
 
-# %% tags=["plumbing"]
 PLACES = P("dp"), P(), P("dp")
-x, w = draws(32, 8), draws(8, 4)
-counted = (np.arange(32) % 4 <= np.arange(32) // 4 % 4).astype(np.float32)
-wrong = check(on("dp=2", loss, PLACES, P()), None, x, w, counted)
-assert not wrong and wrong.findings[0]["kind"] == "mean of means"
-assert list(counted.reshape(8, 4).sum(1)[[0, 3]]) == [1, 4]
-right = ((((x @ w) ** 2).sum(1) * counted).sum() / counted.sum()).item()
-cured = float(jax.jit(on("dp=8", cured_loss, PLACES, P()))(x, w, counted))
-assert np.isclose(cured, right, rtol=1e-5)
-met("19.lengths", "mean of means", "it was")
-if opened("19.lengths"):
-    say("look: on dp=8 rank 0 divides by 1, and rank 3 by 4")
-    say(finding(wrong))
-    print(code(cured_loss))
-seen = look(on("dp=8", cured_loss, PLACES, P()), x, w, counted)
-assert {row["collective"] for row in seen.rows} == {"all-reduce"}
+places, answers = np.arange(128) % 4, np.arange(128) // 4
+counted = (places <= answers // 8).astype(np.float32)  # short answers first
+equal = (places < 2).astype(np.float32)
+of = lambda f, tokens: [
+    float(run(f"dp={n}", f, PLACES, P(), x, w, tokens)) for n in RANKS
+]
+found, alike = of(loss, counted), of(loss, equal)
+assert np.allclose(found, [26.6, 24.9, 24.5, 24.5], atol=0.05) and np.allclose(
+    alike, alike[0]
+)
+if clue("19.answers", 1):
+    by_ranks = ", ".join(f"{one:.1f}" for one in alike)
+    say(f"answers of two tokens each, on 1, 2, 4 and 8 ranks: {by_ranks}")
+
+# %%
+suspect = ...  # again, with what you know now
+guess("19.answers", suspect)
 
 # %% [markdown]
-# (huggingface/transformers, issue 24725, 2023, and pull request 34191, 2024, with microbatches in place of ranks; ml-explore/mlx-lm, pull request
-# 1413, 2026. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.)
+# **Clue 2: `llmpar.check`.**
+
+# %% tags=["plumbing"]
+checked = check(on("dp=2", loss, PLACES, P()), None, x, w, counted)
+assert not checked and checked.findings[0]["kind"] == "mean of means"
+assert place(loss, checked) == 2
+if clue("19.answers", 2):
+    program(loss, place(loss, checked))
+
+# %%
+suspect = ...  # your last word
+attempt("19.answers", suspect)
+
+# %% tags=["plumbing"]
+cured = of(cured_loss, counted)
+assert np.allclose(cured, found[0], rtol=1e-5)
+unmask("19.answers", cured_loss, -1, f"{cured[-1]:.2f}")
+
+# %% [markdown]
+# In public: huggingface/transformers, issue 24725, 2023, with microbatches in place of ranks. NVIDIA/Megatron-LM, pull request 7513, 2026, open, with parts of a
+# sequence: if only one token counts, two ranks halve the gradient, and four leave a quarter. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.
 #
 # ### On your cluster
 #

@@ -223,20 +223,20 @@ show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm", wide=320))
 # **Source:** NVIDIA-NeMo/RL, pull request 3788, and ROCm/TransformerEngine, pull request 715, both 2026. `llmpar check` names the line.
 
 # %% [markdown] tags=["slide"] minutes=0
-# ## Six suspects, and the clue that finds each
+# ## Eight suspects, and what tells them apart
 #
-# | suspect | what shows it |
+# | what happens | what shows it |
 # |---|---|
-# | a missing sum, something counted, a mean of means | `llmpar check` |
-# | the same random key, positions from 0 | `llmpar check` |
-# | copies of what should be cut | bytes on a device |
-# | too much is sent | `llmpar.look` |
+# | a sum is missing, or a complete value is summed again | `llmpar.check` |
+# | ranks compute the same value, or different ones, and should not | `llmpar.check` |
+# | a mean of means over unequal counts, a wrong axis | `llmpar.check` |
+# | an array stays whole, or is gathered again | bytes on a device, `llmpar.look` |
 #
 # <footer>lesson <code>notebooks/19_mysteries</code> · <code>llmpar check my_code:program my_code:reference</code></footer>
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which of these would your tests find? Those of values find the first rows only, and only if they run on several devices.
+# **Ask:** which of these would your tests find? Those of values find the first three rows only, and only if they run on several devices.
 #
-# **Misunderstanding:** that a falling loss proves that a program is right. All five cases of the lesson have one.
+# **Misunderstanding:** that a falling loss proves that a program is right. All six cases of the lesson have one.
 #
-# **Source:** lesson 19: five programs with public sources, each with its cure, run and asserted.
+# **Source:** lesson 19: six programs with public sources, each with its cure, run and asserted.
