@@ -274,8 +274,8 @@ class Step:
     def _sums_over_devices(
         self, sums: LossAndTally, grads: Tree, batch: Batch
     ) -> tuple[Array, Array | None, Array, Array]:
-        """Return loss, routers' tally, number of targets that are not negative and norm of the summed
-        gradients, of all devices together. In `Auto` and `Explicit` global arrays have them already, all but
+        """Return loss, routers' tally, number of targets that are not negative, and sum of the gradients'
+        squares, of all devices together. In `Auto` and `Explicit` global arrays have them already, all but
         the tally."""
         (loss, tally), tokens = sums, (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
@@ -283,19 +283,20 @@ class Step:
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, tally
             loss, tokens, square, tally = self.par.sum_over_devices(values)
-            return loss, tally, tokens, jnp.sqrt(square)
+            return loss, tally, tokens, square
         if tally is not None:
             arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
             tally = self.par.carry_out(tally, arrow, METRICS)
-        return loss, tally, tokens, optax.tree.norm(grads)
+        return loss, tally, tokens, optax.tree.norm(grads, squared=True)
 
     def _per_token(
-        self, loss: Array, tally: Array | None, tokens: Array, norm: Array, grads: Tree
+        self, loss: Array, tally: Array | None, tokens: Array, square: Array, grads: Tree
     ) -> tuple[Tree, dict]:
         """Divide gradients, their norm and the loss by the number of tokens. Return gradients and metrics."""
         tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, grads)
-        metrics = {"loss": loss / tokens, "grad_norm": norm / tokens, "tokens": tokens}
+        norm = jnp.sqrt(square) / tokens
+        metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         # choices per expert ``l e``, dropped choices ``l``, sums of tokens' router entropies ``l``
         if tally is not None:
             metrics |= {
