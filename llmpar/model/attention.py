@@ -1,34 +1,30 @@
 """Attention, on one device or around a ring of devices.
 
-It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial
-result is the softmax-weighted sum of the tile's values (out), and the log of the sum of
-exponentials of its scores (lse). Second, two partial results of the same queries, for
-different keys, *merge* into one, in any order:
+It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial result is the
+softmax-weighted sum of the tile's values (out), and the log of the sum of exponentials of its scores (lse).
+Second, two partial results of the same queries, for different keys, *merge* into one, in any order:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Blockwise attention merges the tiles of one device, a ring also merges over the blocks
-of keys that arrive from other ranks, and decoding (`llmpar.serve.decode`) merges over
-ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and recomputation: Dao et
-al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
+Blockwise attention merges the tiles of one device, a ring also merges over the blocks of keys that arrive
+from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Online softmax: Milakov and
+Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
+Abbeel 2023.)
 
-Which keys a query may see is computed from ids: the position and the segment (the
-number of its document) of each query and of each key. Every rank knows the ids of all
-keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
-result is the same, and only the work and the hops that are saved change.
+Which keys a query may see is computed from ids: the position and the segment (the number of its document) of
+each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
+(`llmpar.plan.sequence_order`): the result is the same, and only the work and the hops that are saved change.
 
-The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into
-tiles; `ring_forward` loops over the ranks' blocks of keys; `Tiles.attend` loops over
-the pairs of tiles of one block; `attend_tile` multiplies. `ring_backward`,
-`Tiles.attend_grad` and `attend_tile_grad` are their gradients. In `flash_attention` a
-kernel of `llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel` calls JAX's own
-attention, without a ring.
+The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
+loops over the ranks' blocks of keys; `Tiles.attend` calls `Tiles.over_pairs`, a loop over the pairs of tiles
+of one block; `attend_tile` multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their
+gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel`
+calls JAX's own attention, without a ring.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
-head, h head width, w the width of a head's values. Ids are arrays `b 2 s`, whose dim of
-2 has positions, then segments. Queries are cut into i tiles of c positions, keys into j
-tiles of d positions (in this file d is not the model's width). Tiles have heads before
-positions, which suits matmuls: `i b k r c h` and `j b k d h`.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
+width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
+into i tiles of c positions, keys into j tiles of d positions (in this file d is not the model's width). Tiles
+have heads before positions, which suits matmuls: `i b k r c h` and `j b k d h`.
 """
 
 import itertools
@@ -44,7 +40,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.kernels import flash, flash_tpu
-from llmpar.kernels.flash import KV, Q
+from llmpar.kernels.flash import KV, Q  # b s k r h, and b t k h
 from llmpar.parallel.collectives import after, at, hop, put, vary_alike, zeros_like
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import LSE, OUT
@@ -66,7 +62,7 @@ V = Float[Array, "b t k w"]
 Latents = Float[Array, "b t 1 _"]
 Up = Float[Array, "_ k _"]
 # out in q's dtype, lse in float32
-Partial = tuple[Out, Float[Array, "b s k r"]]
+OutAndLse = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
 # One tile; its c or d positions are written s or t. The last dim is h, or w for values and results.
 QTile = Float[Array, "b k r s _"]
@@ -78,14 +74,10 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# The name of what attention's backward pass reads besides `OUT` and `LSE`. At ZeRO 3 without remat the policy
-# saves whatever has a name: what a barrier returns has none.
+# The name of what attention's backward pass reads besides `OUT` and `LSE`: queries, and keys and values or
+# latents. On simulated devices these come out of the barrier of `Manual.local`, and ZeRO 3 without remat
+# saves no result of a barrier unless it has a name (`remat._all_but_gathered_weights`).
 IN = "attention_in"
-
-# The loop over pairs of tiles is unrolled up to `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys. Where
-# queries and keys are the same positions in order, it is unrolled up to `FEW_TILES` tiles of queries, and
-# pairs outside the mask are left out. Unrolled it is 20 % faster on a CPU, and each pair takes 0.03 s to
-# compile.
 
 
 class Ids(NamedTuple):
@@ -102,7 +94,7 @@ def attend_by_plan(
     par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
 ) -> Out:
     """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`). In a ring `Latents`
-    and `Up` may take the places of k and v."""
+    and `Up` may take the places of k and v. (Ids come one by one because `par.local` takes a flat list.)"""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
@@ -110,8 +102,9 @@ def attend_by_plan(
         order=plan.sequence_order,
     )
     if kernel in OF_JAX:
-        whole = plan.documents == "whole"
-        run: Callable = partial(by_kernel, kernel=kernel, in_order=plan.in_order, whole=whole)
+        run: Callable = partial(
+            by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
+        )
     elif kernel == "flash":
         run = partial(flash_attention, platform=str(plan.platform), **ring)
     else:
@@ -122,8 +115,7 @@ def attend_by_plan(
             branch=plan.platform != "gpu",
             **ring,
         )
-    ids = Ids(q_positions, q_segments, k_positions, k_segments)
-    out, lse = run(q, k, v, ids, mask=mask)
+    out, lse = run(q, k, v, Ids(q_positions, q_segments, k_positions, k_segments), mask=mask)
     return out if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -194,7 +186,7 @@ def capped(x: Array, cap: float | None) -> Array:
 
 
 def attend_tile(
-    q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float, cap: float | None = None
+    q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float, cap: float | None
 ) -> tuple[QTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A query that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
@@ -220,7 +212,7 @@ def attend_tile_grad(
     v: KVTile,
     seen: Seen,
     scale: float,
-    cap: float | None = None,
+    cap: float | None,
 ) -> tuple[QTile, KVTile, KVTile]:
     """Return float32 (dq, dk, dv) of one pair of tiles (after Dao et al. 2022, appendix B):
 
@@ -234,17 +226,17 @@ def attend_tile_grad(
     query, the sum of dO O over w, minus the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
+    scores = einsum("bkrsh,bkth->bkrst", q, k) * scale  # S; with a cap not yet, but scale X
     slope: Any = scale
     if cap is not None:
         tanh = jnp.tanh(scores / cap)
         scores, slope = cap * tanh, scale * (1 - tanh * tanh)
-    weights = jnp.exp(scores - lse[..., None])
+    weights = jnp.exp(scores - lse[..., None])  # P
     weights = jnp.where(seen[:, None, None], weights, 0)
     weights_grad = einsum("bkrsh,bkth->bkrst", out_grad, v)
-    products_grad = (weights * (weights_grad - delta[..., None]) * slope).astype(q.dtype)
-    dq = einsum("bkrst,bkth->bkrsh", products_grad, k)
-    dk = einsum("bkrst,bkrsh->bkth", products_grad, q)
+    x_grad = (weights * (weights_grad - delta[..., None]) * slope).astype(q.dtype)
+    dq = einsum("bkrst,bkth->bkrsh", x_grad, k)
+    dk = einsum("bkrst,bkrsh->bkth", x_grad, q)
     return dq, dk, einsum("bkrst,bkrsh->bkth", weights.astype(v.dtype), out_grad)
 
 
@@ -271,14 +263,14 @@ def merge(
 @dataclass(frozen=True)
 class Tiles:
     """Attention to a block of keys, tile by tile. Its methods take queries, keys and ids that are cut into
-    tiles.
+    tiles. Forward and backward pass each give `over_pairs` a function of one pair of tiles.
 
     Attributes:
         mask, scale: which keys a query sees, and the factor of its scores.
         pairs: the pairs (i, j) of tiles of queries and of keys that are unrolled (`few_pairs`); None: a loop
             takes all pairs.
         branch: skip pairs in which no query sees a key (`seen_tiles`), by a `lax.cond`; else compute and mask
-            them.
+            them. It is not for GPUs, where XLA may copy the condition to the host and wait for it.
     """
 
     mask: Mask
@@ -364,8 +356,10 @@ class Tiles:
 def few_pairs(
     mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to unroll, or None if they are too many. Where
-    queries and keys are the same positions in order, these are only the pairs that the mask admits."""
+    """Return the pairs (i, j) of tiles of queries and of keys to unroll: all, if there are at most
+    `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys, else None. Where queries and keys are the same
+    positions in order, return those that the mask admits, of up to `FEW_TILES` tiles of queries. (Unrolled
+    the loop is 20 % faster on a CPU, and each pair takes 0.03 s to compile.)"""
     pairs = itertools.product(range(num_queries), range(num_keys))
     if in_order and num_queries <= FEW_TILES:
         admits = lambda i, j: mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
@@ -373,8 +367,7 @@ def few_pairs(
     return tuple(pairs) if num_queries <= FEW_QUERIES and num_keys <= FEW_KEYS else None
 
 
-def _zeros(x):
-    return zeros_like(x, dtype=jnp.float32)
+_zeros = partial(zeros_like, dtype=jnp.float32)
 
 
 def _no_keys_yet(q, v):
@@ -388,39 +381,40 @@ def _no_keys_yet(q, v):
 
 @dataclass(frozen=True)
 class _Ring:
-    """What `ring_forward` and `ring_backward` need besides arrays. With ``expand`` their k are latents, and
-    their v is the `Up` of these; only latents hop, and a rank expands what it receives."""
+    """What `ring_forward` and `ring_backward` need besides arrays. A *block* is what hops: the pair (K, V) of
+    a rank's keys; or its latents, of which the rank that receives them makes K and V by `Up`. (Without
+    latents ``up`` is None.)"""
 
     axis: str | None  # the mesh axis of the ring; None: one rank
     hop: str  # `Plan.hop`
-    hops: int  # how often a block of keys is sent on (`ring_hops`)
+    hops: int  # how often a block is sent on (`ring_hops`)
     attend: Callable  # `Tiles.attend` or a kernel, with its settings
     attend_grad: Callable
-    # From latents that hop, and their `Up`, to K and V; None: these hop themselves.
-    expand: Callable | None = None
-    # Whether K and V are sent only after dK and dV are computed. It is for flash, whose backward
-    # pass has two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other
-    # computes dQ, K and V are sent.
-    kv_hop_waits: bool = False
+    expand: Callable  # (latents, up) -> (K, V)
+    # Whether the block is sent on only after dK and dV are computed. It is for flash, whose backward pass has
+    # two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other computes dQ,
+    # the block is sent.
+    block_waits: bool = False
 
-    def keys_of(self, block: Any, up: Any) -> tuple[Array, Array]:
-        """Return K and V of a block that hops."""
-        return self.expand(block, up) if self.expand else tuple(block)
+    def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
+        """Return K and V of a block, or of one in a message (`_message`)."""
+        return tuple(block) if up is None else self.expand(block, up)
 
-    def block_grad(self, block: Any, up: Any, dkv: list[Array]) -> tuple[Any, Array | None]:
-        """Return the gradient of a block that hops from those of its K and V, and of ``up`` if it has one."""
-        if self.expand is None:
+    def block_grad(self, block: Any, up: Up | None, dkv: list[Array]) -> tuple[Any, Array | None]:
+        """Return the gradients of a block, and of ``up`` if there is one, from those of its K and V."""
+        if up is None:
             return tuple(dkv), None
         kv, pull = jax.vjp(self.expand, block, up)
         grads = pull(tuple(grad.astype(x.dtype) for grad, x in zip(dkv, kv, strict=True)))
-        return grads[0].astype(jnp.float32), grads[1].astype(jnp.float32)
+        return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
 
 def expand_latents(
     latents: Array, up: Up, *, width: int, padded: bool = False
 ) -> tuple[Array, Array]:
-    """Return K and V of each head, whose axis is 2, from latents with one head, and their rotary key behind
-    (`llama.LatentAttention`). K has the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
+    """Return K and V of all heads from latents, each with its rotary key after it (`llama.LatentAttention`).
+    Heads are axis 2 of whole arrays, ``b t 1 _``, and of tiles, ``j b 1 d _``, and so of the results. K has
+    the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
     latents, shared = jnp.split(latents, [len(up)], -1)
     kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latents.squeeze(2), up), -2, 2)
     k, v = keys_and_values(kv, shared, width)
@@ -436,8 +430,8 @@ def keys_and_values(kv: Array, shared: Array, width: int) -> tuple[Array, Array]
 
 
 def padded_to(x: Array, width: int) -> Array:
-    """Return ``x`` with zeros behind its last dim, to a width."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, max(0, width - x.shape[-1]))])
+    """Return ``x`` with zeros behind its last dim, to a width, which it has at most."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def ring_attention(
@@ -453,12 +447,12 @@ def ring_attention(
     hop: str = "permute",
     order: str = "",
     mask: Mask = CAUSAL,
-) -> Partial:
+) -> OutAndLse:
     """Attend to the keys of all n ranks along an axis, in `jax.shard_map`. Without an axis there is one rank,
     and the result is that of `full`, in memory linear in the sequence.
 
     Args:
-        k, v: or latents, and what expands them (`expand_latents`).
+        k, v: or latents, and what expands them (`expand_latents`): then v has 3 dims.
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order. It is not
@@ -472,21 +466,21 @@ def ring_attention(
     assert s == t or not in_order
     q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In zigzag order a rank has two distant parts of the sequence. One tile of all its positions would span
-    # both: its result would be right, but it could never be skipped. With ``tile=None``, `tile_length` makes
-    # tiles of at most half the positions.
+    # In a ring a tile has at most half of a rank's positions, the choice of ``tile=None``: in zigzag order a
+    # rank has two distant parts of the sequence, and a tile that spans both could never be skipped.
     tile = None if axis and tile and tile >= s else tile
     c, d = tile_length(tile, s), tile_length(tile, t)
     pairs = few_pairs(mask, in_order, s // c, t // d, c)
     tiles = Tiles(mask, q.shape[-1] ** -0.5, pairs, branch)
-    expand = partial(expand_latents, width=q.shape[-1]) if v.ndim == 3 else None
+    expand = partial(expand_latents, width=q.shape[-1])
     ring = _Ring(axis, hop, hops, tiles.attend, tiles.attend_grad, expand)
     # cut:      b (i c) … h -> i b … c h
     # cut_ids:  _ 2 (i c) -> i _ 2 c, and for the keys of all ranks n _ 2 (j d) -> n j _ 2 d
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-    values = v if expand else cut(v, d)
-    arrays = cut(q, c), cut(k, d), values, cut_ids(q_ids, c), cut_ids(k_ids, d)
+    q_tiles, k_tiles = cut(q, c), cut(k, d)
+    block, up = (k_tiles, v) if v.ndim == 3 else ((k_tiles, cut(v, d)), None)
+    arrays = q_tiles, block, up, cut_ids(q_ids, c), cut_ids(k_ids, d)
     out, lse = ring_forward(ring, *vary_alike(arrays))
     out, lse = jnp.moveaxis(out, (0, -2), (1, 2)), jnp.moveaxis(lse, (0, -1), (1, 2))
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
@@ -503,32 +497,32 @@ def flash_attention(
     hop: str = "permute",
     order: str = "",
     mask: Mask = CAUSAL,
-) -> Partial:
+) -> OutAndLse:
     """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; on ``cpu``
     plain JAX), which cuts tiles itself."""
     q_ids, k_ids = ids_of(ids, mask, axis, k.shape[1])
-    hops, scale = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1] ** -0.5
-    # the kernels need values as wide as keys: pad narrower ones
-    width, expand = q.shape[-1], None
-    narrow = v.shape[-1]
-    if v.ndim == 3:
-        expand = partial(expand_latents, width=width, padded=True)
-        narrow -= width + len(v) - k.shape[-1]
-    else:
-        v = padded_to(v, width)
+    hops, width = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1]
+    value_width = v.shape[-1]
+    # the kernels need values as wide as keys: narrower ones are padded
+    block, up = (k, v) if v.ndim == 3 else ((k, padded_to(v, width)), None)
+    if up is not None:  # its last dim has a head's own part of a key, then its value
+        rotary = k.shape[-1] - len(up)
+        value_width -= width - rotary
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
-    settings = dict(mask=mask, scale=scale, platform=platform, launch=launches[platform])
+    settings = dict(mask=mask, scale=width**-0.5, platform=platform, launch=launches[platform])
     forward, backward = (
         partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
     )
-    ring = _Ring(axis, hop, hops, forward, backward, expand, kv_hop_waits=True)
-    out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
-    return (out[..., :narrow] if narrow < width else out), lse
+    expand = partial(expand_latents, width=width, padded=True)
+    ring = _Ring(axis, hop, hops, forward, backward, expand, block_waits=True)
+    out, lse = ring_forward(ring, *vary_alike((q, block, up, q_ids, k_ids)))
+    return (out[..., :value_width] if value_width < width else out), lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_forward(ring, q, k, v, q_ids, k_ids):
-    """Return (out, lse) of this rank's queries. `k_ids` are the ids of every rank's keys.
+def ring_forward(ring, q, block, up, q_ids, k_ids):
+    """Return (out, lse) of this rank's queries. ``block`` and ``up`` are as in `_Ring`, and ``k_ids`` the ids
+    of every rank's keys.
 
         out, lse = 0, -inf
         repeat hops times:
@@ -539,35 +533,34 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
     dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many zeros to each
     further rank). Latents hop in place of K and V: b t numbers of their width. A hop may run while a rank
-    attends to its keys. The backward pass needs q, k, v, ids, out and lse."""
+    attends to its keys. The backward pass needs q, block, up, ids, out and lse."""
 
-    def attend_and_hop(carry, hops):
+    def attend_and_hop(carry, done):
         block, partials = carry
-        kv = ring.keys_of(block, v)
-        partials = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), partials)
+        kv = ring.keys_of(block, up)
+        partials = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, done)), partials)
         return (_hop(ring, block), partials), None
 
-    carry: Any = (k if ring.expand else (k, v)), None
+    partials: Any = None
     if ring.hops:
-        start = _message(carry[0]), _no_keys_yet(q, ring.keys_of(carry[0], v)[1])
-        carry, _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
-    block, partials = carry
-    kv = ring.keys_of(block, v)
+        _, v = ring.keys_of(block, up)  # only its width is read
+        start = _message(block), _no_keys_yet(q, v)
+        (block, partials), _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
+    kv = ring.keys_of(block, up)
     out, lse = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, ring.hops)), partials)
     return out.astype(q.dtype), lse
 
 
-def _ring_forward_saving(ring, q, k, v, q_ids, k_ids):
+def _ring_forward_saving(ring, q, block, up, q_ids, k_ids):
     """Run `ring_forward`, and name what `ring_backward` reads for remat policies."""
-    q, k = checkpoint_name(q, IN), checkpoint_name(k, IN)
-    v = v if ring.expand else checkpoint_name(v, IN)
-    out, lse = ring_forward(ring, q, k, v, q_ids, k_ids)
+    q, block = jax.tree.map(lambda x: checkpoint_name(x, IN), (q, block))
+    out, lse = ring_forward(ring, q, block, up, q_ids, k_ids)
     out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
-    return (out, lse), (q, k, v, q_ids, k_ids, out, lse)
+    return (out, lse), (q, block, up, q_ids, k_ids, out, lse)
 
 
 def ring_backward(ring, saved, grads):
-    """Return the gradients of q, k and v.
+    """Return the gradients of q, block and up.
 
         dq, dk, dv = 0; keys = the previous rank's
         repeat hops times:
@@ -579,31 +572,30 @@ def ring_backward(ring, saved, grads):
     block: the first rank that the block visits starts it, every further rank adds its part, and the last hop
     returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
     n - hops ranks on. So the sum makes ``hops`` hops, too, each of 2 b t k h float32 elements."""
-    (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
+    (q, block, up, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq: Any = None
     sums: Any = None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # For a query that saw no key any finite lse will do: `attend_tile_grad` masks its weights to 0.
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
-    def add_and_hop(carry, hops, last=False):
-        """Add what these keys, after ``hops`` hops, contribute to dq, and to the gradient of their block,
-        summed over the ranks that they visited. That sum is received one hop behind the keys; sums are None
-        at the first rank, which starts it. The gradient of what expands latents stays on its rank."""
+    def add_and_hop(carry, done, last=False):
+        """Add what these keys, after the hops that are done, contribute to dq, and to the gradient of their
+        block, summed over the ranks that they visited. That sum is received one hop behind the keys; sums are
+        None at the first rank, which starts it. The gradient of ``up`` stays on its rank."""
         block, dq, sums = carry
         if sums is not None:
             sums = _hop(ring, sums[0]), sums[1]
-        kv = ring.keys_of(block, v)
-        dq, *dkv = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), per_query, dq)
-        if ring.kv_hop_waits:
+        kv = ring.keys_of(block, up)
+        dq, *dkv = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, done)), per_query, dq)
+        if ring.block_waits:
             block, dkv = lax.optimization_barrier((block, dkv))
-        grad, up_grad = ring.block_grad(block, v, dkv)
+        grad, up_grad = ring.block_grad(block, up, dkv)
         parts = _message(grad), up_grad
         if not last:
             block = _hop(ring, block)
         return (block, dq, jax.tree.map(jnp.add, sums, parts) if sums else parts), None
 
-    block = k if ring.expand else (k, v)
     if ring.hops:
         # `after` delays this hop until delta is computed, so until the forward ring has ended. Else it may
         # run at the same time as a hop of that ring, and simulated devices confuse two permutes of one shape,
@@ -614,15 +606,15 @@ def ring_backward(ring, saved, grads):
             carry, _ = lax.scan(add_and_hop, carry, jnp.arange(2, ring.hops))
             carry, _ = add_and_hop(carry, ring.hops, last=True)
         _, dq, sums = carry
-    kv = ring.keys_of(block, v)
+    kv = ring.keys_of(block, up)
     dq, *dkv = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, 0)), per_query, dq)
-    grad, up_grad = ring.block_grad(block, v, dkv)
+    grad, up_grad = ring.block_grad(block, up, dkv)
     if ring.hops:
         grad = _hop(ring, sums[0], len(k_ids) - ring.hops) + _message(grad)
-    if up_grad is not None and sums:
-        up_grad += sums[1]
-    dk, dv = (grad, up_grad) if ring.expand else grad
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+        up_grad = jax.tree.map(jnp.add, up_grad, sums[1])
+    grad = tuple(grad) if up is None else grad  # K and V come in one message
+    cast = lambda grad, x: grad.astype(x.dtype)
+    return *jax.tree.map(cast, (dq, grad, up_grad), (q, block, up)), None, None
 
 
 ring_forward.defvjp(_ring_forward_saving, ring_backward)
@@ -638,15 +630,15 @@ def _message(block):
     return jnp.stack(block) if isinstance(block, tuple) else block
 
 
-def _hop(ring, arrays, by=1):
-    """Send arrays to the next rank, or to the rank ``by`` places further on, as one message."""
-    return hop(arrays, ring.axis, ring.hop, "keys b t -> the next rank", by)
+def _hop(ring, message, by=1):
+    """Send a message to the next rank, or to the rank ``by`` places further on."""
+    return hop(message, ring.axis, ring.hop, "keys b t -> the next rank", by)
 
 
 # --------------------------------------------------------------------------------------------- other methods
 
 
-def full(q: Q, k: KV, v: V, ids: Ids, *, mask: Mask = CAUSAL) -> Partial:
+def full(q: Q, k: KV, v: V, ids: Ids, *, mask: Mask = CAUSAL) -> OutAndLse:
     """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of tests, and the
     attention of `llmpar.serve.decode`."""
     q_ids, (k_ids,) = ids_of(ids, mask, None, k.shape[1])
@@ -663,8 +655,8 @@ def by_kernel(
     ids: Ids,
     *,
     kernel: Any,  # cudnn or xla
-    in_order: bool = False,
-    whole: bool = False,
+    in_order: bool,
+    whole: bool,
     mask: Mask = CAUSAL,
 ) -> tuple[Q, None]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the

@@ -1,5 +1,4 @@
-"""Llama-family models. The code names dims, never mesh axes: read it as if there were
-one device.
+"""Llama-family models. The code names dims, never mesh axes: read it as if there were one device.
 
 Four terms are needed to read it:
 
@@ -13,13 +12,11 @@ Four terms are needed to read it:
               another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
-With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
-attention, RoPE and SwiGLU. Other families add parts. A block has such a part if
-`ModelConfig.block_weights` lists its weights (biases, more norms, experts, latent
-attention, sinks) or if a field of `Variant` is set (caps, scales).
+With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
+SwiGLU. Other families add parts. A block has such a part if `ModelConfig.block_weights` lists its weights
+(biases, more norms, experts, latent attention, sinks) or if a field of `Variant` is set (caps, scales).
 
-The methods of `Llama` compute the loss of a training step. Each calls those that are
-indented below it:
+The methods of `Llama` compute the loss of a training step. Each calls those that are indented below it:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
       cross_entropies         of each target, from the last hidden state and the output head
@@ -50,11 +47,12 @@ from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import OUT, PROJECTED, STREAM
-from llmpar.plan.model_config import LLAMA, ModelConfig, Variant, Weight
+from llmpar.plan.model_config import ModelConfig, Variant, Weight
 from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
+"""A pytree of arrays, or of one description each: nested dicts like the model's."""
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
@@ -71,8 +69,6 @@ Params = dict[str, nnx.Param]
 """The parameters of a block, from path in the block to parameter (`ModelConfig.block_weights`)."""
 MATRICES = "gate", "up", "down"
 """The matrices of a feed-forward."""
-LATENT_EPS = 1e-6
-"""The epsilon of the norms in latent attention. The model's other norms use ``norm_eps``."""
 
 
 def param(rngs: nnx.Rngs, weight: Weight) -> nnx.Param:
@@ -96,9 +92,9 @@ def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
 
 class Norm(nnx.Module):
     """Divide by the root mean square, in float32 (Zhang & Sennrich 2019), or normalise to mean 0 and
-    deviation 1 (Ba et al. 2016); then multiply by a scale."""
+    deviation 1 (Ba et al. 2016); then multiply by a scale, to which `Variant.norm_offset` is added."""
 
-    def __init__(self, scale: nnx.Param, eps: float, variant: Variant = LLAMA):
+    def __init__(self, scale: nnx.Param, eps: float, variant: Variant):
         self.scale, self.eps, self.variant = scale, eps, variant
         # before sharding: a device may have a part of the scale
         self.size = math.prod(scale.shape)
@@ -126,9 +122,9 @@ class Norm(nnx.Module):
 
 class Part(nnx.Module):
     """A block, or a part of it. Its attributes are the parameters directly under its path: in ``attention``
-    the parameter ``attention.q`` is ``q``, and ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. For a
-    weight that only some models have, the class has an attribute that is None: it stays None if ``params``
-    has no such weight."""
+    the parameter ``attention.q`` is ``q``, and ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. If
+    ``params`` lacks a weight that only some models have, the class's attribute of its name is None, or there
+    is no such attribute (``getattr(self, name, None)``)."""
 
     eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
 
@@ -147,9 +143,6 @@ class Attention(Part):
 
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    q_bias: nnx.Param | None = None
-    k_bias: nnx.Param | None = None
-    v_bias: nnx.Param | None = None
     o_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
     gate: nnx.Param | None = None
@@ -165,14 +158,14 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0, so `rotate` only multiplies queries by the factor of
-        # `Variant.query_scale`, if it is set.
+        # With rope "none" all angles are 0: `rotate` only multiplies queries by the factor of
+        # `Variant.query_scale` that `rope_table` has put into the table, and keys are left alone.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
-        if variant.qk_norm == "rotated":
+        if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
             q_bsnh, k_bskh = (unit(y, config.norm_eps) for y in (q_bsnh, k_bskh))
         b, s, k, h = k_bskh.shape
-        if variant.score_scale:  # `attend` divides scores by the root of h
+        if variant.score_scale:  # every kernel divides scores by the root of h
             q_bsnh = scaled_by(q_bsnh, variant.score_scale * h**0.5)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
@@ -183,7 +176,7 @@ class Attention(Part):
         else:
             arrow = "attention b s k h -> keys b s k h"
             k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
-            y_bskrh = attend(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
+            y_bskrh = attend_sharded(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
         if gate:
             y_bskrh = y_bskrh * jax.nn.sigmoid(gate[0]).reshape(y_bskrh.shape)
         return self.to_stream(y_bskrh, par)
@@ -204,13 +197,13 @@ class LatentAttention(Attention):
 
     kv_norm: Norm
     kv_up: nnx.Param
-    eps = LATENT_EPS
+    eps = 1e-6  # of its own norms; other norms use ``norm_eps``
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         """Return attention's result. Latents are moved to the region of keys, and only then expanded to keys
         and values of each head (`expanded`). A cache stores the latents."""
-        config, r = self.config, 2 * rope[0].shape[-1]
+        config, r = self.config, 2 * rope[0].shape[-1]  # the table has one angle for two numbers
         x = par.move(x, "stream b s d -> attention b s d")
         if self.q_norm:  # queries are computed from a latent, too
             q_latent = self.q_norm(self.projected("q_down", x, par), par)
@@ -247,47 +240,50 @@ class LatentAttention(Attention):
         num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
+            # `par.weight`: this matrix has no bias and no adapters (`ADAPTABLE`)
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
             # z: the one head of a latent; c: its width, with its rotary key
-            return attend(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
+            return attend_sharded(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
-        return attend(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
+        return attend_sharded(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
 
 
 class GatedDelta(Attention):
-    """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`)."""
+    """A gated delta net: each head has a state in place of keys and values (`llmpar.model.gated_delta`). Of
+    `Attention` it uses `to_stream`."""
 
     out_norm: nnx.Param
 
     @jax.named_scope("gated_delta")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
-        weights, arrow = used_weights(self, par, *"qkvzba"), "stream b s d -> attention b s d"
-        *inputs, gate, rate, forget = par.move_matmul(x, arrow, *weights)
+        arrow = "stream b s d -> attention b s d"
+        # z gates the result; b and a give a token's rate, and how much of the state it forgets
+        q, k, v, gate, rate, forget = par.move_matmul(x, arrow, *used_weights(self, par, *"qkvzba"))
+        values = q, k, v, rate, forget
         names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
-        inputs += [rate, forget, *(par.weight(getattr(self, name)) for name in names)]
-        along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
-        # n is the number of key heads or of value heads, which tp cuts alike; u is a dim of 1, t the taps
-        layouts = [
-            *["attention b s n h"] * 3,
-            *["attention b s n"] * 2,
-            *["attention n h u t"] * 3,
-            *["attention n"] * 2,
-            *["ids b s"] * 2,
-        ]
-        mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
-        y = (
-            par.cache.resume(ids.q_positions, inputs[:5], inputs[5:])
-            if par.cache
-            else mix(*inputs, ids.k_positions, ids.k_segments)
-        )
+        weights = [par.weight(getattr(self, name)) for name in names]
+        if par.cache:
+            y = par.cache.resume(ids.q_positions, values, weights)
+        else:
+            along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
+            # n is the number of key heads or of value heads, which tp cuts alike; u is a dim of 1, t the taps
+            layouts = [
+                *["attention b s n h"] * 3,  # q k v
+                *["attention b s n"] * 2,  # rate, forget
+                *["attention n h u t"] * 3,  # the convolutions
+                *["attention n"] * 2,
+                *["ids b s"] * 2,  # of whole rows: a document may begin on another rank
+            ]
+            mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
+            y = mix(*values, *weights, ids.k_positions, ids.k_segments)
         y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
         return self.to_stream(y, par)
 
 
-def attend(
+def attend_sharded(
     q: Float[Array, "b s k r h"],
     k: Float[Array, "b t _ h"] | attention.Latents,
     v: Float[Array, "b t _ w"] | attention.Up,
@@ -312,8 +308,8 @@ def attend(
         usp        as ulysses within a group of ranks; the groups form a ring
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
-    # layouts write s, not t, for the positions of keys
     q_layout, args = "queries b s k r h", [q, k, v, *ids]
+    # that of each of ``args``; layouts write s, not t, for the positions of keys
     given = [q_layout, *layouts, "queries b s", "queries b s", "ids b s", "ids b s"]
     if sinks is not None:
         given.append("queries k r")
@@ -338,7 +334,9 @@ class FeedForward(Part):
         before: str = "stream b s d -> ffn b s d",
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default finishes the sum over m."""
+        """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default finishes the sum over m. It
+        must finish it if there is a ``down_bias``: to an unfinished sum each rank of tp would add this bias.
+        (So `ModelConfig` refuses one of a shared expert.)"""
         gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
         # `reduce="layer"` their gradients would be summed over devices once for each piece.
@@ -378,7 +376,7 @@ class Experts(Part):
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
         logits_bse = par.plus(logits_bse, self.router_bias)
-        bias = []  # empty, or the one bias
+        bias = []  # the optional argument of `moe.route`: no bias, or one
         if self.bias is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
         # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
@@ -391,6 +389,7 @@ class Experts(Part):
         weights_bsk, chosen_bsk, aux = route(logits_bse, *bias)
         x = par.move(x, "stream b s d -> tokens b s d")
         choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
+        # in the order of `grouped.Weights`
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
         weights = [w for name in names if (w := getattr(self, name, None)) is not None]
         visit = par.local(
@@ -461,7 +460,11 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         weights = config.must_run().weights()
         self.embedding = param(rngs, weights["embedding"])
-        stacks = [self.stack(count, block, rngs) for count, block in config.blocks]
+        # ``count`` layers of one kind, with stacked weights
+        stacked = lambda block: nnx.vmap(lambda keys: Block(block, keys), in_axes=0, out_axes=0)
+        stacks = [
+            nnx.split_rngs(splits=count)(stacked(block))(rngs) for count, block in config.blocks
+        ]
         self.blocks: Any = (
             nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
         )
@@ -469,12 +472,6 @@ class Llama(nnx.Module):
         if not config.tied:
             self.head = param(rngs, weights["head"])
         self.config = config
-
-    @staticmethod
-    def stack(count: int, config: ModelConfig, rngs: nnx.Rngs) -> Block:
-        """Make ``count`` layers of one kind, with stacked weights."""
-        make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
-        return nnx.split_rngs(splits=count)(make)(rngs)
 
     def loss(self, batch: Batch, par: Solo) -> LossAndTally:
         """Return the sum of the cross-entropies and of the routers' own losses, which `Step` divides by the
@@ -515,7 +512,9 @@ class Llama(nnx.Module):
             return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_logit_bs, 0)
 
         losses_bs = par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True)
-        return clipped_surrogate(losses_bs, batch) if "advantages" in batch else losses_bs, aux
+        if "advantages" in batch:
+            losses_bs = clipped_surrogate(losses_bs, batch)
+        return losses_bs, aux
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
         """Return the residual stream after the last block and norm, the output head ``v d`` (the embedding
@@ -524,9 +523,9 @@ class Llama(nnx.Module):
         head = embedding if self.config.tied else par.weight(self.head)
         loops = [(loop, par.layers) for loop in self.config.loops]
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
-        return self.normed(x, par), head, aux
+        return self.before_head(x, par), head, aux
 
-    def normed(self, x: Stream, par: Solo) -> Stream:
+    def before_head(self, x: Stream, par: Solo) -> Stream:
         """Apply the last norm, and multiply by `Variant.logit_scale`."""
         return scaled_by(self.norm(x, par), self.config.variant.logit_scale)
 
@@ -578,7 +577,11 @@ class Llama(nnx.Module):
         k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
         # the line above gathers the ids of whole rows; those of the queries are a slice of them
         q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
-        stacks = [self.blocks[f"{i}"] for i in range(len(self.config.kinds))] or [self.blocks]
+        stacks = (
+            [self.blocks[f"{i}"] for i in range(len(self.config.kinds))]
+            if self.config.kinds
+            else [self.blocks]
+        )
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:

@@ -12,11 +12,8 @@ import jax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from llmpar.model.llama import Llama
+from llmpar.model.llama import Llama, Tree
 from llmpar.plan.model_config import ModelConfig, Weight
-
-Tree = Any
-"""A pytree of arrays, or of one description each: nested dicts like the model's."""
 
 
 def of_weights(
@@ -27,8 +24,8 @@ def of_weights(
 ) -> Tree:
     """Return the tree of ``f`` of every `model_config.Weight`, by default of the weight itself; ``learned``:
     only of those that gradients change (`trainable_params`); ``counts``: with so many layers of each kind."""
-    rows = config.weights(counts)
-    flat = {path: f(w) for path, w in rows.items() if not (learned and w.frozen)}
+    rows = config.weights(counts).items()
+    flat = {path: f(weight) for path, weight in rows if not (learned and weight.frozen)}
     return unflatten_dict(flat, sep=".")
 
 

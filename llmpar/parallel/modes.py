@@ -19,9 +19,10 @@ names a mesh axis:
     islands  par.local(f, …)           f on a device's own blocks, an *island*. `Auto` and `Explicit` have
                                        global arrays: they enter a shard_map, in which the mode is `Manual`
                                        (`par.island`). `Solo` and `Manual` call f directly
-             par.parts(layout)         into how many blocks a dim is cut; par.index(layout), the index of this
-                                       device's block (0 where arrays are global); par.axes(layout), the mesh
-                                       axes that cut the dim
+             par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh
+                                       axes; par.index(layout), the index of this device's block. Code that
+                                       asks for all three runs in an island, by its par.island: outside, in
+                                       `Auto` and `Explicit`, arrays are global, and par.index gives 0
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
@@ -40,10 +41,10 @@ own shards (but `over_devices` is called with global arrays), in the other modes
 
 `Manual` runs each of an arrow's `moves` as a collective or a slice, in a named scope with the arrow's text.
 By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
-Autodiff writes the backward collectives, but those of rings, `ragged` and `wire`. All-gather and
-reduce-scatter are each other's transpose. `lax.pcast` types a value as varying over an axis, free in the
-forward pass; its transpose is an all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3).
-These transposes are right only with shard_map's check of varying axes, which stays on.
+Autodiff writes the backward collectives, except those of rings, `ragged` and `wire`, which have gradients of
+their own. All-gather and reduce-scatter are each other's transpose. `lax.pcast` types a value as varying over
+an axis, free in the forward pass; its transpose is an all-reduce (operator f of Megatron-LM, Shoeybi et al.
+2019, section 3). These transposes are right only with shard_map's check of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmu
 from llmpar.parallel.collectives import MOVED, WEIGHT, ragged, scope, send, vary, varying
 from llmpar.parallel.mesh import spec
 from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
-from llmpar.plan.layout import Arrow, Layout, parse_arrow, parse_layout
+from llmpar.plan.layout import METRICS, WHOLE, Arrow, Layout, parse_arrow, parse_layout
 from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Plan, Resolved
 
@@ -71,7 +72,8 @@ class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
 
-    # only when serving: an object that stores keys and values, and attends to them (`serve.decode`)
+    # only when serving: the mode itself, which stores keys and values and attends to them, by methods that
+    # the other modes lack (`serve.decode._Cached`)
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -131,7 +133,7 @@ class Solo:
         return matmul_scatter(ring, x, weight) if ring else self.move(matmul(x, weight), arrow)
 
     def ring(self, arrow: str, kind: str) -> Ring | None:
-        """Return None: on one device there is no collective to overlap with a matmul."""
+        """Return None: only `Manual` has a ring, with `Plan.tp_comm_overlap`."""
         return None
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
@@ -164,7 +166,7 @@ class Solo:
         return self.plan.mesh.along(self.axes(layout))
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim, for code in an island that names them."""
+        """Return the mesh axes that cut the layout's one dim, for code in an island, which names them."""
         return self.plan.place(layout).axes
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
@@ -191,8 +193,9 @@ class Solo:
 
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
         part of every piece. The backward pass recomputes each piece, in `Manual` and `Explicit` without its
-        moves (`MOVED`). With ``recompute`` a single piece is checkpointed, too; since there is no loop then,
-        XLA may keep the forward pass's values in place of recomputing them (`prevent_cse=False`).
+        moves (`MOVED`). With ``recompute`` a single piece is checkpointed, too. Autodiff then saves none of
+        its values, of the loss several arrays as large as the logits; and since there is no loop, XLA may
+        keep those that it would rather keep than recompute (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -240,7 +243,7 @@ class Manual(Solo):
           nothing, and `Step` sums the gradient.
         """
         region = parse_layout(param.dims).region
-        with scope(param.dims):
+        with scope(param.dims):  # names the all-reduce that the backward pass makes of `vary`
             x = vary(param[...], self.plan.varying(region))
         used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
@@ -262,7 +265,8 @@ class Manual(Solo):
         m``; without one it is the physical arrow.
         ``invariant``: type gathered results as not varying over the gathered axes, since they are equal on
         all devices along these."""
-        # a layout without dims, Layout(()), fits any value
+        # The dims of ``x``. Between layouts without dims an arrow fits any value: it only sums, and the index
+        # of a dim, then "".index("") = 0, is not read.
         letters = arrow.before.letters or arrow.after.letters
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
@@ -318,11 +322,12 @@ class Manual(Solo):
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f``. On simulated devices its arguments pass a barrier, so that XLA does not hoist one
-        that no layer changes, with the collectives that ``f`` makes of it, out of the loop over layers. (JAX
-        0.10.2 crashes when collectives that were hoisted run beside a loop with others: a rendezvous counts
-        too many participants.) Accelerators get no barrier: it would make all of ``f`` wait until its weights
-        are gathered."""
+        """Return ``f``. On simulated devices its arguments pass a barrier. It keeps XLA from hoisting an
+        argument that no layer changes, and the collectives that ``f`` runs on it, out of the loop over
+        layers. (XLA for CPUs drops barriers, but only after it has hoisted; so this one works, and
+        `collectives.after` cannot use one.) JAX 0.10.2 crashes when collectives that were hoisted run beside
+        a loop with others: a rendezvous counts too many participants. Accelerators get no barrier: it would
+        make all of ``f`` wait until its weights are gathered."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f
 
@@ -359,5 +364,4 @@ class Manual(Solo):
         every collective that they depend on. Separate all-reduces could run beside these collectives, in an
         order that differs between devices."""
         flat, restore = ravel_pytree(jax.tree.map(self.count_once, values))
-        arrow = Arrow(Layout((), self.live), Layout(()))
-        return restore(self.carry_out(flat, arrow, "loss, tokens and norm"))
+        return restore(self.carry_out(flat, Arrow(Layout((), self.live), WHOLE), METRICS))

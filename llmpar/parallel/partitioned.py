@@ -16,7 +16,7 @@ from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import MOVED, WEIGHT, scope, vary
 from llmpar.parallel.mesh import as_type, from_type, sharding, spec
 from llmpar.parallel.modes import Manual, Solo
-from llmpar.plan.layout import Arrow, Layout, parse_layout
+from llmpar.plan.layout import METRICS, WHOLE, Arrow, Layout, parse_layout
 from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Resolved
 
@@ -72,7 +72,7 @@ class Auto(Solo):
     def zeros(self, shape: tuple[int, ...], layout: Layout) -> Array:
         """Return zeros with a layout. A scalar has none: in these modes its sum is always finished."""
         zeros = jnp.zeros(shape)
-        return self.carry_out(zeros, Arrow(Layout(()), layout)) if shape else zeros
+        return self.carry_out(zeros, Arrow(WHOLE, layout)) if shape else zeros
 
 
 class Explicit(Auto):
@@ -173,10 +173,10 @@ class Explicit(Auto):
 
     def total(self, x: Array, layout: str) -> Array:
         """Sum over all dims, and finish the sum."""
-        place, text = self.plan.place(layout), "loss, tokens and norm"
+        place = self.plan.place(layout)
         sums = Layout((), place.axes + place.sums)
         total = lax.reduce_sum(x, range(x.ndim), out_sharding=as_type(sums))
-        return self.carry_out(total, Arrow(sums, Layout(())), text)
+        return self.carry_out(total, Arrow(sums, WHOLE), METRICS)
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """Run ``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished stay so."""

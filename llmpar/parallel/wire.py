@@ -69,8 +69,7 @@ def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: str) -> Array
     """Return this rank's part, along ``dim``, of the sum over ``axes``: what a reduce-scatter gives, of terms
     that are rounded once and added up in float32."""
     n = lax.axis_size(axes)
-    parts = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
-    parts = jnp.moveaxis(parts, dim, 0)
+    parts = jnp.moveaxis(x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :]), dim, 0)
     bits = jax.vmap(functools.partial(encode, wire=wire))(parts)
     arrived = lax.all_to_all(bits, axes, 0, 0)
     terms = jax.vmap(functools.partial(decode, wire=wire))(arrived)

@@ -42,7 +42,7 @@ class StageModel(Llama):
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Float[Array, "v d"], None]:
         head = par.weight(self.embedding if self.config.tied else self.head)
-        return self.normed(batch["stream"], par), head, None
+        return self.before_head(batch["stream"], par), head, None
 
 
 @jax.tree_util.register_dataclass

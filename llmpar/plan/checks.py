@@ -172,7 +172,7 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
     which, heads = config.exchanged_heads(mesh.tp)
     what = f"the {heads} {which} heads of a device"
     parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
-    local = {x: seq_len // mesh.along(plan.regions[x].get("s", ())) for x in ("queries", "keys")}
+    local = {x: seq_len // mesh.along(plan.place(f"{x} s").axes) for x in ("queries", "keys")}
     before = max(block.positions_before for _, block in config.blocks)
     most = max((n for n in divisors(seq_len) if seq_len // n >= before), default=1)
     return [
@@ -214,7 +214,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
     cudnn = kernel == "cudnn"
     gpu = plan.devices if plan.platform == "gpu" else "gpu"
     masked = kernel == "xla" or cudnn and plan.documents == "packed"
-    mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.regions["queries"].get("s", ()))
+    mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.place("queries s").axes)
     whole = ", or documents='whole'" if cudnn and plan.in_order else ""
     lacks = kernels_refused(plan.config).get(kernel, "")
     rows = [
@@ -224,7 +224,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
             "chooses its own blocks; leave attention_block out",
         ),
         (
-            kernel in OF_JAX and plan.regions["keys"].get("s"),
+            kernel in OF_JAX and plan.place("keys s").axes,
             "gives no log of sums in float32 to merge by, which a ring needs;"
             " use context_parallel='ulysses' or 'gather'",
         ),
@@ -504,7 +504,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     cudnn = plan.requested.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
-    apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
+    written_out = order is not None and (order.split_backward or plan.stage_saves == "residuals")
     cutter = (
         f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     )
@@ -556,7 +556,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
         ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
-        ("remat unroll", apart, f"with {cutter} the layers of a stage are written out"),
+        ("remat unroll", written_out, f"with {cutter} the layers of a stage are written out"),
         (
             "reduce",
             not shared,

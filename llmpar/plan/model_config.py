@@ -340,6 +340,11 @@ class ModelConfig:
                     f"'{self.name}' cannot be adapted so: {why} has no matrix {' '.join(missing)}; use "
                     + (f"targets of {' '.join(fits)}" if fits else "no LoRA")
                 )
+        if self.described and self.runs and "experts.shared.down_bias" in dict(self.described.rows):
+            raise ValueError(
+                f"'{self.name}' has a bias behind its shared expert, and each rank of tp would add it to its"
+                " term of an unfinished sum; plan it without running it, or leave the bias out"
+            )
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
         attends = self.runs and self.mixer == "attention"

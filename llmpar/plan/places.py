@@ -99,7 +99,7 @@ def layer_orders(schedule: Schedule | None, kinds: Kinds) -> list[list[int]]:
     stage its chunks in order. Layers are counted among those of their kind; a place without a layer has their
     number.
 
-    `llmpar.training.step.Step` applies it to what has no stages: fresh weights, checkpoints, Hugging Face.
+    `llmpar.training.layer_order` applies it to what has no stages: fresh weights, checkpoints, Hugging Face.
     """
     ranks: list[dict[int, int]] = [{} for _ in range(max(kinds) + 1)]
     for layer, kind in enumerate(kinds):

@@ -58,8 +58,9 @@ fsdp=2 tp=2``:
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
 At the stages 0 to 2 (unless ``reduce="layer"``) the backward pass sends nothing over dp and fsdp: each device
-has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: its weights are all-gathered for use, and
-unless that is once a step (`Resolved.gather_per`), autodiff transposes the all-gather into a reduce-scatter.
+has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: weights are all-gathered for use. Where each
+block gathers its own, autodiff transposes the all-gather into a reduce-scatter; where all are gathered once a
+step (`Resolved.gather_per`), ``finish`` reduce-scatters their gradients.
 
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
 except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
@@ -94,12 +95,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from llmpar.files import Allowed, check_fields
-from llmpar.plan import checks, places, schedules
+from llmpar.plan import checks, places, schedules, sequence_order
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import WIRES, Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
-from llmpar.plan.sequence_order import Mask, ring_hops
+from llmpar.plan.sequence_order import Mask
 
 BATCH_AXES = ("dp", "fsdp", "ep", "near")
 """The axes that cut the batch. ``ep`` and its inner part count as batch for dense layers."""
@@ -136,27 +137,36 @@ class WeightLayouts:
     gather_wire: str = ""
     reduce_wire: str = ""
 
-    # at ZeRO 3 an all-gather
     gather = property(
         lambda self: Arrow(
             self.stored, self.used, wire=self.gather_wire, gradient_wire=self.reduce_wire
-        )
+        ),
+        doc="At ZeRO 3 an all-gather.",
     )
-    # at ZeRO 2 a reduce-scatter
     accumulate = property(
-        lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire)
+        lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire),
+        doc="At ZeRO 2 a reduce-scatter.",
     )
-    # an all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over the axes of its sums
-    finish = property(lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire))
-    # at ZeRO 1 and 2 an all-gather
-    restore = property(lambda self: Arrow(self.reduced, self.stored))
-    # Muon only. muon="gather": an all-gather for each cut dim; else an all-to-all for each
-    assemble = property(lambda self: Arrow(self.reduced, self.whole))
-    # the inverse of `assemble`. muon="gather": a slice; else an all-to-all for each cut dim
-    take_apart = property(lambda self: Arrow(self.whole, self.reduced))
-    # `training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved the
-    # weight since the last average
-    difference = property(lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored))
+    finish = property(
+        lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire),
+        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over its sums' axes.",
+    )
+    restore = property(
+        lambda self: Arrow(self.reduced, self.stored), doc="At ZeRO 1 and 2 an all-gather."
+    )
+    assemble = property(
+        lambda self: Arrow(self.reduced, self.whole),
+        doc="Muon only. muon='gather': an all-gather for each cut dim; else an all-to-all for each.",
+    )
+    take_apart = property(
+        lambda self: Arrow(self.whole, self.reduced),
+        doc="The inverse of `assemble`. muon='gather': a slice; else an all-to-all for each cut dim.",
+    )
+    difference = property(
+        lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored),
+        doc="`training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved"
+        " the weight since the last average.",
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +206,7 @@ class Plan:
         microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
             are summed. A pipeline needs several, so that its stages work at the same time.
         remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and large matmuls
-            (a router's, those of a shared expert's gate and those inside a recurrent mixer are recomputed;
+            (small ones are recomputed: a router's, a shared expert's gate's, those inside a recurrent mixer;
             Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, also the feed-forward's
             matmuls, most of the bytes; or the whole ``block``.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
@@ -314,14 +324,14 @@ class Plan:
         """Check the plan, and decide every ``auto``. (A plan that is resolved for this model and these
         devices already is only checked again, `Resolved.resolve`.)
 
-        Given a model, it resets fields without effect (`Resolved.notes`). Where tp has more ranks than
+        Given a model, it resets fields without effect (`Resolved.unused`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
         gcd(sp, KV heads of a tp rank) ranks run Ulysses; the groups form a ring (exactly: `exchanged_heads`).
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
-            devices: ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``. None keeps every
-                ``auto``, and predictions then assume accelerators.
+            devices: ``cpu`` (the default: simulated devices), ``gpu`` (of compute capability 7.5: ``gpu
+                7.5``) or ``tpu``. None keeps every ``auto``, and predictions then assume accelerators.
             batch_size, seq_len: rows and positions of a step, to check that the mesh cuts them evenly.
 
         Raise ValueError for what the devices cannot do. With both a batch size and a sequence length, also
@@ -336,7 +346,7 @@ class Plan:
             defaults = {name: getattr(Plan, name) for name in unused}
             plan = dataclasses.replace(plan, **defaults, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)
-        return plan._decided_for(devices) if devices else plan
+        return plan._decided() if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads, and
@@ -344,20 +354,20 @@ class Plan:
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
         _, heads = config.exchanged_heads(mesh.tp)
-        ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else mesh.ul
+        ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else 1
         near = self.ep_node if mesh.ep % self.ep_node == 0 and mesh.ep > self.ep_node else 1
         return dataclasses.replace(mesh, kv=copies, ul=ul, near=near)
 
-    def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Group items into buckets, in order. ``sizes`` has each item's key and bytes. Items with equal keys
-        share a bucket, until it has `bucket_bytes`. Return each bucket's key and the indices of its items.
-        """
+    def buckets(self, items: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
+        """Group items into buckets, in order. ``items`` has the key and the bytes of each. Items with equal
+        keys share a bucket, until it has `bucket_bytes`. Return each bucket's key and the indices of its
+        items."""
         by_key: dict[Any, list[list[int]]] = {}
-        for i, (key, _) in enumerate(sizes):
-            buckets = by_key.setdefault(key, [[]])
-            if sum(sizes[j][1] for j in buckets[-1]) >= self.bucket_bytes:
-                buckets.append([])
-            buckets[-1].append(i)
+        for i, (key, _) in enumerate(items):
+            with_key = by_key.setdefault(key, [[]])
+            if sum(items[j][1] for j in with_key[-1]) >= self.bucket_bytes:
+                with_key.append([])
+            with_key[-1].append(i)
         return [(key, members) for key, buckets in by_key.items() for members in buckets]
 
 
@@ -414,14 +424,14 @@ class Resolved(Plan):
         live = self.mesh.live
         b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
         stream = s + tp if self.tp_sequence else s
-        # the axes that run Ulysses: they cut heads in place of positions
-        exchanging = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
-        ring = tuple(a for a in s if a not in exchanging)
-        keys = () if self.context_parallel == "gather" else ring
+        # the axes that run Ulysses: inside attention they cut heads in place of positions
+        ulysses = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
+        queries_s = tuple(a for a in s if a not in ulysses)
+        keys_s = () if self.context_parallel == "gather" else queries_s
         if self.mesh.kv > 1:  # a device has one KV head: Ulysses cuts its query heads r
-            k, r = live("tp"), live("kv") + exchanging
+            k, r = live("tp"), live("kv") + ulysses
         else:
-            k, r = tp + exchanging, ()
+            k, r = tp + ulysses, ()
         tokens: dict[str, tuple[str, ...]] = {"s": s, "m": tp}
         if self.tp_dispatch:
             tokens = {"s": stream, "c": tp}
@@ -432,8 +442,8 @@ class Resolved(Plan):
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": stream},
             "attention": {"b": b, "s": s, "n": tp, "k": live("tp"), "r": live("kv")},
-            "queries": {"b": b, "s": ring, "k": k, "r": r},
-            "keys": {"b": b, "s": keys, "k": k},
+            "queries": {"b": b, "s": queries_s, "k": k, "r": r},
+            "keys": {"b": b, "s": keys_s, "k": k},
             "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
@@ -475,25 +485,18 @@ class Resolved(Plan):
         cuts = cuts | {"l": self.mesh.live("pp")}
         return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
 
-    @functools.cached_property
-    def _arrows(self) -> dict[str, Arrow]:
-        """The physical arrows that `physical` has made."""
-        return {}
-
     def physical(self, arrow: str) -> Arrow:
-        """Return the physical arrow of a logical one; each is made once."""
-        if arrow not in self._arrows:
-            logical = parse_arrow(arrow)
-            physical = Arrow(self.place(logical.before), self.place(logical.after))
-            after = self.varying(logical.after.region)
-            summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            # The types of shard_map say over which axes a value varies (`parallel.collectives`). The value
-            # varies over the axes of its old region, until an all-reduce removes some of them. After the
-            # move it varies over all axes of its new region, ``after``: those in ``begin`` are new.
-            still_varying = set(self.varying(logical.before.region)) - summed
-            begin = tuple(a for a in after if a not in still_varying)
-            self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
-        return self._arrows[arrow]
+        """Return the physical arrow of a logical one."""
+        logical = parse_arrow(arrow)
+        physical = Arrow(self.place(logical.before), self.place(logical.after))
+        after = self.varying(logical.after.region)
+        summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
+        # The types of shard_map say over which axes a value varies (`parallel.collectives`). The value
+        # varies over the axes of its old region, until an all-reduce removes some of them. After the move it
+        # varies over all axes of its new region, ``after``: those in ``begin`` are new.
+        still_varying = set(self.varying(logical.before.region)) - summed
+        begin = tuple(a for a in after if a not in still_varying)
+        return dataclasses.replace(physical, varying=after, begin=begin)
 
     def layouts_of(self, dims: str) -> WeightLayouts:
         """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its
@@ -503,38 +506,45 @@ class Resolved(Plan):
         axes along which the region's activations differ: along them devices compute different terms of
         the gradient."""
         used = self.place(dims)  # d m/tp
-        differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
+        region = parse_layout(dims).region
+        varying_axes = self.varying(region)  # dp fsdp tp
         # ZeRO cuts the first of these dims that a weight has, but not the e of experts: ep cuts it
-        may_cut = "dh" if dims.startswith("experts") else "dhe"
-        target = next((x for x in may_cut if x in used.letters), "")  # d
-        cutting = self.zero_cuts(target) if target else ()
-        cutting = tuple(a for a in cutting if a in differ and a not in used.axes)  # fsdp
-        cut = _cut_more(used, target, cutting)  # d/fsdp m/tp
-        stored = cut if self.zero == 3 else used  # d m/tp
+        candidates = "dh" if dims.startswith("experts") else "dhe"
+        zero_dim = next((x for x in candidates if x in used.letters), "")  # d
+        may_cut = self.zero_cuts(zero_dim) if zero_dim else ()
+        zero_axes = tuple(a for a in may_cut if a in varying_axes and a not in used.axes)  # fsdp
+        sharded = _cut_more(used, zero_dim, zero_axes)  # d/fsdp m/tp
+        stored = sharded if self.zero == 3 else used  # d m/tp
         # muon="layer" cuts the gradient and the optimizer state of a matrix by layers, not inside
         by_layer = self.muon == "layer" and matrix_dims(dims)
-        state_cut = _cut_more(used, "l", cutting) if by_layer else cut  # d/fsdp m/tp
-        reduced = state_cut if self.zero else used  # d/fsdp m/tp
+        state_sharded = _cut_more(used, "l", zero_axes) if by_layer else sharded  # d/fsdp m/tp
+        reduced = state_sharded if self.zero else used  # d/fsdp m/tp
         # the weight of which autodiff takes the gradient: the gathered one if `gather_per` is step
-        in_backward = used if self.gather_per == "step" else stored  # d m/tp
-        axes = self.mesh.live("pp") + differ
-        replica_axes = tuple(a for a in axes if a not in in_backward.axes)  # dp fsdp
+        differentiated = used if self.gather_per == "step" else stored  # d m/tp
+        axes = self.mesh.live("pp") + varying_axes
+        replica_axes = tuple(a for a in axes if a not in differentiated.axes)  # dp fsdp
         sums = () if self.reduce == "layer" else replica_axes
-        unreduced = Layout(in_backward.dims, sums)  # d m/tp +dp +fsdp
+        unreduced = Layout(differentiated.dims, sums)  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
-            unfinished = tuple(a for a in unreduced.sums if a not in cutting)
-            accumulated = Layout(state_cut.dims, unfinished)  # d/fsdp m/tp +dp
-        whole = self._whole(dims, reduced)
+            unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
+            accumulated = Layout(state_sharded.dims, unfinished)  # d/fsdp m/tp +dp
         # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,
         # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
         # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
-        outside = parse_layout(dims).region in ("vocab", "stream")
-        is_matrix = matrix_dims(dims) or (outside and len(used.letters.replace("l", "")) > 1)
-        names = self.gather_dtype, self.reduce_dtype
-        wires = [WIRES[name] for name in names] if is_matrix else ["", ""]
+        outside = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
+        is_matrix = matrix_dims(dims) or outside
         return WeightLayouts(
-            dims, stored, used, unreduced, accumulated, reduced, whole, replica_axes, *wires
+            dims=dims,
+            stored=stored,
+            used=used,
+            unreduced=unreduced,
+            accumulated=accumulated,
+            reduced=reduced,
+            whole=self._whole(dims, reduced),
+            replica_axes=replica_axes,
+            gather_wire=WIRES[self.gather_dtype] if is_matrix else "",
+            reduce_wire=WIRES[self.reduce_dtype] if is_matrix else "",
         )
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:
@@ -548,12 +558,12 @@ class Resolved(Plan):
         axes = tuple(a for a in self.mesh.sizes if a in reduced.axes and a not in matrices.axes)
         return _cut_more(matrices, "l", axes)
 
-    def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
-        """Return the axes of more than one device by which ZeRO cuts the dim ``target``: those of `zero_axes`
-        for d (and l of ``muon="layer"``), fsdp alone for h and e."""
+    def zero_cuts(self, dim: str = "d") -> tuple[str, ...]:
+        """Return the axes of more than one device by which ZeRO cuts a dim: those of `zero_axes` for d (with
+        ``muon="layer"`` they cut l in place of it), fsdp alone for h and e."""
         names = self.zero_axes.split(",")
         axes = [part for a in names for part in (a, INNER_AXES.get(a)) if part]
-        return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
+        return self.mesh.live(*axes) if dim == "d" else self.mesh.live("fsdp")
 
     @property
     def gather_per(self) -> Literal["", "block", "step"]:
@@ -608,18 +618,18 @@ class Resolved(Plan):
         """Whether a device's queries and keys are the same positions, in rising order. If they are, and keys
         do not travel in a ring, the program may leave out the tiles that the causal mask hides. (With
         ``gather`` they are not: the keys are the whole row, and the queries a part of it.)"""
-        alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
+        alike = self.place("queries s").axes == self.place("keys s").axes
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
     def ring_hops(self, mask: Mask, seq_len: int) -> int:
         """Return how many hops keys make round the ring of ranks that cut a sequence of this length."""
-        n = self.mesh.along(self.regions["keys"]["s"])
-        return ring_hops(mask, self.sequence_order, n, seq_len // n)
+        n = self.mesh.along(self.place("keys s").axes)
+        return sequence_order.ring_hops(mask, self.sequence_order, n, seq_len // n)
 
     def order_matters(self, mask: Mask, seq_len: int) -> bool:
         """Whether attention may rely on the order of positions: it may leave out masked tiles without
         comparing ids, or keys make fewer than the n - 1 hops of a whole ring."""
-        n = self.mesh.along(self.regions["keys"]["s"])
+        n = self.mesh.along(self.place("keys s").axes)
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
         return self.in_order and self.attention_kernel != "flash"
@@ -628,7 +638,7 @@ class Resolved(Plan):
     def rings(self) -> bool:
         """Whether values hop from rank to rank in a layer: keys, recurrent states, or what matmuls read
         (`tp_comm_overlap`)."""
-        return any((self.tp_comm_overlap, self.hands_on_states, self.regions["keys"].get("s")))
+        return any((self.tp_comm_overlap, self.hands_on_states, self.place("keys s").axes))
 
     @property
     def hands_on_states(self) -> bool:
@@ -644,7 +654,8 @@ class Resolved(Plan):
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check this plan, and return it. For another model or other devices resolve the requested one."""
+        """Return this plan, checked, if it was resolved for this model and these devices; else resolve
+        ``requested`` for them."""
         if (config, devices) != (self.model, self.devices):
             return self.requested.resolve(config, devices, batch_size, seq_len)
         self.check(batch_size, seq_len)
@@ -656,10 +667,11 @@ class Resolved(Plan):
         if batch_size is not None and seq_len is not None:
             checks.check_plan(self, batch_size, seq_len)
 
-    def _decided_for(self, devices: str) -> Resolved:
-        """Return the plan with every ``auto`` decided for these devices."""
+    def _decided(self) -> Resolved:
+        """Return the plan with every ``auto`` decided for its devices."""
+        assert self.devices
         decided: dict[str, Any] = {
-            name: suited(name, getattr(self, name), devices) for name in SUITS
+            name: suited(name, getattr(self, name), self.devices) for name in SUITS
         }
         no_flash = self.model is not None and checks.kernels_refused(self.model).get("flash")
         # only portable lets one choose tiles, and it runs the models that flash refuses
@@ -668,7 +680,7 @@ class Resolved(Plan):
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
         if self.hop == "auto":
-            decided["hop"] = "permute"
+            decided["hop"] = "permute"  # on simulated stages an exchange
         if self.platform == "cpu" and self.mesh.pp > 1:
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
@@ -693,10 +705,12 @@ class Resolved(Plan):
                 "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
-        split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
+        order = self.pipeline
+        written_out = order and (order.split_backward or self.stage_saves == "residuals")
         # experts are gathered over these axes without ep: over other groups of devices than other weights
         cuts = self.zero_cuts()
-        if split and "ep" in cuts and len(cuts) > 1 and self.gather_per == "block":
+        groups_differ = "ep" in cuts and len(cuts) > 1
+        if written_out and groups_differ and self.gather_per == "block":
             decided["reshard_after_forward"] = False
             notes.append(
                 "on simulated devices weights are gathered once a step, and kept: where a stage's layers are"
@@ -709,14 +723,15 @@ class Resolved(Plan):
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` means cuDNN's attention: it needs no mask, and JAX offers it for this model."""
         return (
+            # of the request: `checks` asks before ``auto`` is decided, and after
             self.requested.attention_kernel == "auto"
             and not self.attention_block
-            and self.platform in (None, "gpu")
+            and self.platform in (None, "gpu")  # None: planned for accelerators
             and self.dtype == "bfloat16"
             # no mask is needed: whole documents, positions in order, all keys on the device
             and self.documents == "whole"
             and self.in_order
-            and not self.regions["keys"].get("s")
+            and not self.place("keys s").axes
             # JAX offers cuDNN for these heads and layers
             and self.model is not None
             and fits_cudnn(self.model.head_width, self.devices or "gpu")

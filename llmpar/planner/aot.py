@@ -20,6 +20,7 @@ from llmpar.inspect.roofline import Roofline, measured, roofline
 from llmpar.inspect.tables import rich_table
 from llmpar.kernels.tiles import kernel_tiles
 from llmpar.parallel.mesh import make_mesh, platform_of
+from llmpar.parallel.xla_options import AT_ONCE, compiler_options
 from llmpar.plan.backend import fits_cudnn
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
@@ -30,7 +31,7 @@ from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
 from llmpar.predict.traffic import full_share
 from llmpar.training.optimizer import priced_optimizer
-from llmpar.training.step import AT_ONCE, Step, compiler_options
+from llmpar.training.step import Step
 
 
 def compile_step(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmpar.plan import places
-from llmpar.plan.layout import SCALED, TRANSPOSES, Arrow
+from llmpar.plan.layout import METRICS, SCALED, TRANSPOSES, Arrow
 from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import USER_AXIS, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
@@ -321,7 +321,7 @@ def step_traffic(
     if config.experts:
         value += ", the tally of tokens per expert"
         numbers += routed * (config.experts.num_experts + 2)
-    small = Transfer(value, "loss, tokens and norm", LATE)
+    small = Transfer(value, METRICS, LATE)
     traffic.add("all-reduce", plan.mesh.live(*plan.mesh.sizes), small, FLOAT32 * numbers)
     return traffic
 

@@ -31,7 +31,7 @@ from llmpar.model.weights import Tree, model_graph, of_weights
 from llmpar.parallel.collectives import at, scope, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
-from llmpar.plan.layout import Layout
+from llmpar.plan.layout import WHOLE
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving, serving_plan
@@ -70,19 +70,18 @@ class Decoder:
         stored = of_weights(config, lambda weight: plan.stored(weight.dims))
         caches = plan.caches(num_rows, length)
         cut = tuple(plan.place(cache.dims) for cache in caches)
-        whole = Layout(())
         zeros = lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in caches)
         self.empty = jax.jit(zeros, out_shardings=jax.tree.map(place, cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
         takes, gives = (
-            jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut))
+            jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (WHOLE, cut))
         )
-        on_mesh = partial(jax.shard_map, mesh=place(whole).mesh, in_specs=takes, out_specs=gives)
+        on_mesh = partial(jax.shard_map, mesh=place(WHOLE).mesh, in_specs=takes, out_specs=gives)
         run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(
             params, cache, rows
         )
         # each host brings all rows, a device takes its own
-        come = jax.tree.map(place, (stored, cut, whole))
+        come = jax.tree.map(place, (stored, cut, WHOLE))
         self.run = jax.jit(run, static_argnums=3, in_shardings=come, donate_argnums=1)
 
     def __call__(self, rows: DecoderInput, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:

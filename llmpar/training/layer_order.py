@@ -17,30 +17,87 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Int
 
-from llmpar.model.weights import Tree
+from llmpar.model.weights import Tree, trainable_params
+from llmpar.parallel.mesh import sharding
+from llmpar.plan import places
 from llmpar.plan.layout import Dim, Layout
-from llmpar.plan.model_config import kind_of
+from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Resolved
+from llmpar.training.state import State, check_alive, state_layouts, state_shapes
 
 
-def reorder(
-    state: Tree, orders: Sequence[np.ndarray], dims: Tree, like: Tree, donate: bool
-) -> Tree:
-    """Return a state with the layers of each kind in its order, along ``dims`` (`layer_dims`), placed as
-    ``like``. ``donate``: each leaf is deleted once it is moved."""
+class LayerOrder:
+    """The two orders of the layers in a step's state, and the moves between them.
 
-    def reorder_leaf(path, x, dim: int, like):
-        if dim < 0:
-            return x
-        reordered = take_layers(x, order_of(path, orders), dim, like.sharding)
-        if donate:
-            x.delete()
-        return reordered
+    Attributes:
+        layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
+            has the layer ``layer_orders[kind][i]``, counted from 0 among the layers of that kind. An empty
+            place has the count of these layers, an index that no layer has (`places.layer_orders`).
+        is_model_order: whether the two orders are one.
+        in_stages: shapes and shardings of the state, its layers in the order of the pipeline's stages.
+        in_model: the same with layers in the model's order.
+    """
 
-    return jax.tree_util.tree_map_with_path(reorder_leaf, state, dims, like)
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Resolved,
+        mesh: Mesh | AbstractMesh,
+        optimizer: optax.GradientTransformation,
+    ):
+        """Refuse an optimizer that empty places would mislead."""
+        orders = places.layer_orders(plan.pipeline, config.layer_kinds)
+        self.layer_orders = [np.array(order) for order in orders]
+        self._counts = [count for count, _ in config.blocks]
+        self.is_model_order = orders == [list(range(count)) for count in self._counts]
+        self._shapes = functools.partial(state_shapes, config, plan, optimizer)
+        in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
+        weights = trainable_params(in_model.params, config)
+        check_empty_places(optimizer, weights, config.num_layers, sum(map(len, orders)))
+        layouts = state_layouts(in_stages, config, plan)
+        model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
+        abstract = lambda x, layout: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding(mesh, layout)
+        )
+        self.in_stages = jax.tree.map(abstract, in_stages, layouts)
+        self.in_model = jax.tree.map(abstract, in_model, model_layouts)
+
+    def to_stages(self, state: State, donate: bool = False) -> State:
+        """Reorder the layers of a state from the model's order, which checkpoints have, to the order of the
+        pipeline's stages. ``donate``: delete each leaf once it is moved, because two states may not fit into
+        memory."""
+        return self._reorder(state, self.layer_orders, self.in_stages, donate)
+
+    def to_model(self, state: State, donate: bool = False) -> State:
+        """Reorder the layers of a state to the model's order, the inverse of `to_stages`."""
+        pairs = zip(self.layer_orders, self._counts, strict=True)
+        # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
+        # larger than any layer's, come last, and are left out.
+        orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
+        return self._reorder(state, orders, self.in_model, donate)
+
+    def _reorder(
+        self, state: State, orders: Sequence[np.ndarray], like: State, donate: bool
+    ) -> State:
+        """Return a state with the layers of each kind in its order, placed as ``like``."""
+        check_alive(state)
+        if self.is_model_order:
+            return state
+        # the dim of layers in each leaf: the one that is longer in a model with one more layer
+        dims = layer_dims(self.in_model, self._shapes([count + 1 for count in self._counts]))
+
+        def reorder_leaf(path, x, dim: int, like):
+            if dim < 0:
+                return x
+            reordered = take_layers(x, order_of(path, orders), dim, like.sharding)
+            if donate:
+                x.delete()
+            return reordered
+
+        return jax.tree_util.tree_map_with_path(reorder_leaf, state, dims, like)
 
 
 def order_of(path: tuple, orders: Sequence[np.ndarray]) -> np.ndarray:

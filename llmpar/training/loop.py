@@ -157,7 +157,7 @@ class Evaluation:
         what it is ``of``: losses of the same alone can be compared."""
         assert self.held_out
         batches = (_place(step, self.held_out, i) for i in range(self.eval_batches))
-        sums = [jax.device_get(step.evaluate.compiled(state.params, batch)) for batch in batches]
+        sums = [jax.device_get(step.evaluate.jitted(state.params, batch)) for batch in batches]
         loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
         config, text = self.held_out.config, self.held_out.corpus.fingerprint
         rows = f"{self.eval_batches} of {config.batch_size} x {config.seq_len}"

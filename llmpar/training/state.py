@@ -12,11 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from llmpar.model.weights import Tree, of_weights, trainable_params
-from llmpar.plan.layout import Layout
+from llmpar.plan.layout import WHOLE, Layout
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
-
-WHOLE = Layout(())
 
 
 class State(NamedTuple):
@@ -64,8 +62,7 @@ def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
         return layout if leaf.shape == shape else WHOLE
 
     optimizer = jax.tree_util.tree_map_with_path(layout_of, state.optimizer)
-    stored = of_weights(config, lambda weight: plan.stored(weight.dims))
-    return State(stored, optimizer, WHOLE)
+    return State(of_weights(config, lambda weight: plan.stored(weight.dims)), optimizer, WHOLE)
 
 
 def placed_weights(params: Tree, like: Tree, model: str) -> dict[str, Array]:
@@ -136,18 +133,18 @@ def check_tokens(name: str, x: Any, vocab_size: int) -> None:
 class Checked:
     """A compiled function of a state (or weights) and a batch that refuses tokens outside the vocabulary and
     a state that is used up. It reads a batch back from its devices, which JAX does once for an array;
-    ``compiled`` does not, and has no checks."""
+    ``jitted`` does not, and has no checks."""
 
-    def __init__(self, compiled: Any, vocab_size: int):
-        self.compiled = compiled
+    def __init__(self, jitted: Any, vocab_size: int):
+        self.jitted = jitted
         self.vocab_size = vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.compiled, name)  # lower, trace
+        return getattr(self.jitted, name)  # lower, trace
 
     def __call__(self, state: Any, batch: Any) -> Any:
         check_alive((state, batch))
         for name in ("tokens", "targets"):  # of another batch JAX names what is missing
             if isinstance(batch, dict) and not isinstance(batch.get(name), jax.core.Tracer | None):
                 check_tokens(name, batch[name], self.vocab_size)
-        return self.compiled(state, batch)
+        return self.jitted(state, batch)

@@ -1,5 +1,4 @@
-"""One training step: compute gradients under a plan, then update the sharded optimizer
-state and weights.
+"""One training step: compute gradients under a plan, then update the sharded optimizer state and weights.
 
     gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`), or all at the start
                            of the step (`Resolved.gather_per`)
@@ -11,14 +10,13 @@ state and weights.
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
-`Step.train_step` is this list as code. The optimizer runs on global arrays under jit.
-So an optimizer that needs whole matrices (Adafactor, Muon) is right although weights
-and gradients are sharded, and the compiled update of an elementwise optimizer such as
-AdamW has no collective.
+`Step.train_step` is this list as code. The optimizer runs on global arrays under jit. So an optimizer that
+needs whole matrices (Adafactor, Muon) is right although weights and gradients are sharded, and the compiled
+update of an elementwise optimizer such as AdamW has no collective.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,30 +43,15 @@ from llmpar.parallel.collectives import varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.parallel.partitioned import Auto, Explicit
+from llmpar.parallel.xla_options import compiler_options
 from llmpar.pipeline import executor
-from llmpar.plan import backend, checks, places
-from llmpar.plan.layout import Arrow, Dim, Layout
+from llmpar.plan import checks
+from llmpar.plan.layout import METRICS, WHOLE, Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig, kind_of
-from llmpar.plan.plan import Plan, Resolved, WeightLayouts
-from llmpar.training.layer_order import (
-    check_empty_places,
-    layer_dims,
-    model_order_layout,
-    reorder,
-    take_in_order,
-)
+from llmpar.plan.plan import Plan, WeightLayouts
+from llmpar.training.layer_order import LayerOrder, take_in_order
 from llmpar.training.muon import Muon, on_leaves
-from llmpar.training.state import (
-    WHOLE,
-    Checked,
-    State,
-    check_alive,
-    check_mesh,
-    initial_state,
-    placed_weights,
-    state_layouts,
-    state_shapes,
-)
+from llmpar.training.state import Checked, State, check_mesh, initial_state, placed_weights
 
 # The dims of the routers' tally (`LossAndTally`). The second has e+2 entries.
 _TALLY = (Dim("l"), Dim("e"))
@@ -86,11 +69,13 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
-            has the layer ``layer_orders[kind][i]``, counted from 0 among the layers of that kind. An empty
-            place has the count of these layers, an index that no layer has (`places.layer_orders`).
-        abstract_state: shapes and shardings of the state, its layers in the order of the pipeline's stages.
-        abstract_in_model_order: the same with layers in the model's order.
+        par, mesh: the mode that the model calls (`MODES`), and the mesh of its arrays.
+        stored: the layouts of the weights between steps, as a tree like the weights.
+        weight_layouts, reduced: those of the trained weights (`WeightLayouts`), and of their gradients.
+        order: the orders of layers in the state. Of it (`LayerOrder`) are ``layer_orders``;
+            ``abstract_state`` and ``abstract_in_model_order``, the state's shapes and shardings; and
+            ``from_model_order`` and ``to_model_order``, which reorder the layers of a state.
+        shardings, batch_sharding: those of the state, and of each array of a batch.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
             state takes its memory.
     """
@@ -118,7 +103,10 @@ class Step:
         # these two trees have only trainable weights: with LoRA the adapters
         self.weight_layouts = of_weights(config, lambda w: plan.layouts_of(w.dims), learned=True)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
-        self._describe_state()
+        self.order = order = LayerOrder(config, plan, self.mesh, self.optimizer)
+        self.layer_orders, self.abstract_state = order.layer_orders, order.in_stages
+        self.abstract_in_model_order = order.in_model
+        self.from_model_order, self.to_model_order = order.to_stages, order.to_model
         if plan.muon != "none" and not isinstance(optimizer, Muon):
             raise ValueError(
                 f"muon='{plan.muon}' moves whole matrices for Muon, and this optimizer takes none; use"
@@ -155,6 +143,8 @@ class Step:
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         self.plan.check(*batch["tokens"].shape)
+        # The types of `Explicit` and kernels, which ask for their device, need the mesh. `train_step` has set
+        # it; alone this function sets it itself.
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
             return self.par.over_devices(self._gradients, layouts, results)(params, batch)
@@ -165,20 +155,21 @@ class Step:
         # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
         # (`WeightLayouts.unreduced`)
         params = jax.tree.map(self.par.unfinished, params, of_weights(self.config))
-        if self.plan.pipeline and isinstance(self.par, Manual):  # stages run in `Manual` alone
+        # in the other modes a plan with stages runs layer after layer, and XLA moves the weights
+        if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
             sums, grads = self._backward(params, batch)
         else:
-            add = lambda total, part: (
-                jax.tree.map(jnp.add, total, self._backward(params, part)),
-                None,
-            )
+
+            def add(total, part):
+                return jax.tree.map(jnp.add, total, self._backward(params, part)), None
+
             parts = cut_in_microbatches(batch, self.plan.microbatches)
             (sums, grads), _ = lax.scan(add, self._zeros(), parts)
         buckets = self.plan.reduce == "bucket"
-        grads = self._in_buckets(grads) if buckets else self._carry_out(grads, "finish")
-        return self._per_token(sums, grads, batch)
+        grads = self._in_buckets(grads) if buckets else self._carry_out(grads, lambda w: w.finish)
+        return self._per_token(*self._sums_over_devices(sums, grads, batch), grads)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
         """Return the sums of loss and tally, and the gradients, of a microbatch. At ZeRO 2 reduce-scatter the
@@ -189,7 +180,7 @@ class Step:
             return model.loss(batch, self.par)
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
-        return sums, self._carry_out(grads, "accumulate")
+        return sums, self._carry_out(grads, lambda w: w.accumulate)
 
     def _clip(self, grads: Tree, norm: Array) -> Tree:
         """Scale gradients so that their global norm is `clip` at most."""
@@ -199,16 +190,17 @@ class Step:
         return jax.tree.map(lambda g: g * scale, grads)
 
     def _update(
-        self, trainable: Tree, grads: Tree, state: Tree, metrics: dict
+        self, trainable: Tree, grads: Tree, moments: Tree, metrics: dict
     ) -> tuple[Tree, Tree]:
-        """Return the updated weights, with the layouts of the gradients, and the optimizer's new state."""
+        """Return the updated weights, with the layouts of the gradients, and the optimizer's new state, the
+        ``moments``."""
         trainable = self._constrain(trainable)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
             extra = {"on_matrices": self._on_whole_matrices} if self.plan.muon != "none" else {}
-            updates, state = self.optimizer.update(grads, state, trainable, **extra)
+            updates, moments = self.optimizer.update(grads, moments, trainable, **extra)
         updated = self._balance_experts(trainable, optax.apply_updates(trainable, updates), metrics)
-        return self._constrain(updated), state
+        return self._constrain(updated), moments
 
     def _on_whole_matrices(self, f: Callable, tree: Tree) -> Tree:
         """Apply ``f(matrices, dims)`` to each leaf that Muon updates, a stack of matrices: move it to a
@@ -232,20 +224,21 @@ class Step:
         stored = trainable_params(self.stored, self.config)
         if self.reduced == stored:
             return trainable
-        restore = lambda trainable: self._carry_out(trainable, "restore", "updated", invariant=True)
+        restore = lambda trainable: self._carry_out(
+            trainable, lambda w: w.restore, "updated", invariant=True
+        )
         return self.par.over_devices(restore, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
     def _carry_out(
-        self, tree: Tree, name: str, what: str = "gradient", invariant: bool = False
+        self, tree: Tree, arrow_of: Callable, what: str = "gradient", invariant: bool = False
     ) -> Tree:
-        """Carry out the arrow ``WeightLayouts.<name>`` for each leaf. ``what`` is for the names of scopes."""
-
-        def one(x: Array, layouts: WeightLayouts) -> Array:
-            text = f"{what} {layouts.dims}"
-            return self.par.carry_out(x, getattr(layouts, name), text, invariant)
-
+        """Carry out for each leaf the arrow that ``arrow_of`` takes from its `WeightLayouts`. ``what`` is for
+        the names of scopes."""
+        one = lambda x, layouts: self.par.carry_out(
+            x, arrow_of(layouts), f"{what} {layouts.dims}", invariant
+        )
         return jax.tree.map(one, tree, self.weight_layouts)
 
     def _zeros(self) -> tuple[LossAndTally, Tree]:
@@ -278,22 +271,31 @@ class Step:
                 leaves[j] = piece
         return jax.tree.unflatten(tree, leaves)
 
-    def _per_token(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Divide summed gradients and loss by the number of targets that are not negative. Return gradients
-        and metrics, which are those of all devices together."""
-        (loss, tally), square = sums, None
-        tokens = (batch["targets"] >= 0).sum()
+    def _sums_over_devices(
+        self, sums: LossAndTally, grads: Tree, batch: Batch
+    ) -> tuple[Array, Array | None, Array, Array]:
+        """Return loss, routers' tally, number of targets that are not negative, and sum of the gradients'
+        squares, of all devices together. In `Auto` and `Explicit` global arrays have them already, all but
+        the tally."""
+        (loss, tally), tokens = sums, (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
-            # leaves are replicated over different axes; `count_once` keeps one replica of each in the sum
+            # each leaf is replicated over axes of its own; `count_once` keeps one replica of it in the sum
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, tally
             loss, tokens, square, tally = self.par.sum_over_devices(values)
-        elif tally is not None:
+            return loss, tally, tokens, square
+        if tally is not None:
             arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
-            tally = self.par.carry_out(tally, arrow, "loss, tokens and norm")
+            tally = self.par.carry_out(tally, arrow, METRICS)
+        return loss, tally, tokens, optax.tree.norm(grads, squared=True)
+
+    def _per_token(
+        self, loss: Array, tally: Array | None, tokens: Array, square: Array, grads: Tree
+    ) -> tuple[Tree, dict]:
+        """Divide gradients, their norm and the loss by the number of tokens. Return gradients and metrics."""
         tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, grads)
-        norm = optax.tree.norm(grads) if square is None else jnp.sqrt(square) / tokens
+        norm = jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         # choices per expert ``l e``, dropped choices ``l``, sums of tokens' router entropies ``l``
         if tally is not None:
@@ -335,36 +337,12 @@ class Step:
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
                 # the layers of this kind, in the model's order
                 own_le = direction_le[kinds == kind]
-                if not self._is_model_order:
+                if not self.order.is_model_order:
                     own_le = take_in_order(own_le, self.layer_orders[kind], 0)
                 flat[path] = bias_le + rate * own_le
         return unflatten_dict(flat, sep=".")
 
     # --------------------------------------------------------------------------------------------- the state
-
-    def _describe_state(self) -> None:
-        """Set what is known of the state before it is there: the orders of its layers, and its shapes and
-        shardings in the order of the stages, with empty places (`abstract_state`), and in the model's
-        (`abstract_in_model_order`). Refuse an optimizer that empty places would mislead."""
-        config, plan = self.config, self.plan
-        orders = places.layer_orders(plan.pipeline, config.layer_kinds)
-        self.layer_orders = [np.array(order) for order in orders]
-        self._layer_counts = [count for count, _ in config.blocks]
-        self._is_model_order = orders == [list(range(count)) for count in self._layer_counts]
-        in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._layer_counts)
-        num_places = sum(map(len, orders))
-        weights = trainable_params(in_model.params, config)
-        check_empty_places(self.optimizer, weights, config.num_layers, num_places)
-        layouts = state_layouts(in_stages, config, plan)
-        model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
-        abstract = lambda x, layout: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding(self.mesh, layout)
-        )
-        self.abstract_state = jax.tree.map(abstract, in_stages, layouts)
-        self.abstract_in_model_order = jax.tree.map(abstract, in_model, model_layouts)
-
-    def _shapes(self, counts: Sequence[int]) -> State:
-        return state_shapes(self.config, self.plan, self.optimizer, counts)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
         """Make the initial state. Each device makes only its own shards. A seed gives the same weights on
@@ -386,38 +364,12 @@ class Step:
                 flatten_dict(init_params(self.config, key), sep=".") | given, sep="."
             )
             # Frozen weights may have a narrower dtype.
-            params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)
+            params = jax.tree.map(lambda w, target: w.astype(target.dtype), params, like)
             return initial_state(params, self.config, self.optimizer)
 
         in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_in_model_order)
-        compiled = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)
-        return self.from_model_order(compiled(jax.random.key(seed), given), donate=True)
-
-    def from_model_order(self, state: State, donate: bool = False) -> State:
-        """Reorder the layers of a state from the model's order, which checkpoints have, to the order of the
-        pipeline's stages. ``donate``: delete each leaf once it is moved, because two states may not fit into
-        memory."""
-        return self._reorder(state, self.layer_orders, self.abstract_state, donate)
-
-    def to_model_order(self, state: State, donate: bool = False) -> State:
-        """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
-        pairs = zip(self.layer_orders, self._layer_counts, strict=True)
-        # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
-        # larger than any layer's, come last, and are left out.
-        orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
-        return self._reorder(state, orders, self.abstract_in_model_order, donate)
-
-    def _reorder(
-        self, state: State, orders: Sequence[np.ndarray], like: State, donate: bool
-    ) -> State:
-        check_alive(state)
-        if self._is_model_order:
-            return state
-        # find the dim of layers in each leaf: the one that is longer in a model with one more layer
-        one_more = self._shapes([count + 1 for count in self._layer_counts])
-        return reorder(
-            state, orders, layer_dims(self.abstract_in_model_order, one_more), like, donate
-        )
+        make_placed = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)
+        return self.from_model_order(make_placed(jax.random.key(seed), given), donate=True)
 
     # ---------------------------------------------------------------------------------------- beside the step
 
@@ -450,44 +402,15 @@ class Step:
             loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
-        if plan.mode == "auto" or plan.pipeline:
-            return Checked(
-                jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size
-            )
-        par = Manual(plan, self.mesh)
-        manual = lambda params, batch: par.sum_over_devices(sums(par, params, batch))
-        mapped = par.over_devices(manual, (self.stored, self._batch_layout), WHOLE)
-        return Checked(jax.jit(mapped), self.config.vocab_size)
+        run: Callable = functools.partial(sums, Auto(plan, self.mesh))
+        if plan.mode != "auto" and not plan.pipeline:
+            par = Manual(plan, self.mesh)
+            manual = lambda params, batch: par.sum_over_devices(sums(par, params, batch))
+            run = par.over_devices(manual, (self.stored, self._batch_layout), WHOLE)
+        return Checked(jax.jit(run), self.config.vocab_size)
 
 
 def cut_in_microbatches(batch: Batch, count: int) -> Batch:
     """Reshape each array of the batch from ``b …`` to ``count, b / count, …``. Microbatch i has the rows i,
     i + count, …, so that each is sharded over devices as the batch is."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
-
-
-# ---------------------------------------------------------------------------------------------- XLA's options
-
-AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
-
-
-def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """Return XLA's options for more overlap on GPUs, where a plan has rings or ragged all-to-alls.
-
-    How many collectives run at a time: XLA's default is one. With one, the two hops of a ring's backward pass
-    (the keys, and the sum of their gradients) wait for each other, and gathers of weights from other hosts
-    wait for the all-to-alls of experts within a host. Allow 4 with rings, else 2.
-
-    When collectives start: in a program with a ragged all-to-all, whose time XLA cannot estimate, its default
-    scheduler starts no collective early. Use the latency-hiding scheduler, with the analytical estimator
-    where that does not abort."""
-    ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
-    if plan.platform != "gpu" or not (ragged or plan.rings):
-        return {}
-    # With the analytical estimator JAX's compiler aborts: since 0.11 on all GPUs, in 0.10 on Blackwell and
-    # newer.
-    card = (plan.devices or "").partition(" ")[2]  # the compute capability, such as 9.0
-    aborts = jax.__version_info__ >= (0, 11) or backend.since(backend.BLACKWELL, card)
-    early = EARLY[: 1 if aborts else 2] if ragged else ()
-    return {AT_ONCE: 4 if plan.rings else 2} | dict.fromkeys(early, True)
