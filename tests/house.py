@@ -17,17 +17,17 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
     "plan": 2_782,
-    "parallel": 1_031,
+    "parallel": 1_044,
     "kernels": 520,
-    "model": 1_181,
+    "model": 1_173,
     "pipeline": 320,
-    "training": 2_562,
+    "training": 2_555,
     "predict": 2_707,
-    "planner": 1_918,
+    "planner": 1_919,
     "draw": 2_752,
     "inspect": 4_087,
     "explore": 1_618,
-    "serve": 930,
+    "serve": 929,
     "launch": 1_215,
     "lessons": 1_528,
     "cli": 2_266,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_426,
-    "statements": 27_558,
+    "statements of the compact package": 6_424,
+    "statements": 27_556,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 19,
