@@ -25,6 +25,7 @@ from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.predict.hardware import chip
+from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent
 NAMES = lessons.names()
@@ -343,14 +344,13 @@ def test_lesson_11_repeats_the_planners_seconds():
     a100, terms, buy = chip("a100-80"), pages.sentences("11")["terms"], pages.sentences("11")["buy"]
     asked = planner.Question(preset("llama3-70b"), a100, 64, 64, 8192, share=a100.memory_share)
     fixed = lambda mesh: dataclasses.replace(asked, fixed=parse_mesh(mesh).sizes)
-    rule, best = (planner.decide(fixed(m), keep=1).plans[0].time for m in ("pp=8 tp=8", "fsdp=16 tp=4"))
-    computing = sum(rule.terms[name] for name in ("matmuls", "attention", "elementwise", "recomputation"))
-    for key in ("question", "because", "`bubble=0.0546875`"):
-        assert f" {computing:.1f} s" in terms[key]
+    rule, best = (planner.decide(fixed(m), keep=1).plans[0] for m in ("pp=8 tp=8", "fsdp=16 tp=4"))
+    computing = sum(rule.time.terms[x] for x in ("matmuls", "attention", "elementwise", "recomputation"))
+    assert all(f" {computing:.1f} s" in terms[x] for x in ("question", "because", "`bubble=0.0546875`"))
     assert lessons.find("11.terms").solution["bubble"] == pytest.approx(7 / 128 * round(computing, 1))
-    network, links = (best.terms[t] for t in ("weights and gradients on links", "tensor-parallel links"))
-    assert f"waits {network:.1f} s of {best.step_s:.1f} s" in buy["`network`"]
-    assert f"links are {(network + links) / best.step_s:.0%}".replace("%", " %") in buy["because"]
+    both = best.time, step_time(dataclasses.replace(asked.run(best.plan), chip=chip("h100")))
+    shares = (sum(s for t, s in x.terms.items() if "links" in t) / x.step_s for x in both)
+    assert "{:.0%} of the step on A100s, is {:.0%} on".format(*shares).replace("%", " %") in buy["because"]
 
 
 def test_teachers_see_the_solutions(printed, capsys):
