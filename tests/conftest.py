@@ -75,6 +75,8 @@ _jax.install_channels()  # as use_devices does, for the tests that make meshes b
 
 SPLIT = {"notebooks:lessons": 99, "compile:compilers": 4}
 """Files whose tests share little: they are dealt to the workers in at most so many groups."""
+TOGETHER = {"trackers": "train"}
+"""Files that run what others have compiled."""
 BY_MODEL = "plans", "plans:long"
 """Files whose tests share what one device answers for a model, the first word of their parameters."""
 UNKNOWN_S = 60.0
@@ -111,6 +113,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize = lambda names, cases, *args, **how: parametrize(names, [*cases], *args, **how)
 
 
+@functools.cache
 def group(item) -> str:
     """The tests that one worker runs: those of a file, which share caches and fixtures, or of the browser."""
     name = costs.name_of(item)
@@ -118,7 +121,7 @@ def group(item) -> str:
         return "browser"
     if name in BY_MODEL:
         return f"{name} {item.name.partition('[')[2].partition(' ')[0]}"
-    parts = SPLIT.get(name, 1)
+    name, parts = TOGETHER.get(name, name), SPLIT.get(name, 1)
     return name if parts == 1 else f"{name} {zlib.crc32(item.nodeid.encode()) % parts}"
 
 

@@ -5,6 +5,7 @@ a growth is recorded with its reason: make clean; make test WHY="experts have a 
 """
 
 import collections
+import functools
 import os
 import time
 from pathlib import Path
@@ -58,6 +59,7 @@ def grown(rows: dict[str, tuple[Cost, str]], now: dict[str, Cost]) -> list[str]:
     return [f"{name} compiles {whole[name].programs} programs, {more[name]} more" for name in largest]
 
 
+@functools.cache
 def name_of(item) -> str:
     """The file, and the kind of test where it is not an ordinary one."""
     kind = next((kind for kind in KINDS if item.get_closest_marker(kind)), "")
