@@ -17,7 +17,8 @@ from llmpar.plan.plan import Plan
 from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 
-CONFIG = family("qwen3_next")
+CONFIG = dataclasses.replace(family("qwen3_next"), num_layers=2)
+"""A layer of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +90,14 @@ def test_slots_with_a_state_begin_anew_and_end_at_different_times():
             for event in run.step():
                 found[event.ticket].append(event)
     every = CONFIG.with_experts(capacity_factor=None)
-    for request, events in zip(asked, found.values(), strict=True):
-        tokens = np.array([[event.token for event in events]], np.int32)
-        assert tuple(tokens[0, : len(request.tokens)]) == request.tokens
-        ids = {"positions": np.arange(tokens.size, dtype=np.int32)[None], "segments": np.zeros_like(tokens)}
-        want = logits_of(every)(weights(CONFIG), {"tokens": tokens} | ids)[0]
-        want = np.asarray(jax.nn.log_softmax(want))
+    tokens = np.zeros((len(asked), max(map(len, found.values()))), np.int32)  # what fills a row comes last
+    for row, events in zip(tokens, found.values(), strict=True):
+        row[: len(events)] = [event.token for event in events]
+    places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    whole = {"tokens": tokens, "positions": places, "segments": np.zeros_like(tokens)}
+    whole = np.asarray(jax.nn.log_softmax(logits_of(every)(weights(CONFIG), whole)))
+    for request, events, want in zip(asked, found.values(), whole, strict=True):
+        assert tuple(event.token for event in events[: len(request.tokens)]) == request.tokens
         for at, event in enumerate(events[1:]):
             assert abs(event.logprob - want[at, event.token]) <= 1e-5 * np.abs(want[at]).max()
             assert event.of_prompt or event.token == want[at].argmax()
