@@ -147,13 +147,15 @@ def lines() -> list[str]:
 
 
 def few() -> list[str]:
-    """Lines in which each choice of the table is met at least once, for little to compile."""
-    left = {(name, value) for name, values in FIELDS.items() for value in values}
-    whole = {line: {name: values[0] for name, values in FIELDS.items()} | parse(line) for line in lines()}
-    chosen: list[str] = []
-    while left:
-        chosen.append(max(whole, key=lambda line: len(left & set(whole[line].items())) / cost(parse(line))))
-        left -= set(whole[chosen[-1]].items())
+    """Lines in which each choice of the table is met: short ones go where others make up for them."""
+    table = {name: values[0] for name, values in FIELDS.items()}
+    met = {line: {*(table | parse(line)).items()} for line in lines() if line not in AT_NIGHT}
+    wanted = {(name, value) for name, values in FIELDS.items() for value in values}
+    chosen = sorted(met, key=len)
+    for line in list(chosen):
+        others = [other for other in chosen if other != line]
+        if wanted <= set().union(*(met[other] for other in others)):
+            chosen = others
     return chosen
 
 
