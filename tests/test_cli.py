@@ -319,7 +319,11 @@ def test_an_error_while_another_package_is_imported_is_no_fault_of_llmpar(tmp_pa
     assert "another package cannot be imported: ImportError: cannot import name 'gone'" in broken.stderr
 
 
-@pytest.mark.parametrize("variable, says", TABLES["surroundings"].items())
+SURROUNDINGS = [*TABLES["surroundings"].items()]
+SURROUNDINGS[2:] = [pytest.param(*row, marks=pytest.mark.long) for row in SURROUNDINGS[2:]]
+
+
+@pytest.mark.parametrize("variable, says", SURROUNDINGS)
 def test_what_is_around_a_command_and_cannot_be_is_refused_in_a_sentence(variable, says):
     """Before XLA ends the process."""
     name, _, value = variable.partition("=")

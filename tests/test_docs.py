@@ -180,11 +180,12 @@ def test_the_table_of_files_names_every_file_and_no_other():
     assert named == files
 
 
-@pytest.mark.parametrize(
-    "example",
-    [text for page in PAGES for text in examples(page) if "from train" not in text],
-    ids=lambda text: text.strip().splitlines()[-1][:40],
-)
+EXAMPLES = [text for page in PAGES for text in examples(page) if "from train" not in text]
+EXAMPLES = [pytest.param(x, marks=[pytest.mark.long] * ("LocalSteps(" in x)) for x in EXAMPLES]
+"""Workers that train apart compile for seconds: test_local_steps has them, too."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.strip().splitlines()[-1][:40])
 def test_every_python_example_runs(example, tmp_path, monkeypatch, capsys):
     """But for what saves a whole page, as test_page.py does: it is called as it may be."""
     monkeypatch.chdir(tmp_path)

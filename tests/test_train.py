@@ -123,7 +123,7 @@ def log_for(rows: int):
     return contextlib.nullcontext(types.SimpleNamespace(name="run.jsonl", write=write))
 
 
-@pytest.mark.parametrize("why", ["a full log", "a notebook's button"])
+@pytest.mark.parametrize("why", [pytest.param("a full log", marks=pytest.mark.long), "a notebook's button"])
 def test_every_way_out_but_a_failed_step_saves(why, tmp_path, whole, monkeypatch):
     """Not when a checkpoint is due, but where it ends; and the same bits go on."""
 
@@ -179,7 +179,9 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     assert nothing.start == 6 and nothing.losses == [] and same_bits(again, state)
 
 
-@pytest.mark.parametrize("plan", [BALANCED, PIPED], ids=lambda p: str(p.mesh))
+@pytest.mark.parametrize(
+    "plan", [BALANCED, pytest.param(PIPED, marks=pytest.mark.long)], ids=lambda p: str(p.mesh)
+)
 def test_a_run_resumes_on_another_mesh(tmp_path, whole, plan):
     """1e-4: two steps of float32 rounding in another order of summing; 1e-5 is seen."""
     folder, state, report = whole
