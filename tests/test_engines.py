@@ -120,8 +120,9 @@ def test_who_comes_twice_or_as_one_of_another_number_is_refused_in_all(monkeypat
 
 
 @pytest.mark.parametrize("declines", [(1,), (0,), (0, 1, 2)])
-def test_a_process_that_ends_before_it_has_come_is_not_waited_for(declines):
+def test_a_process_that_ends_before_it_has_come_is_not_waited_for(monkeypatch, declines):
     """A flag that one alone has. All are told its sentence; where all refuse the same, nobody waits."""
+    monkeypatch.setattr(joined, "GREETING_S", 2.0)
     words = arrivals((0, 3), (1, 3), (2, 3), declines=declines)
     told = [words[i] for i in range(3) if i not in declines or i == 0]
     says = r"process \d, on .*, ended before it came: no such flag"

@@ -18,7 +18,6 @@ import threading
 import time
 from pathlib import Path
 
-import openai
 import pytest
 import shared
 import small_cluster
@@ -195,6 +194,8 @@ def test_scores_of_a_prompt_are_as_an_evaluation_reads_them(port):
 
 
 def test_the_client_of_openai_chats(port):
+    import openai
+
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
     (model,) = client.models.list().data
     how = {"model": model.id, "messages": [{"role": "user", "content": "say hi €"}], "stop": ["assistant"]}

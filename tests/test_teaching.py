@@ -1,6 +1,7 @@
 """What a teacher is given: plans that add up, sheets of one page, live links, a quiz that scores itself."""
 
 import ast
+import functools
 import io
 import json
 import re
@@ -49,11 +50,11 @@ def faults_of(plan, lessons=LESSONS, seen=()):
             yield f"what to tell is not said: {told}"
         seen += [number] * (kind in ("lesson", "tell"))
         for short, part in re.findall(r"^(short )?slides: (.*)", what):
-            if (takes := PARTS[bool(short)].get(part)) != minutes:
+            if (takes := minutes_of_parts(short=bool(short)).get(part)) != minutes:
                 yield f"the {short}slides of '{part}' take {takes} minutes, not {minutes}"
 
 
-PARTS = [load("slides/build.py").minutes_of_parts(short=short) for short in (False, True)]
+minutes_of_parts = functools.cache(load("slides/build.py").minutes_of_parts)
 
 
 def test_the_plans_add_up_and_name_what_exists():
