@@ -21,12 +21,13 @@ from llmpar.training.checkpoint import Checkpoints
 
 PLANS, MOVES = CASES["plans_of_processes"], CASES["moves_of_processes"]
 ENVIRON = os.environ | {"PYTHONPATH": str(HERE.parent)}
+RANKS = HERE / "fixtures" / "programs" / "ranks.py"
 
 
 def ranks(num: int, devices: int, job: str, **variables: str) -> local.Processes:
     """Processes that do one of the jobs of ranks.py."""
     base = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])} | variables
-    return local.Processes([sys.executable, str(HERE / "ranks.py"), job], num, devices, base)
+    return local.Processes([sys.executable, str(RANKS), job], num, devices, base)
 
 
 def answer(num: int, devices: int, job: str, timeout_s: float = 500, **variables: str):

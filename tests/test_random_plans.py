@@ -264,18 +264,9 @@ def devices(asked: dict) -> int:
 
 
 def tell(asked: dict) -> str:
-    """The choice as one line: what differs from the first values."""
+    """The choice as one line."""
     config, plan = build(asked)
-    set_in = lambda x: {
-        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if getattr(x, f.name) != f.default
-    }
-    changed = [f"{name}={value!r}" for name, value in set_in(plan).items() if name != "mesh"]
-    model = set_in(config)
-    if asked["family"]:
-        more = ("lora", "aux_loss", "z_loss", "capacity_factor")
-        model = file_of(asked) | {name: asked[name] for name in more if asked.get(name)}
-    rest = {name: asked[name] for name in BATCH}
-    return f"Plan({', '.join([repr(str(plan.mesh)), *changed])}) {rest} {model}"
+    return f"{plan!r} { ({name: asked[name] for name in BATCH}) } {config!r}"
 
 
 def batch_of(asked: dict, rng) -> dict:
