@@ -39,7 +39,7 @@ LIMITS = {
     "statements": 27_556,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
-    "public names with two homes": 19,
+    "public names with two homes": 18,
     "files at the top": 3,
     "files with a banned name": 0,
 }

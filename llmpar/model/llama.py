@@ -573,8 +573,7 @@ class Llama(nnx.Module):
     def blocks_by_kind(self, batch: Batch, par: Solo) -> tuple[list[Callable], list[Tree]]:
         """Return two lists, each with one item for each kind of layers. The first has its block, a function
         of the stream and of one layer's weights; the second has the stacked weights of its layers."""
-        names = "positions", "segments"
-        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
+        k_ids = [par.move(batch[x], "data b s -> ids b s") for x in ("positions", "segments")]
         # the line above gathers the ids of whole rows; those of the queries are a slice of them
         q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
         stacks = (
