@@ -16,12 +16,12 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_782,
-    "parallel": 1_044,
+    "plan": 2_780,
+    "parallel": 1_043,
     "kernels": 520,
-    "model": 1_173,
+    "model": 1_172,
     "pipeline": 320,
-    "training": 2_555,
+    "training": 2_554,
     "predict": 2_707,
     "planner": 1_919,
     "draw": 2_752,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_424,
-    "statements": 27_556,
+    "statements of the compact package": 6_419,
+    "statements": 27_551,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,
