@@ -16,10 +16,10 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_782,
-    "parallel": 1_044,
+    "plan": 2_780,
+    "parallel": 1_043,
     "kernels": 520,
-    "model": 1_173,
+    "model": 1_172,
     "pipeline": 320,
     "training": 2_555,
     "predict": 2_707,
@@ -35,11 +35,11 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_424,
-    "statements": 27_556,
+    "statements of the compact package": 6_420,
+    "statements": 27_552,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
-    "public names with two homes": 19,
+    "public names with two homes": 18,
     "files at the top": 3,
     "files with a banned name": 0,
 }

@@ -1,30 +1,34 @@
 """Attention, on one device or around a ring of devices.
 
-It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial result is the
-softmax-weighted sum of the tile's values (out), and the log of the sum of exponentials of its scores (lse).
-Second, two partial results of the same queries, for different keys, *merge* into one, in any order:
+It needs two ideas. First, a *tile* of queries attends to a tile of keys. The partial
+result is the softmax-weighted sum of the tile's values (out), and the log of the sum of
+exponentials of its scores (lse). Second, two partial results of the same queries, for
+different keys, *merge* into one, in any order:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Blockwise attention merges the tiles of one device, a ring also merges over the blocks of keys that arrive
-from other ranks, and decoding (`llmpar.serve.decode`) merges over ranks. (Online softmax: Milakov and
-Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and
-Abbeel 2023.)
+Blockwise attention merges the tiles of one device, a ring also merges over the blocks
+of keys that arrive from other ranks, and decoding (`llmpar.serve.decode`) merges over
+ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and recomputation: Dao et
+al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
 
-Which keys a query may see is computed from ids: the position and the segment (the number of its document) of
-each query and of each key. Every rank knows the ids of all keys. So ranks may have positions in any order
-(`llmpar.plan.sequence_order`): the result is the same, and only the work and the hops that are saved change.
+Which keys a query may see is computed from ids: the position and the segment (the
+number of its document) of each query and of each key. Every rank knows the ids of all
+keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
+result is the same, and only the work and the hops that are saved change.
 
-The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into tiles; `ring_forward`
-loops over the ranks' blocks of keys; `Tiles.attend` calls `Tiles.over_pairs`, a loop over the pairs of tiles
-of one block; `attend_tile` multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their
-gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel`
-calls JAX's own attention, without a ring.
+The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into
+tiles; `ring_forward` loops over the ranks' blocks of keys; `Tiles.attend` calls
+`Tiles.over_pairs`, a loop over the pairs of tiles of one block; `attend_tile`
+multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their
+gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the place of
+`Tiles`. `by_kernel` calls JAX's own attention, without a ring.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
-width of a head's values. Ids are arrays `b 2 s`, whose dim of 2 has positions, then segments. Queries are cut
-into i tiles of c positions, keys into j tiles of d positions (in this file d is not the model's width). Tiles
-have heads before positions, which suits matmuls: `i b k r c h` and `j b k d h`.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
+head, h head width, w the width of a head's values. Ids are arrays `b 2 s`, whose dim of
+2 has positions, then segments. Queries are cut into i tiles of c positions, keys into j
+tiles of d positions (in this file d is not the model's width). Tiles have heads before
+positions, which suits matmuls: `i b k r c h` and `j b k d h`.
 """
 
 import itertools
@@ -74,9 +78,10 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# The name of what attention's backward pass reads besides `OUT` and `LSE`: queries, and keys and values or
-# latents. On simulated devices these come out of the barrier of `Manual.local`, and ZeRO 3 without remat
-# saves no result of a barrier unless it has a name (`remat._all_but_gathered_weights`).
+# The name of what attention's backward pass reads besides `OUT` and `LSE`: queries, and
+# keys and values or latents. On simulated devices these come out of the barrier of
+# `Manual.local`, and ZeRO 3 without remat saves no result of a barrier unless it has a
+# name (`remat._all_but_gathered_weights`).
 IN = "attention_in"
 
 
@@ -93,8 +98,9 @@ class Ids(NamedTuple):
 def attend_by_plan(
     par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
 ) -> Out:
-    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`). In a ring `Latents`
-    and `Up` may take the places of k and v. (Ids come one by one because `par.local` takes a flat list.)"""
+    """Attend as the plan asks for, with ``sinks`` if the model has any
+    (`with_sinks`). In a ring `Latents` and `Up` may take the places of k and v. (Ids
+    come one by one because `par.local` takes a flat list.)"""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     ring: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
@@ -356,10 +362,11 @@ class Tiles:
 def few_pairs(
     mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to unroll: all, if there are at most
-    `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys, else None. Where queries and keys are the same
-    positions in order, return those that the mask admits, of up to `FEW_TILES` tiles of queries. (Unrolled
-    the loop is 20 % faster on a CPU, and each pair takes 0.03 s to compile.)"""
+    """Return the pairs (i, j) of tiles of queries and of keys to unroll: all, if there
+    are at most `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys, else None. Where
+    queries and keys are the same positions in order, return those that the mask admits,
+    of up to `FEW_TILES` tiles of queries. (Unrolled the loop is 20 % faster on a CPU,
+    and each pair takes 0.03 s to compile.)"""
     pairs = itertools.product(range(num_queries), range(num_keys))
     if in_order and num_queries <= FEW_TILES:
         admits = lambda i, j: mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
@@ -381,9 +388,9 @@ def _no_keys_yet(q, v):
 
 @dataclass(frozen=True)
 class _Ring:
-    """What `ring_forward` and `ring_backward` need besides arrays. A *block* is what hops: the pair (K, V) of
-    a rank's keys; or its latents, of which the rank that receives them makes K and V by `Up`. (Without
-    latents ``up`` is None.)"""
+    """What `ring_forward` and `ring_backward` need besides arrays. A *block* is what
+    hops: the pair (K, V) of a rank's keys; or its latents, of which the rank that
+    receives them makes K and V by `Up`. (Without latents ``up`` is None.)"""
 
     axis: str | None  # the mesh axis of the ring; None: one rank
     hop: str  # `Plan.hop`
@@ -391,9 +398,9 @@ class _Ring:
     attend: Callable  # `Tiles.attend` or a kernel, with its settings
     attend_grad: Callable
     expand: Callable  # (latents, up) -> (K, V)
-    # Whether the block is sent on only after dK and dV are computed. It is for flash, whose backward pass has
-    # two kernels: while one computes dK and dV, the sum of dK and dV arrives; while the other computes dQ,
-    # the block is sent.
+    # Whether the block is sent on only after dK and dV are computed. It is for flash,
+    # whose backward pass has two kernels: while one computes dK and dV, the sum of dK
+    # and dV arrives; while the other computes dQ, the block is sent.
     block_waits: bool = False
 
     def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
@@ -412,9 +419,10 @@ class _Ring:
 def expand_latents(
     latents: Array, up: Up, *, width: int, padded: bool = False
 ) -> tuple[Array, Array]:
-    """Return K and V of all heads from latents, each with its rotary key after it (`llama.LatentAttention`).
-    Heads are axis 2 of whole arrays, ``b t 1 _``, and of tiles, ``j b 1 d _``, and so of the results. K has
-    the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
+    """Return K and V of all heads from latents, each with its rotary key after it
+    (`llama.LatentAttention`). Heads are axis 2 of whole arrays, ``b t 1 _``, and of
+    tiles, ``j b 1 d _``, and so of the results. K has the ``width`` of queries; V is
+    narrower, or ``padded`` with zeros."""
     latents, shared = jnp.split(latents, [len(up)], -1)
     kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latents.squeeze(2), up), -2, 2)
     k, v = keys_and_values(kv, shared, width)
@@ -466,8 +474,9 @@ def ring_attention(
     assert s == t or not in_order
     q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In a ring a tile has at most half of a rank's positions, the choice of ``tile=None``: in zigzag order a
-    # rank has two distant parts of the sequence, and a tile that spans both could never be skipped.
+    # In a ring a tile has at most half of a rank's positions, the choice of
+    # ``tile=None``: in zigzag order a rank has two distant parts of the sequence, and a
+    # tile that spans both could never be skipped.
     tile = None if axis and tile and tile >= s else tile
     c, d = tile_length(tile, s), tile_length(tile, t)
     pairs = few_pairs(mask, in_order, s // c, t // d, c)
@@ -580,9 +589,10 @@ def ring_backward(ring, saved, grads):
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, done, last=False):
-        """Add what these keys, after the hops that are done, contribute to dq, and to the gradient of their
-        block, summed over the ranks that they visited. That sum is received one hop behind the keys; sums are
-        None at the first rank, which starts it. The gradient of ``up`` stays on its rank."""
+        """Add what these keys, after the hops that are done, contribute to dq, and to
+        the gradient of their block, summed over the ranks that they visited. That sum
+        is received one hop behind the keys; sums are None at the first rank, which
+        starts it. The gradient of ``up`` stays on its rank."""
         block, dq, sums = carry
         if sums is not None:
             sums = _hop(ring, sums[0]), sums[1]

@@ -1,4 +1,5 @@
-"""Llama-family models. The code names dims, never mesh axes: read it as if there were one device.
+"""Llama-family models. The code names dims, never mesh axes: read it as if there were
+one device.
 
 Four terms are needed to read it:
 
@@ -12,11 +13,13 @@ Four terms are needed to read it:
               another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
-With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
-SwiGLU. Other families add parts. A block has such a part if `ModelConfig.block_weights` lists its weights
-(biases, more norms, experts, latent attention, sinks) or if a field of `Variant` is set (caps, scales).
+With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
+attention, RoPE and SwiGLU. Other families add parts. A block has such a part if
+`ModelConfig.block_weights` lists its weights (biases, more norms, experts, latent
+attention, sinks) or if a field of `Variant` is set (caps, scales).
 
-The methods of `Llama` compute the loss of a training step. Each calls those that are indented below it:
+The methods of `Llama` compute the loss of a training step. Each calls those that are
+indented below it:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
       cross_entropies         of each target, from the last hidden state and the output head
@@ -121,10 +124,11 @@ class Norm(nnx.Module):
 
 
 class Part(nnx.Module):
-    """A block, or a part of it. Its attributes are the parameters directly under its path: in ``attention``
-    the parameter ``attention.q`` is ``q``, and ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. If
-    ``params`` lacks a weight that only some models have, the class's attribute of its name is None, or there
-    is no such attribute (``getattr(self, name, None)``)."""
+    """A block, or a part of it. Its attributes are the parameters directly under its
+    path: in ``attention`` the parameter ``attention.q`` is ``q``, and
+    ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. If ``params`` lacks a
+    weight that only some models have, the class's attribute of its name is None, or
+    there is no such attribute (``getattr(self, name, None)``)."""
 
     eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
 
@@ -334,9 +338,10 @@ class FeedForward(Part):
         before: str = "stream b s d -> ffn b s d",
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default finishes the sum over m. It
-        must finish it if there is a ``down_bias``: to an unfinished sum each rank of tp would add this bias.
-        (So `ModelConfig` refuses one of a shared expert.)"""
+        """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default
+        finishes the sum over m. It must finish it if there is a ``down_bias``: to an
+        unfinished sum each rank of tp would add this bias. (So `ModelConfig` refuses
+        one of a shared expert.)"""
         gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
         # `reduce="layer"` their gradients would be summed over devices once for each piece.
@@ -573,8 +578,7 @@ class Llama(nnx.Module):
     def blocks_by_kind(self, batch: Batch, par: Solo) -> tuple[list[Callable], list[Tree]]:
         """Return two lists, each with one item for each kind of layers. The first has its block, a function
         of the stream and of one layer's weights; the second has the stacked weights of its layers."""
-        names = "positions", "segments"
-        k_ids = [par.move(batch[name], "data b s -> ids b s") for name in names]
+        k_ids = [par.move(batch[x], "data b s -> ids b s") for x in ("positions", "segments")]
         # the line above gathers the ids of whole rows; those of the queries are a slice of them
         q_ids = [par.move(of_keys, "ids b s -> queries b s") for of_keys in k_ids]
         stacks = (

@@ -20,9 +20,9 @@ names a mesh axis:
                                        global arrays: they enter a shard_map, in which the mode is `Manual`
                                        (`par.island`). `Solo` and `Manual` call f directly
              par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh
-                                       axes; par.index(layout), the index of this device's block. Code that
-                                       asks for all three runs in an island, by its par.island: outside, in
-                                       `Auto` and `Explicit`, arrays are global, and par.index gives 0
+                                       axes; par.index(layout), the index of this device's block.
+                                       For islands, by their par.island: outside, in `Auto` and
+                                       `Explicit`, arrays are global, and par.index gives 0
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
@@ -191,11 +191,12 @@ class Solo:
         """Cut ``xs`` along dim 1 into ``num_chunks`` pieces, apply ``f`` to one after the other, and join the
         results along dim 1. So intermediate values of ``f``, such as logits, exist for one piece only.
 
-        A piece has every ``num_chunks``-th position, not neighbouring ones, so that each device has an equal
-        part of every piece. The backward pass recomputes each piece, in `Manual` and `Explicit` without its
-        moves (`MOVED`). With ``recompute`` a single piece is checkpointed, too. Autodiff then saves none of
-        its values, of the loss several arrays as large as the logits; and since there is no loop, XLA may
-        keep those that it would rather keep than recompute (`prevent_cse=False`).
+        A piece has every ``num_chunks``-th position, not neighbouring ones, so that
+        each device has an equal part of every piece. The backward pass recomputes each
+        piece, in `Manual` and `Explicit` without its moves (`MOVED`). With
+        ``recompute`` a single piece is checkpointed, too. Autodiff then saves none of
+        its values, of the loss several arrays as large as the logits. Since there is
+        no loop, XLA may keep some of them (`prevent_cse=False`).
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -265,8 +266,8 @@ class Manual(Solo):
         m``; without one it is the physical arrow.
         ``invariant``: type gathered results as not varying over the gathered axes, since they are equal on
         all devices along these."""
-        # The dims of ``x``. Between layouts without dims an arrow fits any value: it only sums, and the index
-        # of a dim, then "".index("") = 0, is not read.
+        # of ``x``; none between layouts without dims, whose arrows fit any value:
+        # these only sum, and `send` does not read the index of a dim
         letters = arrow.before.letters or arrow.after.letters
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
@@ -322,12 +323,13 @@ class Manual(Solo):
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f``. On simulated devices its arguments pass a barrier. It keeps XLA from hoisting an
-        argument that no layer changes, and the collectives that ``f`` runs on it, out of the loop over
-        layers. (XLA for CPUs drops barriers, but only after it has hoisted; so this one works, and
-        `collectives.after` cannot use one.) JAX 0.10.2 crashes when collectives that were hoisted run beside
-        a loop with others: a rendezvous counts too many participants. Accelerators get no barrier: it would
-        make all of ``f`` wait until its weights are gathered."""
+        """Return ``f``. On simulated devices its arguments pass a barrier. It keeps XLA
+        from hoisting an argument that no layer changes, and the collectives that ``f``
+        runs on it, out of the loop over layers. (XLA for CPUs drops barriers, but only
+        after it has hoisted; so this one works, and `collectives.after` cannot use
+        one.) JAX 0.10.2 crashes when collectives that were hoisted run beside a loop
+        with others: a rendezvous counts too many participants. Accelerators get no
+        barrier: it would make all of ``f`` wait until its weights are gathered."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f
 

@@ -42,8 +42,7 @@ def saving(plan: Resolved, block: Callable, no_loop: bool) -> Callable:
     # XLA would merge what is computed again with the forward pass; a loop forbids that, and where there
     # is no loop `prevent_cse` does.
     if plan.remat != "none":
-        names = SAVED[plan.remat] + ((WEIGHT,) if keep else ())
-        policy = functools.partial(_save_named, names)
+        policy = functools.partial(_save_named, SAVED[plan.remat] + ((WEIGHT,) if keep else ()))
         return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
     if plan.gather_per == "block" and not keep:
         return jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)

@@ -50,7 +50,7 @@ WIRES = {"same": "", "bfloat16": "bf16", "float8": "e4m3"}
 SCALED = 32
 LETTERS = "bsdnkrhmevclut"
 """Names of the dims of a value that has none, in order."""
-METRICS = "loss, tokens and norm"  # what the last sum over all devices is named for a census
+METRICS = "loss, tokens and norm"  # the name of a step's last sum, in a census
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Layout:
         return draw.layout(self)._repr_svg_()
 
 
-WHOLE = Layout(())  # of a value of any dims that is the same on all devices
+WHOLE = Layout(())  # all of a value, of any dims
 
 
 def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:

@@ -505,8 +505,7 @@ class ModelConfig:
 
     def count_kinds(self, start: int, stop: int) -> list[int]:
         """Count the layers of each kind among those from ``start`` on, before ``stop``."""
-        part = self.layer_kinds[start:stop]
-        return [part.count(i) for i in range(len(self.kinds) or 1)]
+        return [self.layer_kinds[start:stop].count(i) for i in range(len(self.kinds) or 1)]
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -548,8 +547,7 @@ class ModelConfig:
             ends=(*described.ends, ("further.join", join), ("further.norms.scale", norms)),
             notes=tuple(x.replace("(MTP) are not counted", counted) for x in self.own_notes),
         )
-        layers = self.num_layers + count
-        return dataclasses.replace(self, num_layers=layers, described=described)
+        return dataclasses.replace(self, num_layers=self.num_layers + count, described=described)
 
     @property
     def end_products(self) -> int:

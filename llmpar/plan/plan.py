@@ -359,8 +359,9 @@ class Plan:
         return dataclasses.replace(mesh, kv=copies, ul=ul, near=near)
 
     def buckets(self, items: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Group items into buckets, in order. ``items`` has the key and the bytes of each. Items with equal
-        keys share a bucket, until it has `bucket_bytes`. Return each bucket's key and the indices of its
+        """Group items into buckets, in order. ``items`` has the key and the
+        bytes of each. Items with equal keys share a bucket, until it has
+        `bucket_bytes`. Return each bucket's key and the indices of its
         items."""
         by_key: dict[Any, list[list[int]]] = {}
         for i, (key, _) in enumerate(items):
@@ -491,9 +492,10 @@ class Resolved(Plan):
         physical = Arrow(self.place(logical.before), self.place(logical.after))
         after = self.varying(logical.after.region)
         summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-        # The types of shard_map say over which axes a value varies (`parallel.collectives`). The value
-        # varies over the axes of its old region, until an all-reduce removes some of them. After the move it
-        # varies over all axes of its new region, ``after``: those in ``begin`` are new.
+        # The types of shard_map say over which axes a value varies
+        # (`parallel.collectives`). The value varies over the axes of its old region,
+        # until an all-reduce removes some of them. After the move it varies over all
+        # axes of its new region, ``after``: those in ``begin`` are new.
         still_varying = set(self.varying(logical.before.region)) - summed
         begin = tuple(a for a in after if a not in still_varying)
         return dataclasses.replace(physical, varying=after, begin=begin)
@@ -559,8 +561,9 @@ class Resolved(Plan):
         return _cut_more(matrices, "l", axes)
 
     def zero_cuts(self, dim: str = "d") -> tuple[str, ...]:
-        """Return the axes of more than one device by which ZeRO cuts a dim: those of `zero_axes` for d (with
-        ``muon="layer"`` they cut l in place of it), fsdp alone for h and e."""
+        """Return the axes of more than one device by which ZeRO cuts a dim: those of
+        `zero_axes` for d (with ``muon="layer"`` they cut l in place of it), fsdp
+        alone for h and e."""
         names = self.zero_axes.split(",")
         axes = [part for a in names for part in (a, INNER_AXES.get(a)) if part]
         return self.mesh.live(*axes) if dim == "d" else self.mesh.live("fsdp")
@@ -654,8 +657,8 @@ class Resolved(Plan):
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Return this plan, checked, if it was resolved for this model and these devices; else resolve
-        ``requested`` for them."""
+        """Return this plan, checked, if it was resolved for this model and
+        these devices; else resolve ``requested`` for them."""
         if (config, devices) != (self.model, self.devices):
             return self.requested.resolve(config, devices, batch_size, seq_len)
         self.check(batch_size, seq_len)

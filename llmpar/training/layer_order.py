@@ -33,12 +33,13 @@ class LayerOrder:
     """The two orders of the layers in a step's state, and the moves between them.
 
     Attributes:
-        layer_orders: for each kind of layers, which layer is in which place of the stacked weights: place i
-            has the layer ``layer_orders[kind][i]``, counted from 0 among the layers of that kind. An empty
-            place has the count of these layers, an index that no layer has (`places.layer_orders`).
+        layer_orders: for each kind of layers, which layer is in which place of the
+            stacked weights: ``layer_orders[kind][i]`` in place i, counted from 0 among
+            the layers of that kind. An empty place has the count of these layers, an
+            index that no layer has (`places.layer_orders`).
         is_model_order: whether the two orders are one.
-        in_stages: shapes and shardings of the state, its layers in the order of the pipeline's stages.
-        in_model: the same with layers in the model's order.
+        in_stages: shapes and shardings of the state in the order of the stages.
+        in_model: the same in the model's order.
     """
 
     def __init__(

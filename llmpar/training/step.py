@@ -1,4 +1,5 @@
-"""One training step: compute gradients under a plan, then update the sharded optimizer state and weights.
+"""One training step: compute gradients under a plan, then update the sharded optimizer
+state and weights.
 
     gather the weights     at ZeRO 3, each weight when the model uses it (`par.weight`), or all at the start
                            of the step (`Resolved.gather_per`)
@@ -10,9 +11,10 @@
     clip, update           any Optax optimizer, on global arrays with the layout `plan.WeightLayouts.reduced`
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
-`Step.train_step` is this list as code. The optimizer runs on global arrays under jit. So an optimizer that
-needs whole matrices (Adafactor, Muon) is right although weights and gradients are sharded, and the compiled
-update of an elementwise optimizer such as AdamW has no collective.
+`Step.train_step` is this list as code. The optimizer runs on global arrays under jit.
+So an optimizer that needs whole matrices (Adafactor, Muon) is right although weights
+and gradients are sharded, and the compiled update of an elementwise optimizer such as
+AdamW has no collective.
 """
 
 import functools
@@ -69,13 +71,13 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        par, mesh: the mode that the model calls (`MODES`), and the mesh of its arrays.
-        stored: the layouts of the weights between steps, as a tree like the weights.
-        weight_layouts, reduced: those of the trained weights (`WeightLayouts`), and of their gradients.
-        order: the orders of layers in the state. Of it (`LayerOrder`) are ``layer_orders``;
-            ``abstract_state`` and ``abstract_in_model_order``, the state's shapes and shardings; and
-            ``from_model_order`` and ``to_model_order``, which reorder the layers of a state.
-        shardings, batch_sharding: those of the state, and of each array of a batch.
+        par, mesh: the mode that the model calls (`MODES`), and its mesh.
+        stored, reduced: layouts of weights between steps, and of gradients.
+        weight_layouts: all layouts of the trained weights.
+        order: the orders of layers in the state. Of it are ``layer_orders``,
+            ``abstract_state`` and ``abstract_in_model_order`` (shapes and
+            shardings), ``from_model_order`` and ``to_model_order``.
+        shardings, batch_sharding: of the state, and of a batch's arrays.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
             state takes its memory.
     """
@@ -143,8 +145,8 @@ class Step:
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         self.plan.check(*batch["tokens"].shape)
-        # The types of `Explicit` and kernels, which ask for their device, need the mesh. `train_step` has set
-        # it; alone this function sets it itself.
+        # for the types of `Explicit`, and for kernels, which ask for their device;
+        # once more, because this function is also called alone
         with use_abstract_mesh(self.mesh.abstract_mesh):
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
             return self.par.over_devices(self._gradients, layouts, results)(params, batch)
@@ -274,9 +276,9 @@ class Step:
     def _sums_over_devices(
         self, sums: LossAndTally, grads: Tree, batch: Batch
     ) -> tuple[Array, Array | None, Array, Array]:
-        """Return loss, routers' tally, number of targets that are not negative, and sum of the gradients'
-        squares, of all devices together. In `Auto` and `Explicit` global arrays have them already, all but
-        the tally."""
+        """Return of all devices: loss, routers' tally, number of targets that are not
+        negative, sum of the gradients' squares. In `Auto` and `Explicit` global arrays
+        have them already, all but the tally."""
         (loss, tally), tokens = sums, (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
             # each leaf is replicated over axes of its own; `count_once` keeps one replica of it in the sum
