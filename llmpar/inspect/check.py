@@ -423,25 +423,21 @@ class _Case:
         self.has_gradients = scalars and any(map(_is_float, leaves))
         self.many, self.draws = read(traced), False
         self.one: Program | None = None
-        self.ones = list[Any]([None] * len(leaves))
         self.mesh = dict(next((mesh.shape for _, mesh in meshes_in("", traced, leaves)), {}))
         self.inputs = [[_values(x, seed) for x in leaves] for seed in range(4)]
         spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
         self.places = [x.sharding if spread(x) else None for x in leaves]
         try:
-            if any(step.body for step in self.many.steps):  # jax.shard_map asks for types of axes
-                self.ones = [*map(_on_ones, leaves)]
-            pairs, is_bare = zip(leaves, self.ones, strict=True), not any(self.ones)
-            with _jax.on_one_device(), _context():
-                alone = jax.make_jaxpr(call)(
-                    *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs)
-                )
-            self.one = read(alone, is_bare)
+            try:
+                alone = self.on_ones(call, leaves, [None] * len(leaves))
+            except ValueError:  # perhaps a jax.shard_map asks for the types of explicit axes
+                alone = self.on_ones(call, leaves, [*map(_on_ones, leaves)])
+            self.one = read(alone, not any(self.ones))
             ours, longer = self.many.lengths, self.one.lengths.items()
             if cut := {
                 line for line, n in longer if n > ours.get(line, n)
             }:  # over a dim that is cut
-                self.many, self.one = read(traced, kept=cut), read(alone, is_bare, cut)
+                self.many, self.one = read(traced, kept=cut), read(alone, not any(self.ones), cut)
             self.draws = share_draws(self.many, self.one)
             if self.draws or not reference:
                 self.right = self.alone(self.run_one)
@@ -458,6 +454,15 @@ class _Case:
             self.right = self.alone(self.reference)
             self.refuse_shapes("the reference")
         self.spreads = spreads(self.many, math.prod(self.mesh.values()))
+
+    def on_ones(self, call: Callable, leaves: list, places: list) -> Any:
+        """Trace the program on a mesh of ones."""
+        self.ones = places
+        pairs = zip(leaves, places, strict=True)
+        with _jax.on_one_device(), _context():
+            return jax.make_jaxpr(call)(
+                *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs)
+            )
 
     def refuse_shapes(self, other: str) -> None:
         """Refuse results of other shapes."""
