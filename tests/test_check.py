@@ -170,6 +170,8 @@ def test_a_reference_is_compared_by_results_and_gradients():
     f, args = made("right", "loss")
     one = lambda x, up, down, b: ((jax.nn.gelu(x @ up) @ down + b) ** 2).mean()
     assert check(f, one, *args) and not check(f, lambda *a: one(*a) * 1.001, *args)
+    with pytest.raises(ValueError, match="they must agree"):
+        check(f, lambda x, up, down, b: x[:, :3], *args)
 
 
 def test_a_gradient_alone_can_be_wrong():
@@ -183,10 +185,14 @@ def test_a_gradient_alone_can_be_wrong():
     assert not checked and {row["name"] for row in checked.results if not row["equal"]} == {"gradient of [0]"}
 
 
-def test_explicit_axes_are_compared_with_a_reference():
+def test_explicit_axes_are_compared_with_a_reference_or_with_a_mesh_of_ones():
     on = lambda x, *cuts: jax.device_put(x, jax.NamedSharding(EXPLICIT, P(*cuts)))
+    args = on(numbers(8, 16), "X"), on(numbers(16, 4), None, "Y")
     f = lambda x, w: jnp.tanh(x @ w).sum()
-    assert check(f, f, on(numbers(8, 16), "X"), on(numbers(16, 4), None, "Y"))
+    assert check(f, f, *args)
+    size = lambda x: jax.lax.pmean((x**2).mean(), "X")
+    inner = jax.shard_map(size, mesh=EXPLICIT, in_specs=P("X", "Y"), out_specs=P(), check_vma=False)
+    assert "a missing mean over Y" in str(check(lambda x, w: inner(x @ w), None, *args))
 
 
 def test_what_cannot_run_on_one_device_needs_a_reference():
@@ -219,12 +225,6 @@ def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_an
     assert check(blocks, lambda x: x.reshape(8, 2, 3).sum(0), numbers(16, 3))
 
 
-def test_results_of_other_shapes_are_refused():
-    f, args = made("right", "mlp")
-    with pytest.raises(ValueError, match="they must agree"):
-        check(f, lambda x, up, down, b: x[:, :3], *args)
-
-
 def test_the_mistake_of_the_documents_is_found_from_the_terminal(monkeypatch, capsys):
     monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
     assert main(["check", "norm:program", "norm:one_device", "--layouts"]) == 1
@@ -253,9 +253,7 @@ def test_a_value_on_six_axes_is_read_with_little_work():
     """Dims that are made whole in every order of each other were minutes for one value."""
     sizes = dict.fromkeys("abcdef", 2)
     whole = 1e6 * np.random.default_rng(0).normal(size=(2, 8, 8))
-    local = whole.reshape(2, *[2] * 6).transpose(
-        0, 6, 5, 4, 3, 2, 1
-    )  # dim 0 by f, e, d, and dim 1 by c, b, a
+    local = whole.reshape(2, *[2] * 6).transpose(0, *range(6, 0, -1))  # dim 0 by f, e, d, and 1 by c, b, a
     found = []
     work = calls(lambda: found.append(cut_of(local.reshape(2, *[2] * 6, 1, 1), whole, sizes)))
     assert found[0].axes == dict.fromkeys("abc", 1) | dict.fromkeys("def", 0) and work < 100_000

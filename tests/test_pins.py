@@ -63,6 +63,10 @@ def test_a_pin_is_written_once_and_a_change_is_refused_by_its_line(tmp_path, qui
     shown(False, 64).pin(file)
     quiet.delenv("LLMPAR_UPDATE_PINS")
     shown(False, 64).pin(file)
+    quiet.setenv("CI", "true")
+    with pytest.raises(AssertionError, match="CI writes no pins"):
+        shown().pin(tmp_path / "new.comm")
+    assert not (tmp_path / "new.comm").exists()
 
 
 def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet):
@@ -71,27 +75,16 @@ def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet):
         (tmp_path / "a.comm").write_text(text)
         with pytest.raises(ValueError, match="use a file for each mesh" if text == other else "is no pin"):
             shown().pin(tmp_path / "a.comm")
-    for name in "other", "gone":
-        (tmp_path / f"{name}.comm").write_text("# other on data=4 model=2 sends, per device and run\n")
-    (tmp_path / "notes.comm").write_text("not a pin\n")
-    with pytest.raises(ValueError, match="a file for each function, or if that was renamed, pytest --update"):
-        shown().pin(tmp_path / "other.comm")
-    quiet.setenv("LLMPAR_UPDATE_PINS", "1")  # the renamed function's pin is its own, and no other function's
-    shown().pin(tmp_path / "other.comm")
-    assert "# step on" in (tmp_path / "other.comm").read_text()
-    with pytest.raises(ValueError, match="use a file for each function"):
-        dataclasses.replace(shown(), name="third").pin(tmp_path / "other.comm")
-    assert tmp_path / "gone.comm" in unused_pins() and not {
-        tmp_path / "notes.comm",
-        tmp_path / "other.comm",
-    } & {*unused_pins()}
-
-
-def test_ci_writes_no_pin(tmp_path, quiet):
-    quiet.setenv("CI", "true")
-    with pytest.raises(AssertionError, match="CI writes no pins"):
-        shown().pin(tmp_path / "a.comm")
-    assert not list(tmp_path.iterdir())
+    file, gone = tmp_path / "renamed.comm", tmp_path / "gone.comm"
+    for path in file, gone:
+        path.write_text("# other on data=4 model=2 sends, per device and run\n")
+    with pytest.raises(ValueError, match="for each function, or if that was renamed, pytest --update-pins"):
+        shown().pin(file)
+    quiet.setenv("LLMPAR_UPDATE_PINS", "1")
+    shown().pin(file)
+    assert "# step on" in file.read_text() and gone in unused_pins() and file not in unused_pins()
+    with pytest.raises(ValueError, match="use a file for each function"):  # in the same run
+        dataclasses.replace(shown(), name="third").pin(file)
 
 
 def test_assertions_hold_fail_and_show_that_they_can():
@@ -148,8 +141,6 @@ def test_bytes_of_one_iteration_are_not_those_of_a_run():
 
 
 STORY = (HERE / "fixtures" / "pin_story.txt").read_text()
-
-
 RUNS = (HERE / "fixtures" / "pin_runs.txt").read_text()
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.explain import noted
@@ -427,15 +428,16 @@ class _Case:
         spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
         self.places = [x.sharding if spread(x) else None for x in leaves]
         try:
-            with _jax.on_one_device(), _context():
-                bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-                alone = jax.make_jaxpr(call)(*bare)
-            self.one = read(alone, alone=True)
+            try:
+                alone = self.on_ones(call, leaves, [None] * len(leaves))
+            except ValueError:  # perhaps a jax.shard_map asks for the types of explicit axes
+                alone = self.on_ones(call, leaves, [*map(_on_ones, leaves)])
+            self.one = read(alone, not any(self.ones))
             ours, longer = self.many.lengths, self.one.lengths.items()
             if cut := {
                 line for line, n in longer if n > ours.get(line, n)
             }:  # over a dim that is cut
-                self.many, self.one = read(traced, kept=cut), read(alone, True, cut)
+                self.many, self.one = read(traced, kept=cut), read(alone, not any(self.ones), cut)
             self.draws = share_draws(self.many, self.one)
             if self.draws or not reference:
                 self.right = self.alone(self.run_one)
@@ -453,6 +455,15 @@ class _Case:
             self.refuse_shapes("the reference")
         self.spreads = spreads(self.many, math.prod(self.mesh.values()))
 
+    def on_ones(self, call: Callable, leaves: list, places: list) -> Any:
+        """Trace the program on a mesh of ones."""
+        self.ones = places
+        pairs = zip(leaves, places, strict=True)
+        with _jax.on_one_device(), _context():
+            return jax.make_jaxpr(call)(
+                *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs)
+            )
+
     def refuse_shapes(self, other: str) -> None:
         """Refuse results of other shapes."""
         a, b = self.shapes, [np.shape(x) for x in self.right[0]]
@@ -462,7 +473,11 @@ class _Case:
     def run_one(self, *xs: Any, see: bool = False) -> Any:
         """Run the program of one device; with ``see`` return all values."""
         assert self.one
-        return run(self.one, xs, see, {})[see]
+        placed = [
+            x if s is None else jax.sharding.reshard(x, s)
+            for x, s in zip(xs, self.ones, strict=True)
+        ]
+        return run(self.one, placed, see, {})[see]
 
     def alone(self, call: Callable) -> list:
         """Run a function on one device on all arguments."""
@@ -940,6 +955,14 @@ _first_line = lambda error: f"{type(error).__name__}: {str(error).partition(chr(
 
 
 _is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _on_ones(x: Any) -> Any:
+    """Return an array's sharding on a mesh of ones, None if its type has no axes."""
+    where = getattr(x, "sharding", None)
+    if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
+        return NamedSharding(_jax.mesh_of_ones(where.mesh), where.spec)
+    return None
 
 
 @contextlib.contextmanager

@@ -151,9 +151,8 @@ def _types(error: BaseException) -> list[Any]:
     return [jax.typeof(x) for x in leaves if isinstance(x, jax.Array)]
 
 
-def _functions(error: BaseException) -> list[str]:
-    """Return the names of JAX's functions in the traceback, the outermost first."""
-    return [frame.f_code.co_qualname for frame in _frames(error, of_jax=True)]
+# The names of JAX's functions in the traceback, the outermost first.
+_functions = lambda error: [frame.f_code.co_qualname for frame in _frames(error, of_jax=True)]
 
 
 def _inside(error: BaseException, name: str) -> _Known:

@@ -84,8 +84,9 @@ def _cuts(sharding: Any, ndim: int) -> Cuts | None:
     )
 
 
-def _spec(cuts: Cuts) -> PartitionSpec:
-    return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in cuts))
+_spec = lambda cuts: PartitionSpec(
+    *(axes if len(axes) > 1 else next(iter(axes), None) for axes in cuts)
+)
 
 
 def _compiled(mesh: Mesh, routes: list[tuple]) -> dict[int, int]:

@@ -45,8 +45,7 @@ def transfers(program: Any, args: Any) -> Look | None:
     return Look("a transfer", sizes, rows, {}, 0, [], [], {}, notes) if plans else None
 
 
-def _at(x: Any) -> Any:
-    return getattr(x, "sharding", None)
+_at: Any = lambda x: getattr(x, "sharding", None)
 
 
 def _planned(x: Any, to: NamedSharding) -> TwoMeshes:

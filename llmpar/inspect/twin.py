@@ -249,9 +249,10 @@ class _Reader:
         return [*carry, *stacked]
 
 
-def _stack(times: int, order: int, *parts: Any) -> Any:
-    """Put rows together, and what other iterations gave, which is rows already."""
-    return jnp.concatenate([*(x[None] for x in parts[:times]), *parts[times:]][::order])
+# Rows put together with what other iterations gave, which is rows already.
+_stack = lambda times, order, *parts: jnp.concatenate(
+    [*(x[None] for x in parts[:times]), *parts[times:]][::order]
+)
 
 
 def _parts(eqn: Any, xs: list) -> list[tuple[Any, list]]:
