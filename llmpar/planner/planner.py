@@ -467,7 +467,7 @@ def least_recompute(q: Question, plan: Plan, than: float = math.inf) -> Candidat
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
 
     @functools.cache  # the last policy is asked about twice
-    def total(remat: str, pieces: int) -> int:
+    def total(remat: Any, pieces: int) -> int:
         return memory.total_bytes(
             dataclasses.replace(runs, remat=remat, loss_chunks=pieces), *sizes
         )
