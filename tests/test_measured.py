@@ -10,7 +10,6 @@ import pytest
 from shared import HERE
 
 from llmpar.planner import measured
-from llmpar.predict.hardware import chip
 
 FILE = HERE / "measured.json"
 
@@ -51,9 +50,7 @@ def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
     refused = [row for row in unseen["rows"] if not row["measured"]["fits"]]
     assert len(refused) == 6
     assert wrong.pop(0)["id"] == "bloom.02-28.h14336.l82/0", "203B with these axes holds 67 GB"
-    assert len(wrong) <= 13, "runs that fitted, and are predicted to hold a little more than there is"
-    over = [row["predicted"]["memory_gb"] * 1e9 / 2**30 / chip(row["chip"]).usable_hbm_gib for row in wrong]
-    assert max(over) <= 1.15
+    assert len(wrong) <= 1, "a run that fitted, and is predicted to hold a little more than there is"
 
 
 def write(path, *groups):

@@ -46,6 +46,8 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
 """Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""
 OPTIMIZER_BYTES = 30
 """Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
+CLIPPED_BYTES = 12
+"""Read for the norm of float32 gradients, and read and written to scale them."""
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
 """GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
 ROUTED_KERNELS = 40, 45
@@ -377,8 +379,9 @@ class Clock:
         """Return the seconds of one message of a row of `traffic`, on the nearest links of its axes."""
         inner = min(self.inner[axis] for axis in row.user_axes)
         inner *= self.plan.mesh.near if row.axes == ("ep",) else 1  # from node to node
-        size = min(message.num_bytes, message.full_bytes)
-        return self.collective(row.short_kind, size, row.group_size, inner)
+        return self.collective(
+            row.short_kind, min(message.num_bytes, message.full_bytes), row.group_size, inner
+        )
 
     def hop(self) -> float:
         """Return the seconds to send a microbatch's activations to the next stage. Others: each tp rank sends
@@ -389,9 +392,7 @@ class Clock:
             return self.collective(
                 "permute", 2.0 * run.stream_tokens * run.config.width, 2, self.inner["pp"]
             )
-        again = (
-            0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
-        )
+        again = self.collective("all-gather", whole, tp, self.inner["tp"]) * (not run.tp_sequence)
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
     def _ends(self) -> dict[str, tuple[Pass, Pass]]:
@@ -445,8 +446,10 @@ class Clock:
     def gathers(self, used: "RankParams", trained: "RankParams") -> tuple[float, float]:
         """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
-        whole = run.zero_group
-        groups = (whole, self.zero_apart), (whole / run.mesh.ep, self.experts_apart)
+        groups = (
+            (run.zero_group, self.zero_apart),
+            (run.zero_group / run.mesh.ep, self.experts_apart),
+        )
         for params, learned, (group, inner) in zip(used, trained, groups, strict=True):
             gather += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
             scatter += self.collective("reduce-scatter", soft.reduced_bytes * learned, group, inner)
@@ -664,7 +667,11 @@ def _time(
     updated_params, whole = optimizer_params(run, stages)
     terms.add(
         "optimizer",
-        (OPTIMIZER_BYTES * updated_params + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s,
+        (
+            (OPTIMIZER_BYTES + soft.clears * CLIPPED_BYTES) * updated_params
+            + (2 * soft.reduced_bytes + soft.clears * soft.grad_bytes) * whole
+        )
+        / clock.bytes_per_s,
     )
     if run.plan and run.plan.muon != "none":  # in float32, which TPUs multiply as 16 bits
         slower = clock.rates.eight_bit if run.chip.link == "switch" else 1.0
@@ -681,8 +688,9 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
     params = [_summed(tuple(c.trained for c in stage)) for stage in stages]
-    own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
-    return own, max(shared + experts for shared, experts in params)
+    return max((shared + experts * run.mesh.ep) / cut for shared, experts in params), max(
+        shared + experts for shared, experts in params
+    )
 
 
 @functools.lru_cache(maxsize=256)

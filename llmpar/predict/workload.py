@@ -66,6 +66,7 @@ class Software:
     sums_in_matmuls: bool = (
         False  # the matmul that makes a gradient adds it to those of other microbatches
     )
+    clears: bool = False  # gradients have a buffer that a step zeroes, and their norm is clipped
     launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
