@@ -89,7 +89,7 @@ def test_whatever_a_file_holds_is_read_or_refused():
 @pytest.mark.parametrize(
     "key",
     "hidden_size num_hidden_layers num_attention_heads vocab_size kv_lora_rank moe_intermediate_size"
-    " num_experts_per_tok n_routed_experts first_k_dense_replace v_head_dim".split(),
+    " num_experts_per_tok n_routed_experts v_head_dim".split(),
 )
 def test_a_missing_key_is_named(key):
     config = CASES["deepseek_v3"][0]
