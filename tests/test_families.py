@@ -89,7 +89,7 @@ def test_whatever_a_file_holds_is_read_or_refused():
 @pytest.mark.parametrize(
     "key",
     "hidden_size num_hidden_layers num_attention_heads vocab_size kv_lora_rank moe_intermediate_size"
-    " num_experts_per_tok n_routed_experts first_k_dense_replace v_head_dim".split(),
+    " num_experts_per_tok n_routed_experts v_head_dim".split(),
 )
 def test_a_missing_key_is_named(key):
     config = CASES["deepseek_v3"][0]
@@ -124,6 +124,8 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     outer |= {"text_config": {"vocab_size": 32064}}
     assert described(outer).num_params == 6_738_415_616 + 2 * 64 * 4096
     assert read(outer)["described"]["notes"] == ["the text part alone: vision_config is not counted"]
+    narrow = {"vocab_size": 32064, "hidden_size": 960, "num_attention_heads": 12}
+    assert described(outer | {"text_config": narrow}).num_params == 1_194_087_360
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     gemma = described({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})
     assert gemma.num_params == 3_880_263_168 and gemma.tied
@@ -186,6 +188,10 @@ def test_a_key_counts_as_transformers_reads_it():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     for original, more in ((32, {}), (8, {"original_max_position_embeddings": 8})):
         assert of(rope_scaling=rope, **more).rope_scaling.original_context == original
+    factors = {"rope_type": "longrope"} | dict.fromkeys(("short_factor", "long_factor"), [1.5] * 4)
+    config = CASES["deepseek_v3"][0] | {"n_group": 1, "topk_group": 1}
+    latent = described(config | {"rope_scaling": factors})
+    assert latent.runs and len(latent.rope_scaling.long_factors) == 4, "one for each pair that rotates"
     mistral = functools.partial(of, model_type="mistral")
     assert mistral().window == 4096 and mistral(sliding_window=None).window is None
     assert of(model_type="gemma2").variant.logit_cap == 30

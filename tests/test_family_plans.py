@@ -8,16 +8,10 @@ from shared import CASES
 
 from llmpar.plan import checks
 
-# Both kinds of its layers have biases that a rule moves. Their gradients are zeros, and XLA sums two of
-# them at once where a device has both kinds.
-MERGED = pytest.mark.xfail(reason="12 B fewer than predicted: two equal sums of zeros are one", strict=False)
-
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("line", CASES["family_plans"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MERGED if name == "dots1" else ()) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_family_sends_what_is_predicted_and_loses_what_one_device_does(name, line):
     config, plan = build(f"{name} {line}")
     try:

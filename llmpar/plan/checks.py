@@ -323,7 +323,7 @@ def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
     blocks = [block for _, block in config.blocks] if config.runs else []
     for row in (row for block in blocks for row in block.block_weights().values()):
         sizes = dict(zip(row.dims.split()[1:], row.shape, strict=True))
-        if "d" in sizes or row.dims.startswith("experts"):
+        if "d" in sizes or row.dims.startswith(("experts", "balance")):
             continue
         if "h" in sizes:
             cut.append(("head width", sizes["h"], plan.zero_cuts("h")))

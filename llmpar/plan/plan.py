@@ -23,6 +23,7 @@ lists the dims that tp cuts:
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
     nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`); ep cuts its e
+    balance                                         biases that a rule moves, to balance experts
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
 The rows queries and keys depend on `Plan.context_parallel`:
@@ -454,6 +455,7 @@ class Resolved(Plan):
             "experts": {"b": shared, "s": s, "e": ranks, "m": tp},
             "copies": {"b": b, "s": s, "m": tp},
             "routing": {"b": shared, "s": tokens["s"]},
+            "balance": {},  # no gradient: a rule moves these biases, the same on all devices
         }
 
     def varying(self, region: str) -> tuple[str, ...]:

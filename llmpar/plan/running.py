@@ -81,7 +81,9 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     if "rope_width" not in variant and width != head_width and not is_recurrent:
         variant["rope_width"] = width
     theta = _number(rope, "rope_theta", model["rope_theta"])
-    scaling = _scaling(rope, layer.file, family, width // 2)
+    scaling = _scaling(
+        {} if is_recurrent else rope, layer.file, family, variant.get("rope_width", width) // 2
+    )
     latent = kind["described"]["cache_width"]
     if latent and scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
         variant["score_scale"] = head_width**-0.5 * _mscale(scaling["factor"], all_dim) ** 2
@@ -99,7 +101,7 @@ def started(rows: list[Any], kind: dict[str, Any], num_layers: int) -> list[Any]
     std, offset = kind["init_scale"], kind["variant"].get("norm_offset", 0.0)
     experts = kind["experts"]
     if experts and experts.get("bias_rate") is not None and any("experts" in x for x, _ in rows):
-        bias = {"dims": "stream e", "shape": [experts["num_experts"]], "is_vector": True}
+        bias = {"dims": "balance e", "shape": [experts["num_experts"]], "is_vector": True}
         rows = [*rows, ("experts.bias", bias)]
 
     def start(path: str, row: dict[str, Any]) -> dict[str, Any]:

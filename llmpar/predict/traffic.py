@@ -450,7 +450,7 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
             gathers = run.matrices
         # F keeps what a barrier joins with values (`Manual.local`)
         apart = plan.pipeline and plan.stage_saves == "residuals" and plan.platform == "cpu"
-        if apart and (routed or path.endswith(("experts.bias", "_conv"))):
+        if apart and (routed or path.endswith("_conv")):
             gathers = run.forward
         if routed:
             return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
@@ -458,8 +458,7 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
         # in the queries, keys and values that are kept
         if path.endswith("_bias") and kept and not path.endswith("router_bias"):
             gathers = run.forward
-        learned = not weight.frozen and not path.endswith("experts.bias")  # which follows a rule
-        return gathers, learned * run.backward, plan.microbatches * _visits(plan)
+        return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
     # as the head too, a pipeline uses it on its first stage and its last
     embedding = path == "embedding"
     in_loss = not embedding or plan.config.tied and plan.pipeline is not None
