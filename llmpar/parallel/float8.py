@@ -8,7 +8,8 @@ float32.
 (Micikevicius et al. 2022, sections 3 and 4.) An operand has one scale, from its largest magnitude at this
 moment (*current scaling*). Where a mesh cuts the operand each device takes that of its own part, so nothing
 is sent. Scales are powers of 2, so they move exponents and round nothing: parts with scales of their own are
-rounded as the whole is, but for numbers some 2^14 times smaller than the largest (e4m3).
+rounded as the whole is, but for numbers some 2^14 times smaller than the largest (e4m3). Terms of a sum are
+not: ranks with copies of a KV head (`Plan`: kv) each round their term of its gradient.
 
 Of a dot of float8 arrays and its scales XLA makes one call of cuBLASLt, or one kernel of Triton, for GPUs
 that multiply 8 bits (Ada, Hopper and later). Operands that are converted back before the dot would not do:

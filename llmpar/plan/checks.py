@@ -488,10 +488,12 @@ def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
             " use matmul_dtype='same'",
         ),
         (
-            plan.regions["keys"].get("s")
+            (plan.mesh.tp > 1 or plan.regions["keys"].get("s"))
             and any(block.has_latent_attention for _, block in plan.config.blocks),
-            f"{asks} latent attention in a ring, each hop of which expands a latent in dtype='{plan.dtype}';"
-            " use context_parallel='gather', or matmul_dtype='same'",
+            f"{asks} latent attention and tp = {plan.mesh.tp} or context_parallel='{plan.context_parallel}':"
+            " each rank of tp would round its term of a latent's gradient in place of the sum, and a ring"
+            f" expands latents in dtype='{plan.dtype}'; use tp=1 and context_parallel='gather', or"
+            " matmul_dtype='same'",
         ),
     ]
     return rows if plan.matmul_dtype != "same" else []
