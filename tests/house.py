@@ -22,7 +22,7 @@ BUDGETS = {
     "model": 1_172,
     "pipeline": 320,
     "training": 2_555,
-    "predict": 2_707,
+    "predict": 2_706,
     "planner": 1_919,
     "draw": 2_752,
     "inspect": 4_087,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_420,
-    "statements": 27_552,
+    "statements": 27_551,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,
