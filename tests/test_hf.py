@@ -33,6 +33,9 @@ def state_dict(params, config):
 
 
 KINDS = tuple(make_hf_fixtures.MODELS)
+ROWS = "ernie4_5 seed_oss glm glm4 dots1 minimax_m2 olmoe qwen2_moe glm4_moe_lite granitemoe exaone4 cohere2".split()
+"""Families whose rows others have, in another mix."""
+by_cost = lambda kinds: [pytest.param(kind, marks=[pytest.mark.long] * (kind in ROWS)) for kind in kinds]
 TOLERANCE = 1e-4
 """Absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; faults of names and layouts give 1."""
 
@@ -96,7 +99,7 @@ def in_float64(config, tensors, run, *batch):
         return jax.tree.map(np.asarray, jax.jit(run)(weights, *batch))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_cost(KINDS))
 def test_tensors_survive_the_round_trip_and_give_the_logits_of_transformers(kind):
     config, tensors, ids, theirs = fixture(kind)
     params = from_tensors(tensors, config)
@@ -111,7 +114,7 @@ GRADIENTS = "gpt_oss", "deepseek_v3"
 """On the gate of these, of the other fixtures that have some at night."""
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(GRADIENTS)))
+@pytest.mark.parametrize("kind", by_cost(sorted(set(KINDS) - set(GRADIENTS))))
 def test_the_oracle_computes_the_logits_of_transformers(kind):
     """The others' gradients, which depend on the logits, are below."""
     config, tensors, ids, theirs = fixture(kind)

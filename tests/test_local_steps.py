@@ -144,6 +144,7 @@ def train_to(stop: int, mesh: str, folder=None, tell=print, **more):
     return report.losses, report.eval_losses, flat(state.params)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_goes_on_inside_a_period_and_on_another_mesh(tmp_path):
     """Momentum, moves since the last outer step and own optimizers come back, from the midst of a period."""
