@@ -84,9 +84,9 @@ def _once(x: Any, cut: Pieces, axes: Iterable[str]) -> Any:
     return x
 
 
-_mended = lambda mend, cut, axes, step, chosen, *xs: step.call(
-    *(mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs))
-)
+def _mended(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
+    """Call an equation with its chosen operands mended."""
+    return step.call(*(mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)))
 
 
 # The axes over which a collective should be and is not: those of terms of a sum, or of shards.

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -183,11 +183,12 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
     return of(jaxpr.outvars)
 
 
-# The jaxprs inside an equation, without their constants.
-_inner: Callable[[Any], list[Any]] = lambda eqn: [
-    getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")
-]
-# The axes that cuts or parameters name.
-_axes: Callable[..., Axes] = lambda *cuts: frozenset(
-    a for a in jax.tree.leaves(list(cuts)) if isinstance(a, str)
-)
+def _inner(eqn: Any) -> list[Any]:
+    """Return the jaxprs inside an equation, without their constants."""
+    leaves = jax.tree.leaves(eqn.params)
+    return [getattr(x, "jaxpr", x) for x in leaves if hasattr(x, "eqns")]
+
+
+def _axes(*cuts: Any) -> Axes:
+    """Return the axes that cuts or parameters name."""
+    return frozenset(a for a in jax.tree.leaves(list(cuts)) if isinstance(a, str))

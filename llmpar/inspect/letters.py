@@ -57,10 +57,10 @@ def followed(module: Module, dims: Mapping[str, Any]) -> Known:
     return known
 
 
-# What is known of the same dims in two ways.
-_joined: Callable[[Letters, Letters], Letters] = lambda one, other: tuple(
-    a if a == b or not b else b if not a else "?" for a, b in zip(one, other, strict=True)
-)
+def _joined(one: Letters, other: Letters) -> Letters:
+    """Return what is known of the same dims in two ways."""
+    pairs = zip(one, other, strict=True)
+    return tuple(a if a == b or not b else b if not a else "?" for a, b in pairs)
 
 
 def _follows(

@@ -157,10 +157,9 @@ def _as_it_runs(result: Look, text: str, mesh: Any, lines: dict[str, set[str]], 
     )
 
 
-# The links of each axis of a mesh of devices.
-_links: Callable[[Any], dict[str, str]] = lambda mesh: (
-    {a: row["link"] for a, row in axis_links(mesh).items()} if isinstance(mesh, Mesh) else {}
-)
+def _links(mesh: Any) -> dict[str, str]:
+    """Return the link of each axis of a mesh of devices."""
+    return {a: row["link"] for a, row in axis_links(mesh).items()} if isinstance(mesh, Mesh) else {}
 
 
 def _returned(leaves: list) -> list[str]:

@@ -249,10 +249,9 @@ class _Reader:
         return [*carry, *stacked]
 
 
-# Rows put together with what other iterations gave, which is rows already.
-_stack = lambda times, order, *parts: jnp.concatenate(
-    [*(x[None] for x in parts[:times]), *parts[times:]][::order]
-)
+def _stack(times: int, order: int, *parts: Any) -> Any:
+    """Put rows together with what other iterations gave, which is rows already."""
+    return jnp.concatenate([*(x[None] for x in parts[:times]), *parts[times:]][::order])
 
 
 def _parts(eqn: Any, xs: list) -> list[tuple[Any, list]]:
