@@ -419,10 +419,10 @@ class _Ring:
 def expand_latents(
     latents: Array, up: Up, *, width: int, padded: bool = False
 ) -> tuple[Array, Array]:
-    """Return K and V of all heads from latents, each with its rotary key after it
-    (`llama.LatentAttention`). Heads are axis 2 of whole arrays, ``b t 1 _``, and of
-    tiles, ``j b 1 d _``, and so of the results. K has the ``width`` of queries; V is
-    narrower, or ``padded`` with zeros."""
+    """Return K and V of all heads from latents (`llama.LatentAttention`), whose last dim
+    has a latent, then the token's rotary key. Axis 2 is the one head of whole arrays,
+    ``b t 1 _``, and of tiles, ``j b 1 d _``; the results have all heads there. K has
+    the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
     latents, shared = jnp.split(latents, [len(up)], -1)
     kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latents.squeeze(2), up), -2, 2)
     k, v = keys_and_values(kv, shared, width)
@@ -438,7 +438,7 @@ def keys_and_values(kv: Array, shared: Array, width: int) -> tuple[Array, Array]
 
 
 def padded_to(x: Array, width: int) -> Array:
-    """Return ``x`` with zeros behind its last dim, to a width, which it has at most."""
+    """Return ``x`` with zeros appended along its last dim, up to a width."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
@@ -574,7 +574,7 @@ def ring_backward(ring, saved, grads):
         dq, dk, dv = 0; keys = the previous rank's
         repeat hops times:
             add what these keys contribute to dq, dk, dv
-            keys, dk, dv = the previous rank's  (the last time only dk, dv: those of this rank's keys)
+            keys, dk, dv = the previous rank's   (the last time dk, dv alone, straight to their own rank)
         add what this rank's own keys contribute to dq, dk, dv
 
     Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the

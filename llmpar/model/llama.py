@@ -55,7 +55,7 @@ from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
-"""A pytree of arrays, or of one description each: nested dicts like the model's."""
+"""A pytree of arrays, or of one description for each: nested dicts like the model's."""
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
@@ -63,8 +63,8 @@ relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``adv
 float32, too (`clipped_surrogate`)."""
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts the tokens of
-# each expert, then the dropped choices and the sum of entropies (`moe.route`); None without experts.
+# The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts how many
+# tokens chose each expert, then the dropped choices and the sum of entropies (`moe.route`); None without experts.
 LossAndTally = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
@@ -271,7 +271,7 @@ class GatedDelta(Attention):
             y = par.cache.resume(ids.q_positions, values, weights)
         else:
             along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
-            # n is the number of key heads or of value heads, which tp cuts alike; u is a dim of 1, t the taps
+            # n: key heads in q and k, value heads in the rest, which tp cuts alike; u is a dim of 1, t the taps
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
                 *["attention b s n"] * 2,  # rate, forget
@@ -444,7 +444,7 @@ class Block(Part):
         y = normed(self.attention_norm, x)
         mix = self.mixer if self.config.mixer == "recurrent" else self.attention
         x = self.added(x, mix(y, ids, rope, par), self.attention_post_norm, par)
-        if self.ffn_norm or self.ffn_post_norm:  # else the two are parallel
+        if self.ffn_norm or self.ffn_post_norm:  # else attention and feed-forward are parallel
             if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
             y = normed(self.ffn_norm, x)

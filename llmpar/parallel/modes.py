@@ -21,8 +21,8 @@ names a mesh axis:
                                        (`par.island`). `Solo` and `Manual` call f directly
              par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh
                                        axes; par.index(layout), the index of this device's block.
-                                       For islands, by their par.island: outside, in `Auto` and
-                                       `Explicit`, arrays are global, and par.index gives 0
+                                       An island calls par.index of par.island: outside, in `Auto` and
+                                       `Explicit`, arrays are global, and it gives 0
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
@@ -41,10 +41,11 @@ own shards (but `over_devices` is called with global arrays), in the other modes
 
 `Manual` runs each of an arrow's `moves` as a collective or a slice, in a named scope with the arrow's text.
 By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
-Autodiff writes the backward collectives, except those of rings, `ragged` and `wire`, which have gradients of
-their own. All-gather and reduce-scatter are each other's transpose. `lax.pcast` types a value as varying over
-an axis, free in the forward pass; its transpose is an all-reduce (operator f of Megatron-LM, Shoeybi et al.
-2019, section 3). These transposes are right only with shard_map's check of varying axes, which stays on.
+Autodiff writes the backward collectives, except those of ring attention, of `tp_comm_overlap`, `ragged` and
+`wire`, which have gradients of their own. All-gather and reduce-scatter are each other's transpose.
+`lax.pcast` types a value as varying over an axis, free in the forward pass; its transpose is an all-reduce
+(operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are right only with shard_map's
+check of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,8 +73,8 @@ class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
 
-    # only when serving: the mode itself, which stores keys and values and attends to them, by methods that
-    # the other modes lack (`serve.decode._Cached`)
+    # None, or when serving ``self``, a mode with further methods, which store keys and values and attend to
+    # them (`serve.decode._Cached`)
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -166,7 +167,7 @@ class Solo:
         return self.plan.mesh.along(self.axes(layout))
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """Return the mesh axes that cut the layout's one dim, for code in an island, which names them."""
+        """Return the mesh axes that cut the one dim of a layout such as ``keys s``."""
         return self.plan.place(layout).axes
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
@@ -194,9 +195,10 @@ class Solo:
         A piece has every ``num_chunks``-th position, not neighbouring ones, so that
         each device has an equal part of every piece. The backward pass recomputes each
         piece, in `Manual` and `Explicit` without its moves (`MOVED`). With
-        ``recompute`` a single piece is checkpointed, too. Autodiff then saves none of
-        its values, of the loss several arrays as large as the logits. Since there is
-        no loop, XLA may keep some of them (`prevent_cse=False`).
+        ``recompute`` a single piece is checkpointed, too: autodiff then saves none of
+        its values, which for the loss are several arrays as large as the logits.
+        `prevent_cse` is False on purpose, also where there is no loop: XLA may keep a
+        value that costs it little, in place of computing it again.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -266,8 +268,8 @@ class Manual(Solo):
         m``; without one it is the physical arrow.
         ``invariant``: type gathered results as not varying over the gathered axes, since they are equal on
         all devices along these."""
-        # of ``x``; none between layouts without dims, whose arrows fit any value:
-        # these only sum, and `send` does not read the index of a dim
+        # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp ->``)
+        # has none, and fits any value: it is an all-reduce, which needs no dim.
         letters = arrow.before.letters or arrow.after.letters
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):

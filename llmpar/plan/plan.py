@@ -76,10 +76,11 @@ numbers of heads. A user still writes sp=4. Layouts name both axes, and the oute
     sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
-    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Tokens go to a node
-            over ep, and inside it over near. In the row tokens u, a count of nodes, is cut by ep; in the row
-            nodes e is cut by ep, and n, the ranks of a node, by near. The other rows of the first table have
-            ``ep,near`` in place of ep.
+    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Tokens go in two hops,
+            in buffers without b. Over ep to a node, ``u/ep e c d -> u e/ep c d``: u is the node that sends, e
+            the node that receives. Then over near inside it, ``n/near e/ep c d -> n e/ep,near c d``: n is the
+            rank that sends, e the one that receives. Where a value has b, ``ep,near`` takes the place of ep
+            in all rows of the first table.
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
             have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight
@@ -150,7 +151,7 @@ class WeightLayouts:
     )
     finish = property(
         lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire),
-        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over its sums' axes.",
+        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over the axes of the sums left.",
     )
     restore = property(
         lambda self: Arrow(self.reduced, self.stored), doc="At ZeRO 1 and 2 an all-gather."
@@ -208,8 +209,8 @@ class Plan:
             are summed. A pipeline needs several, so that its stages work at the same time.
         remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and large matmuls
             (small ones are recomputed: a router's, a shared expert's gate's, those inside a recurrent mixer;
-            Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, also the feed-forward's
-            matmuls, most of the bytes; or the whole ``block``.
+            Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, the feed-forward's
+            matmuls too, most of what ``selective`` saves; or the whole ``block``.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
             pass. In a pipeline False keeps them for the whole step: gradients are accumulated unsharded in
@@ -220,7 +221,7 @@ class Plan:
         reduce_dtype: the dtype in which matrices' gradients are sent to be summed (vectors': ``same``): the
             ``same`` as they are computed in; or ``bfloat16``, with the sum taken in float32.
         matmul_dtype: of the operands of a block's matmuls, attention's projections and the feed-forward's:
-            the ``same`` as dtype; or ``float8``, e4m3, and e5m2 of incoming gradients, each with one scale
+            the ``same`` as dtype; or ``float8``: e4m3, for incoming gradients e5m2, each with one scale
             (`llmpar.parallel.float8`). Attention itself, norms, embedding and head stay in ``dtype``.
         loss_chunks: number of pieces of the sequence whose logits are computed one after the other, so that
             only one piece's logits are in memory.
@@ -553,7 +554,7 @@ class Resolved(Plan):
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:
         """Return the layout `WeightLayouts.whole`. The dims l and e count matrices, so they stay cut. The
-        axes that cut other dims cut l instead, or nothing (``gather``)."""
+        axes that cut other dims cut nothing with ``gather``, else l: ``l d/fsdp m/tp`` becomes ``l/fsdp,tp d m``."""
         if self.muon == "none" or not matrix_dims(dims):
             return reduced
         matrices = Layout(tuple(d if d.name in "le" else Dim(d.name) for d in reduced.dims))
@@ -620,9 +621,10 @@ class Resolved(Plan):
 
     @property
     def in_order(self) -> bool:
-        """Whether a device's queries and keys are the same positions, in rising order. If they are, and keys
-        do not travel in a ring, the program may leave out the tiles that the causal mask hides. (With
-        ``gather`` they are not: the keys are the whole row, and the queries a part of it.)"""
+        """Whether a device's queries and keys are the same neighbouring positions, in order: sp is 1, or cuts
+        in contiguous order. If they are, and keys do not travel in a ring, the program may leave out the
+        tiles that the causal mask hides. (With ``gather`` they are not: the keys are the whole row, and the
+        queries a part of it.)"""
         alike = self.place("queries s").axes == self.place("keys s").axes
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -712,7 +714,7 @@ class Resolved(Plan):
             )
         order = self.pipeline
         written_out = order and (order.split_backward or self.stage_saves == "residuals")
-        # experts are gathered over these axes without ep: over other groups of devices than other weights
+        # most weights are gathered over all of ``cuts``, experts over ``cuts`` without ep: other groups
         cuts = self.zero_cuts()
         groups_differ = "ep" in cuts and len(cuts) > 1
         if written_out and groups_differ and self.gather_per == "block":

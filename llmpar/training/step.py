@@ -157,8 +157,7 @@ class Step:
         # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
         # (`WeightLayouts.unreduced`)
         params = jax.tree.map(self.par.unfinished, params, of_weights(self.config))
-        # in the other modes a plan with stages runs layer after layer, and XLA moves the weights
-        if self.plan.pipeline and isinstance(self.par, Manual):
+        if self.plan.pipeline and isinstance(self.par, Manual):  # `check` refuses stages in other modes
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
             sums, grads = self._backward(params, batch)
@@ -208,8 +207,8 @@ class Step:
         """Apply ``f(matrices, dims)`` to each leaf that Muon updates, a stack of matrices: move it to a
         layout in which its matrices are whole (`Plan.muon`), call ``f``, and move the result back to the
         gradient's layout. In every mode the plan's own collectives move it: XLA's partitioner would make the
-        matrices of all layers whole at once, and their gradients, too (the row of seed 60022 in
-        `tests/fixtures/missed_memory.json`: 9.0 GiB in place of 3.4)."""
+        matrices of all layers whole at once, and their gradients, too (9.0 GiB of temporaries, not 3.4: seed
+        60022 in `tests/fixtures/missed_memory.json`)."""
         par = Manual(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts) -> Array:
@@ -276,9 +275,9 @@ class Step:
     def _sums_over_devices(
         self, sums: LossAndTally, grads: Tree, batch: Batch
     ) -> tuple[Array, Array | None, Array, Array]:
-        """Return of all devices: loss, routers' tally, number of targets that are not
-        negative, sum of the gradients' squares. In `Auto` and `Explicit` global arrays
-        have them already, all but the tally."""
+        """Return sums over all devices: of the loss, of the routers' tally, of targets
+        that are not negative, of the gradients' squares. In `Auto` and `Explicit`
+        global arrays have them already; in `Explicit` all but the tally."""
         (loss, tally), tokens = sums, (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
             # each leaf is replicated over axes of its own; `count_once` keeps one replica of it in the sum
@@ -322,7 +321,7 @@ class Step:
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """Return the weights ``after`` an update, with each ``experts.bias`` replaced, which has no gradient.
+        """Return the weights ``after`` an update, with each ``experts.bias`` replaced, which has no gradient (with LoRA it stays).
         The new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean,
         minus `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
