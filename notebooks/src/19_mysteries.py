@@ -40,6 +40,7 @@ from jax.sharding import PartitionSpec as P
 from llmpar import check, draw, look
 from llmpar.draw.scene import show
 from llmpar.lessons import (
+    FIRST_ANSWERS,
     HINTS_GIVEN,
     attempt,
     find,
@@ -87,7 +88,9 @@ def guess(mystery, number, suspect, buy):
     """Note a guess, the first or the second. With `buy` the clue of that number is
     bought, and the guess stays."""
     given = GUESSES.setdefault(mystery, {"bought": 0})
-    if number <= given["bought"] or first_answer(mystery):
+    if number <= given["bought"] or mystery in FIRST_ANSWERS:
+        if number in given:
+            say(f"{mystery}, guess {number}: {given[number]}, and it stays")
         return
     if suspect is not ...:
         given[number] = str(suspect)
@@ -110,8 +113,10 @@ def clue(mystery, number):
 
 
 def points(mystery):
-    """Say what the last word is worth. The first one counts, so a wrong one ends it."""
-    if (last := first_answer(mystery)) is not None:
+    """Say what the last word is worth, if it was given since the kernel's start. The
+    first one counts, so a wrong one ends it."""
+    if mystery in FIRST_ANSWERS:
+        last = first_answer(mystery)
         given = dict(GUESSES.get(mystery, {}))
         left = max(0, 3 - given.pop("bought", 0) - HINTS_GIVEN[mystery])
         left *= find(mystery).judge(last).startswith("correct")
