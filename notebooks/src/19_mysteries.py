@@ -499,8 +499,7 @@ buy = False  # True buys clue 1, for a point
 guess("19.noise", 1, suspect, buy)
 
 # %% [markdown]
-# **Clue 1: the numbers.** The layer is dropout: it sets each number to 0 with a chance of one half, and doubles the others. Here four ranks have
-# four rows each, of six numbers; a dot is a number that was set to 0.
+# **Clue 1: the numbers.** What is the layer, and what does it make of four rows on each of four ranks?
 
 
 # %% tags=["plumbing"]
@@ -521,6 +520,10 @@ ones = np.ones((16, 6), np.float32)
 kept = run("dp=4", dropped, P("dp"), P("dp"), ones) > 0
 assert all((kept[:4] == kept[4 * r : 4 * r + 4]).all() for r in range(4))
 if clue("19.noise", 1):
+    say(
+        "Dropout: each number becomes 0 (here a dot) with a chance of one half, and "
+        "else it is doubled."
+    )
     for rank, rows in enumerate(np.split(kept, 4)):
         drawn = "  ".join("".join(".1"[int(one)] for one in row) for row in rows)
         print(f"rank {rank}: {drawn}")
@@ -649,7 +652,7 @@ buy = False  # True buys clue 1, for a point
 guess("19.answers", 1, suspect, buy)
 
 # %% [markdown]
-# **Clue 1: an experiment.** The texts are answers, filled up to four tokens. The same with other answers:
+# **Clue 1: an experiment.** The same with other texts:
 
 # %% tags=["plumbing"]
 x, w = draws(128, 8), draws(8, 4)
@@ -673,7 +676,10 @@ assert np.allclose(found, [26.6, 24.9, 24.5, 24.5], atol=0.05) and np.allclose(
 )
 if clue("19.answers", 1):
     by_ranks = ", ".join(f"{one:.1f}" for one in alike)
-    say(f"answers of two tokens each, on 1, 2, 4 and 8 ranks: {by_ranks}")
+    say(
+        "The texts are answers of one to four tokens, filled up to four. With answers "
+        f"of two tokens each the loss on 1, 2, 4 and 8 ranks is {by_ranks}."
+    )
 
 # %%
 suspect = ...  # again, with what you know now
