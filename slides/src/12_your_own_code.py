@@ -228,7 +228,7 @@ show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm", wide=320))
 # | what happens | what shows it |
 # |---|---|
 # | a sum is missing, or a complete value is summed again | `llmpar.check` |
-# | ranks compute the same value, or different ones, and should not | `llmpar.check` |
+# | ranks compute the same value, or draw different ones, and should not | `llmpar.check` |
 # | a mean of means over unequal counts, a wrong axis | `llmpar.check` |
 # | an array stays whole, or is gathered again | bytes on a device, `llmpar.look` |
 #
