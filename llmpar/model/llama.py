@@ -64,7 +64,7 @@ float32, too (`clipped_surrogate`)."""
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts how many
-# tokens chose each expert, then the dropped choices and the sum of entropies (`moe.route`); None without experts.
+# tokens chose each expert, the dropped choices, the sum of entropies (`moe.route`); None without experts.
 LossAndTally = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
@@ -271,7 +271,7 @@ class GatedDelta(Attention):
             y = par.cache.resume(ids.q_positions, values, weights)
         else:
             along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
-            # n: key heads in q and k, value heads in the rest, which tp cuts alike; u is a dim of 1, t the taps
+            # n: key heads in q and k, value heads in the rest; tp cuts both alike. u is a dim of 1, t the taps
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
                 *["attention b s n"] * 2,  # rate, forget

@@ -151,7 +151,7 @@ class WeightLayouts:
     )
     finish = property(
         lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire),
-        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over the axes of the sums left.",
+        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over its axes of sums.",
     )
     restore = property(
         lambda self: Arrow(self.reduced, self.stored), doc="At ZeRO 1 and 2 an all-gather."
@@ -554,7 +554,8 @@ class Resolved(Plan):
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:
         """Return the layout `WeightLayouts.whole`. The dims l and e count matrices, so they stay cut. The
-        axes that cut other dims cut nothing with ``gather``, else l: ``l d/fsdp m/tp`` becomes ``l/fsdp,tp d m``."""
+        axes that cut other dims cut nothing with ``gather``; else they cut l: ``l d/fsdp m/tp`` becomes
+        ``l/fsdp,tp d m``."""
         if self.muon == "none" or not matrix_dims(dims):
             return reduced
         matrices = Layout(tuple(d if d.name in "le" else Dim(d.name) for d in reduced.dims))

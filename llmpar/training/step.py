@@ -157,7 +157,8 @@ class Step:
         # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
         # (`WeightLayouts.unreduced`)
         params = jax.tree.map(self.par.unfinished, params, of_weights(self.config))
-        if self.plan.pipeline and isinstance(self.par, Manual):  # `check` refuses stages in other modes
+        # `check` refuses stages in other modes
+        if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
             sums, grads = self._backward(params, batch)
@@ -321,7 +322,7 @@ class Step:
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """Return the weights ``after`` an update, with each ``experts.bias`` replaced, which has no gradient (with LoRA it stays).
+        """Return the weights ``after`` an update, with each ``experts.bias`` replaced, which has no gradient.
         The new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean,
         minus `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
