@@ -271,7 +271,7 @@ class GatedDelta(Attention):
             y = par.cache.resume(ids.q_positions, values, weights)
         else:
             along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
-            # n: key heads in q and k, value heads in the rest; tp cuts both alike. u is a dim of 1, t the taps
+            # n: key heads in q and k, value heads in the rest; tp cuts both. u is a dim of 1, t the taps
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
                 *["attention b s n"] * 2,  # rate, forget
