@@ -300,7 +300,8 @@ one = memory.kept_bytes(of_stages, ROWS, SEQ)["selective"]
 assert taken[2] + 10 * 8 * one * (1 + 7 / 16) / 2**30 < room
 assert round(A100.rates.shared, 2) == 0.29
 for mesh, microbatches in (("fsdp=16 tp=4", 4), ("fsdp=64", 1)):
-    # forward a gather, backward a gather and a scatter: nothing waits, computing is slowed
+    # forward a gather, backward a gather and a scatter:
+    # nothing waits, but computing is slowed
     cut = {**parse_mesh(mesh).sizes}
     whole = 2 * LLAMA.num_params / cut.get("tp", 1)
     gather_s = whole * 7 / 8 * cut.get("tp", 1) / 8 / (slow * A100.rates.network)
