@@ -291,8 +291,7 @@ explorer if opened("00.fits") else None
 
 # %% [markdown]
 # The bar shows what one device holds. Your 15 GiB are its first three parts: weights, gradients and moments (the optimizer's two numbers).
-# The rest is what a step needs at its fullest moment. *Weights in use* are all that it holds besides, however few tokens there are: weights
-# gathered from other devices (lesson 04), or copied in 16 bits. *Activations* are what tokens add: what the forward pass keeps for the
+# The rest is what a step needs at its fullest moment. *Weights in use* do not depend on the tokens: weights gathered from other devices (lesson 04), or copies of weights in 16 bits. *Activations* are what tokens add: what the forward pass keeps for the
 # backward pass (lesson 01). Together these are 30.4 GiB, with a batch of 32 sequences of 4,096 tokens: they fit.
 #
 # The sum is an estimate; the box with thick lines, at its end, shows how far it may be off. So the explorer keeps 8 % of the memory free:

@@ -212,7 +212,7 @@ if opened("00b.fsdp"):
 
 # %% [markdown]
 # `grad` wrote the second one: the backward pass of an all-gather sums over the devices, and gives each device its part of the sum. It
-# is a sum here, too: divide it. (One gather is enough, because `x` is data. In the picture, of three layers, each is gathered again for the
+# is a sum here, too: divide it. (`x` needs no gradient: one gather is enough. In the picture, of three layers, each is gathered again for the
 # backward pass: lesson 04.)
 #
 # ## You can read a program before it runs

@@ -151,8 +151,8 @@ assert predicted["optimizer"] == 8 * CONFIG.num_params
 #
 # ## Predict: which policies fit?
 #
-# From here on, as in the program above: weights and moments in 32 bits, 12 bytes a parameter; the gradient comes only in the backward pass.
-# That is 11.2 GiB of each of eight H100s. There are 32 layers. **Which policies fit into 59.3 GiB, and which are too large?**
+# From here on, as above: weights and moments in 32 bits, 12 bytes a parameter; the gradient comes only in the backward pass.
+# That is 11.2 GiB of each of eight H100s. 32 layers, 8,192 tokens on each GPU. **Which policies fit into 59.3 GiB, and which are too large?**
 
 # %%
 policies = {"none": ..., "selective": ..., "block": ...}  # "fits" or "too large"

@@ -306,7 +306,7 @@ plans = {
 }
 
 # %% [markdown]
-# The batch is uneven: a fifth of the targets does not count, and on the last device none. (Its own mean would be
+# The batch is uneven: a fifth of the targets does not count; on the last device no target does. (Its own mean would be
 # 0/0.)
 
 # %% tags=["plumbing"]
@@ -523,7 +523,7 @@ for tokens in (512, 1024, 2048, 4096, 8192):
     total, alone = end(computing(tokens), comm_s), sum(computing(tokens))
     share = (total - alone) / sum(comm_s)
     assert total - alone >= comm_s[-1] * (1 - 1e-9), "nothing hides the last bucket"
-    print(f"{tokens:>17}{1e3 * alone:>9.1f} ms{1e3 * total:>17.1f} ms{share:>25.0%}")
+    print(f"{tokens:>17}{1e3 * alone:>9.1f} ms{1e3 * total:>17.1f} ms{share:>25.1%}")
 
 # %% [markdown]
 # Smaller buckets shorten the last wait, until their number costs more than it saves, because every all-reduce has a latency.

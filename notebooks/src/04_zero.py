@@ -102,7 +102,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 # %% [markdown]
 # Each parameter has 16 bytes (lesson 01): 2 for the weight, 2 for its gradient, and 12 for the *optimizer* (a float32 copy of the
 # weight, and two *moments*). Activations are 2 GiB: one sequence of 8,192 tokens, of which the input of each layer is kept. The
-# line, 59.3 GiB, is what a program may use.
+# line, 59.3 GiB, is what a program may use of an H100.
 #
 # ## When is each part used?
 #
@@ -265,7 +265,7 @@ def stage3(w, m1, m2, t, x, y, use=gathered_layer):
 
 
 # %% [markdown]
-# This code calls one collective, the gather. **How many reduce-scatters run in a step of the compiled program, with four layers?**
+# But for the sum of the loss, this code calls one collective, the gather. **How many reduce-scatters run in a step of the compiled program, with four layers?**
 
 # %%
 reduce_scatters = ...
@@ -776,7 +776,7 @@ for num, expected in published_gb.items():
 # The optimizer's state is touched once per step. ZeRO-Offload (Ren et al. 2021) keeps it in the host's memory: each step,
 # gradients go down and updated weights come up, 2 + 2 bytes per parameter of a device's share, over PCIe. Simulated devices
 # have no PCIe, so here it is a cost and not a run. An A100 "of 40 GB" has 39.4 GiB, which are 42.3 GB; three quarters of them are
-# 31.7 GB. PCIe 4.0 × 16 carries 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way;
+# 31.7 GB. PCIe 4.0 × 16 carries 16 GT/s × 16 lanes × 128/130 = 252 Gbit/s = 31.5 GB/s each way;
 # the two ways can overlap, which we do not count on.
 
 # %% tags=["plumbing", "nbval-check-output"]

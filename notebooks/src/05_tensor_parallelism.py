@@ -394,7 +394,7 @@ met("05.sequence_bytes", "as many", "counted")
 
 # %% [markdown]
 # It sends the same bytes, as an all-reduce *is* these two, and devices keep less: of a layer of GPT-3 186 MiB in place of 312, at N = 8. With
-# one more gather in the backward pass (a quarter more bytes) they keep least, 102 MiB. The bars show that:
+# one more backward gather for each pair (a quarter more bytes) they keep least, 102 MiB. The bars show that:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")

@@ -385,8 +385,8 @@ attempt("06.to_heads", to_heads)
 # %% [markdown]
 # ## Llama 3 just gathers the keys
 #
-# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024) gathers all of them on every device. A mask
-# of documents is simple then, too:
+# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024), whose mask of documents is simple then,
+# gathers all of them on every device:
 
 # %% tags=["plumbing"]
 show(

@@ -75,7 +75,7 @@ assert naive.bubble_fraction == 3 / 4
 scene.show(draw.timeline(naive, facts=False))
 
 # %% [markdown]
-# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, with one matmul for each weight: `B`
+# Four devices have the speed of one. `F` is a stage's forward pass. Its backward pass has two halves, each with one matmul for each weight: `B`
 # computes the gradient of the input, `W` the gradient of the weights. Here `W` always runs right after its `B`, so both are
 # drawn as one long cell, `B`. (0 is the batch's number.)
 #

@@ -160,7 +160,7 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 # ## Try: how small a bubble do you reach?
 #
 # Drag an operation to another place of its row. The bubble is 6 now. **How small does it get, if no stage holds more than 4 microbatches?**
-# (It cannot become 0: stage 0 has four F for the seven units before B0 comes back. The figure lists five goals; four are reached.) Begin with
+# (It cannot become 0: stage 0 has four F for the seven units before B0 comes back. A running figure lists five goals; four are reached.) Begin with
 # the W of the last stage.
 
 # %% tags=["plumbing"]

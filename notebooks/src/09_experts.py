@@ -229,7 +229,7 @@ if opened("09.buffer"):
 # The factor is e/a. There are three remedies.
 #
 # * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is *dropped* there.
-# * **Ragged** exchange: send only the full slots. First the ranks exchange the numbers of full slots. GPUs and TPUs can do
+# * **Ragged** exchange: send only the full slots. First ranks tell each other how many slots are full. GPUs and TPUs can do
 #   this; our simulated devices cannot.
 # * **Pack by rank**: a token is sent to a rank only once, even if several of its experts are there, and the sum of their
 #   results comes back. llmpar, the library of these lessons, does this ([Further](#Further)).
@@ -462,7 +462,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     batch = formulas.critical_batch(h100.flops_per_s, h100.hbm_bytes_per_s, **counts)
     print(f"{name:<14} {config.num_params / 1e9:6.1f} B parameters,", end=" ")
     print(f"{config.active_params / 1e9:5.1f} B active;", end=" ")
-    print(f"4,096 tokens send {sent / 1e6:5.0f} MB a layer;")
+    print(f"4,096 tokens send {sent / 1e6:.0f} MB forward;")
     share = how.num_experts / how.top_k
     print(f"{'':<14} e/a = {share:g}: experts' balance batch {batch:,.0f} tokens")
     assert round(batch / share) == 295

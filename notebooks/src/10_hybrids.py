@@ -181,7 +181,7 @@ if opened("10.pipeline"):
 #
 # A stage has half of the layers, but it gathers their weights **again for each microbatch**: ZeRO-3 does not keep them. Of a first stage:
 #
-# | | without `pp` | `pp=2`, 4 microbatches | bytes |
+# | | without `pp` | `pp=2`, 4 microbatches | bytes (½ the layers) |
 # |---|---|---|---|
 # | layers | 2 | 1 | |
 # | gathers of a layer | 2 | 3 · 4 = 12 | × 3 |
@@ -189,7 +189,7 @@ if opened("10.pipeline"):
 # | gathers of embedding and head | 1 of each | 4 of the embedding | × 2 |
 # | scatters of their gradients | 1 of each | 4 of the embedding | × 2 |
 #
-# Each microbatch needs three gathers: forward, forward once more (here a stage keeps only its input), backward. In all, 283 KiB become 711.
+# A microbatch needs three gathers: forward, forward again (a stage keeps only its input), backward. Together 283 KiB become 711.
 # Llama 3 405B was trained with `pp` and `fsdp`, too. To save the second gather, it kept gathered weights until the backward pass (section
 # 3.3.2).
 #

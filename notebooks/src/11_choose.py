@@ -92,7 +92,7 @@ met("11.replicas", {mesh: state[mesh] for mesh in ("dp=64", "fsdp=64")}, "predic
 #
 # `C` are the FLOPs per second of a GPU, `β` the bytes per second that leave it. Gathers of weights overlap if **T > C/β**: 2 bytes of a
 # weight are sent while 2 FLOPs are done for each token (lesson 03). T counts the tokens that a gathered weight is used for: those of one
-# GPU, or with `tp` those of the whole `tp` group. The messages of `tp` overlap on up to **m/(C/β)** devices, for a feed-forward of width
+# GPU, or with `tp` those of the whole `tp` group. (A step has 64 rows of 8,192 tokens, one for each GPU.) The messages of `tp` overlap on up to **m/(C/β)** devices, for a feed-forward of width
 # `m` = 28,672 (lesson 05). By data sheet an A100 computes 312e12 FLOPs per second; 300 GB/s leave it inside a node, 25 over the network.
 
 # %%
@@ -134,8 +134,7 @@ assert round(gather * peak / 2) == 1_365  # a node has 1/8 already: 7/8 of 1,560
 
 # %% [markdown]
 # ## Predict: which mesh is fastest?
-#
-# A step has 64 rows of 8,192 tokens, one for each GPU. Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by some 10 %, so
+# Write a mesh of 64 GPUs, such as `"pp=8 tp=8"`. Estimates are off by some 10 %, so
 # every mesh within 10 % of the fastest counts as right.
 
 # %%
@@ -315,13 +314,12 @@ assert f"{network_s:.1f} s of {step_s['fsdp=16 tp=4']:.1f} s" == "3.5 s of 22.3 
 assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 
 # %% [markdown]
-# The dot is a run that torchtitan measured (FSDP, 331 tokens a second and GPU; its docs/performance.md, 2024); the planner was not fitted to
-# it. (± 11 %: see *Further*.)
+# The dot is torchtitan's measurement (FSDP, 331 tokens a second and GPU; its docs/performance.md, 2024); the planner was not fitted to it. (± 11 %: *Further*.)
 #
 # `fsdp=16 tp=4` has room for activations, so it saves `fsdp=64`'s *recomputation*, a second forward pass. For that it needs 4 microbatches,
 # and gathers the weights for each.
 #
-# **Hidden is not free.** Each gather hides (8,192 tokens; 5,460 are enough), but it takes cores and memory rate from the matmuls beside it: on
+# **Hidden is not free.** Each gather hides (8,192 tokens of a `tp` group in a microbatch), but it takes cores and memory rate from the matmuls beside it: on
 # A100s llmpar adds 29 % of a message's time. Twelve messages of a second: 3.5 s. (`fsdp=64` sends three: 0.9 s.)
 #
 # **For the rule, recomputation is a limit of llmpar.** Its stages keep their inputs, or everything: at least 90 GiB. Megatron-LM can keep a

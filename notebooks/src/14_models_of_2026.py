@@ -452,7 +452,7 @@ for name, one in answers.items():
 #
 # 1. What does a token add to the cache? 2·k·h numbers (full), the same for the last w tokens (window), one latent for all
 #    heads, or nothing (a recurrent layer has one state).
-# 2. What travels along `sp`? Keys, n − 1 hops; a window's, in order, only as many hops as the window reaches back. Latents, in place of keys.
+# 2. What travels along `sp`? Keys, n − 1 hops on n ranks; a window's, in order, only as many hops as the window reaches back. Latents, in place of keys.
 #    A state, of the same size for any length.
 # 3. `tp` cuts heads. It cuts no latent: each rank of `tp` keeps it whole.
 # 4. Only layers with experts send tokens over `ep`; dense layers and shared experts do not.

@@ -230,8 +230,8 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Columns are positions, colours are devices. In the middle each row has two colours: `tp=4` has four devices for two heads, so two hold the
-# same head. With `b` requests, `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and
+# Columns are positions, dealt in turn along `sp`; colours are devices. In the middle each row has two colours: with two heads, two
+# devices of `tp=4` share one. With `b` requests, `t` positions of keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and
 # `b t/sp k`.
 #
 # ## What is sent for a token
@@ -597,7 +597,7 @@ show(
 #
 # ### Which line sends what
 #
-# The sums of the step on `tp`, and those on `sp`, by the model's arrows:
+# The sums of the step on `tp`, and those on `sp`, by the model's arrows (`kv` is the inner part of `tp`: devices with copies of one KV head):
 
 # %%
 for axis, (decoder, _, text) in steps.items():

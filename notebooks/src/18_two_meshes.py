@@ -253,7 +253,7 @@ if opened("18.muon"):
     show(draw.memory_bars(bars, title=title, roles={"sent": "fsdp"}))
 
 # %% [markdown]
-# `gather` sends n/2 times as much as `owner`, and computes all on each device.
+# On n devices `gather` sends n/2 times as much as `owner`, and computes all on each device.
 #
 # ## Predict: does Muon send much, compared with FSDP?
 #

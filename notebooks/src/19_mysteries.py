@@ -246,7 +246,7 @@ assert np.allclose(cured, right, rtol=1e-5)
 unmask("19.norm", cured_norm, 1, f"{cured[-1]:.1f} on tp=8")
 
 # %% [markdown]
-# ## 2. Copies that part
+# ## 2. Copies that drift apart
 #
 # A layer of experts has a router. Each of the four ranks of `tp`, the only axis, holds a copy of the router's weight, and all have the same tokens.
 # After the first step the copies are not equal any more. The loss falls.
