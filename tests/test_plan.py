@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(line):
     words, said = line.split(" | ")
     asked = plans.parse(words)
     take = lambda names: {name: asked.pop(name) for name in names if name in asked}
-    config = plans.MODELS[asked.pop("model")]
+    config = plans.MODELS.get(name := asked.pop("model")) or plans.family(name)
     config = dataclasses.replace(config, **take([field.name for field in dataclasses.fields(config)]))
     sizes, mesh = take(["batch", "seq"]), MeshShape(**take(plans.AXES))
     assert said in refusal(Plan(mesh, **asked), config, **sizes)
