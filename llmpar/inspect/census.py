@@ -100,7 +100,7 @@ def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     and collective-broadcast (all devices but the last pass it on) R.
     """
     return formulas.whole_ring_bytes(
-        kind, (result_bytes * (group_size if kind == "reduce-scatter" else 1)), group_size
+        kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
     )
 
 

@@ -676,9 +676,9 @@ class _Reading:
                     fewer = [y for y in kept if y is not x]
                     kept = fewer if self.healing([best], fewer) else kept
                 rows = [x.row | {"tried": True} for x in (best, *kept[::-1])]
-                return [
-                    *({(row["line"], row["kind"], *row["axes"]): row for row in rows}).values()
-                ][::-1]
+                return [*{(row["line"], row["kind"], *row["axes"]): row for row in rows}.values()][
+                    ::-1
+                ]
             seen, able = seen or each, [one for one in each if one.cures]
             if not able:
                 break
@@ -849,11 +849,8 @@ class _Reading:
     def operand(self, i: int) -> Pieces:
         """Return how an operand is cut. What is made of ranks alone is each rank's own, and no part."""
         cut = self.cut(i) or _NO_PIECES
-        return (
-            _NO_PIECES
-            if (i not in self.data and cut.over("sum", "mean", "max", "min", "share"))
-            else cut
-        )
+        is_own = i not in self.data and cut.over("sum", "mean", "max", "min", "share")
+        return _NO_PIECES if is_own else cut
 
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
         """Random numbers, positions, and slices that are the same on every rank; or that are not."""

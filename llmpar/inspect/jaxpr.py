@@ -185,8 +185,7 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
 
 def _inner(eqn: Any) -> list[Any]:
     """Return the jaxprs inside an equation, without their constants."""
-    leaves = jax.tree.leaves(eqn.params)
-    return [getattr(x, "jaxpr", x) for x in leaves if hasattr(x, "eqns")]
+    return [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
 
 
 def _axes(*cuts: Any) -> Axes:

@@ -59,8 +59,9 @@ def followed(module: Module, dims: Mapping[str, Any]) -> Known:
 
 def _joined(one: Letters, other: Letters) -> Letters:
     """Return what is known of the same dims in two ways."""
-    pairs = zip(one, other, strict=True)
-    return tuple(a if a == b or not b else b if not a else "?" for a, b in pairs)
+    return tuple(
+        a if a == b or not b else b if not a else "?" for a, b in zip(one, other, strict=True)
+    )
 
 
 def _follows(

@@ -51,9 +51,7 @@ def _times(row: Mapping[str, Any]) -> str:
     """Write how often a row is carried out."""
     if row["conditional"] and not row["count"]:
         return "in another branch"
-    return (f"×{row['count']:,}" + " per iteration" * bool(row["per_turn"])) + " at most" * row[
-        "conditional"
-    ]
+    return f"×{row['count']:,}{' per iteration' * bool(row['per_turn'])}{' at most' * row['conditional']}"
 
 
 def markdown(rows: Iterable[Words], titles: Words = TITLES) -> str:

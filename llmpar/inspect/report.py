@@ -196,7 +196,10 @@ def step_tables(document: dict) -> list[Table]:
     tables = [
         *move_tables(document),
         rich_table(
-            *("per device", ("", *numbers), numbers, rows),
+            "per device",
+            ("", *numbers),
+            numbers,
+            rows,
             caption="The formula of temporaries is for GPUs and TPUs.",
         ),
     ]

@@ -218,10 +218,9 @@ class _Reader:
 
     def unrolled(self, line: str, length: int, inner: Any) -> int:
         """Return how many iterations of a loop are read one by one."""
-        self.lengths[line], most = length, _EQUATIONS // (len(_jax.equations(inner)[0].eqns) or 1)
-        return min(
-            length, min(most, _UNROLLED if length <= min(most, _UNROLLED) else self.first)
-        ) * (line not in self.kept)
+        self.lengths[line], equations = length, len(_jax.equations(inner)[0].eqns) or 1
+        most = min(_UNROLLED, _EQUATIONS // equations)
+        return 0 if line in self.kept else length if length <= most else min(self.first, most)
 
     def unroll(
         self, eqn: Any, times: int, inner: Any, xs: list, steps: list, place: Any

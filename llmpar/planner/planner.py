@@ -427,7 +427,8 @@ class VariantGroup:
 
 def of_mesh(q: Question, mesh: MeshShape) -> list[VariantGroup]:
     """Return the variants of a mesh with their least time; none where too few rows fill its pipeline."""
-    return [VariantGroup(mesh, every).bounded(q) for every in [list(variants(q, mesh))] if every]
+    every = list(variants(q, mesh))
+    return [VariantGroup(mesh, every).bounded(q)] if every else []
 
 
 def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
@@ -602,14 +603,14 @@ def _best(
             for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
                 failed.pop(other.mesh, None)
             break
-        if isinstance(one, VariantGroup) and one.alike < 2:
-            for part in one.parts(q):
-                heapq.heappush(queue, (part.least_s, next(number), part))
-            continue
         if isinstance(one, VariantGroup):
-            for candidate in priced(q, one):
-                heapq.heappush(queue, (candidate.time.step_s, next(number), candidate))
-                num_priced += 1
+            if one.alike < 2:
+                timed: list[tuple[float, Any]] = [(part.least_s, part) for part in one.parts(q)]
+            else:
+                timed = [(candidate.time.step_s, candidate) for candidate in priced(q, one)]
+                num_priced += len(timed)
+            for least_s, new in timed:
+                heapq.heappush(queue, (least_s, next(number), new))
             continue
         mesh, plan = one.mesh, one.plan
         if checked[mesh] == _PRICED or mesh in best and best[mesh].time.step_s * _NEAR <= step_s:

@@ -688,8 +688,9 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
     params = [_summed(tuple(c.trained for c in stage)) for stage in stages]
-    return max((shared + experts * run.mesh.ep) / cut for shared, experts in params), max(
-        shared + experts for shared, experts in params
+    return (
+        max((shared + experts * run.mesh.ep) / cut for shared, experts in params),
+        max(shared + experts for shared, experts in params),
     )
 
 
