@@ -170,15 +170,15 @@ def plain(config: ModelConfig, batch: dict, axis: str = "", cut: bool = False) -
         last = lambda w: NamedSharding(mesh, P(*[None] * (w.ndim - 1), axis if cut else None))
         params = {path: jax.device_put(w, last(w)) for path, w in params.items()}
 
-    @jax.jit
-    def step(state):
+    @jax.jit  # the batch is an argument: as a constant of the program it would lie whole on each device
+    def step(state, batch):
         params, moments = state
         loss = lambda params: oracle.loss(params, batch, config, None)[0]
         value, grads = jax.value_and_grad(loss)(params)
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return repeated(step, (params, optimizer.init(params)))
+    return repeated(lambda state: step(state, batch), (params, optimizer.init(params)))
 
 
 def in_torch(config: ModelConfig, batch: dict) -> dict[str, Value]:
