@@ -8,8 +8,9 @@ import optax
 import pytest
 from parity import BATCH, LLAMA, SEQ, by_arrow, predicted, predicted_by_arrow
 
-from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, partitioned_hlo
+from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, partitioned_hlo, read_program
 from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.inspect.sent import unordered
 from llmpar.parallel.mesh import abstract_mesh, make_mesh
 from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
@@ -100,3 +101,14 @@ def test_a_program_that_the_cache_has_is_read_all_the_same():
     total = jax.shard_map(lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=jax.P("tp"), out_specs=whole)
     texts = [partitioned_hlo(jax.jit(total).lower(jax.numpy.ones(24))) for _ in range(2)]
     assert [len(census_hlo(text, mesh)) for text in texts] == [1, 1]
+
+
+@pytest.mark.long
+def test_data_orders_the_rings_on_simulated_devices():
+    """They take two permutes of one program for one another where nothing says which is first."""
+    step = step_of(Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, remat="block"))
+    compiled, text = read_program(step.lower(BATCH, SEQ))
+    for program in (text, compiled.as_text()):
+        pairs = unordered(program, step.mesh)
+        assert not [pair for pair in pairs if {c.kind for c in pair} == {"collective-permute"}]
+    assert sum(c.count for c in census_hlo(text, step.mesh) if c.kind == "collective-permute")
