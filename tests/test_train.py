@@ -31,7 +31,7 @@ from llmpar.model.weights import of_weights
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
-from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.loop import OptimizerConfig
 from llmpar.training.optimizer import make_optimizer
@@ -318,6 +318,13 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
         shutil.rmtree(copy / "6")
         resumed, rest = run(folder=copy)
         assert rest.start == 4 and same_bits(resumed, state)
+
+
+def test_a_checksum_is_of_every_bit(whole):
+    state, head = whole[1], np.array(whole[1].params["head"])
+    head[0, 0] = np.nextafter(head[0, 0], np.float32(9))
+    sums, changed = checksums(state), checksums(state._replace(params=state.params | {"head": head}))
+    assert [name for name in sums if changed[name] != sums[name]] == ["['params']['head']"]
 
 
 MACHINE = [
