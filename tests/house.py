@@ -16,10 +16,10 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_780,
-    "parallel": 1_043,
-    "kernels": 520,
-    "model": 1_172,
+    "plan": 2_781,
+    "parallel": 1_053,
+    "kernels": 533,
+    "model": 1_174,
     "pipeline": 320,
     "training": 2_555,
     "predict": 2_706,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_420,
-    "statements": 27_565,
+    "statements of the compact package": 6_446,
+    "statements": 27_591,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -1,5 +1,6 @@
 """Matmuls in float8: NumPy rounds the same, meshes agree, and GPUs' programs multiply 8 bits."""
 
+import functools
 import math
 
 import jax
@@ -17,9 +18,11 @@ from test_tolerance import alone, error
 
 from llmpar.inspect import roofline
 from llmpar.inspect.check import check
+from llmpar.kernels import grouped
 from llmpar.model.weights import trainable_params
 from llmpar.parallel.float8 import matmul_in_float8
 from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
 from llmpar.planner.planner import Question
 from llmpar.predict.time import step_time
@@ -54,20 +57,59 @@ def test_operands_are_rounded_once_and_products_summed_in_float32():
     assert all(np.isnan(got).any() for got in run(x, w * np.inf, dy)[:2])
 
 
+def test_experts_round_the_same_operands():
+    """Grouped products beside float64, choice by choice; more choose expert 0 than the first part has."""
+    rng, experts, (r, k, e, d, m) = np.random.default_rng(1), ExpertConfig(8, 2), (64, 2, 8, 16, 24)
+    draw = lambda *shape: rng.normal(size=shape).astype("f4")
+    x, shares, *w = given = draw(r, d), draw(r, k), draw(e, d, m), draw(e, d, m), draw(e, m, d)
+    dy, chosen = draw(r, d), np.stack([rng.integers(0, 2, r), rng.integers(2, e, r)], 1)
+    blocks = grouped.arrange(experts, r, 1, eight_bits=True)
+    slots = grouped.lay_out(blocks, jnp.asarray(chosen), e)
+    assert blocks.num_blocks > blocks.first and slots.end_l[-1] > blocks.first
+    run = lambda x, shares, *w: grouped.feed_forward(blocks, x, shares, w, slots)
+    y, pull = jax.vjp(jax.jit(run), *given)
+
+    def oracle(narrow, short):
+        """Values and gradients with products of ``narrow`` values and ``short`` gradients."""
+        gate, up, down = (narrow(z)[chosen] for z in w)
+        values, grads, share = narrow(x), short(dy), shares[..., None].astype(float)
+        inner = [np.einsum("rd,rkdm->rkm", values, z) for z in (gate, up)]
+        sigmoid = 1 / (1 + np.exp(-inner[0]))
+        hidden = inner[0] * sigmoid * inner[1]
+        dhidden = np.einsum("rd,rkmd->rkm", grads, down)
+        dgate = share * dhidden * inner[1] * sigmoid * (1 + inner[0] * (1 - sigmoid))
+        dinner = [short(z) for z in (dgate, share * dhidden * inner[0] * sigmoid)]
+        one = np.eye(e)[chosen]
+        of_weights = [np.einsum("rke,rd,rkm->edm", one, values, z) for z in dinner]
+        yield np.einsum("rkm,rkmd->rd", share * narrow(hidden), down)
+        yield sum(np.einsum("rkm,rkdm->rd", dz, z) for dz, z in zip(dinner, (gate, up), strict=True))
+        yield (hidden * dhidden).sum(-1)
+        yield from (*of_weights, np.einsum("rke,rkm,rd->emd", one, narrow(hidden * share), grads))
+
+    narrow, short = (functools.partial(rounded, dtype=dtype) for dtype in (E4M3, E5M2))
+    results, same = (y, *pull(jnp.asarray(dy))), np.float64
+    for got, want, exact in zip(results, oracle(narrow, short), oracle(same, same), strict=True):
+        assert np.abs(got - want).max() < 1e-5 * np.abs(want).max() < 1e-2 * np.abs(want - exact).max()
+
+
 @pytest.mark.parametrize("line", PLANS)
 def test_a_mesh_computes_what_one_device_does_and_sends_what_is_predicted(line):
     """Scales of parts move exponents alone. (But a value between two numbers may go to the other one.)"""
     config, plan = plans.build(line)
     step, compiled, text = parity.compiled_step(config, plan)
-    parity.assert_sent(step, text)
+    if plan.mode == "manual":
+        parity.assert_sent(step, text)
     _, metrics, grads = parity.first_step(step, compiled)
     (one_loss, _), one_grads = alone(config, matmul_dtype="float8")(parity.weights(config), batch())
     one_grads = jax.tree.map(np.asarray, trainable_params(one_grads, config))
-    assert abs(metrics["loss"] / one_loss - 1) < 1e-6 and error(grads, one_grads) < 0.03
     (loss, exact), spread = (
         parity.solo(config),
         tolerance(step.plan, BATCH, SEQ, logits=0.5, loss=math.log(256)),
     )
+    # ranks that have terms of an incoming gradient round these, not their sum
+    terms = step.plan.mesh.kv > 1 or plan.mesh.tp > 1 and config.blocks[0][1].has_latent_attention
+    close = 1.5 * spread.expected("gradient") if terms else 0.03
+    assert abs(metrics["loss"] / one_loss - 1) < 1e-6 and error(grads, one_grads) < close
     assert abs(metrics["loss"] / loss - 1) < spread.bound("loss")
     assert spread.expected("gradient") / 4 < error(grads, exact) < 4 * spread.expected("gradient")
 
@@ -97,6 +139,8 @@ def test_check_knows_how_far_float8_rounds(standard_promotion):
 
 @pytest.mark.compilers
 @gpu_compiler
-def test_all_matmuls_but_those_of_the_loss_are_in_float8_on_an_h100():
+@pytest.mark.parametrize("words, count", [(["fsdp=2", "tiny"], 26), (["ep=2", "tiny-moe"], 44)])
+def test_all_matmuls_but_those_of_the_loss_and_routers_are_in_float8_on_an_h100(words, count):
     """Forward and backward, in Triton's kernels, and in a program without these as calls of cuBLASLt."""
-    assert aside(program_text("float8")).splitlines()[-2:] == ["26 0 True", "26 26 True"]
+    found = aside(program_text("float8"), *words).splitlines()[-2:]
+    assert found == [f"{count} 0 True", f"{count} {count} True"]

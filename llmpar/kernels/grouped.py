@@ -33,6 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar.parallel.collectives import vary_alike
+from llmpar.parallel.float8 import E4M3, E5M2, narrowed, scaled_product
 from llmpar.parallel.remat import HIDDEN
 from llmpar.plan.model_config import LLAMA, ExpertConfig, Variant
 
@@ -54,6 +55,7 @@ class BlockSizes(NamedTuple):
     first: int  # blocks of the first part
     more: int  # blocks of each part that follows
     split: bool = False  # weights' gradients in a loop of their own, which a pipeline can put off
+    eight_bits: bool = False  # products in float8
 
 
 class SlotMap(NamedTuple):
@@ -72,6 +74,7 @@ def arrange(
     ranks: int = 1,
     split: bool = False,
     copies: int = 0,
+    eight_bits: bool = False,
 ) -> BlockSizes:
     """Choose the blocks on one of ``ranks`` devices, each with so many tokens, which routers see in a number
     of pieces (`ExpertConfig.expert_tokens`): enough for the worst routing. ``copies``: of so many experts,
@@ -93,7 +96,7 @@ def arrange(
     more = max(1, min(beyond, -(-local // 8), -(-FEW // block)))
     first = local * own or more
     num_more = -(-max(local * own + beyond - first, 0) // more)
-    return BlockSizes(first + num_more * more, block, own, first, more, split)
+    return BlockSizes(first + num_more * more, block, own, first, more, split, eight_bits)
 
 
 def count(key: Int[Array, ...], num_keys: int) -> Int[Array, " i"]:
@@ -144,11 +147,20 @@ def lay_out(blocks: BlockSizes, expert_rk: Int[Array, "r k"], num_experts: int) 
 # -------------------------------------------------------------------------------------------------- products
 
 
-def dot(*pairs, transposed: bool = False):
-    """Multiply rows, cut evenly among weights, by these (or these transposed); sum over several pairs."""
-    product = functools.partial(jnp.einsum, "lqb,lab->lqa" if transposed else "lqa,lab->lqb")
-    one = lambda rows, w: product(rows.reshape(len(w), -1, rows.shape[1]), w).reshape(len(rows), -1)
-    return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
+def dot(*pairs, transposed: bool = False, eight_bits: bool = False):
+    """Multiply rows, cut evenly among weights, by these, or by these transposed, which takes gradients; sum
+    over several pairs. ``eight_bits``: in float8 (`llmpar.parallel.float8`), one scale for the weights of
+    all owners."""
+
+    def one(rows, w):
+        rows_lqx = rows.reshape(len(w), -1, rows.shape[1])
+        if eight_bits:
+            operands = narrowed(rows_lqx, E5M2 if transposed else E4M3), narrowed(w, E4M3)
+            return scaled_product(*operands, (2,), (2 if transposed else 1,), batch=(0,))
+        return jnp.einsum("lqb,lab->lqa" if transposed else "lqa,lab->lqb", rows_lqx, w)
+
+    products = (one(rows, w).reshape(len(rows), -1).astype(rows.dtype) for rows, w in pairs)
+    return functools.reduce(jnp.add, products)
 
 
 def plus_bias(z, bias):
@@ -169,9 +181,12 @@ def gated(variant: Variant, gate: Array, up: Array) -> Array:
     return jax.nn.gelu(gate, approximate=variant.activation == "gelu_tanh") * up
 
 
-def outer(rows, grads, num_owners: int):
+def outer(rows, grads, num_owners: int, eight_bits: bool = False):
     """Return for each owner the sum over its rows of their outer products with gradients, float32."""
     rows, grads = (z.reshape(num_owners, -1, z.shape[1]) for z in (rows, grads))
+    if eight_bits:
+        operands = narrowed(rows, E4M3), narrowed(grads, E5M2)
+        return scaled_product(*operands, (1,), (1,), batch=(0,), dtype=jnp.float32)
     return jnp.einsum("lqa,lqb->lab", rows, grads, preferred_element_type=jnp.float32)
 
 
@@ -198,12 +213,13 @@ def _feed_forward(blocks, variant, *args):
 
 def _run(blocks, variant, x, shares, weights, slots):
     """Return the result, and the products with gate and up of the first part."""
+    product = functools.partial(dot, eight_bits=blocks.eight_bits)
 
     def run_part(part, out, kept, gate, up, down, *biases):
         of_gate, of_up, of_down = biases or (None,) * 3
         rows = take_rows(x, part.row_q)
-        inner = plus_bias(dot((rows, gate)), of_gate), plus_bias(dot((rows, up)), of_up)
-        result = plus_bias(dot((gated(variant, *inner), down)), of_down)
+        inner = plus_bias(product((rows, gate)), of_gate), plus_bias(product((rows, up)), of_up)
+        result = plus_bias(product((gated(variant, *inner), down)), of_down)
         return part.to_rows(out, result, shares), inner if part.is_first else kept
 
     return _run_parts(blocks, slots, weights, None, (), run_part)
@@ -218,14 +234,15 @@ def _backward(blocks, variant, saved, grad):
     """Return the gradients of rows and shares, and those of weights: together, or in a second loop where a
     pipeline puts that off."""
     x, shares, weights, slots, kept = saved
+    product = functools.partial(dot, eight_bits=blocks.eight_bits)
 
     def run_part(part, of_rows, sums, gate, up, down, *biases):
         of_gate, of_up, of_down = biases or (None,) * 3
         rows, dout = take_rows(x, part.row_q), take_rows(grad, part.row_q)
         inner = kept
         if not part.is_first:
-            inner = plus_bias(dot((rows, gate)), of_gate), plus_bias(dot((rows, up)), of_up)
-        products = *inner, dot((dout, down), transposed=True)
+            inner = plus_bias(product((rows, gate)), of_gate), plus_bias(product((rows, up)), of_up)
+        products = *inner, product((dout, down), transposed=True)
         *inner, dhidden = (z.astype(jnp.float32) for z in products)
         hidden, pull = jax.vjp(functools.partial(gated, variant), *inner)
         share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
@@ -234,19 +251,20 @@ def _backward(blocks, variant, saved, grad):
             added = plus_bias(jnp.zeros_like(dout), of_down).astype(jnp.float32)
             dshare += (added * dout.astype(jnp.float32)).sum(-1)
         inner = [(z * share).astype(x.dtype) for z in (hidden, *pull(dhidden))]
-        drows = dot((inner[1], gate), (inner[2], up), transposed=True)
+        drows = product((inner[1], gate), (inner[2], up), transposed=True)
         dshares = part.to_choices(of_rows[1], dshare.astype(shares.dtype))
         of_rows = part.to_rows(of_rows[0], drows), dshares, *map(part.put, of_rows[2:], inner)
         return of_rows, () if blocks.split else add(part, sums, rows, dout, *inner)
 
     def add(part, sums, rows, dout, hidden, dgate, dup):
-        products = functools.partial(outer, num_owners=part.num_picked or len(sums[0]))
+        num_owners = part.num_picked or len(sums[0])
+        products = functools.partial(outer, num_owners=num_owners, eight_bits=blocks.eight_bits)
         more = [products(rows, dgate), products(rows, dup), products(hidden, dout)]
         if len(weights) > len(more):  # of biases
             share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
             ones = jnp.ones_like(rows[:, :1])
             shared = share.astype(x.dtype) * dout
-            more += [products(ones, z)[:, 0] for z in (dgate, dup, shared)]
+            more += [outer(ones, z, num_owners)[:, 0] for z in (dgate, dup, shared)]
         return tuple(map(part.add, sums, more))
 
     def add_later(part, _, sums):

@@ -52,8 +52,9 @@ def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted 
     has any, which are not."""
     adapters = getattr(part, "lora", {})
     for name in names:
-        w: Any = par.weight(getattr(part, name))
-        w = Float8(w) if par.plan.matmul_dtype == "float8" else w
+        param = getattr(part, name)
+        w: Any = par.weight(param)
+        w = Float8(w, param.dims, par) if par.plan.matmul_dtype == "float8" else w
         if f"{name}_a" in adapters:
             a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
             w = Adapted(w, a, b, part.lora_scale)

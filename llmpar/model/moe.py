@@ -149,7 +149,8 @@ def visit_experts(
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("tokens s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    arrange = functools.partial(grouped.arrange, experts, split=split)
+    eight_bits = par.plan.matmul_dtype == "float8"
+    arrange = functools.partial(grouped.arrange, experts, split=split, eight_bits=eight_bits)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")

@@ -473,27 +473,19 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
 
 
 def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
-    """Matmuls in float8 where a scale would be sent, or a matmul is no part of it."""
+    """Matmuls in float8 where a matmul is no part of it, or its operands' layout is not that of a region."""
     asks = f"matmul_dtype='{plan.matmul_dtype}' does not go with"
+    has_latents = any(block.has_latent_attention for _, block in plan.config.blocks)
     rows: list[Row] = [
         (
-            plan.mode != "manual",
-            f"{asks} mode='{plan.mode}': XLA would take an operand's largest magnitude over all devices, an"
-            " all-reduce for each operand of each matmul; use mode='manual', in which each device takes that"
-            " of its own part",
+            has_latents and plan.regions["keys"].get("s"),
+            f"{asks} latent attention and context_parallel='{plan.context_parallel}', whose ring expands"
+            f" latents in dtype='{plan.dtype}'; use context_parallel='gather' or matmul_dtype='same'",
         ),
         (
-            plan.config.experts,
-            f"{asks} the experts of '{plan.config.name}': their grouped matmuls have no kernel in 8 bits;"
-            " use matmul_dtype='same'",
-        ),
-        (
-            (plan.mesh.tp > 1 or plan.regions["keys"].get("s"))
-            and any(block.has_latent_attention for _, block in plan.config.blocks),
-            f"{asks} latent attention and tp = {plan.mesh.tp} or context_parallel='{plan.context_parallel}':"
-            " each rank of tp would round its term of a latent's gradient in place of the sum, and a ring"
-            f" expands latents in dtype='{plan.dtype}'; use tp=1 and context_parallel='gather', or"
-            " matmul_dtype='same'",
+            has_latents and plan.mode != "manual" and plan.mesh.sp > 1,
+            f"{asks} latent attention, sp = {plan.mesh.sp} and mode='{plan.mode}': latents are expanded where"
+            " all positions are, and no island has that layout; use mode='manual' or matmul_dtype='same'",
         ),
     ]
     return rows if plan.matmul_dtype != "same" else []

@@ -220,9 +220,10 @@ class Plan:
             with a float32 scale for each 32 numbers. Norms and other vectors are gathered in ``dtype``.
         reduce_dtype: the dtype in which matrices' gradients are sent to be summed (vectors': ``same``): the
             ``same`` as they are computed in; or ``bfloat16``, with the sum taken in float32.
-        matmul_dtype: of the operands of a block's matmuls, attention's projections and the feed-forward's:
-            the ``same`` as dtype; or ``float8``: e4m3, for incoming gradients e5m2, each with one scale
-            (`llmpar.parallel.float8`). Attention itself, norms, embedding and head stay in ``dtype``.
+        matmul_dtype: of the operands of a block's matmuls, attention's projections, the feed-forward's and
+            the experts': the ``same`` as dtype; or ``float8``: e4m3, for incoming gradients e5m2, each with
+            one scale (`llmpar.parallel.float8`). Attention itself, norms, routers, embedding and head stay in
+            ``dtype``.
         loss_chunks: number of pieces of the sequence whose logits are computed one after the other, so that
             only one piece's logits are in memory.
         ffn_chunks: number of pieces of the sequence that go through a feed-forward one after the other (Liu

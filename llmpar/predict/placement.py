@@ -3,6 +3,11 @@
 A rank that has a popular expert works while others wait. So popular experts get copies, among which their
 tokens are dealt evenly, and copies are packed so that devices have equally many and nearly equal loads: the
 problem that DeepSeek's EPLB solves (DeepSeek-V3 2024, section 3.4.1; github.com/deepseek-ai/EPLB).
+
+A training step does not run such a placement. To fill s slots on each of n ranks is a reduce-scatter of n s
+experts, of which a device sends s (n-1), where c hot experts on all ranks (`moe.copy_hot`, what runs) are an
+all-reduce, of which it sends 2 c (n-1)/n: n/2 times fewer for c = s. The same again for gradients. For equal
+bytes slots balance better, but the first few copies are cheapest on all ranks (docs/plan.md has both).
 """
 
 from collections.abc import Sequence
