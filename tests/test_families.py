@@ -43,12 +43,14 @@ def test_every_family_has_the_parameters_of_transformers():
 
 
 def test_published_files_have_the_parameters_that_transformers_and_their_makers_count():
-    """Makers round, and some count a vision tower or layers that predict further tokens."""
+    """To 0.5 %, or as far as the maker rounds (70e9 may be 65e9 to 75e9); where not, a row says why."""
     for case in KEPT["published"]:
         model, makers = described(case["config"]), case["published"]
-        counts = model.num_params, model.active_params
-        assert counts == (case["parameters"], case["active"]), case["names"]
-        assert abs(model.num_params / makers - 1) < (0.03 if makers > 1e10 else 0.1), case["names"]
+        assert (model.num_params, model.active_params) == (case["parameters"], case["active"]), case["names"]
+        rounding = 10 ** (len(str(makers)) - len(str(makers).rstrip("0"))) / 2
+        is_near = abs(model.num_params - makers) <= max(rounding, 0.005 * makers)
+        assert is_near != ("beyond" in case), case["names"]
+        assert not [note for note in model.notes if note.startswith("keys of")], "all keys are read"
 
 
 def test_a_layer_says_what_travels_and_what_is_kept():
@@ -114,28 +116,25 @@ def test_keys_that_might_count_are_named_and_others_are_not():
     notes = read(config | more)["described"]["notes"]
     words = ["(MTP)", "quantized"]
     assert [word for note in notes for word in words if word in note] == words
-    for case in KEPT["published"]:
-        assert not [note for note in read(case["config"])["described"]["notes"] if note.startswith("keys of")]
 
 
 def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     """LLaVA's file names no size of its language model, and not that it is a Llama; Gemma 3's only some."""
-    outer = {"model_type": "llava", "vision_config": {"hidden_size": 1024}}
-    outer |= {"text_config": {"vocab_size": 32064}}
+    outer = {"model_type": "llava", "vision_config": {"depth": 9}, "text_config": {"vocab_size": 32064}}
     assert described(outer).num_params == 6_738_415_616 + 2 * 64 * 4096
     assert read(outer)["described"]["notes"] == ["the text part alone: vision_config is not counted"]
     narrow = {"vocab_size": 32064, "hidden_size": 960, "num_attention_heads": 12}
     assert described(outer | {"text_config": narrow}).num_params == 1_194_087_360
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    gemma = described({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})
+    inner = {"model_type": "gemma3_text", "tie_word_embeddings": False}  # the whole model does not read it
+    gemma = described({"model_type": "gemma3", "text_config": sizes | inner})
     assert gemma.num_params == 3_880_263_168 and gemma.tied
 
 
 def test_a_model_says_its_parameters_as_its_maker_counts_them():
     """DeepSeek-V3 has 685 B with its MTP layer; its 37 B active, and gpt-oss' 5.1 B, have no embedding."""
     cases = {name: case["config"] for case in KEPT["published"] for name in case["names"]}
-    made = {name: described_model(name, families.text_part(config)) for name, config in cases.items()}
-    notes = {name: model.notes for name, model in made.items()}
+    notes = {name: described_model(name, families.text_part(file)).notes for name, file in cases.items()}
     further = "with the MTP layers about 682.6 B parameters; 684.5 B where they have"
     deepseek = notes["deepseek-ai--DeepSeek-V3"]
     assert [note[:69] for note in deepseek if note.startswith("with")] == [further[:69]]
@@ -143,8 +142,7 @@ def test_a_model_says_its_parameters_as_its_maker_counts_them():
     assert active + "36.6 billion" in deepseek
     assert active + "5.13 billion" in notes["openai--gpt-oss-120b"]
     assert not [note for note in notes["google--gemma-4-26B-A4B"] if note.startswith(active)]  # tied
-    llama = notes["meta-llama--Meta-Llama-3.1-70B"]
-    assert not [note for note in llama if note.startswith((active, "with"))]
+    assert not [x for x in notes["meta-llama--Meta-Llama-3.1-70B"] if x.startswith((active, "with"))]
 
 
 def test_lead_and_period_are_the_shortest():

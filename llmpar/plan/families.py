@@ -58,7 +58,7 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     inner = next((x for x, names in TABLES["inner"].items() if outer in names.split()), outer)
     part = {key: raw[key] for key in TABLES["outer"] if key in raw}
     part |= {"text_part_of": outer, "model_type": inner} | raw[name]
-    if isinstance(tied := raw.get("tie_word_embeddings"), bool):
+    if isinstance(tied := raw.get("tie_word_embeddings", TABLES["ties"].get(outer)), bool):
         part["tie_word_embeddings"] = tied  # the whole model ties, not its part
     kind, nested = str(part.get("model_type")), TABLES["nested"]
     unsaid = nested.get(kind, nested.get(TABLES["aliases"].get(kind), {}))

@@ -454,9 +454,9 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
             gathers = run.forward
         if routed:
             return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
-        kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
-        # in the queries, keys and values that are kept
-        if path.endswith("_bias") and kept and not path.endswith("router_bias"):
+        # in the queries, keys and values that are kept; a router's in logits, which only a stage keeps
+        kept = plan.remat in ("selective", "ffn") and not path.endswith("router_bias")
+        if path.endswith("_bias") and (kept or plan.stage_saves == "residuals"):
             gathers = run.forward
         return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
     # as the head too, a pipeline uses it on its first stage and its last
