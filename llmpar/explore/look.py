@@ -98,7 +98,7 @@ CONTROLS: list[dict[str, Any]] = [
     {"name": "launch", "kind": "lines", "rows": 4, "own": True, "fold": "Paste your launch line"}
     | {
         "label": "a launch line, script or configuration of torchtitan, Megatron-LM, NeMo, MaxText,"
-        " DeepSpeed, accelerate or vLLM: it sets all of the sentence that it names"
+        " DeepSpeed, accelerate, vLLM or SGLang: it sets all of the sentence that it names"
     },
     {"name": "serve", "kind": "text", "fold": "Serve it"}
     | {

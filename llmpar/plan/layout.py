@@ -104,7 +104,7 @@ class Layout:
             )
         out = []
         for dim, size in zip(self.dims, shape, strict=True):
-            parts = math.prod(sizes[a] for a in dim.axes)
+            parts = math.prod(sizes[a] for a in dim.axes) if dim.axes else 1
             if size % parts:
                 raise ValueError(
                     f"dim {dim.name} = {size} in '{self}' is not a multiple of {'·'.join(dim.axes)} = {parts}"

@@ -92,7 +92,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -100,7 +100,7 @@ from llmpar.files import Allowed, check_fields
 from llmpar.plan import checks, places, schedules, sequence_order
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import WIRES, Arrow, Dim, Layout, parse_arrow, parse_layout
-from llmpar.plan.mesh_shape import INNER_AXES, MeshShape, parse_mesh
+from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask
 
@@ -591,15 +591,34 @@ class Resolved(Plan):
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
         all stages, also those that are empty (`places_per_stage`)."""
-        layouts_of = functools.cache(self.layouts_of)
-        layers = [self.mesh.pp * count for count in self.places_per_stage]
+        layouts_of = _layouts(self._pattern)
+        layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
-        for path, weight in self.config.weights(layers).items():
+        for path, weight in _weights(self.config, layers).items():
             layouts = layouts_of(weight.dims)
             if not self.config.runs:
                 weight = self._padded(weight, layouts)
             table[path] = weight, layouts
         return table
+
+    @property
+    def _pattern(self) -> Resolved:
+        """A plan with the same layouts: they name axes, not their sizes, so each of more devices has 2."""
+        live = self.mesh.live(*self.mesh.sizes)
+        sizes = {axis: 2 ** sum(x in live for x in (axis, INNER_AXES.get(axis))) for axis in AXES}
+        inner = {part: 1 + (part in live) for part in INNER_AXES.values()}
+        return dataclasses.replace(
+            self,
+            mesh=MeshShape(**sizes, **inner),
+            requested=None,
+            model=None,
+            devices=None,
+            microbatches=1,
+            schedule="1f1b",
+            virtual_stages=None,
+            remat="none",
+            loss_chunks=1,
+        )
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
         """Round each dim of a weight up to a multiple of the number of devices that cut it. It is for models
@@ -769,3 +788,14 @@ def _cut_more(layout: Layout, name: str, axes: tuple[str, ...]) -> Layout:
     """Return the layout with one dim cut by further axes."""
     more = lambda d: d.axes + axes if d.name == name else d.axes
     return Layout(tuple(Dim(d.name, more(d)) for d in layout.dims), layout.sums)
+
+
+@functools.lru_cache(maxsize=512)  # plans by the thousand have the same few
+def _layouts(pattern: Resolved) -> Callable[[str], WeightLayouts]:
+    """Return its `Resolved.layouts_of`, which makes each once."""
+    return functools.cache(pattern.layouts_of)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(config: ModelConfig, layers: tuple[int, ...]) -> dict[str, Weight]:
+    return config.weights(layers)

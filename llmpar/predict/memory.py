@@ -56,8 +56,8 @@ def parts_bytes(
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
     the largest where it is cut; and ``copies`` of weights that are gathered or cast. With ``local_steps``
     there is ``outer``, too (`outer_bytes`)."""
-    arguments, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
-    temporaries = temp_bytes(plan, batch_size, seq_len)
+    by_name, weights = step_bytes(plan, batch_size, seq_len, local_steps), weights_bytes(plan)
+    temporaries = by_name["temporaries"]
     fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
     fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
     if plan.pipeline:  # one chunk is differentiated at a time
@@ -67,22 +67,31 @@ def parts_bytes(
         fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads)
     )
     parts = {
-        "params": arguments["params"],
+        "params": by_name["params"],
         "grads": grads,
-        "optimizer": arguments["optimizer"],
+        "optimizer": by_name["optimizer"],
         "unreduced": unreduced,
         "copies": fixed - grads - unreduced,
         "activations": temporaries - fixed,
-        "batch": arguments["batch"] + arguments["counters"],
+        "batch": by_name["batch"] + by_name["counters"],
     }
-    parts |= {"outer": outer_bytes(plan)} if local_steps else {}
-    return parts | {"total": sum(parts.values())}
+    parts |= {"outer": by_name["outer"]} if local_steps else {}
+    return parts | {"total": sum(by_name.values())}
 
 
 def total_bytes(plan: Resolved, batch_size: int, seq_len: int, local_steps: bool = False) -> int:
-    """Return a step's bytes per device: the total of `parts_bytes`."""
-    known = [*argument_bytes(plan, batch_size, seq_len).values(), local_steps and outer_bytes(plan)]
-    return sum(known) + temp_bytes(plan, batch_size, seq_len)
+    """Return a step's bytes per device: the total of `parts_bytes`, without the parts."""
+    return sum(step_bytes(plan, batch_size, seq_len, local_steps).values())
+
+
+def step_bytes(
+    plan: Resolved, batch_size: int, seq_len: int, local_steps: bool = False
+) -> dict[str, int]:
+    """Return all that a step holds on a device: its arguments (`argument_bytes`), ``outer`` with local steps
+    (`outer_bytes`), and ``temporaries`` (`temp_bytes`)."""
+    by_name = argument_bytes(plan, batch_size, seq_len)
+    by_name |= {"outer": outer_bytes(plan)} if local_steps else {}
+    return by_name | {"temporaries": temp_bytes(plan, batch_size, seq_len)}
 
 
 def outer_bytes(plan: Resolved) -> int:
@@ -127,7 +136,7 @@ _LAYOUTS = "stored", "used", "unreduced", "accumulated", "reduced"
 @functools.lru_cache(maxsize=8192)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
-    layers = Counter[tuple[str, int]]()
+    layers, per_block = Counter[tuple[str, int]](), plan.gather_per == "block"
     known = dict[tuple[str, tuple[int, ...]], dict[str, int]]()  # many rows of kinds are alike
     for path, (weight, layouts) in plan.layouts_by_path.items():
         in_blocks, kind = path.startswith("blocks."), kind_of(path)
@@ -151,7 +160,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
             total["whole matrices"] += FLOAT32 * math.prod(
                 layouts.whole.shard_shape(weight.shape, sizes)
             )
-        if plan.gather_per == "block" and (in_blocks or plan.microbatches > 1):
+        if per_block and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
             total["reordered"] += own["stored"] * any(cut[1:]) * narrow // FLOAT32
@@ -215,7 +224,8 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     With Muon a fourth moment is its update: all whole matrices of a device, and the orthogonal ones, since
     XLA gathers the next while it works on one.
     """
-    parts, whole = _model_parts(plan, batch_size, seq_len), weights_bytes(plan)["whole matrices"]
+    weights = weights_bytes(plan)
+    parts, whole = _model_parts(plan, weights, batch_size, seq_len), weights["whole matrices"]
     # each device cuts what it needs from an orthogonal one at once where all have all of them
     both = whole * 3 // 2 if plan.muon == "gather" else 2 * whole
     if both > sum(times * size for _, times, size in parts):
@@ -223,15 +233,17 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     return parts
 
 
-def _model_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str, int, int]]:
+def _model_parts(
+    plan: Resolved, weights: Counter[str], batch_size: int, seq_len: int
+) -> list[tuple[str, int, int]]:
     """List the parts of `temp_parts` without the optimizer's."""
-    weights, tokens = weights_bytes(plan), _tokens(plan, batch_size // plan.microbatches, seq_len)
+    tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
     block = _block(plan, tokens, seq_len, _item(plan))
-    kept, work, loss, after_loss, converted = moment = _moment(plan, tokens, block)
+    kept, work, loss, after_loss, converted = moment = _moment(plan, weights, tokens, block)
     if plan.pipeline:  # what is in slots is not widened
         narrow = ITEMSIZE[plan.dtype]
         in_slots = block if narrow == _item(plan) else _block(plan, tokens, seq_len, narrow)
-        return _staged_parts(plan, plan.pipeline, moment, in_slots)
+        return _staged_parts(plan, weights, plan.pipeline, moment, in_slots)
     layers, blocks = plan.config.num_layers, after_loss + weights["blocks unreduced"] + work
     cutting = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
     # scattered after a loop
@@ -262,8 +274,8 @@ _Moment = tuple[dict[str, int], int, int, int, int]
 leaves until the blocks are done; and converted or reordered weights."""
 
 
-def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
-    config, weights, tpu = plan.config, weights_bytes(plan), plan.platform == "tpu"
+def _moment(plan: Resolved, weights: Counter[str], tokens: int, block: _Block) -> _Moment:
+    config, tpu = plan.config, plan.platform == "tpu"
     item = _item(plan)
     saves, crossing, work, _ = block
     layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
@@ -325,10 +337,10 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
 
 
 def _staged_parts(
-    plan: Resolved, order: Schedule, moment: _Moment, in_slots: _Block
+    plan: Resolved, weights: Counter[str], order: Schedule, moment: _Moment, in_slots: _Block
 ) -> list[tuple[str, int, int]]:
     """List the parts of `temp_parts` of a pipeline, which differentiates one chunk at a time."""
-    weights, one = weights_bytes(plan), _layers(plan)
+    one = _layers(plan)
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
     # a branch keeps the weights of layers that not all chunks have; on CPUs layers with experts do
