@@ -49,8 +49,10 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+import numpy as np
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
+from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "llmpar"
@@ -58,7 +60,8 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 500_000  # GitHub still renders that at once; a lesson with one figure has about 50 kB
 MAX_TOTAL_BYTES = 5_600_000
-COLOURS = 64  # of a stored picture: nobody sees the difference, and it has a sixth less bytes
+COLOURS = 48  # of a stored picture: nobody sees the difference, and it has a fifth less bytes
+LARGE = 16  # of them are those of the largest areas, as they are: a pale ground would become white
 CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
 MAX_KERNEL_BYTES = 1_000_000_000  # what is promised to learners on a small machine
 MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows without a scroll bar
@@ -234,15 +237,26 @@ def describe_pictures(cell: nbformat.NotebookNode) -> None:
 
 def slim_pictures(notebook: nbformat.NotebookNode) -> None:
     """Store each picture of a notebook in `COLOURS` colours, where it has more of them."""
-    from PIL import Image
-
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         if "image/png" in output.get("data", {}):
             image = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
             if image.getcolors(COLOURS) is None:
-                few = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
-                few.save(stored := io.BytesIO(), "PNG", optimize=True)
+                image = in_few_colours(image)
+                image.save(stored := io.BytesIO(), "PNG", optimize=True)
                 output.data["image/png"] = base64.b64encode(stored.getvalue()).decode()
+
+
+def in_few_colours(image: Image.Image) -> Image.Image:
+    """Give each pixel of an image the nearest of `COLOURS` colours."""
+    red, green, blue = np.moveaxis(np.asarray(image, np.int32), 2, 0)
+    found, place, areas = np.unique(red << 16 | green << 8 | blue, return_inverse=True, return_counts=True)
+    colours = np.stack([found >> 16, found >> 8 & 255, found & 255], 1)
+    spread = image.quantize(COLOURS - LARGE, Image.Quantize.MAXCOVERAGE).getpalette()
+    palette = np.concatenate([colours[np.argsort(-areas)[:LARGE]], np.reshape(spread, (-1, 3))])
+    nearest = ((colours[:, None] - palette) ** 2).sum(2).argmin(1)
+    few = Image.fromarray(nearest[place].reshape(red.shape).astype(np.uint8), "P")
+    few.putpalette(palette.astype(np.uint8).tobytes())
+    return few
 
 
 def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:

@@ -241,9 +241,9 @@ ANSWERS = {
     "18.islands": [('{"every 10": ..., "SGD": ..., "Adam": ...}',
                     '{"every 10": 10, "SGD": "yes", "Adam": "yes"}',
                     '{"every 10": 15, "SGD": "yes", "Adam": "no"}')],
-    "19.norm": [("= ...", '= "E"', '= "C"')],
-    "19.router": [("= ...", '= "E"', '= "B"')],
-    "19.memory": [("= ...", '= "G"', '= "F"')],
+    "19.norm": [(', ...)', ', "E")', ', "C")')],
+    "19.router": [(', ...)', ', "E")', ', "B")')],
+    "19.memory": [(', ...)', ', "G")', ', "F")')],
 }  # fmt: skip
 """Each exercise of the core paths: what stands there, what a learner types first, what at last."""
 

@@ -16,27 +16,27 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_781,
+    "plan": 2_792,
     "parallel": 1_053,
     "kernels": 533,
     "model": 1_174,
     "pipeline": 320,
     "training": 2_555,
-    "predict": 2_706,
+    "predict": 2_711,
     "planner": 1_919,
     "draw": 2_752,
     "inspect": 4_101,
     "explore": 1_618,
     "serve": 929,
     "launch": 1_215,
-    "lessons": 1_528,
+    "lessons": 1_700,
     "cli": 2_266,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_446,
-    "statements": 27_591,
+    "statements of the compact package": 6_457,
+    "statements": 27_779,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -424,7 +424,7 @@ class _Case:
         self.many, self.draws = read(traced), False
         self.one: Program | None = None
         self.mesh = dict(next((mesh.shape for _, mesh in meshes_in("", traced, leaves)), {}))
-        self.inputs = [[_values(x, seed) for x in leaves] for seed in range(4)]
+        self.inputs = [[_values(x, s, i) for i, x in enumerate(leaves)] for s in range(4)]
         spread = lambda x: len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
         self.places = [x.sharding if spread(x) else None for x in leaves]
         try:
@@ -970,14 +970,15 @@ def _context() -> Iterator[None]:
         yield
 
 
-def _values(x: Any, seed: int) -> Any:
+def _values(x: Any, seed: int, place: int) -> Any:
     """Return an argument's values: its own, and with seed 1 floats in another order, or a little larger where
-    all are equal. A shape gets random ones. Seeds 2 and 3: the same, moved by about a rounding."""
+    all are equal. A shape gets random ones, others at each place: two arguments of one shape are not equal.
+    Seeds 2 and 3: the same, moved by about a rounding."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
             jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x)
         )
-    rng, is_float = np.random.default_rng(seed % 2), _is_float(x)
+    rng, is_float = np.random.default_rng(seed % 2 + 2 * place), _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         values = rng.standard_normal(x.shape) if is_float else rng.integers(0, 2, x.shape)
     else:

@@ -202,11 +202,16 @@ def mesh_map(plans, named, yours):
         label = f"{mesh}{' (yours)' * mine}"
         off = scene.text_width(label, scene.SMALL) + 10
         box = (x + 10, x + 10 + off) if x + off < x_of(room) else (x - off - 10, x - 10)
-        clear = all(abs(y - v) > 15 or box[0] > b or box[1] < a for v, a, b in taken)
-        if mine or mesh in named or clear and plan.time.step_s < 26:
+        clear = [
+            at  # beside the dot, or a line above or below
+            for at in (y, y - 17, y + 17)
+            if all(abs(at - v) > 15 or box[0] > b or box[1] < a for v, a, b in taken)
+        ]
+        if mine or mesh in named or y in clear and plan.time.step_s < 26:
             side = ("start", box[0]) if box[0] > x else ("end", box[1])
-            items.append(Text(side[1], y, label, scene.SMALL, side[0], bold=mine))
-            taken.append((y, *box))
+            at = clear[0] if clear else y
+            items.append(Text(side[1], at, label, scene.SMALL, side[0], bold=mine))
+            taken.append((at, *box))
         lines.append(
             f"{label}: {plan.total_bytes / 2**30:.1f} GiB, {plan.time.step_s:.1f} s"
         )

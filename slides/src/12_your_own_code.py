@@ -1,8 +1,7 @@
 # %% [markdown] tags=["slide"] minutes=1 section="Your own code"
 # ## The loss is right. What does it send?
 #
-# Plain JAX on four devices. All weights are cut over `X` as FSDP cuts them, and so are the rows of `tokens`. **Bet:** which line
-# sends most?
+# On four devices `X` cuts weights as FSDP does, and rows of `tokens`. **Bet:** which line sends most?
 #
 # <footer>lesson <code>notebooks/13_your_own_code</code></footer>
 
@@ -223,20 +222,21 @@ show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm", wide=320))
 # **Source:** NVIDIA-NeMo/RL, pull request 3788, and ROCm/TransformerEngine, pull request 715, both 2026. `llmpar check` names the line.
 
 # %% [markdown] tags=["slide"] minutes=0
-# ## Eight suspects, and what tells them apart
+# ## Ten suspects, and what tells them apart
 #
 # | what happens | what shows it |
 # |---|---|
 # | a sum is missing, or a complete value is summed again | `llmpar.check` |
 # | ranks compute the same value, or draw different ones, and should not | `llmpar.check` |
-# | a mean of means over unequal counts, a wrong axis | `llmpar.check` |
+# | a mean of means, a division too many, a wrong group of ranks | `llmpar.check` |
 # | an array stays whole, or is gathered again | bytes on a device, `llmpar.look` |
+# | ranks wait for the one that has most work | a trace of all ranks |
 #
 # <footer>lesson <code>notebooks/19_mysteries</code> · <code>llmpar check my_code:program my_code:reference</code></footer>
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these would your tests find? Those of values find the first three rows only, and only if they run on several devices.
 #
-# **Misunderstanding:** that a falling loss proves that a program is right. All six cases of the lesson have one.
+# **Misunderstanding:** that a falling loss proves that a program is right. All ten cases of the lesson have a plausible one.
 #
-# **Source:** lesson 19: six programs with public sources, each with its cure, run and asserted.
+# **Source:** lesson 19: ten programs with public sources, each with its cure, run and asserted.

@@ -108,7 +108,7 @@ curves(lines, LENGTHS, "positions on eight ranks", "KiB that a rank sends")
 # %% [markdown] tags=["slide"] minutes=2
 # ## The same GPU, in nodes of 8 or in a rack of 72
 #
-# Llama 3.1 405B on 256 GB200, `tp=16` in place of `tp=8`. In nodes of 8 a step takes: **A** as long · **B** twice · **C** four times as long? And in racks of 72?
+# Llama 3.1 405B on 256 GB200, `tp=16` in place of `tp=8`. In nodes of 8, does a step take **A**&nbsp;as long, **B**&nbsp;twice or **C**&nbsp;four times as long? And in racks of 72?
 #
 # <footer>Estimates · <code>llmpar plan --model llama3.1-405b --chip gb200 --devices 256</code> · lesson <code>notebooks/15_machines_of_2026</code></footer>
 
@@ -160,7 +160,7 @@ bars(found, ("matmuls", "tensor-parallel links", "weights and gradients on links
 # %% [markdown] tags=["slide"] minutes=2
 # ## Does 405B still need a pipeline?
 #
-# In nodes of 8 the fastest mesh of 256 GB200 has 16 stages. Without stages a step takes: **A** 1.1 · **B** 1.4 · **C** 3 times as long? And in racks?
+# In nodes of 8 the fastest mesh of 256 GB200 has 16 stages. Without stages, does a step take **A**&nbsp;1.1, **B**&nbsp;1.4 or **C**&nbsp;3 times as long? And in racks?
 #
 # <footer>Estimates · <code>llmpar plan --model llama3.1-405b --chip gb200 --devices 256</code> · lesson <code>notebooks/15_machines_of_2026</code></footer>
 
