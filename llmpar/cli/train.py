@@ -30,6 +30,7 @@ from llmpar.cli.options import (
     flags_of,
     give,
     inform,
+    refuse_first,
     save_picture,
     speaks,
     start_jax,
@@ -162,13 +163,17 @@ class Train(Output):
 
     def check_flags(self) -> None:
         """Refuse flags that no run can have, before JAX starts."""
-        if self.checkpoints is None and changed(self, ("every", "anyway")):
-            raise ValueError("--every and --anyway need --checkpoints; give it, or leave them out")
         folder = "profile" if os.path.lexists("profile") else "."
-        if self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(
-                "the folder 'profile' cannot be written here; move or remove what has that name"
-            )
+        refuse_first(
+            {
+                "--every and --anyway need --checkpoints; give it, or leave them out": (
+                    self.checkpoints is None and changed(self, ("every", "anyway"))
+                ),
+                "the folder 'profile' cannot be written here; move or remove what has that name": (
+                    self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK)
+                ),
+            }
+        )
 
     def profiled_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step to trace."""
