@@ -444,19 +444,15 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
 def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
     """Return how often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
-        gathers = run.vectors if weight.is_vector else run.matrices
         routed = weight.dims.startswith("experts ")  # whose backward pass reads biases
-        if routed:
-            gathers = run.matrices
+        gathers = run.vectors if weight.is_vector and not routed else run.matrices
         # F keeps what a barrier joins with values (`Manual.local`)
         apart = plan.pipeline and plan.stage_saves == "residuals" and plan.platform == "cpu"
-        if apart and (routed or path.endswith("_conv")):
-            gathers = run.forward
-        if routed:
-            return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
+        joined = apart and (routed or path.endswith("_conv"))
+        # biases of queries, keys and values are in those that are kept
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
-        # in the queries, keys and values that are kept
-        if path.endswith("_bias") and kept and not path.endswith("router_bias"):
+        own = path.endswith("_bias") and not (routed or path.endswith("router_bias"))
+        if joined or kept and own:
             gathers = run.forward
         return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
     # as the head too, a pipeline uses it on its first stage and its last
