@@ -51,11 +51,14 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
     return [(name.strip() or "array", x, where) for name, x, where in rows]
 
 
-# Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's.
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
+"""Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's."""
 # axes with sizes, devices in order
 _Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]
-_place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
+
+
+def _place(mesh: Mesh) -> _Place:
+    return tuple(mesh.shape.items()), tuple(mesh.devices.flat)
 
 
 def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> _Place:
