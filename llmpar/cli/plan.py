@@ -29,7 +29,7 @@ from llmpar.cli.options import (
     refuse_first,
     still_at_work,
 )
-from llmpar.files import read_text
+from llmpar.files import Allowed, read_text
 from llmpar.inspect.tables import rich_table
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
@@ -113,7 +113,7 @@ class PlanCommand(Adapters, Output):
     mesh: OptionalText = None
     versus: OptionalText = None
     fix: OptionalText = None
-    local_steps: int = 0
+    local_steps: Annotated[int, Allowed(int, 0, MAX_TOKENS)] = 0
     from_flags: OptionalText = None
     export: OptionalText = None
     serve: OptionalText = None
@@ -121,7 +121,7 @@ class PlanCommand(Adapters, Output):
     cache_bits: Number = None
     tokens: OptionalText = None
     price: Real = None
-    keep: int = 8
+    keep: Annotated[int, Allowed(int, 1, 100)] = 8
     claims: Annotated[OptionalText, tyro.conf.arg(name="assert")] = None
     html: File = None
     against: File = None
@@ -136,8 +136,6 @@ class PlanCommand(Adapters, Output):
                     " leave it out"
                 )
             return hold_against(self.against, self.chip, self.json)
-        check_range("keep", self.keep, 1, 100)
-        check_range("local-steps", self.local_steps, 0, MAX_TOKENS)
         if self.serve is not None:
             return self.served(self.serve)
         self.check()
