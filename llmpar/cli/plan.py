@@ -461,13 +461,10 @@ def named_axes(text: str) -> dict[str, int]:
             f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not"
             " name: name the others alone, as 'tp=8 pp=4'"
         )
-    shape, named = (
-        parse_mesh(text),
-        [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens],
-    )
-    return {
-        axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])
-    }
+    shape = parse_mesh(text)
+    named = [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens]
+    axes = named if named[0] in AXES else POSITIONAL[len(tokens)]
+    return {axis: shape.sizes[axis] for axis in axes}
 
 
 def _count(text: str, name: str, base: int) -> float:

@@ -703,13 +703,8 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
     both n - 1 hops behind them (Liu et al. 2023, whose ring makes n). A window may ask for fewer.
     """
-    plan, b, s, layers, again = (
-        values.plan,
-        values.b,
-        values.s,
-        run.forward + run.again,
-        run.backward,
-    )
+    plan, b, s = values.plan, values.b, values.s
+    layers, again = run.forward + run.again, run.backward
     k, h = config.num_kv_heads, config.head_width
     if plan.config.kinds:  # ranks that are more than the heads of this kind hold copies
         ranks = plan.mesh.along(plan.regions["queries"]["k"])
