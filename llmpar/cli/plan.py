@@ -102,10 +102,10 @@ class PlanCommand(Adapters, Output):
     model: str = "llama3-8b"
     chip: OptionalText = None
     cluster: OptionalText = None
-    node_link: Real = None
-    network: Real = None
-    node_size: Number = None
-    hbm: Real = None
+    node_link: Annotated[Real, Allowed(float, 1e-3, 1e6)] = None
+    network: Annotated[Real, Allowed(float, 1e-3, 1e6)] = None
+    node_size: Annotated[Number, Allowed(int, 1, 1_000_000)] = None
+    hbm: Annotated[Real, Allowed(float, 1e-3, 1e6)] = None
     devices: Number = None
     batch_tokens: OptionalText = None
     batch_size: Number = None
@@ -357,9 +357,6 @@ class PlanCommand(Adapters, Output):
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         check_range("devices", devices, 1, MAX_DEVICES)
         figures = {name: getattr(self, name) for name in hardware.MACHINE}
-        for name in (x for x, value in figures.items() if value is not None):
-            least = 1 if name == "node_size" else 1e-3
-            check_range(name.replace("_", "-"), figures[name], least, 1_000_000)
         return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:
