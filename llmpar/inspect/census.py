@@ -52,20 +52,16 @@ class Collective:
     dtype: str  # as XLA writes it: f32, bf16, s32
     shape: tuple  # of the result of one execution; several shapes if it has several results
     source: str  # 'model/llama.py:88'; '' where the compiler names no line
-    conditional: bool = (
-        False  # in a branch; counted as if the branch that sends most were always taken
-    )
+    # in a branch; counted as if the branch that sends most were always taken
+    conditional: bool = False
     # the model's arrow that it carries out (`collectives.scope`); '' where the partitioner chose
     arrow: str = ""
-    direction: str = (
-        ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
-    )
-    moves: str = (
-        ""  # its operand and result (`hlo.operand_arrow`): 'f32[8@X,4] -> f32[8,4]'; '' if unclear
-    )
-    per_turn: str = (
-        ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration
-    )
+    # forward, backward or recomputed; '' outside all passes, as for gradients' sums
+    direction: str = ""
+    # its operand and result (`hlo.operand_arrow`): 'f32[8@X,4] -> f32[8,4]'; '' if unclear
+    moves: str = ""
+    # the loop with an unknown trip count that it is in: count and bytes of one iteration
+    per_turn: str = ""
     place: tuple[str, str] = field(default=("", ""), compare=False)  # its computation and its name
 
 
