@@ -148,8 +148,9 @@ class _Reader:
             elif (
                 name in ("while", "cond")
                 and (parts := _parts(eqn, xs) if self.first else [])
+                # no while is run where it might not end
                 and not any(" while[" in str(closed) for closed, _ in parts)
-            ):  # no while is run where it might not end
+            ):
                 gives = getattr(self, f"inline_{name}")(eqn, parts, xs, steps, (inside[0], line))
             else:
                 gives = self.step(eqn, xs, steps, (inside[0], line))
