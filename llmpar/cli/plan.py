@@ -120,7 +120,7 @@ class PlanCommand(Adapters, Output):
     bits: Number = None
     cache_bits: Number = None
     tokens: OptionalText = None
-    price: Real = None
+    price: Annotated[Real, Allowed(float, 1e-9, 1e9)] = None
     keep: Annotated[int, Allowed(int, 1, 100)] = 8
     claims: Annotated[OptionalText, tyro.conf.arg(name="assert")] = None
     html: File = None
@@ -147,21 +147,17 @@ class PlanCommand(Adapters, Output):
         """Refuse options that cannot be, before any plan is priced."""
         served = changed(self, ("bits", "cache_bits"))
         own = changed(self, ("mesh", "fix", "batch_size", "batch_tokens"))
-        price, page = self.price, self.html
         refuse_first(
             {
                 f"{''.join(served[:1])} is of what is served; add --serve, as 2048+256": served,
-                f"price is {price}; give a positive cost of a chip and hour": (
-                    price is not None and not 0 < price < 1e9
-                ),
                 "--price needs a number of tokens to train on; add --tokens, as 15T": (
-                    price is not None and self.tokens is None
+                    self.price is not None and self.tokens is None
                 ),
-                f"a page is saved as .html, and '{page}' is not; rename it": (
-                    page is not None and not page.endswith(".html")
+                f"a page is saved as .html, and '{self.html}' is not; rename it": (
+                    self.html is not None and not self.html.endswith(".html")
                 ),
                 "--html and --export know no local steps; leave out --local-steps, or these two": (
-                    self.local_steps and (page or self.export)
+                    self.local_steps and (self.html or self.export)
                 ),
                 f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}": (
                     self.export not in (None, *frameworks.EXPORTS)
@@ -171,8 +167,8 @@ class PlanCommand(Adapters, Output):
                 ),
             }
         )
-        if page is not None:
-            check_free(page, OURS[".html"])
+        if self.html is not None:
+            check_free(self.html, OURS[".html"])
 
     def trained(self) -> dict:
         """Plan a training step."""
