@@ -377,14 +377,12 @@ class PlanCommand(Adapters, Output):
         for pair in (self.fix or "").replace(",", " ").split():
             name, _, text = pair.partition("=")
             name = name.replace("-", "_")
-            refuse_first(
-                {
-                    f"--fix '{pair}' is no field=value of a plan; fields are {', '.join(known)}": (
-                        name not in known or not text
-                    ),
-                    f"--fix: '{name}' is given twice": name in given,
-                }
-            )
+            if name not in known or not text:
+                raise ValueError(
+                    f"--fix '{pair}' is no field=value of a plan; fields are {', '.join(known)}"
+                )
+            if name in given:
+                raise ValueError(f"--fix: '{name}' is given twice")
             value: Any = {"true": True, "false": False, "none": None}.get(text.lower(), text)
             if value is None and isinstance(known[name].default, str):
                 value = text  # remat has a policy of that name
