@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from llmpar.cli.options import inform, installed, refuse_first
+from llmpar.cli.options import inform, installed
 from llmpar.files import Allowed, read_json, refuse
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -132,17 +132,12 @@ def copy_lessons(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False
 
     Refuse a folder of something else, and write over nothing but pages of ours.
     """
-    lessons = read_lessons(folder)
-    refuse_first(
-        {
-            f"there are no lessons in '{folder}'; run this in the project's root, or give --folder": (
-                not lessons
-            ),
-            f"--copies '{copies}' is where the lessons are; name another folder": (
-                copies.resolve() == folder.resolve()
-            ),
-        }
-    )
+    if not (lessons := read_lessons(folder)):
+        raise ValueError(
+            f"there are no lessons in '{folder}'; run this in the project's root, or give --folder"
+        )
+    if copies.resolve() == folder.resolve():
+        raise ValueError(f"--copies '{copies}' is where the lessons are; name another folder")
     page = copies / _START
     try:
         begun = page.is_file() and "# Start here" in page.read_text(

@@ -20,7 +20,6 @@ from llmpar.cli.options import (
     check_free,
     check_range,
     inform,
-    refuse_first,
 )
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
@@ -79,6 +78,14 @@ class Launch:
     command: Annotated[Any, tyro.conf.Suppress] = None
 
     def run(self) -> None:
+        if not self.words and not self.serve:
+            raise ValueError(
+                "no command follows; write 'llmpar launch local -- train --mesh dp=-1'"
+            )
+        if self.words and self.words[0] not in LAUNCHABLE:
+            raise ValueError(
+                f"'{self.words[0]}' runs in one process; launch {' or '.join(LAUNCHABLE)}"
+            )
         self.check_options()
         if self.engine == "local":
             raise SystemExit(self.run_here())
@@ -115,33 +122,25 @@ class Launch:
             ) from error
 
     def check_options(self) -> None:
-        """Refuse a command that cannot be launched, and options that this engine does not read."""
+        """Refuse options that this engine does not read."""
         for_local = ("processes", "devices", "wire")
         for_cluster = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
         unread = {"local": for_cluster, "torchrun": for_local}.get(
             self.engine, (*for_local, "min_nodes")
         )
-        idle, of_server = changed(self, unread), changed(self, ("weights", "chip", "cache_tokens"))
-        first = "".join(self.words[:1])
-        refuse_first(
-            {
-                "no command follows; write 'llmpar launch local -- train --mesh dp=-1'": (
-                    not first and not self.serve
-                ),
-                f"'{first}' runs in one process; launch {' or '.join(LAUNCHABLE)}": (
-                    first and first not in LAUNCHABLE
-                ),
-                f"'launch {self.engine}' does not read {', '.join(idle)}; leave it out": idle,
-                f"{', '.join(of_server)} is for a server; add --serve vllm, or leave it out": (
-                    not self.serve and of_server
-                ),
+        if given := changed(self, unread):
+            raise ValueError(
+                f"'launch {self.engine}' does not read {', '.join(given)}; leave it out"
+            )
+        if not self.serve and (given := changed(self, ("weights", "chip", "cache_tokens"))):
+            raise ValueError(
+                f"{', '.join(given)} is for a server; add --serve vllm, or leave it out"
+            )
+        if self.serve and (self.words or not self.weights or self.engine not in ("slurm", "ray")):
+            raise ValueError(
                 "--serve vllm is for slurm and ray, with --weights and no command, not 'launch"
-                f" {self.engine}' with {' '.join(self.words) or 'no command'}": (
-                    self.serve
-                    and (first or not self.weights or self.engine not in ("slurm", "ray"))
-                ),
-            }
-        )
+                f" {self.engine}' with {' '.join(self.words) or 'no command'}"
+            )
 
     def server(self, site: jobs.Site) -> jobs.Job:
         """Return the job of an inference engine for the weights, on as many nodes and GPUs as they need."""
@@ -186,14 +185,11 @@ class Launch:
             f" leaves room for keys and values of {most:,} tokens, {tokens:,} are asked for; a"
             f" token after {seen:,} takes {token_ms:.2g} ms"
         )
-        by_ray = pp > 1 or self.engine == "ray"
-        words = (
-            *("serve", weights, "--served-model-name", config.name),
-            *("--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)),
-            *(() if quantized else ("--dtype", dtype)),
-            *(("--max-model-len", str(seen)) if config.context_length else ()),
-            *(("--distributed-executor-backend", "ray") if by_ray else ()),
-        )
+        sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp}".split()
+        sizes += [] if quantized else ["--dtype", dtype]
+        sizes += ["--max-model-len", str(seen)] if config.context_length else []
+        sizes += ["--distributed-executor-backend", "ray"] if pp > 1 or self.engine == "ray" else []
+        words = ("serve", weights, "--served-model-name", config.name, *sizes)
         return jobs.Job(words, pp, replace(site, gpus_per_node=tp))
 
     def run_here(self) -> int:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
@@ -108,13 +108,6 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
     """Refuse a number that is too small or too large."""
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}; use {least} to {most:,}")
-
-
-def refuse_first(reasons: Mapping[str, Any]) -> None:
-    """Refuse in the first of these sentences whose condition holds."""
-    for sentence, holds in reasons.items():
-        if holds:
-            raise ValueError(sentence)
 
 
 def changed(command: Any, names: Iterable[str]) -> list[str]:

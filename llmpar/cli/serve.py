@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmpar.cli.options import OptionalText, inform, installed, refuse_first, start_jax
+from llmpar.cli.options import OptionalText, inform, installed, start_jax
 from llmpar.cli.weights import ModelOptions
 from llmpar.files import Allowed
 from llmpar.launch.engines import detect
@@ -41,23 +41,20 @@ class Serve(ModelOptions):
 
     def run(self) -> None:
         """Bind the address, load, compile, and answer until a signal ends it."""
-        place = detect(os.environ)
-        key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
-        refuse_first(
-            {
+        if (place := detect(os.environ)).num_processes > 1:
+            raise ValueError(
                 f"'serve' runs in one process, and {place.engine} has started several; on several"
-                " hosts an inference engine serves: llmpar launch slurm --serve vllm": (
-                    place.num_processes > 1
-                ),
-                "Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'": not (
-                    installed("starlette") and installed("uvicorn")
-                ),
-                "the API key must be of ASCII letters, digits and signs, without spaces at its ends": (
-                    key is not None
-                    and not (key.isascii() and key.isprintable() and key.strip() == key != "")
-                ),
-            }
-        )
+                " hosts an inference engine serves: llmpar launch slurm --serve vllm"
+            )
+        if not installed("starlette") or not installed("uvicorn"):
+            raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
+        key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
+        if key is not None and not (
+            key.isascii() and key.isprintable() and key.strip() == key != ""
+        ):
+            raise ValueError(
+                "the API key must be of ASCII letters, digits and signs, without spaces at its ends"
+            )
         with self.listening() as listening:
             self.answer(listening, key)
 

@@ -30,7 +30,6 @@ from llmpar.cli.options import (
     flags_of,
     give,
     inform,
-    refuse_first,
     save_picture,
     speaks,
     start_jax,
@@ -163,17 +162,13 @@ class Train(Output):
 
     def check_flags(self) -> None:
         """Refuse flags that no run can have, before JAX starts."""
+        if self.checkpoints is None and changed(self, ("every", "anyway")):
+            raise ValueError("--every and --anyway need --checkpoints; give it, or leave them out")
         folder = "profile" if os.path.lexists("profile") else "."
-        refuse_first(
-            {
-                "--every and --anyway need --checkpoints; give it, or leave them out": (
-                    self.checkpoints is None and changed(self, ("every", "anyway"))
-                ),
-                "the folder 'profile' cannot be written here; move or remove what has that name": (
-                    self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK)
-                ),
-            }
-        )
+        if self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(
+                "the folder 'profile' cannot be written here; move or remove what has that name"
+            )
 
     def profiled_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step to trace."""
