@@ -26,7 +26,6 @@ from llmpar.cli.options import (
     check_range,
     give,
     inform,
-    refuse_first,
     still_at_work,
 )
 from llmpar.files import Allowed, read_text
@@ -145,30 +144,25 @@ class PlanCommand(Adapters, Output):
 
     def check(self) -> None:
         """Refuse options that cannot be, before any plan is priced."""
-        served = changed(self, ("bits", "cache_bits"))
-        own = changed(self, ("mesh", "fix", "batch_size", "batch_tokens"))
-        refuse_first(
-            {
-                f"{''.join(served[:1])} is of what is served; add --serve, as 2048+256": served,
-                "--price needs a number of tokens to train on; add --tokens, as 15T": (
-                    self.price is not None and self.tokens is None
-                ),
-                f"a page is saved as .html, and '{self.html}' is not; rename it": (
-                    self.html is not None and not self.html.endswith(".html")
-                ),
-                "--html and --export know no local steps; leave out --local-steps, or these two": (
-                    self.local_steps and (self.html or self.export)
-                ),
-                f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}": (
-                    self.export not in (None, *frameworks.EXPORTS)
-                ),
-                f"--from-flags has the mesh, the plan and the batch; leave out {', '.join(own)}": (
-                    self.from_flags is not None and own
-                ),
-            }
-        )
+        if idle := changed(self, ("bits", "cache_bits")):
+            raise ValueError(f"{idle[0]} is of what is served; add --serve, as 2048+256")
+        if self.price is not None and self.tokens is None:
+            raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
+            if not self.html.endswith(".html"):
+                raise ValueError(f"a page is saved as .html, and '{self.html}' is not; rename it")
             check_free(self.html, OURS[".html"])
+        if self.local_steps and (self.html or self.export):
+            raise ValueError(
+                "--html and --export know no local steps; leave out --local-steps, or these two"
+            )
+        if self.export not in (None, *frameworks.EXPORTS):
+            raise ValueError(f"--export '{self.export}' is none of {', '.join(frameworks.EXPORTS)}")
+        own = changed(self, ("mesh", "fix", "batch_size", "batch_tokens"))
+        if self.from_flags is not None and own:
+            raise ValueError(
+                f"--from-flags has the mesh, the plan and the batch; leave out {', '.join(own)}"
+            )
 
     def trained(self) -> dict:
         """Plan a training step."""
