@@ -109,7 +109,7 @@ nightly: compilers node_modules
 	@mkdir -p runs
 	$(PYTEST) $(TESTS) -m "nightly and not (full or engines)" --plans-log runs/plans-$$(date +%Y%m%d).jsonl
 
-# All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
+# All that the default tests sample: plans by lot, seeds, pages, lessons, in parts: make test-full PART=1/8, … PART=8/8.
 # tests/full_runs.md tells when each part ran last.
 PART ?= 1/1
 test-full: $(STAMP)

@@ -9,9 +9,11 @@ import functools
 import gc
 import importlib.metadata
 import itertools
+import json
 import operator
 import os
 import re
+import time
 import zlib
 from pathlib import Path
 
@@ -39,6 +41,7 @@ os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("LLMPAR_TEST_CACHE", str(ROOT / ".jax_cache"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ.setdefault("LLMPAR_TEST_DAY", time.strftime("%Y%m%d", time.gmtime()))  # of all workers one
 
 import costs
 import jax
@@ -176,6 +179,36 @@ def standard_promotion():
     """Let ints and floats mix, for tests that call Optax themselves: its step counters do."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command here: its status, and what it wrote."""
+    from llmpar.cli import main
+
+    def call(*words: str):
+        capsys.readouterr()
+        with jax.numpy_dtype_promotion("standard"):
+            try:
+                status = main(list(words))
+            except SystemExit as usage:  # how tyro leaves: 2 for bad usage, 0 for --help
+                status = usage.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def document(call):
+    """The document of a command with --json, all of its stdout."""
+
+    def document(*words: str) -> dict:
+        status, out, err = call(*words, "--json")
+        assert status == 0, err
+        assert out.endswith("\n") and out.count("\n") == 1
+        return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    return document
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """One batch, one set of weights, and what most tests ask: does a plan give what one device gives?"""
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import pathlib
@@ -26,7 +26,6 @@ from llmpar.model.weights import model_graph, trainable_params
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
-from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import kind_of
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import described_model, preset
@@ -78,6 +77,13 @@ def predicted_by_arrow(traffic):
 def predicted(config, plan: Plan):
     """What is predicted of a step, as `predicted_by_arrow` says it."""
     return predicted_by_arrow(traffic.step_traffic(plan.resolve(config), BATCH, SEQ))
+
+
+def full_rows(tokens, targets=None):
+    """A batch of rows of one document each."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    known = {"tokens": tokens, "positions": positions, "segments": np.ones_like(positions)}
+    return known if targets is None else known | {"targets": targets}
 
 
 @functools.cache
@@ -229,15 +235,43 @@ def compare_leaves(config, plan: Plan, loss: float, norm: float, got, products: 
     assert abs(norm - want_norm) < tolerances["grad_norm"] * want_norm, f"norm {norm} for {want_norm}"
 
 
-ONCE = "loss, tokens and norm"
+ONCE, KEPT = "loss, tokens and norm", optax.trace(0.0)
 """What is summed once needs everything, so that no device can enter it early."""
+
+
+def compiled_step(config, plan: Plan, rule=KEPT, clip: float | None = None):
+    """A step, its program, and the program's partitioned text; the usual rule keeps the gradients."""
+    mesh = make_mesh(str(plan.mesh))
+    step = Step(config, plan.resolve(config, platform_of(mesh), BATCH, SEQ), mesh, rule, clip)
+    return step, *read_program(step.lower(BATCH, SEQ))
+
+
+def first_step(step: Step, compiled):
+    """The state, the metrics and the gradients of a step that keeps them."""
+    state, metrics = compiled(state_of(step), put(dealt(batch(), step.plan), step.batch_sharding))
+    return state, metrics, natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
+
+
+def assert_sent(step: Step, text: str) -> None:
+    """Each stage sends what is predicted, arrow by arrow, and a table adds arrows up."""
+    config, plan = step.config, step.plan
+    norms = set().union(*(block.block_weights() for _, block in config.blocks))
+    rows = of_either if not {"ffn_norm.scale", "ffn_post_norm.scale"} & norms else dict
+    for stage in range(plan.mesh.pp):
+        census = census_hlo(text, step.mesh, branch_shares(plan.pipeline, config.layer_kinds)[stage])
+        want = predicted_by_arrow(traffic.step_traffic(plan, BATCH, SEQ, stage))
+        assert rows(by_arrow(census)) == rows(want), f"stage {stage}"
+        assert not any(c.conditional for c in census) and all(c.arrow for c in census)
+        sums = {}
+        for row in arrow_rows(census):
+            total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
+            total |= {number: total[number] + row[number] for number in total}
+        assert sums == census_table(census)
 
 
 def check(config, plan: Plan, within: float = math.inf, loss: float = 1e-5) -> None:
     """What a step holds (temporaries ``within`` a factor), sends and gives: all of it as predicted."""
-    mesh, cpu = make_mesh(str(plan.mesh)), plan.resolve(config, "cpu", BATCH, SEQ)
-    step = Step(config, plan.resolve(config, platform_of(mesh)), mesh, optax.trace(0.0), clip=None)
-    compiled, text = read_program(step.lower(BATCH, SEQ))
+    cpu, (step, compiled, text) = plan.resolve(config, "cpu", BATCH, SEQ), compiled_step(config, plan)
     given = memory.argument_bytes(cpu, BATCH, SEQ, moments=1, scalars=1)
     program, estimate = compiled_memory(compiled), memory.temp_bytes(cpu, BATCH, SEQ)
     assert program["argument_bytes"] == sum(given.values())
@@ -245,24 +279,11 @@ def check(config, plan: Plan, within: float = math.inf, loss: float = 1e-5) -> N
     assert 1 / within < apart < within, f"temporaries: {estimate} B, and compiled {program['temp_bytes']} B"
     if plan.mode == "manual":  # the others leave it to XLA
         assert ONCE not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
-        norms = set().union(*(block.block_weights() for _, block in config.blocks))
-        rows = of_either if not {"ffn_norm.scale", "ffn_post_norm.scale"} & norms else dict
-        for stage in range(plan.mesh.pp):
-            taken = branch_shares(plan.pipeline, config.layer_kinds)[stage]
-            census = census_hlo(text, step.mesh, taken)
-            want = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ, stage))
-            assert rows(by_arrow(census)) == rows(want), f"stage {stage}"
-            assert not any(c.conditional for c in census) and all(c.arrow for c in census)
-            sums = {}
-            for row in arrow_rows(census):
-                total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
-                total |= {number: total[number] + row[number] for number in total}
-            assert sums == census_table(census)
-    joined = plan.zero == 1 and plan.mesh.sp > 1  # there XLA joins the sums over two axes
+        assert_sent(step, text)
+    joined = plan.zero == 1 and max(plan.mesh.sp, plan.mesh.ep) > 1  # XLA joins the sums over two axes
     if plan.mode == "explicit" and not joined:
         compare_with_manual(step, text)
-    state, metrics = compiled(state_of(step), put(dealt(batch(), plan), step.batch_sharding))
-    grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
+    state, metrics, grads = first_step(step, compiled)
     assert abs(float(metrics["loss"]) / solo(config)[0] - 1) <= loss or plan.dtype != "float32"
     compare_leaves(config, plan, float(metrics["loss"]), float(metrics["grad_norm"]), grads)
     if config.experts:
@@ -325,23 +346,17 @@ def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
     return jnp.where(here.any(0)[:, None], arrived, out)
 
 
-def ragged_on_cpus():
-    """A context in which plans may ask CPUs for the ragged all-to-all."""
-    return mock.patch.dict(SUITS["dispatch"], cpu=("padded", "ragged"))
+@contextlib.contextmanager
+def ragged_on_cpus(ragged=emulated_ragged_all_to_all):
+    """Plans may ask CPUs for the ragged all-to-all, which XLA lacks there, and this one does."""
+    taken = mock.patch.dict(SUITS["dispatch"], cpu=("padded", "ragged"))
+    with taken, mock.patch.object(jax.lax, "ragged_all_to_all", ragged):
+        yield
 
 
 def live(jaxpr):
     """The jaxpr without what nobody reads, which a compiler leaves out."""
     return partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[0]
-
-
-def all_plans(products=(1, 2, 4, 8)):
-    """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage, with tp_sequence or not."""
-    for dp, fsdp, tp in itertools.product((1, 2, 4, 8), repeat=3):
-        if dp * fsdp * tp in products:
-            for zero in (0, 1, 2, 3) if fsdp > 1 else (0,):
-                for tp_sequence in (False, True) if tp > 1 else (False,):
-                    yield Plan(MeshShape(dp=dp, fsdp=fsdp, tp=tp), zero=zero, tp_sequence=tp_sequence)
 
 
 def name(plan: Plan) -> str:

@@ -42,45 +42,6 @@ square = lambda x: (x**2).sum()
 ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
 
 
-@on("X=4 Y=2", context=False)
-def contracted(mesh):
-    """Each half of Y has a partial sum of f32[8/4, 16]."""
-
-    def f(x, w):
-        return x @ w  # sends all-reduce Y 1: 2*1/2 * 4*2*16
-
-    return f, (put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y")), f
-
-
-@on("data=8")
-def constrained(mesh):
-    """Everybody lacks seven eighths of the hidden f32[8, 16]; the line is that of what is gathered."""
-
-    def f(x, w):
-        h = jnp.tanh(x @ w)  # sends all-gather data 1: 7/8 * 4*8*16
-        return lax.with_sharding_constraint(h, P())
-
-    return f, (put(mesh, (8, 4), "data"), put(mesh, (4, 16))), lambda x, w: np.tanh(x @ w)
-
-
-@on("data=4 model=2")
-def layers_in_a_scan(mesh):
-    """Three turns, in each the partial sums of f32[8/4, 6]."""
-    args = put(mesh, (8, 6), "data"), put(mesh, (3, 6, 8), None, None, "model")
-    args += (put(mesh, (3, 8, 6), None, "model"),)
-
-    def f(x, a, b):
-        def layer(h, w):
-            up, down = w
-            y = jnp.tanh(h @ up) @ down  # sends all-reduce model 3: 3 * 2*1/2 * 4*2*6
-            return lax.with_sharding_constraint(y, P("data", None)), None
-
-        return lax.scan(layer, x, (a, b))[0]
-
-    layer = lambda h, w: np.tanh(h @ w[0]) @ w[1]
-    return f, args, lambda x, *w: functools.reduce(layer, zip(*w, strict=True), x)
-
-
 @explicit("X=8")
 def left_unfinished(mesh):
     """The result itself is an unfinished sum: nothing is sent, and every device holds all of f32[4, 6]."""

@@ -120,7 +120,7 @@ class Hosts:
 Say = Callable[[], str]
 
 
-def until(done: Callable[[], object], what: str, timeout_s: float = 60, said: Say = str) -> float:
+def until(done: Callable[[], object], what: str, timeout_s: float = 300, said: Say = str) -> float:
     """Wait until something is so; give the seconds. Raises TimeoutError, with what ``said`` gives."""
     begin = time.monotonic()
     while not done():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from shared import TABLES
 
-from llmpar.cli import main
 from llmpar.explore import answers, look, panels
 from llmpar.explore.explorer import EXPLORERS, MeshExplorer, by_kind
 from llmpar.plan.mesh_shape import parse_mesh
@@ -255,10 +254,9 @@ LAUNCH = (
 )
 
 
-def test_a_pasted_launch_line_sets_the_state_as_the_command_line_prices_it(capsys):
+def test_a_pasted_launch_line_sets_the_state_as_the_command_line_prices_it(document):
     reply = answers.answer(look.START | {"launch": LAUNCH})
-    assert main(["plan", f"--from-flags={LAUNCH}", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)["plans"][0]
+    row = document("plan", f"--from-flags={LAUNCH}")["plans"][0]
     assert reply["state"]["mesh"] == row["mesh"] == "pp=2 fsdp=4 tp=4"
     assert [reply["state"][x] for x in ("devices", "batch_size", "seq_len")] == [32, 128, 4096]
     assert reply["numbers"]["terms"] == row["terms"]

@@ -107,7 +107,7 @@ def test_each_is_refused_in_a_sentence(row, command, values, tmp_path, capsys):
     for given in values:
         value, says = (given, row["says"]) if isinstance(given, str) else given
         words = words_of(row, command, value, tmp_path)
-        signal.alarm(20)
+        signal.alarm(120)
         try:
             with jax.numpy_dtype_promotion("standard"):
                 status = main(words)

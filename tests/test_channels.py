@@ -61,7 +61,7 @@ def lowered(platform: str = ""):
 
 def test_a_loop_of_collectives_with_others_beside_it_ends_well_each_time():
     """Without channels each of these crashes, hangs or errs (`soak.py --without`)."""
-    said = soak("--runs", "4", "--steps", "20", "--at-once", "2")
+    said = soak("--runs", "4", "--steps", "20")
     assert said["ends"] == {"ended": 4} and said["answers"] == {"0 wrong": 4}
 
 
@@ -118,7 +118,7 @@ def test_another_process_finds_the_compiled_program_in_the_cache(tmp_path):
 def test_a_jax_that_lowers_elsewhere_is_said():
     code = "from jax._src.interpreters import mlir; del mlir.lower_jaxpr_to_module\n"
     code += "from llmpar.parallel import _jax; assert not _jax.install_channels()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "lowers in another way than llmpar knows" in done.stderr and not done.returncode
 
 

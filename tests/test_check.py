@@ -21,7 +21,6 @@ from shared import CASES, ROOT
 from test_look import EXPLICIT
 
 import llmpar
-from llmpar.cli import main
 from llmpar.inspect.check import check
 from llmpar.inspect.twin import cut_of
 from llmpar.parallel.mesh import make_mesh
@@ -225,16 +224,13 @@ def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_an
     assert check(blocks, lambda x: x.reshape(8, 2, 3).sum(0), numbers(16, 3))
 
 
-def test_the_mistake_of_the_documents_is_found_from_the_terminal(monkeypatch, capsys):
+def test_the_mistake_of_the_documents_is_found_from_the_terminal(monkeypatch, call, document):
     monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
-    assert main(["check", "norm:program", "norm:one_device", "--layouts"]) == 1
-    out, err = capsys.readouterr()
-    assert "mine/norm.py:12: counted once per tp" in out and "f32[16,32@tp]" in out
+    status, out, err = call("check", "norm:program", "norm:one_device", "--layouts")
+    assert status == 1 and "mine/norm.py:12: counted once per tp" in out and "f32[16,32@tp]" in out
     assert err.startswith("llmpar: norm:program differs from one device: counted once per tp")
-    assert main(["check", "norm:mended", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["equal"] is True
-    assert main(["check", "norm:missing"]) == 1
-    assert "norm:missing" in capsys.readouterr().err
+    assert document("check", "norm:mended")["equal"] is True
+    assert "norm:missing" in call("check", "norm:missing")[2]
 
 
 def test_the_page_shows_what_is_printed(monkeypatch):

@@ -101,16 +101,6 @@ def test_a_window_in_every_layer_is_one(tmp_path):
     assert from_hugging_face(written(tmp_path, MISTRAL | {"sliding_window": None})).window is None
 
 
-def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    kept = tmp_path / "hub" / "models--someone--Llama-3.1-8B" / "snapshots" / "0a1b"
-    kept.mkdir(parents=True)
-    written(kept, CARDS["llama3.1-8b"])
-    found = preset("someone/Llama-3.1-8B")
-    assert found.name == "Llama-3.1-8B"
-    assert dataclasses.replace(found, name="llama3.1-8b") == preset("llama3.1-8b")
-
-
 def test_the_last_position_of_a_row_decides_between_the_factors_of_longrope():
     """Not that of a batch, nor of the part of a row that a device has; in a cache no position does."""
     config = family("phi3_long")

@@ -1,7 +1,6 @@
 """A line that fixes a layout: what `look` advises, written into the program, sends what it says."""
 
 import inspect
-import json
 import sys
 import textwrap
 from pathlib import Path
@@ -15,7 +14,6 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmpar.cli import main
 from llmpar.inspect.look import look
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -107,14 +105,13 @@ def for_the_command():
     return f, *args
 
 
-def test_the_command_gives_the_line_as_data_and_refuses_a_text(monkeypatch, capsys, tmp_path):
+def test_the_command_gives_the_line_as_data_and_refuses_a_text(monkeypatch, call, document, tmp_path):
     monkeypatch.chdir(Path(__file__).parent)
-    assert main("inspect --program test_cures:for_the_command --cure --json".split()) == 0
-    cure = json.loads(capsys.readouterr().out)["cure"]
+    cure = document(*"inspect --program test_cures:for_the_command --cure".split())["cure"]
     assert cure["expression"].startswith("hot = ") and 0 < cure["bytes_sent"] <= 0.2 * cure["instead_of"]
     (tmp_path / "text.hlo").write_text("HloModule text")
-    assert main(["inspect", "--hlo", str(tmp_path / "text.hlo"), "--mesh", "X=2", "--cure"]) == 1
-    assert "text.hlo: a cure is for functions of arrays" in capsys.readouterr().err
+    status, _, err = call("inspect", "--hlo", str(tmp_path / "text.hlo"), "--mesh", "X=2", "--cure")
+    assert status == 1 and "text.hlo: a cure is for functions of arrays" in err
 
 
 @pytest.mark.long

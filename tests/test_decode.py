@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import LLAMA, MOE, QWEN, by_arrow, family, logits_of, name, predicted_by_arrow, weights
+from parity import LLAMA, MOE, QWEN, by_arrow, family, full_rows, logits_of, name, predicted_by_arrow, weights
 
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.parallel.mesh import make_mesh, split_axes
@@ -43,10 +43,19 @@ def answers(run: Engine, *requests: Request) -> list[list[Event]]:
 
 def whole(config, tokens):
     """Log-probabilities after every position, without a cache."""
-    tokens = np.asarray(tokens, np.int32)[None]
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
+    batch = full_rows(np.asarray(tokens, np.int32)[None])
     return np.asarray(jax.nn.log_softmax(logits_of(config)(weights(config), batch)[0]))
+
+
+def assert_as_whole(request, events, want):
+    """An echoed prompt and the likeliest tokens, with these log-probabilities to 1e-5 of the largest."""
+    length = len(request.tokens)
+    assert tuple(event.token for event in events[:length]) == request.tokens
+    assert [event.of_prompt for event in events] == [True] * length + [False] * request.max_tokens
+    assert events[0].logprob is None and events[-1].finish == "length"
+    for event, row in zip(events[1:], want, strict=False):
+        assert abs(event.logprob - row[event.token]) <= 1e-5 * np.abs(row).max()
+        assert event.of_prompt or event.token == row.argmax()
 
 
 PLANS = [
@@ -66,19 +75,13 @@ def test_a_cache_gives_the_probabilities_of_the_whole_forward_pass(config, plan)
     run = engine(config, plan, chunk=4)
     asked = [Request(tuple(row), MORE, echo=True, logprobs=BEST) for row in PROMPT.tolist()]
     for request, events in zip(asked, answers(run, *asked), strict=True):
-        tokens = [event.token for event in events]
-        assert tuple(tokens[:S]) == request.tokens and len(tokens) == S + MORE
-        assert [event.of_prompt for event in events] == [True] * S + [False] * MORE
-        assert events[0].logprob is None and events[-1].finish == "length"
-        want = whole(dataclasses.replace(config, experts=experts), tokens)
+        want = whole(dataclasses.replace(config, experts=experts), [event.token for event in events])
+        assert_as_whole(request, events, want)
         for at, event in enumerate(events[1:]):
             allowed = 1e-5 * np.abs(want[at]).max()
-            assert abs(event.logprob - want[at, event.token]) <= allowed
             assert all(abs(logprob - want[at, token]) <= allowed for token, logprob in event.best)
             assert [x for _, x in event.best] == sorted((x for _, x in event.best), reverse=True)
             assert abs(event.best[0][1] - want[at].max()) <= allowed
-            if not event.of_prompt:
-                assert event.token == event.best[0][0]
     heads = max(1, config.num_kv_heads // plan.mesh.tp)
     shard = run.decoder.cache[-1].addressable_shards[0].data
     assert shard.shape[3] == heads, "a head has one copy at most"

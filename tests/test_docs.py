@@ -22,6 +22,7 @@ import llmpar
 from llmpar import MeshExplorer
 from llmpar.cli import main
 from llmpar.cli.commands import parse
+from llmpar.lessons import find
 from llmpar.model.llama import FeedForward, param
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
@@ -31,6 +32,8 @@ from llmpar.plan.presets import PRESETS
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BESIDE = [ROOT / x for x in ("INSTRUCTOR.md", "CONTRIBUTING.md", "binder/postBuild")]
+BESIDE.append(ROOT / ".devcontainer" / "devcontainer.json")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 NOT_RUN = TABLES["lines_not_run"]
@@ -58,21 +61,22 @@ def test_what_is_not_run_is_listed_with_a_reason_and_exists():
     assert set(NOT_RUN) <= lines, "no page has this line any more"
     assert {line for line in lines if line.startswith("python ")} <= set(NOT_RUN)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {line.split()[1] for line in lines if line.startswith("make ")} <= set(targets)
+    text = " ".join(page.read_text() for page in PAGES + BESIDE)
+    named = {line.split()[1] for line in lines if line.startswith("make ")}
+    assert named.union(re.findall(r"`make ([\w-]+)", text)) <= set(targets)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = re.findall(r"(?:llmpar|\.)\[([\w,-]+)\]", " ".join(page.read_text() for page in PAGES))
+    asked = re.findall(r"(?:llmpar|\.)\[([\w,-]+)\]", text)
     assert {extra for found in asked for extra in found.split(",")} <= set(extras)
 
 
-def outcome(line: str, capsys) -> tuple[int, str, str]:
-    """Run a command here: exit status, stdout, stderr."""
-    with jax.numpy_dtype_promotion("standard"):
-        status = main(shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:])
-    return status, *capsys.readouterr()
+@pytest.fixture
+def outcome(call):
+    """Run a line here, as `call` does."""
+    return lambda line: call(*shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:])
 
 
 @each_page
-def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, capsys):
+def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, outcome):
     """What compiles a program is checked up to there, and reads a folder that one before it wrote."""
     monkeypatch.chdir(tmp_path)
     kept, text = set(), page.read_text()
@@ -89,7 +93,7 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
         if line in known:
             continue
         if line in refused:
-            status, out, err = outcome(line, capsys)
+            status, out, err = outcome(line)
             assert (status, out, err.splitlines()[-1]) == (1, "", refused.pop(line)), line
         elif re.search("^llmpar (compile|serve|check)|--(program|hlo) ", line):  # tests of their own
             continue
@@ -98,7 +102,7 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
         elif name in ("generate", "export"):
             assert getattr(command, "model", None) is None, "the model of the checkpoint"
         else:
-            status, out, err = outcome(line, capsys)
+            status, out, err = outcome(line)
             assert status == 0 and (out or "nats per token" in err), (line, err)
     assert not refused, "a refusal that no command of this page showed"
 
@@ -108,13 +112,13 @@ RUN = [pytest.param(page, marks=mark, id=page.stem) for page, mark in zip(PAGES,
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, outcome):
     """In its order and in one folder: a later one reads what an earlier one wrote."""
     monkeypatch.chdir(tmp_path)
     of_mine = re.compile("--(program|hlo) |llmpar check")  # test_look.py, test_check.py
     for line in [line for line in written(page) if not of_mine.search(line)]:
         if line.startswith("llmpar ") and line.split()[1] not in ("compile", "serve") and line not in NOT_RUN:
-            assert outcome(line, capsys)[0] == (f"    $ {line}\n" in page.read_text()), line
+            assert outcome(line)[0] == (f"    $ {line}\n" in page.read_text()), line
     if (log := tmp_path / "run.jsonl").exists():
         assert any("eval_loss" in line for line in log.read_text().splitlines())
 
@@ -144,6 +148,10 @@ def test_no_link_is_dead(page):
         there = folder / path if path else page
         assert there.exists(), target
         assert not anchor or there.suffix != ".md" or anchor in anchors(there.read_text()), target
+    for exercise in re.findall(r"`(\d\d\w?\.\w+)`", text):
+        find(exercise)  # or it is refused
+    for path in re.findall(r"`((?:notebooks|slides|tests|llmpar)/[\w./]+)`", text):
+        assert (ROOT / path).exists() or "/_" in path, path  # what is built
 
 
 def test_the_first_page_is_short_and_every_page_is_reached_from_it():

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from shared import CASES, TABLES
 
-from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
 from llmpar.launch import joined
 from llmpar.launch.engines import Place, detect
@@ -372,29 +371,28 @@ def export_of(folder, total_size=16_060_522_496, quantization=None, **entries):
     return str(folder)
 
 
-def test_a_server_takes_the_sizes_that_its_weights_and_cache_need(tmp_path, monkeypatch, capsys):
+SERVED = "launch slurm --serve vllm --chip a100-40 --cache-tokens 50000 --weights".split()
+
+
+def test_a_server_takes_the_sizes_that_its_weights_and_cache_need(tmp_path, monkeypatch, call):
     """From the export's config.json: 16 GB in bfloat16 fit one GPU of 40 GB, 32 GB in float32 need two."""
     monkeypatch.chdir(tmp_path)
-    asked = ("slurm", "--serve", "vllm", "--chip", "a100-40", "--cache-tokens", "50000", "--weights")
-    launch(*asked, os.path.relpath(export_of(tmp_path / "an export")))
-    out, err = capsys.readouterr()
+    out, err = call(*SERVED, os.path.relpath(export_of(tmp_path / "an export")))[1:]
     assert f"serve '{tmp_path}/an export' --served-model-name 'an export' --tensor-parallel-size 1" in out
     assert "--dtype bfloat16 --max-model-len 50000 --host" in out and "--gpus-per-node=1\n" in out
     assert "16.1 GB in bfloat16, on 1 a100-40 of 1 nodes (" in err
-    launch(*asked, export_of(tmp_path / "wide", 32_121_044_992, torch_dtype="float32"))
-    out, err = capsys.readouterr()
+    wide = export_of(tmp_path / "wide", 32_121_044_992, torch_dtype="float32")
+    out, err = call(*SERVED, wide)[1:]
     assert "--tensor-parallel-size 2" in out and "--dtype float32" in out and "32.1 GB in float32" in err
 
 
-def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, capsys):
+def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, call):
     """config.json still says bfloat16, and 16.1 GB would take two GPUs of 24; the index says 6.0 GB."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     kept = tmp_path / "hub" / "models--nvidia--Llama-FP4" / "snapshots" / "0123"
     small = export_of(kept, 6_000_000_000, {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"})
-    asked = ("slurm", "--serve", "vllm", "--chip", "a100-40", "--cache-tokens", "50000", "--weights")
     for name in (small, "nvidia/Llama-FP4"):
-        launch(*asked, name)
-        out, err = capsys.readouterr()
+        out, err = call(*SERVED, name)[1:]
         assert f"6.0 GB in NVFP4 (says {QUANTIZED}), on 1 a100-40" in err
         assert "--dtype" not in out and f"serve {name} " in out
     with pytest.raises(ValueError, match=f"quantized to NVFP4 .{QUANTIZED}., which is not supported"):
@@ -402,9 +400,9 @@ def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("folder, says", CASES["too_few_bytes"])
-def test_files_that_hold_less_than_the_model_are_not_served(folder, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        launch("slurm", "--serve", "vllm", "--weights", export_of(tmp_path / "x", **json.loads(folder)))
+def test_files_that_hold_less_than_the_model_are_not_served(folder, says, tmp_path, call):
+    status, _, err = call(*SERVED, export_of(tmp_path / "x", **json.loads(folder)))
+    assert status == 1 and re.search(says, " ".join(err.split()))
 
 
 def test_a_command_without_checkpoints_is_not_started_again():
@@ -413,25 +411,18 @@ def test_a_command_without_checkpoints_is_not_started_again():
         assert not re.search(again, job_file(engine, Job(("train",), 2, SITE))), engine
 
 
-def launch(*words):
-    parse(["launch", *words]).run()
-
-
-def test_a_job_file_is_printed_and_submitted_only_when_it_is_asked_for(capsys, monkeypatch, tmp_path):
+def test_a_job_file_is_printed_and_submitted_only_when_it_is_asked_for(call, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("submitted"))
-    launch("slurm", "--nodes", "2", "--", "train", "--mesh", "fsdp=16", "--checkpoints", "kept")
-    out, _ = capsys.readouterr()
+    _, out, _ = call(*"launch slurm --nodes 2 -- train --mesh fsdp=16 --checkpoints kept".split())
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=llmpar\n#SBATCH --nodes=2\n")
     assert "llmpar train --mesh fsdp=16 --checkpoints kept\n" in out and not list(tmp_path.iterdir())
-    launch("slurm", "--out", "job", "--", "train", "--mesh", "fsdp=8")
+    _, _, err = call(*"launch slurm --out job -- train --mesh fsdp=8".split())
     assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
-    _, err = capsys.readouterr()
     assert "submit it: sbatch job" in err and "nothing is kept" in err
     asked, ended = [], subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(subprocess, "run", lambda line, **_: asked.append(line) or ended)
-    with pytest.raises(SystemExit, match="0"):
-        launch("slurm", "--submit", "--", "train", "--mesh", "fsdp=8")
+    assert call(*"launch slurm --submit -- train --mesh fsdp=8".split())[0] == 0
     assert asked == [["sbatch", "llmpar-job.sbatch"]] and (tmp_path / "llmpar-job.sbatch").exists()
 
 

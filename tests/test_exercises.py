@@ -1,7 +1,6 @@
 """Exercises: their verdict tables, hints in steps, solutions after an attempt, notes, `llmpar progress`."""
 
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,6 @@ from jax import lax
 from shared import TABLES
 
 from llmpar import lessons
-from llmpar.cli import main
 from llmpar.lessons import judge, pages, record
 from llmpar.lessons.spread import carried_out
 from llmpar.parallel.mesh import make_mesh
@@ -276,28 +274,27 @@ def test_where_nothing_can_be_noted_the_verdict_is_still_given(where, tmp_path, 
     assert said.endswith(" you said 754,880; compiled 754,880")
 
 
-def test_progress_sums_up_and_exports(printed):
-    said = printed(main, ["progress"])
+def test_progress_sums_up_and_exports(call, document):
+    said = call("progress")[1]
     assert said.endswith(f"0 of {len(NAMES)} correct; the next one is {NAMES[0]}\n")
     for name, answer in (("03.sent", 862_720), ("03.sent", 754_880), ("07.microbatches", 70)):
         lessons.attempt(name, answer)
-    lines = printed(main, ["progress"]).splitlines()
+    lines = call("progress")[1].splitlines()
     assert len(lines) == len(NAMES) + 1 and lines[-1].startswith(f"1 of {len(NAMES)} correct")
     assert re.search(r"^03\.sent +core +2 tries +correct$", "\n".join(lines), re.M)
     assert re.search(r"^07\.microbatches +core +1 try +not yet$", "\n".join(lines), re.M)
-    document = json.loads(printed(main, ["progress", "--json"]))
-    assert document["score"] == 1 and document["max_score"] == len(NAMES)
-    (sent,) = [test for test in document["tests"] if test["name"] == "03.sent"]
+    exported = document("progress")
+    assert exported["score"] == 1 and exported["max_score"] == len(NAMES)
+    (sent,) = [test for test in exported["tests"] if test["name"] == "03.sent"]
     assert (sent["score"], sent["max_score"], sent["status"]) == (1.0, 1.0, "passed")
     assert sent["output"].startswith("correct. ") and not sent["extra_data"]["first_correct"]
 
 
-def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_path, capsys):
+def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_path, call, document):
     lessons.attempt("16.cache_bytes", "</script><b>1")
     lessons.attempt("16.cache_bytes", 131_072)
     lessons.attempt("16.guessed", 4.2)
-    assert main(["progress", "--report", "anna", "--lesson", "16", "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out.splitlines()[-1])["reports"]
+    (one,) = document("progress", "--report", "anna", "--lesson", "16")["reports"]
     page = (tmp_path / "anna.html").read_text()
     assert record.read_page("anna.html") == one and page.count("</script>") == 1
     rows = {row["exercise"]: row for row in one["exercises"]}
@@ -309,21 +306,17 @@ def test_a_report_repeats_answers_gives_none_away_and_overwrites_nothing(tmp_pat
         assert not any(line in page for text in said for line in text.splitlines()), name
     assert "3.3616" not in page
     for again in ("anna", "anna.html", "nowhere/x"):
-        assert main(["progress", "--report", again]) == 1
-        assert f"cannot write the report '{again}'" in capsys.readouterr().err
+        assert f"cannot write the report '{again}'" in call("progress", "--report", again)[2]
     assert (tmp_path / "anna.html").read_text() == page
-    assert main(["progress", "--report", "."]) == 0
-    assert re.fullmatch(r"anna +2 answered +1 correct\n", capsys.readouterr().out)
+    assert re.fullmatch(r"anna +2 answered +1 correct\n", call("progress", "--report", ".")[1])
     (tmp_path / "other.html").write_text("<p>")
-    assert main(["progress", "--report", "."]) == 1
-    assert "cannot read the report 'other.html'" in capsys.readouterr().err
+    assert "cannot read the report 'other.html'" in call("progress", "--report", ".")[2]
 
 
 @pytest.mark.parametrize("text, why", TABLES["no_answers"])
-def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
+def test_a_file_of_something_else_is_refused(text, why, tmp_path, call):
     (tmp_path / record.FILE).write_text(text)
-    assert main(["progress"]) == 1
-    said = capsys.readouterr().err
+    said = call("progress")[2]
     assert "is no file of answers" in said and why in said and "Attempt(" not in said
     lessons.attempt("03.sent", 1)
     assert (tmp_path / record.FILE).read_text() == text, "nothing of the learner's is overwritten"
@@ -353,14 +346,14 @@ def test_lesson_11_repeats_the_planners_seconds():
     assert "{:.0%} of the step on A100s, is {:.0%} on".format(*shares).replace("%", " %") in buy["because"]
 
 
-def test_teachers_see_the_solutions(printed, capsys):
+def test_teachers_see_the_solutions(call, document):
     """Of one lesson or of all, in order; of no lesson that is not there."""
-    found = json.loads(printed(main, ["solutions", "--lesson", "03", "--json"]))["solutions"]
+    found = document("solutions", "--lesson", "03")["solutions"]
     assert list(found) == [f"03.{name}" for name in lessons.exercises("03")]
     assert found["03.sent"].startswith("03.sent: 754,880\nWhy: 4 bytes per parameter")
-    told = printed(main, ["solutions"])
+    told = call("solutions")[1]
     assert told.count("\nWhy: ") == sum(len(lessons.exercises(lesson)) for lesson in lessons.lesson_numbers())
     for written in (lessons.spelt_out(lessons.find(name).solution) for name in NAMES):
         assert max(map(len, written.splitlines())) <= lessons.COLUMNS, "code would be broken inside"
-    assert main(["solutions", "--lesson", "99"]) == 1
-    assert "there are 00, 00b, 01" in capsys.readouterr().err
+    status, _, err = call("solutions", "--lesson", "99")
+    assert status == 1 and "there are 00, 00b, 01" in err

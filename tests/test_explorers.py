@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from shared import CASES
 
-from llmpar.cli import main
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import Text, flatten
 from llmpar.explore import page
@@ -224,11 +223,10 @@ def test_a_damaged_text_is_read_or_refused_by_a_sentence():
     assert answered  # of what is read the table stays
 
 
-def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(capsys):
+def test_a_plan_is_held_to_what_is_asserted_with_a_status_of_its_own(call):
     line = "plan --devices 8 --mesh fsdp=8 --keep 1 --json --assert".split()
     for text, (status, says) in CASES["asserted"].items():
-        assert main([*line, text]) == status, text
-        out, err = capsys.readouterr()
-        assert says in err and (status == 1 or json.loads(out)["plans"]), text
-    assert main("plan --model llama3-70b --devices 2 --assert fits".split()) == 3
-    assert "'llama3-70b' fits on no mesh" in capsys.readouterr().err
+        found, out, err = call(*line, text)
+        assert found == status and says in err and (status == 1 or json.loads(out)["plans"]), text
+    status, _, err = call(*"plan --model llama3-70b --devices 2 --assert fits".split())
+    assert status == 3 and "'llama3-70b' fits on no mesh" in err

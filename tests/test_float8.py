@@ -1,36 +1,30 @@
 """Matmuls in float8: NumPy rounds the same, meshes agree, and GPUs' programs multiply 8 bits."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import parity
 import plans
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, batch, put, state_of
+from parity import BATCH, LLAMA, SEQ, batch
 from shared import CASES, program_text
 from test_compile import DOT, H100, PRODUCTS, Devices, aside, gpu_compiler
-from test_wire import error
+from test_tolerance import alone, error
 
 from llmpar.inspect import roofline
-from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.check import check
-from llmpar.model.weights import model_graph, trainable_params
+from llmpar.model.weights import trainable_params
 from llmpar.parallel.float8 import matmul_in_float8
 from llmpar.parallel.mesh import make_mesh
-from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.planner.planner import Question
 from llmpar.predict.time import step_time
 from llmpar.predict.tolerance import tolerance
-from llmpar.predict.traffic import MATMULS, step_traffic
-from llmpar.training.step import Step
+from llmpar.predict.traffic import MATMULS
 
 PLANS = [pytest.param(x, marks=[pytest.mark.long] * (i > 1)) for i, x in enumerate(CASES["float8_plans"])]
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -60,31 +54,20 @@ def test_operands_are_rounded_once_and_products_summed_in_float32():
     assert all(np.isnan(got).any() for got in run(x, w * np.inf, dy)[:2])
 
 
-@functools.cache
-def alone(config):
-    """Loss and gradients on one device, divided by the number of targets at the end, as in a step."""
-    par, total = Solo(Plan(matmul_dtype="float8").resolve()), (batch()["targets"] >= 0).sum()
-    loss = lambda params, data: nnx.merge(model_graph(config), params).loss(data, par)[0]
-    made, grads = jax.jit(jax.value_and_grad(loss))(parity.weights(config), batch())
-    divided = lambda x: np.asarray(x) / np.float32(total)
-    return jax.tree.map(divided, (made, trainable_params(grads, config)))
-
-
 @pytest.mark.parametrize("line", PLANS)
 def test_a_mesh_computes_what_one_device_does_and_sends_what_is_predicted(line):
     """Scales of parts move exponents alone. (But a value between two numbers may go to the other one.)"""
     config, plan = plans.build(line)
-    plan, mesh = plan.resolve(config, "cpu", BATCH, SEQ), make_mesh(str(plan.mesh))
-    step = Step(config, plan, mesh, optax.trace(0.0), clip=None)
-    compiled, text = read_program(step.lower(BATCH, SEQ))
-    if plan.mesh.pp == 1:
-        sent = parity.predicted_by_arrow(step_traffic(plan, BATCH, SEQ))
-        assert parity.by_arrow(census_hlo(text, step.mesh)) == sent
-    state, metrics = compiled(state_of(step), put(batch(), step.batch_sharding))
-    grads = parity.natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
-    one_loss, one_grads = alone(config)
+    step, compiled, text = parity.compiled_step(config, plan)
+    parity.assert_sent(step, text)
+    _, metrics, grads = parity.first_step(step, compiled)
+    (one_loss, _), one_grads = alone(config, matmul_dtype="float8")(parity.weights(config), batch())
+    one_grads = jax.tree.map(np.asarray, trainable_params(one_grads, config))
     assert abs(metrics["loss"] / one_loss - 1) < 1e-6 and error(grads, one_grads) < 0.03
-    (loss, exact), spread = parity.solo(config), tolerance(plan, BATCH, SEQ, logits=0.5, loss=math.log(256))
+    (loss, exact), spread = (
+        parity.solo(config),
+        tolerance(step.plan, BATCH, SEQ, logits=0.5, loss=math.log(256)),
+    )
     assert abs(metrics["loss"] / loss - 1) < spread.bound("loss")
     assert spread.expected("gradient") / 4 < error(grads, exact) < 4 * spread.expected("gradient")
 

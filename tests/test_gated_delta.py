@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from parity import batch, family, logits_of, solo, spread, weights
+from parity import batch, family, full_rows, logits_of, solo, spread, weights
+from test_decode import answers, assert_as_whole
 from test_hf import fixture, from_tensors, stored
 
 from llmpar.model import gated_delta
@@ -84,23 +85,15 @@ def test_slots_with_a_state_begin_anew_and_end_at_different_times():
     asked = [Request(tuple(draw.integers(0, 256, n).tolist()), LENGTHS[n], echo=True) for n in LENGTHS]
     run = Engine(CONFIG, Plan("sp=2 tp=2"), make_mesh("sp=2 tp=2"), weights(CONFIG), 2, 24, chunk=4)
     run.decoder.cache = jax.tree.map(lambda x: x * 0 + 30, run.decoder.cache)
-    found = {run.submit(request): [] for request in asked}
     with mock.patch.object(gated_delta, "CHUNK", 3):
-        while run.busy:
-            for event in run.step():
-                found[event.ticket].append(event)
+        found = answers(run, *asked)
     every = CONFIG.with_experts(capacity_factor=None)
-    tokens = np.zeros((len(asked), max(map(len, found.values()))), np.int32)  # what fills a row comes last
-    for row, events in zip(tokens, found.values(), strict=True):
+    tokens = np.zeros((len(asked), max(map(len, found))), np.int32)  # what fills a row comes last
+    for row, events in zip(tokens, found, strict=True):
         row[: len(events)] = [event.token for event in events]
-    places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    whole = {"tokens": tokens, "positions": places, "segments": np.zeros_like(tokens)}
-    whole = np.asarray(jax.nn.log_softmax(logits_of(every)(weights(CONFIG), whole)))
-    for request, events, want in zip(asked, found.values(), whole, strict=True):
-        assert tuple(event.token for event in events[: len(request.tokens)]) == request.tokens
-        for at, event in enumerate(events[1:]):
-            assert abs(event.logprob - want[at, event.token]) <= 1e-5 * np.abs(want[at]).max()
-            assert event.of_prompt or event.token == want[at].argmax()
+    whole = np.asarray(jax.nn.log_softmax(logits_of(every)(weights(CONFIG), full_rows(tokens))))
+    for request, events, want in zip(asked, found, whole, strict=True):
+        assert_as_whole(request, events, want)
 
 
 KINDS = ["qwen3_5_moe_text", pytest.param("qwen3_next", marks=pytest.mark.long)]

@@ -1,12 +1,10 @@
 """Goodput: the exact expectation against simulated runs, its best interval against the published ones."""
 
-import json
 import math
 
 import pytest
 from shared import TABLES
 
-from llmpar.cli import main
 from llmpar.predict.goodput import FailingRun, best_interval, goodput, simulate, young_interval
 
 RUNS = {name: FailingRun(**fields) for name, fields in TABLES["failing_runs"].items()}
@@ -42,12 +40,11 @@ def test_the_best_interval_is_one_for_rare_failures_and_for_writes_that_leave_no
         assert 0 <= goodput(run, best_interval(run)) < 1
 
 
-def test_the_command_prints_the_same_numbers_and_refuses_in_a_sentence(capsys):
-    assert main(["goodput", "--devices", "1024", "--stall-s", "10", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_command_prints_the_same_numbers_and_refuses_in_a_sentence(call, document):
+    found = document("goodput", "--devices", "1024", "--stall-s", "10")
     run = FailingRun(found["mtbf_s"], 10, 600)
     assert found["mtbf_s"] == pytest.approx(LLAMA_3 * 16)
     assert found["goodput"] == goodput(run, found["best_interval_s"]) == found["sizes"][2]["goodput"]
     assert abs(found["simulated"]["goodput"] - found["goodput"]) < 3 * found["simulated"]["standard_error"]
-    assert main(["goodput", "--write-s", "1e4", "--interval-s", "10"]) == 1
-    assert "use an interval above 9970 s" in capsys.readouterr().err
+    status, _, err = call("goodput", "--write-s", "1e4", "--interval-s", "10")
+    assert status == 1 and "use an interval above 9970 s" in err

@@ -16,7 +16,7 @@ import numpy as np
 import oracle
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from parity import logits_of
+from parity import full_rows, logits_of
 
 from llmpar.model.weights import of_weights
 from llmpar.parallel.mesh import make_mesh, sharding
@@ -74,15 +74,9 @@ def from_tensors(tensors, config):
         return hf.from_state_dict(tensors, config)
 
 
-def whole(ids, targets):
-    """Rows of one document each."""
-    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    return dict(tokens=ids, targets=targets, positions=positions, segments=np.ones_like(positions))
-
-
 def logits(params, config, ids):
     """What our model computes for these tokens, one document a row."""
-    return np.asarray(logits_of(config)(params, whole(np.int32(ids), np.int32(ids))))
+    return np.asarray(logits_of(config)(params, full_rows(np.int32(ids))))
 
 
 def same(a, b):
@@ -119,7 +113,7 @@ def test_the_oracle_computes_the_logits_of_transformers(kind):
     """The others' gradients, which depend on the logits, are below."""
     config, tensors, ids, theirs = fixture(kind)
     run = lambda weights, batch: oracle.logits_of(weights, batch, config, None)[0]
-    assert np.abs(in_float64(config, tensors, run, whole(ids, ids)) - theirs).max() < TOLERANCE
+    assert np.abs(in_float64(config, tensors, run, full_rows(ids, ids)) - theirs).max() < TOLERANCE
 
 
 at_night = lambda kind: [pytest.mark.nightly] * (kind not in GRADIENTS)
@@ -133,7 +127,7 @@ def test_the_oracle_computes_the_gradients_of_transformers(kind):
     config, tensors, ids, _ = fixture(kind)
     config = config.with_experts(aux_loss=0.0)
     run = jax.grad(lambda weights, batch: oracle.loss(weights, batch, config, None)[0])
-    grads = in_float64(config, tensors, run, whole(ids[:, :-1], ids[:, 1:]))
+    grads = in_float64(config, tensors, run, full_rows(ids[:, :-1], ids[:, 1:]))
     theirs = {name.removeprefix("grad:"): x for name, x in stored(kind).items() if name.startswith("grad:")}
     ours = dict(hf.tensors_of(hf._weights(config), grads.__getitem__, "float64"))
     assert theirs.keys() <= ours.keys() and not any(ours[name].any() for name in ours.keys() - theirs.keys())

@@ -59,9 +59,10 @@ def table(*rows):
 
 SHIFT = [(0, 1), (1, 0)]
 hop = lambda n: [(i, (i + n) % 8) for i in range(8)]
+alone = lambda x: lax.pcast(x, "one", to="varying")  # an axis of one device
 X = 32 * 16 * 4  # bytes of what one device holds of a float32 [256, 16]
 EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, bytes sent
-    (lambda x: lax.psum(x, "tp"), ("tp",), "all-reduce", ("tp",), 2, X),
+    (lambda x: lax.psum(alone(x), ("one", "tp")), ("tp",), "all-reduce", ("tp",), 2, X),
     (lambda x: lax.psum(x, ("fsdp", "dp")), ("dp", "fsdp"), "all-reduce", ("dp", "fsdp"), 4, 2 * X * 3 // 4),
     (lambda x: lax.psum(x, AXES), AXES, "all-reduce", AXES, 8, 2 * X * 7 // 8),
     (lambda x: lax.pmin(x, ("dp", "tp")), ("dp", "tp"), "all-reduce", ("dp", "tp"), 4, 2 * X * 3 // 4),
@@ -77,7 +78,7 @@ EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, 
 
 @pytest.mark.parametrize("f, gone, kind, axes, group_size, sent", EACH_KIND)
 def test_each_collective_is_found_once_with_its_axes_and_bytes(f, gone, kind, axes, group_size, sent):
-    mesh = make_mesh(**CUBE)
+    mesh = make_mesh(**CUBE, one=1)
     traced = lower(f, mesh, P(AXES), P(tuple(a for a in AXES if a not in gone) or None), jnp.ones((256, 16)))
     for census in three_censuses(traced, mesh):
         (c,) = census
@@ -109,9 +110,10 @@ def test_of_a_cond_the_branch_that_sends_most_counts():
     def f(x, flag):
         small = lambda x: lax.psum(x, "dp")
         large = lambda x: small(lax.ppermute(lax.ppermute(x, "tp", SHIFT), "fsdp", SHIFT))
-        return lax.cond(flag[0] > 0, small, large, x) + lax.switch(flag[0], [small, small, small], x)
+        many = lambda x: small(lax.fori_loop(0, 5, lambda i, x: lax.ppermute(x, "tp", SHIFT), x))
+        return lax.cond(flag[0] > 0, small, large, x) + lax.switch(flag[0], [small, large, many], x)
 
-    hops = (("tp", "collective-permute", 1, X), ("fsdp", "collective-permute", 1, X))
+    hops = (("tp", "collective-permute", 6, 6 * X), ("fsdp", "collective-permute", 1, X))
     expected = table(("dp", "all-reduce", 2, 2 * X), *hops)
     traced = lower(f, mesh, (P(AXES), P()), P(("fsdp", "tp")), jnp.ones((256, 16)), jnp.array([1]))
     for census in three_censuses(traced, mesh):

@@ -62,9 +62,8 @@ def imports(name, tree):
     return inside, outside
 
 
-def project():
-    """Read pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEPENDENCIES, EXTRAS = (PYPROJECT["project"][name] for name in ("dependencies", "optional-dependencies"))
 
 
 def repository_files():
@@ -234,25 +233,19 @@ def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
     conda.remove("pip")
     conda.remove("python =3.12")  # one that constraints.txt knows; the newest may be too new for the rest
     conda_name = {"matplotlib": "matplotlib-base"}  # without Qt
-    listed = project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["lab"]
-    pyproject = map(requirement, listed)
-    wanted = {conda_name.get(name, name): bound for name, bound in pyproject}
+    listed = map(requirement, DEPENDENCIES + EXTRAS["lab"])
+    wanted = {conda_name.get(name, name): bound for name, bound in listed}
     assert dict(map(requirement, conda)) == wanted
 
 
 def test_extra_dev_repeats_the_groups_and_a_rank_of_a_job_installs_no_notebook():
-    groups = project()["dependency-groups"]
-
     def members(name):
-        for item in groups[name]:
+        for item in PYPROJECT["dependency-groups"][name]:
             yield from members(item["include-group"]) if isinstance(item, dict) else [item]
 
-    extras = project()["project"]["optional-dependencies"]
-    assert sorted(extras["dev"]) == sorted(members("dev"))
-    assert {*extras["hf"], *extras["serve"]} <= {*extras["dev"]}
-    assert sorted(extras["lab"]) == sorted(members("lab")) and set(extras["lab"]) <= set(extras["dev"])
-    listed = project()["project"]["dependencies"], extras["lab"]
-    plain, lab = ({requirement(text)[0] for text in group} for group in listed)
+    assert all(sorted(EXTRAS[name]) == sorted(members(name)) for name in ("dev", "lab"))
+    assert {*EXTRAS["hf"], *EXTRAS["serve"], *EXTRAS["lab"]} <= {*EXTRAS["dev"]}
+    plain, lab = ({requirement(text)[0] for text in group} for group in (DEPENDENCIES, EXTRAS["lab"]))
     assert not plain & lab and "jupyterlab" in lab
 
 
@@ -261,8 +254,7 @@ def test_constraints_pin_every_dependency_without_addresses():
     pin = re.compile(r'([a-z0-9-]+)==[\w.]+(?: ; python_version (?:<|>=) "3\.12")?')
     assert [line for line in lines if not pin.fullmatch(line)] == []
     pinned = {pin.fullmatch(line)[1] for line in lines}
-    extras = project()["project"]["optional-dependencies"]
-    assert {requirement(text)[0] for text in project()["project"]["dependencies"] + extras["dev"]} <= pinned
+    assert {requirement(text)[0] for text in DEPENDENCIES + EXTRAS["dev"]} <= pinned
 
 
 OLDEST = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-min.txt").read_text(), re.M))
@@ -270,8 +262,7 @@ OLDEST = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-min.txt")
 
 def test_the_oldest_versions_are_the_lower_bounds():
     """jaxlib is JAX's own; a bound may leave out the last zeros."""
-    extras = project()["project"]["optional-dependencies"]
-    listed = project()["project"]["dependencies"] + extras["lab"] + extras["serve"]
+    listed = DEPENDENCIES + EXTRAS["lab"] + EXTRAS["serve"]
     bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in listed)
     assert OLDEST.keys() - bounds == {"jaxlib"} and OLDEST["jax"] == OLDEST["jaxlib"]
     for name, bound in bounds.items():

@@ -134,7 +134,7 @@ def test_a_page_of_the_learner_s_is_kept_and_ours_is_renewed(open_lab, tmp_path)
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no execve")
 def test_the_server_takes_the_place_of_the_command(tmp_path):
     """A signal to the command is one to the server: here a program that says its number and waits."""
-    (tmp_path / "jupyter.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "jupyter.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-m", "llmpar", "lab", "--folder", str(ROOT / "notebooks")]
     how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": paths}}

@@ -190,7 +190,7 @@ def test_processes_that_lose_another_end_with_one_sentence_and_without_the_stack
         lines = lambda: [processes.output_of(i).splitlines() for i in range(3)]
         until(lambda: lines() == [["in"]] * 3, "all are in")
         processes.running[0].kill()
-        assert processes.wait(60).first == 0
+        assert processes.wait(300).first == 0
         until(lambda: lines() == [["in"], *[["in", line.format(0)]] * 2], "both say why", said=lines)
     with open(HERE / "fixtures" / "native_words.txt") as words:
         shown = subprocess.run(["sed", "-nuE", joined._SED], stdin=words, capture_output=True, text=True)

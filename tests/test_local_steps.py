@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import BATCH, LLAMA, MOE, SEQ, batch, by_arrow, name, predicted_by_arrow
+from test_train import held_out, run
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import census_hlo, compiled_memory, read_program
@@ -19,10 +20,7 @@ from llmpar.plan.model_config import LoraConfig, OptimizerConfig
 from llmpar.plan.places import fragment
 from llmpar.predict.memory import argument_bytes, outer_bytes, parts_bytes
 from llmpar.predict.traffic import outer_traffic
-from llmpar.training.checkpoint import Checkpoints
-from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.local_steps import LocalSteps
-from llmpar.training.loop import Callbacks, Evaluation, train
 from llmpar.training.muon import muon
 
 PLAN = Plan("dp=2 fsdp=2 tp=2")
@@ -123,24 +121,12 @@ def test_inspect_shows_the_step_of_a_worker_and_over_dp_the_outer_step():
     assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in shown["collectives"])
 
 
-@functools.cache
-def corpus():
-    return read_corpus(DataConfig(limit_bytes=50_000))
-
-
 def train_to(stop: int, mesh: str, folder=None, tell=print, **more):
     """Train six steps, or to an earlier stop: loss by loss, of held-out text after six, and the weights."""
-    config = DataConfig(seq_len=16, batch_size=8, limit_bytes=50_000)
-    text, held_out = (Batches(corpus(), config, part) for part in ("train", "held_out"))
-    keep = Checkpoints(str(folder), 100) if folder else None
-    given = dict(local_steps=4, fragments=2, warmup=1, learning_rate=1e-2) | more
-    steps = itertools.count(1)
-    state, report = train(
-        *(LLAMA, Plan(mesh), make_mesh(mesh), text, 6, OptimizerConfig(**given)),
-        checkpoints=keep,
-        evaluation=Evaluation(held_out, 6),
-        callbacks=Callbacks(stop=lambda: next(steps) == stop, tell=tell),
-    )
+    given = OptimizerConfig(**dict(local_steps=4, fragments=2, warmup=1, learning_rate=1e-2) | more)
+    steps, asked = itertools.count(1), dict(held_out=held_out(), eval_every=6, tell=tell)
+    asked["stop"] = lambda: next(steps) == stop
+    state, report = run(Plan(mesh), config=LLAMA, folder=folder, every=100, options=given, **asked)
     return report.losses, report.eval_losses, flat(state.params)
 
 

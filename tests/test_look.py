@@ -14,7 +14,6 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shared import HERE, TABLES
 
-from llmpar.cli import main
 from llmpar.inspect.census import partitioned_hlo
 from llmpar.inspect.look import look
 
@@ -231,27 +230,22 @@ def test_pairs_that_no_data_orders_are_named():
     assert not look(manual(lambda x: lax.psum(lax.psum(x, "X"), "Y"), P("X"), P()), X).unordered
 
 
-def command(line, capsys):
-    return main(["inspect", *line.split()]), *capsys.readouterr()
-
-
-def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkeypatch, capsys):
+def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkeypatch, call, document):
     monkeypatch.chdir(HERE / "fixtures" / "mine")
     for name in ("text.hlo", "drawn.svg"):
         monkeypatch.setenv(name.partition(".")[0].upper(), str(tmp_path / name))
     named = ["--dims", "x = b d; params['up'] = d m; params['down'] = m d"]
-    more = ["--program", "train:look_at", "--json", "--svg", str(tmp_path / "drawn.svg"), *named]
-    status, out = main(["inspect", *more]), capsys.readouterr().out
-    found = json.loads(out)
+    more = ["--program", "train:look_at", "--svg", str(tmp_path / "drawn.svg"), *named]
+    found = document("inspect", *more)
     assert {row["letters"] for row in found["rows"][:2]} == {"d m +data -> d m", "m d +data -> m d"}
-    assert status == 0 and found["mesh"] == {"data": 4, "model": 2}
+    assert found["mesh"] == {"data": 4, "model": 2}
     assert found["rows"][0]["bytes_sent"] == 3145728
     assert "mine/train.py" in (tmp_path / "drawn.svg").read_text()
     (tmp_path / "text.hlo").write_text(TEXT)
-    status, out, _ = command(f"--hlo {tmp_path / 'text.hlo'} --mesh X=4,Y=2", capsys)
+    status, out, _ = call("inspect", "--hlo", str(tmp_path / "text.hlo"), "--mesh", "X=4,Y=2")
     assert status == 0 and "all-reduce X" in out
     for line, says in TABLES["inspect_refuses"]:
-        status, out, err = command(line.replace("TEXT", str(tmp_path / "text.hlo")), capsys)
+        status, out, err = call("inspect", *line.replace("TEXT", str(tmp_path / "text.hlo")).split())
         assert (status, out) == (1, "") and says in err, line
 
 

@@ -1,7 +1,6 @@
 """Adapters: losses and weights of `peft` (make_lora_fixture.py); merged or not, a model says the same."""
 
 import dataclasses
-import json
 import math
 import shlex
 import statistics
@@ -12,12 +11,11 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from make_hf_fixtures import FIXTURES
-from parity import LLAMA, dealt, logits_of, put, weights
+from parity import LLAMA, dealt, full_rows, logits_of, put, weights
 from parity import batch as some_batch
 from shared import TABLES
 
 from llmpar import Plan, make_mesh
-from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.export import Export
 from llmpar.model.weights import joined, of_weights, trainable_params
@@ -64,10 +62,7 @@ def test_three_steps_and_the_merged_model_are_pefts(tmp_path):
     config, params, theirs = tuned(tmp_path)
     rule = optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     step, ids = Step(config, plan, make_mesh(plan.mesh), rule, clip=None), theirs["ids"]
-    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16))
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "positions": positions}
-    batch |= {"segments": np.ones_like(positions)}
-    state, losses = step.init(params=params), []
+    batch, state, losses = full_rows(ids[:, :-1], ids[:, 1:]), step.init(params=params), []
     for _ in range(4):
         before = jax.tree.map(np.asarray, state.params)
         state, metrics = step.run(state, put(dealt(batch, plan), step.batch_sharding))
@@ -183,16 +178,14 @@ def test_adapters_are_priced_by_what_is_computed(name):
     assert less == pytest.approx(memory.flops(plain, 2, 4096)["weights"] - useful["weights"], rel=1e-3)
 
 
-def test_a_model_with_adapters_is_planned(capsys):
+def test_a_model_with_adapters_is_planned(call, document):
     """Frozen weights in 16 bits, moments of adapters alone; the lines train what was priced."""
     flags = ["plan", "--devices", "8", "--seq-len", "4096", "--lora-rank", "16", "--lora-targets", "q", "v"]
-    flags += ["--mesh", "fsdp=8", "--fix", "zero=3 loss_chunks=8", "--json"]
-    assert main(flags) == 0
-    document = json.loads(capsys.readouterr().out)
-    (row,) = document["plans"]
+    found = document(*flags, "--mesh", "fsdp=8", "--fix", "zero=3 loss_chunks=8")
+    (row,) = found["plans"]
     model = "llama3-8b lora_rank=16 lora_targets=q,v"
     adapters, config = preset(model).trained_params, preset(model)
-    assert document["model"] == model and "4 for each frozen one" in document["mfu_is"]
+    assert found["model"] == model and "4 for each frozen one" in found["mfu_is"]
     held = row["memory_bytes"]
     assert held["params"] == (2 * (config.num_params - adapters) + 4 * adapters) / 8
     assert held["optimizer"] == 8 * adapters / 8 and held["grads"] + held["unreduced"] <= 4 * adapters
@@ -200,10 +193,10 @@ def test_a_model_with_adapters_is_planned(capsys):
         step = parse(shlex.split(row[name].partition("llmpar ")[2])).step
         assert step.settle(8).config.lora == config.lora, row[name]
     assert preset("tiny lora_rank=4 lora_alpha=0.5").lora == LoraConfig(4, 0.5)
-    both = ["plan", "--model", model, "--lora-rank", "8", "--devices", "8"]
-    assert main(both) == 1 and "'lora_rank' is given twice" in capsys.readouterr().err
-    assert main(["plan", "--lora-alpha", "8", "--devices", "8"]) == 1
-    assert "give lora_rank too" in capsys.readouterr().err
+    twice, alone = ("--model", model, "--lora-rank", "8"), ("--lora-alpha", "8")
+    for words, says in ((twice, "'lora_rank' is given twice"), (alone, "give lora_rank too")):
+        status, _, err = call("plan", *words, "--devices", "8")
+        assert status == 1 and says in err
 
 
 def test_adapters_fit_where_all_weights_do_not():

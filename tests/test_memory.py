@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import statistics
-from collections import Counter
 
 import compare_memory
 import jax
@@ -14,9 +13,8 @@ from shared import TABLES
 
 from llmpar import Plan, Step, make_mesh
 from llmpar.inspect.census import compiled_memory
-from llmpar.parallel._jax import scan_parts
 from llmpar.pipeline import executor
-from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig, from_dict
+from llmpar.plan.model_config import LoraConfig, from_dict
 from llmpar.plan.presets import described_model, preset
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
@@ -115,56 +113,45 @@ def test_verdicts_on_a_tpu(target):
     assert not verdicts(target, capacity)
 
 
+SMALL, SHAPE = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
+
+
+def foretold(plan: Plan, config=SMALL) -> int:
+    """Bytes of temporaries on one CPU."""
+    return memory.temp_bytes(plan.resolve(config, "cpu"), *SHAPE)
+
+
+def compiled(plan: Plan) -> int:
+    step = Step(SMALL, plan, make_mesh(plan.mesh), optax.sgd(0.1))
+    return compiled_memory(step.lower(*SHAPE).compile())["temp_bytes"]
+
+
 def test_a_policy_keeps_what_it_says_it_keeps():
     """All results of matmuls but those that nothing reads again: 11.5 times the stream of Llama 3 8B."""
     llama = Plan("fsdp=8", dtype="bfloat16").resolve(preset("llama3-8b"), "gpu")
     mib = {name: size / 2**20 for name, size in memory.kept_bytes(llama, 8, 8192).items()}
     assert mib | {"selective": 736, "ffn": 288, "block": 64} == mib
-    config, held, shape = dataclasses.replace(preset("tiny"), num_layers=3), {}, (2, 256)
-    for remat in ("selective", "block"):
-        plan = Plan("dp=1", remat=remat)
-        step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
-        held[remat] = compiled_memory(step.lower(*shape).compile())["temp_bytes"]
-    kept = memory.kept_bytes(plan.resolve(config, "cpu"), *shape)
-    sums = 4 * config.num_heads * 2 * 256
+    selective, block = (Plan("dp=1", remat=remat) for remat in ("selective", "block"))
+    kept = memory.kept_bytes(block.resolve(SMALL, "cpu"), *SHAPE)
+    sums = 4 * SMALL.num_heads * 2 * 256
     more = 3 * (kept["selective"] - kept["block"] + sums)
-    assert held["selective"] - held["block"] == pytest.approx(more, rel=1e-3)
+    assert compiled(selective) - compiled(block) == pytest.approx(more, rel=1e-3)
 
 
-@pytest.mark.parametrize("targets", [None, ("q", "v"), ("q", "k", "v", "o"), ADAPTABLE])
-def test_frozen_weights_keep_nothing_for_their_gradients(targets):
-    """What the loop over layers hands to the backward pass, counted by shape in the traced program."""
-    lora = targets and LoraConfig(4, 4.0, targets)
-    sizes = dict(vocab_size=64, width=24, num_layers=5, num_heads=4, num_kv_heads=2, head_width=8)
-    config = ModelConfig(name="small", ffn_width=112, lora=lora, **sizes)
-    plan = Plan("fsdp=1", dtype="float32", attention_kernel="portable", attention_block=16)
-    plan = plan.resolve(config, "gpu", 2, 16)
-    step = Step(config, plan, make_mesh("fsdp=1"), optax.sgd(0.1))
-    trace = jax.make_jaxpr(step.gradients)(step.abstract_state.params, step.abstract_batch(2, 16))
-    kept = Counter(x.size // 5 for x in next(stacked(trace.jaxpr, 5)))
-    ffn, queries = 2 * 16 * 112, 2 * 16 * 4 * 8
-    predicted = memory._one_block(plan, config, 32, 16, 4)[0]["none"]
-    assert predicted["feed-forward"] == 4 * ffn * kept[ffn]
-    assert predicted["queries and attention's result"] == 4 * queries * kept[queries]
+def test_what_is_kept_is_what_gradients_of_trained_weights_read():
+    """Of a layer whose adapters are beside q and v, and beside one more matrix."""
 
+    def kept(*more):
+        config = dataclasses.replace(SMALL, head_width=8, lora=LoraConfig(4, 4.0, ("q", "v", *more)))
+        return memory.kept_bytes(Plan("fsdp=1").resolve(config, "gpu"), *SHAPE)["none"]
 
-def stacked(jaxpr, length):
-    """The results that each loop of so many iterations stacks, the first loop first."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and eqn.params["length"] == length:
-            yield [x.aval for x in eqn.outvars[scan_parts(eqn)[1] :]]
-        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
-                yield from stacked(inner, length)
+    numbers = {"o": 8 * SMALL.num_heads, "gate": SMALL.width, "down": SMALL.ffn_width}
+    assert {name: (kept(name) - kept()) / (4 * 2 * 256) for name in numbers} == numbers
 
 
 def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
     """Squares of queries and keys, of every layer: of 8B at 4,096 positions 4.5 GiB each."""
-    config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
-    plan = Plan("dp=1", attention_kernel="xla")
-    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
-    held = compiled_memory(step.lower(*shape).compile())["temp_bytes"]
-    assert memory.temp_bytes(plan.resolve(config, "cpu"), *shape) == pytest.approx(held, rel=0.2)
+    assert foretold(plan := Plan("dp=1", attention_kernel="xla")) == pytest.approx(compiled(plan), rel=0.2)
     llama = preset("llama3-8b")
     xla, flash = (Plan("fsdp=8", dtype="bfloat16", attention_kernel=name) for name in ("xla", "flash"))
     kept = [memory.kept_bytes(one.resolve(llama, "gpu"), 8, 4096) for one in (xla, flash)]
@@ -175,18 +162,10 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
 def test_layers_that_cpus_write_out_recompute_nothing():
     """XLA finds what a loop would compute again: no policy holds less. (JAX 0.12's holds a quarter less.)"""
     error = 0.25 if jax.__version_info__ < (0, 12) else 0.4
-    config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
-    for unroll, remat in ((0, "block"), (2, "ffn")):
-        plan = Plan("dp=1", remat=remat, unroll=unroll)
-        step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
-        held = compiled_memory(step.lower(*shape).compile())["temp_bytes"]
-        assert memory.temp_bytes(plan.resolve(config, "cpu"), *shape) == pytest.approx(held, rel=error)
-    once = dataclasses.replace(config, num_layers=1)
-    sizes = {
-        memory.temp_bytes(Plan("dp=1", remat=remat).resolve(once, "cpu"), *shape)
-        for remat in ("selective", "ffn", "block")
-    }
-    assert len(sizes) == 1
+    for plan in (Plan("dp=1", remat="block", unroll=0), Plan("dp=1", remat="ffn", unroll=2)):
+        assert foretold(plan) == pytest.approx(compiled(plan), rel=error)
+    once = dataclasses.replace(SMALL, num_layers=1)
+    assert len({foretold(Plan("dp=1", remat=remat), once) for remat in ("selective", "ffn", "block")}) == 1
 
 
 IN_SLOTS = TABLES["in_slots"]

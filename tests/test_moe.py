@@ -13,19 +13,7 @@ import optax
 import oracle
 import plans
 import pytest
-from parity import (
-    BATCH,
-    MOE,
-    SEQ,
-    assert_same,
-    by_arrow,
-    check,
-    emulated_ragged_all_to_all,
-    name,
-    predicted,
-    ragged_on_cpus,
-    spread,
-)
+from parity import BATCH, MOE, SEQ, assert_same, by_arrow, check, name, predicted, ragged_on_cpus, spread
 from plans import DEEPSEEK
 from shared import CASES
 
@@ -270,14 +258,13 @@ def test_drops_are_the_same_whoever_of_tp_sends():
 def test_only_full_slots_travel_where_xla_can(plan):
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
-    emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-    with ragged_on_cpus(), emulated, mock.patch("llmpar.parallel.collectives.unwritten", nothing):
+    with ragged_on_cpus(), mock.patch("llmpar.parallel.collectives.unwritten", nothing):
         assert_same(MOE, dataclasses.replace(plan, dispatch="ragged"))
 
 
 def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_for_a_gpu():
     plan = Plan("ep=4 fsdp=2", dispatch="ragged")
-    with ragged_on_cpus():
+    with ragged_on_cpus(jax.lax.ragged_all_to_all):
         step = Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         ragged = predicted(MOE, plan)
         traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))

@@ -226,15 +226,7 @@ def test_every_case_is_tested_by_exactly_one():
         assert any(re.fullmatch(pattern, case) for case in ROWS), f"{pattern} has no case"
 
 
-exactly = pytest.approx  # one part in a million: any order of float operations
-
-
-def tree_seconds(kind, size, levels):
-    """One collective over a tree is as slow as its slowest level."""
-    return max(formulas.tree_level_seconds(kind, size, levels))
-
-
 def test_a_kind_that_is_none_is_refused():
-    for f, group in ((formulas.sent_bytes, 2), (tree_seconds, [(2, 1)])):
+    for f, group in ((formulas.sent_bytes, 2), (formulas.tree_level_seconds, [(2, 1)])):
         with pytest.raises(AssertionError, match="allgather"):
             f("allgather", 1, group)

@@ -13,7 +13,6 @@ import pytest
 from shared import CASES, HERE, TABLES
 
 from llmpar import Plan, preset
-from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
 from llmpar.cli.plan import named_axes, notes
@@ -136,8 +135,7 @@ def test_pieces_of_the_loss_are_chosen_where_they_are_needed():
         assert fit or free.total_bytes == min(x.total_bytes for x in others), name
 
 
-def test_no_single_field_is_said_of_those_that_were_tried():
-    """Of plans that do not fit: any field that would do is named, and the sentence lists what was tried."""
+def test_a_field_that_would_rescue_a_plan_does_and_where_none_would_those_that_were_tried_are_named():
     for mesh, batch, fields in (
         ("pp=4 fsdp=16", 256, {"schedule": "gpipe", "microbatches": 4, "stage_saves": "residuals"}),
         ("fsdp=64", 8192, {"remat": "block", "loss_chunks": 8, "microbatches": 1}),
@@ -145,7 +143,10 @@ def test_no_single_field_is_said_of_those_that_were_tried():
         q, plan = question(devices=64, batch=batch, seq=2048), Plan(mesh, dtype="bfloat16", **fields)
         total = memory.parts_bytes(plan.resolve(q.config, "gpu"), batch, 2048)["total"]
         assert total > q.capacity_bytes
-        assert "would hold" in planner.rescue(q, planner.Candidate(plan, planner.UNPRICED, {"total": total}))
+        text = planner.rescue(q, planner.Candidate(plan, planner.UNPRICED, {"total": total}))
+        name, value = re.match(r"(\w+)=(\w+) would hold", text).groups()
+        rescued = dataclasses.replace(plan, **{name: int(value) if value.isdigit() else value})
+        assert memory.parts_bytes(rescued.resolve(q.config, "gpu"), batch, 2048)["total"] <= q.capacity_bytes
     q, plan = question("llama3.1-405b", 8, 8), Plan("fsdp=8", dtype="bfloat16")
     lost = planner.rescue(q, planner.Candidate(plan, planner.UNPRICED, {"total": 1e12}))
     assert lost.startswith("none of remat, loss_chunks, zero") and "ffn_chunks alone: it wants" in lost
@@ -237,19 +238,6 @@ def test_a_mesh_that_cannot_be_is_refused_in_the_words_of_the_plan():
     asked = question("mixtral-8x22b", 4, row=hardware.chip("v5p"), **fixed)
     with pytest.raises(ValueError, match="attention_kernel='cudnn' does not suit the TPUs of this mesh"):
         planner.on_mesh(asked, parse_mesh("ep=4"))
-
-
-def test_a_change_that_rescues_does():
-    q = question("llama3-70b", 64, 64)
-    without = dataclasses.replace(q, fixed={"remat": "none"})
-    checked = planner.least_recompute(without, Plan("fsdp=64", dtype="bfloat16"))
-    assert "GiB >" in checked.why_not
-    text = planner.rescue(q, checked)
-    name, _, rest = text.partition("=")
-    change = {name: rest.split()[0]}
-    change = {k: int(v) if v.isdigit() else v for k, v in change.items()}
-    rescued = dataclasses.replace(checked.plan, **change).resolve(q.config, q.platform)
-    assert memory.parts_bytes(rescued, q.batch_size, q.seq_len)["total"] <= q.capacity_bytes
 
 
 @pytest.mark.parametrize("options, sentence", TABLES["no_plan"])
@@ -372,16 +360,9 @@ def test_the_first_of_equals_is_not_both_slower_and_fuller_than_another():
     assert planner.why(tied[1], [tied[1], tied[0]]).startswith("as fast as any but for 0.5%, and simpler")
 
 
-def call(capsys, *words):
-    status = main(["plan", *words])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def test_the_document_is_the_contract(capsys):
-    status, out, _ = call(capsys, "--devices", "8", "--tokens", "1T", "--json")
-    found = json.loads(out)
-    assert status == 0 and found["tokens_per_step"] == 8 * 8192
+def test_the_document_is_the_contract(document):
+    found = document("plan", "--devices", "8", "--tokens", "1T")
+    assert found["tokens_per_step"] == 8 * 8192
     row = found["plans"][0]
     assert set(row) >= set("mesh fits memory_bytes step_s mfu tokens_per_s bubble_fraction why".split())
     assert {*row["memory_bytes"], "outer"} == {*memory.PART_NAMES, "total"}
@@ -393,9 +374,8 @@ def test_the_document_is_the_contract(capsys):
     assert all(row["why"] for row in found["plans"]) and "whole square" in found["mfu_is"]
 
 
-def test_no_compile_line_where_there_is_no_compiler(capsys):
-    _, out, _ = call(capsys, "--cluster", "lumi", "--devices", "16", "--mesh", "tp=2", "--json")
-    plans = json.loads(out)["plans"]
+def test_no_compile_line_where_there_is_no_compiler(document):
+    plans = document("plan", "--cluster", "lumi", "--devices", "16", "--mesh", "tp=2")["plans"]
     assert {row["attention_kernel"] for row in plans} == {"portable"}, "our kernels are for NVIDIA's"
     assert all(row["compile"] is None and row["train"].startswith("XLA_CLIENT") for row in plans)
     half_a_chip = planner.Question(preset("tiny"), chip("v3"), 1, 8, 128)
@@ -403,8 +383,8 @@ def test_no_compile_line_where_there_is_no_compiler(capsys):
     assert row["mesh"] == "dp=1" and row["compile"] is None and "--mesh" in row["train"]
 
 
-def test_the_table_ends_with_the_lines_to_run(capsys):
-    status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
+def test_the_table_ends_with_the_lines_to_run(call):
+    status, out, err = call("plan", "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err
     assert "flash attention" in out and "attention at 20% of peak" in out
     parts = [name for key, name in memory.PART_NAMES.items() if key != "outer"]
@@ -417,10 +397,10 @@ def test_a_mesh_in_any_of_its_forms_fixes_the_axes_that_it_gives():
     assert named_axes("!dp:2,mp:4") == dict(dp=2, tp=4) and named_axes("tp=1 pp=2") == dict(tp=1, pp=2)
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch):
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(call, monkeypatch):
     monkeypatch.setattr("llmpar.cli.options.os.access", lambda *_: False)
     monkeypatch.setattr(planner, "decide", lambda *_: pytest.fail("it has begun to work"))
-    assert "cannot be written" in call(capsys, "--html", "page.html")[2]
+    assert "cannot be written" in call("plan", "--html", "page.html")[2]
 
 
 def test_long_work_says_that_it_goes_on(monkeypatch):
@@ -431,14 +411,13 @@ def test_long_work_says_that_it_goes_on(monkeypatch):
     assert re.fullmatch(r"… still pricing after \d+ s; seconds are usual", lines[0])
 
 
-def test_against_prints_what_it_compares(capsys, tmp_path):
+def test_against_prints_what_it_compares(call, document, tmp_path):
     own = {"model": "llama3-8b", "chip": "h100", "gpus": 8, "seq": 8192, "batch": 8, "fsdp": 8}
     path = tmp_path / "mine.json"
     path.write_text(json.dumps([{"id": "mine", "inputs": own, "expected": {"step_s": 1.0}}]))
-    status, out, _ = call(capsys, "--against", str(path), "--json")
-    found = json.loads(out)
-    assert status == 0 and set(found) >= {"rows", "groups", "summary"}
-    status, out, _ = call(capsys, "--against", str(path))  # at 80 columns, no figure is cut off
+    found = document("plan", "--against", str(path))
+    assert set(found) >= {"rows", "groups", "summary"}
+    status, out, _ = call("plan", "--against", str(path))  # at 80 columns, no figure is cut off
     assert status == 0 and "mine" in out and "worst runs" in out and "…" not in out
     assert f"{found['rows'][0]['predicted']['step_s']:,.4g} s" in out and "1 s" in out
 
@@ -602,7 +581,7 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
             assert str(read[key]) == value, (key, read[key], row)
 
 
-def test_configurations_that_a_line_names_are_read_where_they_are(tmp_path, capsys):
+def test_configurations_that_a_line_names_are_read_where_they_are(tmp_path, call):
     (tmp_path / "z.json").write_text('{"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}')
     file = (
         "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: z.json\n"
@@ -612,40 +591,39 @@ def test_configurations_that_a_line_names_are_read_where_they_are(tmp_path, caps
     name, known, unread = frameworks.facts_in(line, folders=("", str(tmp_path)))
     assert (name, known["zero"], known["each"], unread) == ("accelerate", 1, 8, [])
     out = call(
-        capsys, f"--from-flags={line} --deepspeed z.json", "--model", "tiny", "--devices", "8", "--json"
+        "plan", f"--from-flags={line} --deepspeed z.json", "--model", "tiny", "--devices", "8", "--json"
     )[1]
     assert "accelerate is priced without that file: zero=0, remat=none, dtype=float32" in out
-    assert "names is not in this folder" in call(capsys, "--from-flags=deepspeed x.py --deepspeed z.json")[2]
+    assert "names is not in this folder" in call("plan", "--from-flags=deepspeed x.py --deepspeed z.json")[2]
 
 
-def test_a_launch_line_is_priced_and_translated(capsys):
+def test_a_launch_line_is_priced_and_translated(call, document):
     line = "--tensor-model-parallel-size 8 --micro-batch-size 1"
     line += " --global-batch-size 64 --seq-length 8192 --bf16"
-    more = "--devices", "8", "--export", "torchtitan", "--json"
-    status, out, _ = call(capsys, f"--from-flags={line}", *more)
-    document = json.loads(out)
-    (row,) = document["plans"]
+    more = "plan", f"--from-flags={line}", "--devices", "8", "--export", "torchtitan"
+    found = document(*more)
+    (row,) = found["plans"]
     q = question("llama3-8b", 8, 64)
     fixed = {"microbatches": 64, "remat": "none", "dtype": "bfloat16"}
     fixed |= {"tp_sequence": False, "tp_comm_overlap": False}  # as Megatron does without these flags
     one = planner.on_mesh(dataclasses.replace(q, fixed=fixed), parse_mesh("tp=8"))
-    assert status == 0 and row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
-    assert "--parallelism.tensor_parallel_degree 8" in document["export"]
-    keys, tables = call(capsys, f"--from-flags={line}", *more[:-1])[1:]
-    assert keys == document["export"] + "\n" and "of the first" in tables  # so `> FILE` has the keys alone
+    assert row["step_s"] == one.time.step_s and row["memory_bytes"] == one.memory_bytes
+    assert "--parallelism.tensor_parallel_degree 8" in found["export"]
+    keys, tables = call(*more)[1:]
+    assert keys == found["export"] + "\n" and "of the first" in tables  # so `> FILE` has the keys alone
     unsaid = "megatron names no model (see --model, --seq-len, --devices): priced are llama3-8b, 8,192 tokens"
-    assert any(note.startswith(unsaid) for note in document["notes"])
-    served = call(capsys, "--from-flags=vllm serve Qwen/Qwen3-32B -tp 4 --quantization awq", "--json")[1]
+    assert any(note.startswith(unsaid) for note in found["notes"])
+    served = call("plan", "--from-flags=vllm serve Qwen/Qwen3-32B -tp 4 --quantization awq", "--json")[1]
     assert json.loads(served)["model"] == "qwen3-32b" and "4 --quantization" not in served
     assert "--serve 2048+256 --model qwen3-32b --devices 4" in served
     assert "vllm says quantization=awq: not priced" in served
     assert "vllm has no key for tp_sequence=True, tp_comm_overlap=True: chosen, and not of the text" in served
     full = f"--from-flags={line.replace('size 1', 'size 8')}"
-    document = json.loads(call(capsys, full, "--model", "llama3-70b", "--devices", "8", "--json")[1])
-    assert not document["plans"][0]["fits"] and document["rejected"][0]["change"]
+    found = document("plan", full, "--model", "llama3-70b", "--devices", "8")
+    assert not found["plans"][0]["fits"] and found["rejected"][0]["change"]
     several = f"--from-flags=torchrun --nnodes 2 --nproc_per_node 4 x.py {line}"
-    assert "megatron says 8 devices, not 16; leave out" in call(capsys, several, "--devices", "16")[2]
-    served = call(capsys, "--from-flags=vllm serve Qwen/Unheard-Of -tp 8", "--model", "tiny", "--json")[1]
+    assert "megatron says 8 devices, not 16; leave out" in call("plan", several, "--devices", "16")[2]
+    served = call("plan", "--from-flags=vllm serve Qwen/Unheard-Of -tp 8", "--model", "tiny", "--json")[1]
     assert "model=Qwen/Unheard-Of: not priced" in served  # a name that no preset has
 
 
@@ -659,34 +637,32 @@ def test_experts_that_tp_does_not_cut_are_named():
         assert any("cuts experts into 1" in note for note in notes) is (cut == 1)
 
 
-def test_a_launch_line_is_compared_with_a_mesh_and_saved_as_a_page(capsys, tmp_path):
+def test_a_launch_line_is_compared_with_a_mesh_and_saved_as_a_page(call, document, tmp_path):
     line = "--from-flags=--tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 64 --bf16"
     page = tmp_path / "page.html"
-    compared = json.loads(call(capsys, line, "--devices", "16", "--versus", "fsdp=16", "--json")[1])
+    compared = document("plan", line, "--devices", "16", "--versus", "fsdp=16")
     assert [row["mesh"] for row in compared["plans"]] == ["dp=2 tp=8", "fsdp=16"]
     assert [row["plan"]["microbatches"] for row in compared["plans"]] == [32, 4]
     assert any("names no model" in note for note in compared["notes"])
-    assert call(capsys, line, "--devices", "16", "--html", str(page))[0] == 0
+    assert call("plan", line, "--devices", "16", "--html", str(page))[0] == 0
     text = page.read_text()
     state, _ = json.JSONDecoder().raw_decode(text, text.index('"state": ') + 9)
     assert state["batch_size"] == 64 and state["fields"]["microbatches"] == 32
 
 
-def test_local_steps_hold_the_shared_weights_and_a_momentum(capsys):
+def test_local_steps_hold_the_shared_weights_and_a_momentum(call, document):
     """And their seconds are said to be those of other steps. dp=1 has no workers, and a page knows none."""
-    sizes = "--devices", "8", "--seq-len", "4096", "--mesh", "dp=2 fsdp=4"
-    status, out, _ = call(capsys, *sizes, "--local-steps", "10", "--json")
-    found = json.loads(out)
+    sizes = "plan", "--devices", "8", "--seq-len", "4096", "--mesh", "dp=2 fsdp=4"
+    found = document(*sizes, "--local-steps", "10")
     row, q = found["plans"][0], question("llama3-8b", 8)
-    assert status == 0 and row["train"].endswith("--local-steps 10") and not row["compile"]
+    assert row["train"].endswith("--local-steps 10") and not row["compile"]
     assert any("with local steps one in 10 sums" in line for line in found["notes"])
     shared = memory.argument_bytes(Plan("dp=2 fsdp=4").resolve(q.config, "gpu"), 8, 4096)["params"]
     held = row["memory_bytes"]
     assert held["outer"] == 2 * shared == 8 * q.config.num_params / 4
     assert held["total"] == sum(memory.named(held).values())
-    _, out, _ = call(capsys, *sizes, "--json")
-    assert "outer" not in json.loads(out)["plans"][0]["memory_bytes"]
+    assert "outer" not in document(*sizes)["plans"][0]["memory_bytes"]
     refused = {"dp=1": "it has 1; use dp=2 or more", "dp=2 --html x.html": "no local steps"}
     for more, says in refused.items():
-        status, _, err = call(capsys, "--devices", "8", "--local-steps", "10", "--mesh", *more.split())
+        status, _, err = call("plan", "--devices", "8", "--local-steps", "10", "--mesh", *more.split())
         assert status == 1 and says in " ".join(err.split())

@@ -371,9 +371,9 @@ def test_who_reads_nothing_holds_up_nobody_and_is_let_go_of(monkeypatch):
 
 def test_an_answer_has_a_time_limit():
     engine = Script(step_s=0.02)
-    with serving(engine, limit_s=0.5) as (port, _):
+    with serving(engine, limit_s=2) as (port, _):
         response, said = ask(port, FOREVER)
-        assert response.status == 503 and "no answer within 0.5 s" in said["error"]["message"]
+        assert response.status == 503 and "no answer within 2 s" in said["error"]["message"]
         _, events = ask(port, FOREVER | {"stream": True})
         assert events[-1]["error"]["code"] == 503 and events[0]["choices"][0]["text"] == "."
         until(lambda: not engine.jobs)
@@ -453,7 +453,7 @@ def test_a_signal_ends_the_process_though_a_step_never_does():
         until(lambda: send(port, {"prompt": "say a"}))
         until(lambda: ask(port, None, "/health")[1]["running"])
         running.send_signal(signal.SIGTERM)
-        assert running.wait(60) == 128 + signal.SIGTERM
+        assert running.wait(300) == 128 + signal.SIGTERM
 
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server():
@@ -528,7 +528,7 @@ def process():
         assert found and any("weights are random" in line for line in lines), lines
         yield running.pid, int(found[1])
         running.terminate()
-        assert "stopping" in running.communicate(timeout=60)[1] and running.returncode == 143
+        assert "stopping" in running.communicate(timeout=300)[1] and running.returncode == 143
 
 
 @pytest.mark.nightly

@@ -1,7 +1,6 @@
 """What serving costs: published numbers, and laws that must hold for every model."""
 
 import dataclasses
-import json
 import math
 import random
 import re
@@ -11,7 +10,6 @@ import pytest
 from shared import HERE, TABLES
 from shared import NUMBERS as ROWS
 
-from llmpar.cli import main
 from llmpar.plan.presets import preset
 from llmpar.planner import service
 from llmpar.predict import serving
@@ -56,10 +54,9 @@ def test_a_token_takes_its_own_step_and_its_share_of_others_prompts(batch):
     assert 2 * row["tokens_per_s_device"] == pytest.approx(rate, rel=0.1)
 
 
-def test_what_is_offered_to_serve_fits_and_nothing_beats_it(capsys):
-    words = "plan --serve 4096+1024 --model deepseek-v3 --devices 32 --bits 8 --cache-bits 8 --json"
-    assert main(words.split()) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
+def test_what_is_offered_to_serve_fits_and_nothing_beats_it(document):
+    words = "plan --serve 4096+1024 --model deepseek-v3 --devices 32 --bits 8 --cache-bits 8"
+    plans = document(*words.split())["plans"]
     assert len(plans) == 8 and plans[-1]["tp"] == 1
     users, devices = ([row[f"tokens_per_s_{x}"] for row in plans] for x in ("user", "device"))
     assert users == sorted(users, reverse=True) and devices == sorted(devices)

@@ -12,7 +12,7 @@ from shared import ROOT, load, violations
 
 from llmpar.cli import lab as lessons
 from llmpar.cli.commands import command_class
-from llmpar.lessons import find, quiz
+from llmpar.lessons import quiz
 from llmpar.lessons.judge import CORRECT
 
 LESSONS = {lesson.number: lesson for lesson in lessons.read_lessons(ROOT / "notebooks")}
@@ -183,29 +183,11 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     assert file.read_text() == noted
 
 
-@pytest.mark.parametrize("name", ["INSTRUCTOR.md", "CONTRIBUTING.md"])
-def test_pages_for_people_name_targets_and_files_that_exist(name):
-    text, makefile = (ROOT / name).read_text(), (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make ([\w-]+)", text):
-        assert re.search(rf"^{target}:", makefile, re.M), target
-    for exercise in re.findall(r"`(\d\d\w?\.\w+)`", text):
-        find(exercise)  # or it is refused
-    for path in re.findall(r"`((?:notebooks|slides|tests|llmpar)/[\w./]+)`", text):
-        assert (ROOT / path).exists() or path.startswith("slides/_build"), path
-
-
-def extras_of(text):
-    """The extras that a text installs."""
-    return {extra for found in re.findall(r"\.\[([\w,-]+)\]", text) for extra in found.split(",")}
-
-
 def test_containers_install_the_project_s_own_extras_and_copy_what_is_there():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     image = (ROOT / "llmpar.def").read_text()
-    pages = "binder/postBuild", "README.md", ".devcontainer/devcontainer.json"
-    used = extras_of("".join((ROOT / page).read_text() for page in pages))
-    used |= set(re.search(r"^ +extras=(.*)$", image, re.M)[1].split(",")) | {"lab", "cuda12"}
-    assert used <= set(extras)
+    used = re.search(r"^ +extras=(.*)$", image, re.M)[1].split(",")
+    assert {*used, "lab", "cuda12"} <= set(extras)
     copied = dict(re.findall(r"^ +(\S+) (/opt/llmpar/\S+)$", image, re.M))
     assert all((ROOT / source).exists() and target.endswith(source) for source, target in copied.items())
     assert {*"pyproject.toml constraints.txt README.md LICENSE llmpar docs notebooks".split()} <= {*copied}

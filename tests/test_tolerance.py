@@ -43,18 +43,22 @@ def trained(config):
 
 
 @functools.cache
-def alone(config, dtype):
-    """Loss and gradients on one device, and the root mean square of its logits."""
-    par = Solo(Plan(dtype=dtype).resolve())
+def alone(config, **fields):
+    """Loss and gradients of one device, divided at the end as a step does; root mean square of its logits."""
+    par = Solo(Plan(**fields).resolve())
 
     def loss(params, batch):
         model = nnx.merge(model_graph(config), params)
         x, head, _ = model.hidden_and_head(batch, par)
         logits = jax.numpy.einsum("bsd,vd->bsv", x, head)
-        count = (batch["targets"] >= 0).sum().astype(jax.numpy.float32)
-        return model.loss(batch, par)[0] / count, jax.numpy.sqrt((logits.astype("float32") ** 2).mean())
+        return model.loss(batch, par)[0], jax.numpy.sqrt((logits.astype("float32") ** 2).mean())
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    def run(params, batch):
+        (total, logits), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        count = (batch["targets"] >= 0).sum().astype(jax.numpy.float32)
+        return (total / count, logits), jax.tree.map(lambda grad: grad / count, grads)
+
+    return jax.jit(run)
 
 
 def error(got, want) -> float:
@@ -78,7 +82,7 @@ def observed(config, plan: Plan):
             data = {k: x[:, places] for k, x in batch(seed).items()}
             grads, metrics = run(placed, jax.device_put(data, step.batch_sharding))
             grads = natural(step, jax.tree.map(np.asarray, grads))
-            (want_loss, logits), want = alone(config, plan.dtype)(params, batch(seed))
+            (want_loss, logits), want = alone(config, dtype=plan.dtype)(params, batch(seed))
             want, want_loss = jax.tree.map(np.asarray, want), float(want_loss)
             off = {
                 "loss": abs(float(metrics["loss"]) / want_loss - 1),

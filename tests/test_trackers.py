@@ -6,14 +6,14 @@ import gzip
 import json
 import sys
 import types
+from unittest import mock
 
 import jax
 import pytest
 from shared import TABLES
-from test_train import Killed, kill_at, run, stream
+from test_train import Killed, held_out, kill_at, run, stream
 
 from llmpar.plan.plan import Plan
-from llmpar.training.data import Batches
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -47,8 +47,8 @@ def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fai
     name, tmp_path, monkeypatch
 ):
     calls = fake(monkeypatch, "tensorboardX" if name == "tensorboard" else name)
-    held_out, log = Batches(stream().corpus, stream().config, "held_out"), tmp_path / "log.jsonl"
-    more = dict(tracker=name, log=str(log), held_out=held_out, eval_every=2, ideal_step_s=1e-6)
+    log = tmp_path / "log.jsonl"
+    more = dict(tracker=name, log=str(log), held_out=held_out(), eval_every=2, ideal_step_s=1e-6)
     run(Plan(), 2, **more)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     want = [(row["step"] if "step" in row else row["steps_done"], dict(row)) for row in rows]
@@ -93,10 +93,7 @@ def test_other_processes_than_the_first_hand_nothing_on(monkeypatch):
 @pytest.mark.parametrize("what", ["log", "finish"])
 def test_a_tracker_that_fails_on_the_way_is_told_of_and_left(what, monkeypatch):
     fake(monkeypatch, "wandb")
-
-    def fails(*_, **__):
-        raise ConnectionError("no network")
-
+    fails = mock.Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr(sys.modules["wandb"], what, fails, raising=False)
     said = []
     _, report = run(Plan(), 2, tracker="wandb", tell=said.append)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -157,7 +159,8 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with jax.numpy_dtype_promotion("standard"):
         state, report = run(folder=folder)
-    return folder, state, report
+    yield folder, state, report
+    gc.collect()  # what readers of damaged arrays complain of is ignored in this file's tests alone
 
 
 def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
@@ -244,10 +247,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
 
 def test_no_checkpoint_goes_while_it_cannot_be_read_which_is_the_best(tmp_path, monkeypatch):
     scored(tmp_path, {1: 1.0, 2: 2.0})
-
-    def refused(path, *words, **more):
-        raise PermissionError(13, "Permission denied", str(path))
-
+    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     keep, params = Checkpoints(str(tmp_path)), {"norm": {"scale": np.ones(SMALL.width, np.float32)}}
     with keep.writing(), monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.read_text", refused)
@@ -320,6 +320,13 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
         assert rest.start == 4 and same_bits(resumed, state)
 
 
+def test_a_checksum_is_of_every_bit(whole):
+    state, head = whole[1], np.array(whole[1].params["head"])
+    head[0, 0] = np.nextafter(head[0, 0], np.float32(9))
+    sums, changed = checksums(state), checksums(state._replace(params=state.params | {"head": head}))
+    assert [name for name in sums if changed[name] != sums[name]] == ["['params']['head']"]
+
+
 MACHINE = [
     PermissionError(13, "Permission denied"),
     ValueError("Error opening zarr: Too many open files"),
@@ -333,11 +340,7 @@ def test_what_a_machine_refuses_is_no_damage(whole, monkeypatch, error):
     keep = Checkpoints(str(whole[0]))
     made = RuntimeError("Individual parameter subdirectory not found")
     made.__cause__ = error
-
-    def fail(*_, **__):
-        raise made
-
-    monkeypatch.setattr(keep._manager, "restore", fail)
+    monkeypatch.setattr(keep._manager, "restore", mock.Mock(side_effect=made))
     with pytest.raises(ValueError, match="step 6 in .* cannot be read now: .*run the same command") as caught:
         keep.about()
     assert "delete" not in str(caught.value) and "damaged" not in str(caught.value)
@@ -384,19 +387,12 @@ OTHERS = {
     "two": (dict(seed=7, text=dict(batch_size=16)), r"seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"),
     "optimizer": (SGD, NO_SGD),
     "optimizer, anyway": (SGD | dict(anyway=True), NO_SGD),
+    "unknown": (dict(about={"made": {}}), r"with data None .*optimizer None \(asked: adamw\)"),
     "model": (
         dict(config=dataclasses.replace(SMALL, ffn_width=64)),
         r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder",
     ),
 }
-
-
-@pytest.mark.parametrize("change, sentence", OTHERS.values(), ids=OTHERS)
-def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, change, sentence):
-    change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
-    with pytest.raises(ValueError, match=sentence) as caught:
-        run(folder=whole[0], **change)
-    assert "\n" not in str(caught.value)
 
 
 def described(whole, folder, change):
@@ -408,11 +404,13 @@ def described(whole, folder, change):
     return folder
 
 
-def test_a_checkpoint_that_does_not_know_what_made_it_is_of_another_run(whole, tmp_path):
-    folder, messages = described(whole, tmp_path, lambda x: x.update(made={})), []
-    with pytest.raises(ValueError, match=r"with data None .*optimizer None \(asked: adamw\)"):
-        run(folder=folder, tell=messages.append)
-    assert not messages
+@pytest.mark.parametrize("change, sentence", OTHERS.values(), ids=OTHERS)
+def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, tmp_path, change, sentence):
+    change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
+    folder = described(whole, tmp_path, lambda about: about.update(change.pop("about", {})))
+    with pytest.raises(ValueError, match=sentence) as caught:
+        run(folder=folder, **change)
+    assert "\n" not in str(caught.value)
 
 
 SLOW = OptimizerConfig(learning_rate=1e-4)
@@ -505,11 +503,8 @@ def test_folders_that_can_take_no_checkpoint_are_refused_before_the_first_step(t
 def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, tmp_path, monkeypatch):
     shutil.copytree(whole[0], tmp_path / "copy")
     keep = Checkpoints(str(tmp_path / "copy"))
-
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(keep._manager, "save", fail)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(keep._manager, "save", mock.Mock(side_effect=full))
     sentence = r"the checkpoint of step 8 could not be .*step 6 is intact\): the disk is full; free"
     with pytest.raises(ValueError, match=sentence):
         keep.save(8, whole[1], SMALL)
@@ -563,17 +558,6 @@ def test_a_held_out_part_without_an_answer_is_refused_before_the_first_step(tmp_
     evaluated = Batches(dataclasses.replace(corpus, counted=counted), config, "held_out")
     with pytest.raises(ValueError, match="no answer is in the first 2 held-out batches; use"):
         run(text=Batches(corpus, config), held_out=evaluated, eval_every=1, eval_batches=2, plan=Plan())
-
-
-def test_checksums_are_of_the_bits_on_any_mesh(whole):
-    _, state, _ = whole
-    sums = checksums(state)
-    one = jax.tree.map(lambda x: jax.device_put(np.asarray(x), jax.devices()[0]), state)
-    assert checksums(one) == sums and len(sums) == len(jax.tree.leaves(state))
-    head = np.asarray(one.params["head"]).copy()
-    head[0, 0] = np.nextafter(head[0, 0], np.float32(9))
-    changed = checksums(one._replace(params=one.params | {"head": head}))
-    assert [k for k in sums if changed[k] != sums[k]] == ["['params']['head']"]
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_checkpoint(tmp_path):

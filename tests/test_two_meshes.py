@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import LLAMA
+from parity import LLAMA, full_rows
 
 from llmpar import Plan, Step, look, make_mesh, two_meshes
 from llmpar.cli.rl import Rl
@@ -171,8 +171,7 @@ def batch_with_advantages():
     count = ids["targets"] >= 0
     numbers = {"logprobs": rng.normal(-5.5, 0.3, (8, 16)), "advantages": rng.normal(size=(8, 16))}
     numbers = {name: (x * count).astype(np.float32) for name, x in numbers.items()}
-    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16))
-    return ids | numbers | {"positions": positions, "segments": 0 * positions}
+    return full_rows(**ids) | numbers
 
 
 def test_the_clipped_surrogate_is_its_formula_and_the_same_on_meshes_with_stages():

@@ -10,7 +10,6 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 from shared import TABLES
-from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import OURS, random_params, same, state_dict, stored
 
 from llmpar import Plan, Step, make_mesh, preset
@@ -48,7 +47,7 @@ STAGES = Plan("pp=2 tp=2", schedule="gpipe", microbatches=4)
 
 
 @pytest.mark.parametrize("kind, plan", [("qwen3_moe", Plan("ep=2 tp=2")), ("llama", STAGES)])
-def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kind, plan):  # noqa: F811
+def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kind, plan):
     source, kept, out = (tmp_path / name for name in ("source", "kept", "out"))
     tensors = put_fixture(source, kind)
     config, tokenizer, load, said = open_weights(None, str(source), None, None)
@@ -70,7 +69,7 @@ def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kin
 
 
 @pytest.mark.long
-def test_training_begins_with_a_folders_weights_and_the_same_command_goes_on(tmp_path, call, document):  # noqa: F811
+def test_training_begins_with_a_folders_weights_and_the_same_command_goes_on(tmp_path, call, document):
     source, kept, text = (tmp_path / name for name in ("tiny", "kept", "text"))
     config = OURS["qwen3"]
     hf.save(source, random_params(config), config)
@@ -105,7 +104,7 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     hf.save(snapshot, random_params(OURS["llama"]), OURS["llama"])
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     config, tokenizer, _, said = open_weights(None, "us/little", None, None)
-    assert config.name == "little" and tokenizer.name == "bytes"
+    assert config == preset("us/little") and config.name == "little" and tokenizer.name == "bytes"
     assert said == ["us/little has no tokenizer.json: using the tokenizer 'bytes'"]
 
 
@@ -120,7 +119,7 @@ def test_an_engine_holds_weights_and_cache_in_the_dtype_that_was_asked_for(tmp_p
         assert {str(x.dtype) for x in held} == {"bfloat16"}
 
 
-def test_what_cannot_be_is_refused_before_a_weight_is_read(tmp_path, call, monkeypatch):  # noqa: F811
+def test_what_cannot_be_is_refused_before_a_weight_is_read(tmp_path, call, monkeypatch):
     folder, empty = tmp_path / "model", tmp_path / "empty"
     hf.save(folder, random_params(OURS["llama"]), OURS["llama"])
     empty.mkdir()

@@ -5,35 +5,19 @@ import math
 import jax
 import ml_dtypes
 import numpy as np
-import optax
 import plans
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
-from parity import (
-    BATCH,
-    LLAMA,
-    QWEN,
-    SEQ,
-    batch,
-    by_arrow,
-    natural,
-    predicted_by_arrow,
-    put,
-    state_of,
-    weights,
-)
+from parity import BATCH, LLAMA, QWEN, SEQ, assert_sent, batch, compiled_step, first_step, predicted, weights
 from shared import CASES
 from test_tolerance import alone, error
 
-from llmpar import Plan, Step, make_mesh
-from llmpar.inspect.census import census_hlo, read_program
+from llmpar import Plan, make_mesh
 from llmpar.parallel.collectives import vary
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import SCALED, WIRES, parse_arrow
-from llmpar.plan.timetable import branch_shares
 from llmpar.predict.tolerance import tolerance
-from llmpar.predict.traffic import step_traffic
 
 HALF = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 FEW, MORE = CASES["wire_plans"][:3], CASES["wire_plans"][3:]
@@ -78,24 +62,18 @@ def as_gathered(config, plan):
 
 @pytest.mark.parametrize("config, plan", PLANS)
 def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config, plan):
-    mesh = make_mesh(str(plan.mesh))
-    step = Step(config, plan.resolve(config, "cpu", BATCH, SEQ), mesh, optax.trace(0.0), clip=None)
-    compiled, text = read_program(step.lower(BATCH, SEQ))
-    for stage in range(plan.mesh.pp):
-        shares = branch_shares(step.plan.pipeline, config.layer_kinds)[stage]
-        want = predicted_by_arrow(step_traffic(step.plan, BATCH, SEQ, stage))
-        assert by_arrow(census_hlo(text, step.mesh, shares)) == want
-    named = {arrow.rpartition(" in ")[2] for *_, arrow in want}
+    step, compiled, text = compiled_step(config, plan)
+    assert_sent(step, text)
+    named = {arrow.rpartition(" in ")[2] for *_, arrow in predicted(config, plan)}
     assert {WIRES[plan.gather_dtype], WIRES[plan.reduce_dtype]} - {""} <= named
-    state, metrics = compiled(state_of(step), put(batch(), step.batch_sharding))
-    grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
-    (loss, _), exact = alone(config, "float32")(as_gathered(config, plan), batch())
+    _, metrics, grads = first_step(step, compiled)
+    (loss, _), exact = alone(config)(as_gathered(config, plan), batch())
     if plan.dtype == "float32":
         assert abs(float(metrics["loss"]) - loss) < 1e-5 * loss
     spread = tolerance(step.plan, BATCH, SEQ, logits=0.5, loss=math.log(256))
     strict = plan.reduce_dtype == "same"
     assert error(grads, exact) < (1e-5 if strict else spread.bound("gradient"))
-    (whole_loss, _), whole = alone(config, "float32")(weights(config), batch())
+    (whole_loss, _), whole = alone(config)(weights(config), batch())
     assert abs(float(metrics["loss"]) - whole_loss) < spread.bound("loss") * whole_loss
     assert error(grads, whole) < spread.bound("gradient")
 
