@@ -16,15 +16,10 @@ from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
 OPTIONAL = {
-    "tokenizers": "hf",
-    "safetensors": "hf",
-    "jinja2": "hf",
-    "starlette": "serve",
-    "uvicorn": "serve",
+    **dict.fromkeys(("tokenizers", "safetensors", "jinja2"), "hf"),
+    **dict.fromkeys(("starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab"),
 }
-OPTIONAL |= dict.fromkeys(
-    ("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab"
-)
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 

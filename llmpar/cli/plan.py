@@ -5,12 +5,11 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import tyro
-from rich.table import Column, Table
 
 from llmpar.cli.options import (
     MAX_TOKENS,
@@ -29,7 +28,8 @@ from llmpar.cli.options import (
     inform,
     still_at_work,
 )
-from llmpar.files import read_text
+from llmpar.files import Allowed, read_text
+from llmpar.inspect.tables import rich_table
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
@@ -46,8 +46,11 @@ MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
 _SIGNS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _KINDS = {"B": "memory", "s": "seconds|step_s|terms"}
-_UNITS = {"": {"": 1.0, "%": 0.01}, "s": {"": 1.0, "s": 1.0, "ms": 1e-3}}
-_UNITS["B"] = {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {
+    "": {"": 1.0, "%": 0.01},
+    "s": {"": 1.0, "s": 1.0, "ms": 1e-3},
+    "B": {"": 1.0, "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30},
+}
 _OWN_EXCHANGE = 0.2  # of a step: from here on it is said how the exchange of tokens is priced
 _CLAIM = re.compile(r"([\w. ]*\w)(?:\s*([<>]=?)\s*(\d+\.?\d*)\s*(%|[A-Za-z]*))?")
 
@@ -98,10 +101,10 @@ class PlanCommand(Adapters, Output):
     model: str = "llama3-8b"
     chip: OptionalText = None
     cluster: OptionalText = None
-    node_link: Real = None
-    network: Real = None
-    node_size: Number = None
-    hbm: Real = None
+    node_link: Annotated[Real, Allowed(float, 1e-3, 1e6)] = None
+    network: Annotated[Real, Allowed(float, 1e-3, 1e6)] = None
+    node_size: Annotated[Number, Allowed(int, 1, 1_000_000)] = None
+    hbm: Annotated[Real, Allowed(float, 1e-3, 1e6)] = None
     devices: Number = None
     batch_tokens: OptionalText = None
     batch_size: Number = None
@@ -109,15 +112,15 @@ class PlanCommand(Adapters, Output):
     mesh: OptionalText = None
     versus: OptionalText = None
     fix: OptionalText = None
-    local_steps: int = 0
+    local_steps: Annotated[int, Allowed(int, 0, MAX_TOKENS)] = 0
     from_flags: OptionalText = None
     export: OptionalText = None
     serve: OptionalText = None
     bits: Number = None
     cache_bits: Number = None
     tokens: OptionalText = None
-    price: Real = None
-    keep: int = 8
+    price: Annotated[Real, Allowed(float, 1e-9, 1e9)] = None
+    keep: Annotated[int, Allowed(int, 1, 100)] = 8
     claims: Annotated[OptionalText, tyro.conf.arg(name="assert")] = None
     html: File = None
     against: File = None
@@ -132,8 +135,6 @@ class PlanCommand(Adapters, Output):
                     " leave it out"
                 )
             return hold_against(self.against, self.chip, self.json)
-        check_range("keep", self.keep, 1, 100)
-        check_range("local-steps", self.local_steps, 0, MAX_TOKENS)
         if self.serve is not None:
             return self.served(self.serve)
         self.check()
@@ -145,8 +146,6 @@ class PlanCommand(Adapters, Output):
         """Refuse options that cannot be, before any plan is priced."""
         if idle := changed(self, ("bits", "cache_bits")):
             raise ValueError(f"{idle[0]} is of what is served; add --serve, as 2048+256")
-        if self.price is not None and not 0 < self.price < 1e9:
-            raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
         if self.price is not None and self.tokens is None:
             raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
@@ -348,9 +347,6 @@ class PlanCommand(Adapters, Output):
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         check_range("devices", devices, 1, MAX_DEVICES)
         figures = {name: getattr(self, name) for name in hardware.MACHINE}
-        for name in (x for x, value in figures.items() if value is not None):
-            least = 1 if name == "node_size" else 1e-3
-            check_range(name.replace("_", "-"), figures[name], least, 1_000_000)
         return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:
@@ -452,13 +448,10 @@ def named_axes(text: str) -> dict[str, int]:
             f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not"
             " name: name the others alone, as 'tp=8 pp=4'"
         )
-    shape, named = (
-        parse_mesh(text),
-        [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens],
-    )
-    return {
-        axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])
-    }
+    shape = parse_mesh(text)
+    named = [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens]
+    axes = named if named[0] in AXES else POSITIONAL[len(tokens)]
+    return {axis: shape.sizes[axis] for axis in axes}
 
 
 def _count(text: str, name: str, base: int) -> float:
@@ -469,19 +462,6 @@ def _count(text: str, name: str, base: int) -> float:
     return float(match[1]) * base ** {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[match[2]]
 
 
-def _table(
-    columns: Iterable[Any],
-    rows: Iterable[Iterable[str]],
-    title: str | None = None,
-    caption: str | None = None,
-) -> Any:
-    """Make a table of rows of text."""
-    table = Table(*columns, title=title, caption=caption)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def tables_of(document: dict) -> Iterator[Any]:
     """Yield the answer as tables, then the command lines of the first plan."""
     error, best = document["time_error"], document["plans"][0]
@@ -490,11 +470,10 @@ def tables_of(document: dict) -> Iterator[Any]:
         f"{document['model']} on {document['devices']:,} {document['chip']},"
         f" {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
     )
-    caption = f"{document['device']}, {document['device_gib']:.4g} GiB; "
-    caption += (
-        "{node_link:g} GB/s{each} in nodes of {node_size}, {network:g} beyond;"
-        " a step reaches {links_reached:.0%} and {network_reached:.0%} of them"
-    ).format(**document["machine"])
+    caption = (
+        "{device}, {device_gib:.4g} GiB; {node_link:g} GB/s{each} in nodes of {node_size},"
+        " {network:g} beyond; a step reaches {links_reached:.0%} and {network_reached:.0%} of them"
+    ).format(**document | document["machine"])
 
     def plan_row(row: dict) -> tuple[str, ...]:
         why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
@@ -508,26 +487,28 @@ def tables_of(document: dict) -> Iterator[Any]:
             why,
         )
 
-    columns = ("mesh", "s", "MFU", "GiB", "", "why")
-    yield _table(columns, map(plan_row, document["plans"]), title=title, caption=caption)
+    columns, numbers = ("mesh", "s", "MFU", "GiB", "", "why"), ("s", "MFU", "GiB")
+    plans = map(plan_row, document["plans"])
+    yield rich_table(title, columns, numbers, plans, caption=caption)
     step = banded(f"{few(best['step_s']):g} s", error)
     title = f"{best['attention_kernel']} attention, a step {step}"
     terms = sorted(best["terms"].items(), key=lambda item: -item[1])
-    yield _table(("of the first", "s"), ((name, f"{few(s):g}") for name, s in terms), title)
-    sizes = memory.named(best["memory_bytes"]).items()
-    yield _table(
-        ("of the first", "GiB a device"), ((name, f"{size / 2**30:.2f}") for name, size in sizes)
-    )
+    seconds = ((name, f"{few(s):g}") for name, s in terms)
+    yield rich_table(title, ("of the first", "s"), ("s",), seconds)
+    parts = memory.named(best["memory_bytes"]).items()
+    sizes = ((name, f"{size / 2**30:.2f}") for name, size in parts)
+    yield rich_table(None, ("of the first", "GiB a device"), ("GiB a device",), sizes)
     if rejected := [(row["mesh"], row["why"], row["change"]) for row in document["rejected"]]:
-        yield _table(("cannot be", "why", "one change"), rejected)
+        yield rich_table(None, ("cannot be", "why", "one change"), rows=rejected)
     changes = document["sensitivity"]
     rates = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
-    yield _table(("if there were", "tokens/s", ""), rates)
+    yield rich_table(None, ("if there were", "tokens/s", ""), ("tokens/s",), rates)
     if budget := document.get("budget"):
         names = {"chip_hours": "chip hours", "energy_mwh": f"MWh ({planner.PUE:g} × the chips')"}
         sums = ((names.get(name, name), few(value)) for name, value in budget.items())
         rows = ((name, f"{value:,.0f}" if value >= 10 else f"{value:g}") for name, value in sums)
-        yield _table((f"for {budget['tokens']:,.0f} tokens", ""), list(rows)[1:])
+        title = f"for {budget['tokens']:,.0f} tokens"
+        yield rich_table(None, (title, ""), ("",), list(rows)[1:])
     yield from filter(None, map(best.get, ("train", "compile", "launch")))
 
 
@@ -537,7 +518,8 @@ def tables_serve(document: dict) -> Iterator[Any]:
         f"{document['model']} in {document['bits']} bits on {document['devices']:,} {document['chip']},"
         f" {document['prompt']:,} tokens in and {document['answer']:,} out"
     )
-    yield _table(service.SERVING, map(service.cells, document["plans"]), title)
+    columns = service.SERVING
+    yield rich_table(title, columns, columns[1:], map(service.cells, document["plans"]))
     yield service.explained(document)
 
 
@@ -555,7 +537,8 @@ def tables_versus(document: dict) -> Iterator[Any]:
         for name, more in document["terms"].items()
     )
     last = row("a step", one["step_s"], other["step_s"], document["difference_s"])
-    yield _table(("milliseconds", one["mesh"], other["mesh"], "difference"), [*terms, last])
+    numbers = one["mesh"], other["mesh"], "difference"
+    yield rich_table(None, ("milliseconds", *numbers), numbers, [*terms, last])
     gib = " and ".join(f"{x['memory_bytes']['total'] / 2**30:.1f}" for x in (one, other))
     yield f"they hold {gib} GiB a device: {one['verdict']}, {other['verdict']}"
     yield document["says"]
@@ -585,10 +568,9 @@ def tables_against(document: dict) -> Iterator[Any]:
     from llmpar.planner.measured import tell_tale
 
     numbers = "predicted", "measured", "error", "fits"
-    columns = [Column(name, justify="right", no_wrap=True) for name in numbers]
     long = {group["id"] for group in document["groups"] if group["runs"] > 40}
     short = [row for row in document["rows"] if row["id"].rpartition("/")[0] not in long]
-    yield _table([Column("run, chip, mesh", overflow="fold"), *columns], map(cells_against, short))
+    yield rich_table(None, ("run, chip, mesh", *numbers), numbers, map(cells_against, short))
 
     def sweep_row(group: dict) -> tuple[str, ...]:
         choice = group["choice_over_best"]
@@ -596,18 +578,18 @@ def tables_against(document: dict) -> Iterator[Any]:
         error = f"{group['step_mean_abs_error']:.1%}"
         return group["id"], str(group["runs"]), f"{group['spearman']:.3f}", over_best, error
 
-    names = ("runs", "Spearman", "choice over best", "mean abs. error")
-    yield _table([Column("sweep", overflow="fold"), *names], map(sweep_row, document["groups"]))
+    numbers = "runs", "Spearman", "choice over best", "mean abs. error"
+    yield rich_table(None, ("sweep", *numbers), numbers, map(sweep_row, document["groups"]))
     timed = [row for row in document["rows"] if "step_s" in row["error"]]
     worst = sorted(timed, key=lambda row: -abs(row["error"]["step_s"]))[:12]
     error = lambda row: percent(row["error"]["step_s"])
     rows = ((x["id"], error(x), tell_tale(x), beside_flops(x["terms"])) for x in worst)
     names = "worst runs", "error", "the term that could be off", "predicted, and no useful FLOPs"
-    yield _table(names, rows)
+    yield rich_table(None, names, ("error",), rows)
     text = lambda value: f"{value:.1%}" if isinstance(value, float) else str(value)
     sums = [(key.replace("_", " "), text(value)) for key, value in document["summary"].items()]
     left_out = [(f"left out: {run['id']}", run["why"]) for run in document["left_out"]]
-    yield _table(("all runs", ""), sums + left_out)
+    yield rich_table(None, ("all runs", ""), rows=sums + left_out)
 
 
 def percent(error: float | None) -> str:

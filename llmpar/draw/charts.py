@@ -319,14 +319,16 @@ def step_memory(
         x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
         for part in named:
             top = [low + moment.get(part, 0) for low, moment in zip(floor, moments, strict=True)]
-            edge = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(top)]
-            base = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(floor)]
+            edge, base = (
+                [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(side)]
+                for side in (top, floor)
+            )
             fill = style_of(role_of(part, roles))[0]
             items += [Line((*edge, *base[::-1]), "ink", 0.5, fill=fill)] * (top != floor)
             floor = top
         at = max(range(count + 1), key=floor.__getitem__)
         x, over = x0 + PANEL * at / count, floor[at] > capacity_bytes
-        words = f"{size_text(most[name])}" + ": too much" * over
+        words = size_text(most[name]) + ": too much" * over
         half = text_width(words, SMALL) * 0.55
         middle = min(max(x, x0 + half), x0 + PANEL - half)
         above = y_of(floor[at]) - 10

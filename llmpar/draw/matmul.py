@@ -24,9 +24,8 @@ from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48, "z": 16}
 """Pixels of a dim in a drawing of many matrices."""
-_BESIDE = (
-    "bh"  # not drawn where there are more dims: a batch is more rows, a head's width lies in a head
-)
+# not drawn where there are more dims: a batch is more rows, a head's width lies in a head
+_BESIDE = "bh"
 SHEETS = "an unfinished sum: add its sheets"
 SIGN = re.compile(r" (×|=|->|-[\w ]+->) ")
 

@@ -52,20 +52,16 @@ class Collective:
     dtype: str  # as XLA writes it: f32, bf16, s32
     shape: tuple  # of the result of one execution; several shapes if it has several results
     source: str  # 'model/llama.py:88'; '' where the compiler names no line
-    conditional: bool = (
-        False  # in a branch; counted as if the branch that sends most were always taken
-    )
+    # in a branch; counted as if the branch that sends most were always taken
+    conditional: bool = False
     # the model's arrow that it carries out (`collectives.scope`); '' where the partitioner chose
     arrow: str = ""
-    direction: str = (
-        ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
-    )
-    moves: str = (
-        ""  # its operand and result (`hlo.operand_arrow`): 'f32[8@X,4] -> f32[8,4]'; '' if unclear
-    )
-    per_turn: str = (
-        ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration
-    )
+    # forward, backward or recomputed; '' outside all passes, as for gradients' sums
+    direction: str = ""
+    # its operand and result (`hlo.operand_arrow`): 'f32[8@X,4] -> f32[8,4]'; '' if unclear
+    moves: str = ""
+    # the loop with an unknown trip count that it is in: count and bytes of one iteration
+    per_turn: str = ""
     place: tuple[str, str] = field(default=("", ""), compare=False)  # its computation and its name
 
 
@@ -86,10 +82,10 @@ def arrow_of(scope: str) -> dict[str, Any]:
     return {"arrow": match[1] if match else "", "direction": direction}
 
 
-# How often the true branch of a cond under `jax.named_scope("when-NAME")` is taken.
 Taken = Mapping[str, Fraction]
-# Collectives as they are when run once, and how often each is run.
+"""How often the true branch of a cond under `jax.named_scope("when-NAME")` is taken."""
 Work = list[tuple[Collective, Fraction]]
+"""Collectives as they are when run once, and how often each is run."""
 
 
 def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
@@ -99,9 +95,8 @@ def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g; collective-permute, send,
     and collective-broadcast (all devices but the last pass it on) R.
     """
-    return formulas.whole_ring_bytes(
-        kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
-    )
+    message_bytes = result_bytes * (group_size if kind == "reduce-scatter" else 1)
+    return formulas.whole_ring_bytes(kind, message_bytes, group_size)
 
 
 def summed(keyed: Iterable[tuple[dict[str, Any], Collective]]) -> list[dict[str, Any]]:
@@ -142,30 +137,21 @@ def _of_program(c: Collective) -> Collective:
 def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> str:
     """Write `arrow_rows` as lines of text, with their sum below; the rows after the first ``most`` as one."""
     rows = arrow_rows(collectives)
-    sent = sum(row["bytes_sent"] for row in rows)
-    if rest := rows[most:] if most is not None else []:
-        total = {name: sum(row[name] for row in rest) for name in ("count", "bytes_sent")}
-        more = {
-            "arrow": f"({len(rest)} more)",
-            "source": "",
-            "direction": "",
-            "axis": "",
-            "kind": "",
-        }
-        rows[most:] = [more | total]
-    names = [r["arrow"] or r["source"] or "(the partitioner's)" for r in rows]
     cells = [
         (
-            name,
-            r["direction"],
-            f"{r['axis']} {r['kind']}",
-            f"×{r['count']}",
-            f"{r['bytes_sent']:,} B",
+            row["arrow"] or row["source"] or "(the partitioner's)",
+            row["direction"],
+            f"{row['axis']} {row['kind']}",
+            f"×{row['count']}",
+            f"{row['bytes_sent']:,} B",
         )
-        for name, r in zip(names, rows, strict=True)
+        for row in rows
     ]
-    cells.append(("in all", "", "", "", f"{sent:,} B"))
-    return text_columns(cells)
+    if rest := rows[most:] if most is not None else []:
+        count, sent = (sum(row[name] for row in rest) for name in ("count", "bytes_sent"))
+        cells[most:] = [(f"({len(rest)} more)", "", "", f"×{count}", f"{sent:,} B")]
+    total = sum(row["bytes_sent"] for row in rows)
+    return text_columns([*cells, ("in all", "", "", "", f"{total:,} B")])
 
 
 def text_columns(cells: Sequence[tuple[str, ...]]) -> str:
@@ -259,10 +245,8 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
     if not source or source.startswith("argument "):  # take the line of one that uses it
         users = (module.computations[comp][user] for user in module.users[comp, name])
         source = next(filter(None, map(module.source, users)), source)
-    shape, moves = (
-        dims[0] if len(dims) == 1 else dims,
-        operand_arrow(module, comp, name, axes, mesh),
-    )
+    shape = dims[0] if len(dims) == 1 else dims
+    moves = operand_arrow(module, comp, name, axes, mesh)
     seen = kind, axes, group_size, 1, sent, dtypes, shape, source
     return Collective(*seen, moves=moves, place=(comp, name), **arrow_of(op.scope))
 
@@ -321,7 +305,8 @@ def product_flops(module: Module, comp: str, op: Instruction) -> float:
     them, calls of GPU libraries, and attention kernels."""
     if is_product(op):
         return float(dot_flops(module, comp, op))
-    return (_convolution_flops if op.opcode == "convolution" else call_flops)(module, comp, op)
+    count = _convolution_flops if op.opcode == "convolution" else call_flops
+    return count(module, comp, op)
 
 
 def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
@@ -336,9 +321,8 @@ def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
     kernel, result = module.shape_of(comp, op, 1), shapes(op.type)[0][1]
     left = module.shape_of(comp, op, 0)
     contracted = kernel[labels[2].index("i")]
-    for (
-        spatial
-    ) in "0123456789":  # a window over all of a dim that the result has no more: contracted too
+    # a window over all of a dim that the result has no more is contracted too
+    for spatial in "0123456789":
         if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
             contracted *= min(left[labels[1].index(spatial)], kernel[labels[2].index(spatial)])
     return 2.0 * math.prod(result) * contracted
@@ -356,13 +340,8 @@ def call_flops(module: Module, comp: str, op: Instruction, seen: float = 1.0) ->
         dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
         width = module.shape_of(comp, op, 0)[-1]
         each = 5 if "Backward" in op.attrs else 2
-        return (
-            2.0
-            * each
-            * (math.prod(integers(dims[1])) if dims else 0)
-            * width
-            * (0.5 if "CAUSAL" in op.attrs else 1.0)
-        )
+        pairs = math.prod(integers(dims[1])) if dims else 0
+        return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
     name = next((name for name in ring.PRODUCTS if name in op.scope), "")
     given = [module.shape_of(comp, op, i) for i in range(len(op.operands))] if name else []
     return ring.kernel_flops(name, given, seen) if name else 0.0
@@ -408,9 +387,8 @@ def read_program(lowered: Any, platform: str = "") -> tuple[Any, str]:
             compiled = lowered.compile(dump | (_CHEAP if platform == "cpu" else {}))
             wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
             files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]
-            return compiled, max(
-                files, key=lambda f: (".after_" in f.name, f.stat().st_size)
-            ).read_text()
+            latest = max(files, key=lambda f: (".after_" in f.name, f.stat().st_size))
+            return compiled, latest.read_text()
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

@@ -89,8 +89,9 @@ def _mended(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, 
     return step.call(*(mend(x, cut, axes) if j in chosen else x for j, x in enumerate(xs)))
 
 
-# The axes over which a collective should be and is not: those of terms of a sum, or of shards.
-_rest = lambda step, cut: [a for a in cut.over("sum") or cut.over("cut") if a not in step.axes]
+def _rest(step: Equation, cut: Pieces) -> list[str]:
+    """Return the axes over which a collective should be and is not: those of terms of a sum, or of shards."""
+    return [a for a in cut.over("sum") or cut.over("cut") if a not in step.axes]
 
 
 def _elsewhere(mend: Any, cut: Pieces, axes: tuple, step: Equation, chosen: tuple, *xs: Any) -> Any:
@@ -131,7 +132,6 @@ def _others(step: Equation, cuts: list[Pieces], axes: tuple) -> list[str]:
     return [a for a, kind in cuts[0].axes.items() if kind != wanted(a, kind)]
 
 
-# All kinds. Those with a mend are tried at each step, in this order; the others have rules of their own.
 MISTAKES = {
     "wrong axis": Mistake(
         "wrong axis",
@@ -286,6 +286,7 @@ MISTAKES = {
         "unknown, {place}: there values part first, and no change that was tried mends all results",
     ),
 }
+"""All kinds. Those with a mend are tried at each step, in this order; the others have rules of their own."""
 
 
 def _places(
@@ -398,8 +399,8 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
             both = _Case(leaves, *map(_and_gradients, calls))
             more, wrong = both.compare(both.results())
             floats = [name for name, x in zip(names, leaves, strict=True) if _is_float(x)]
-            titles = [{"name": f"gradient of {name}"} for name in floats]
-            rows += [row | title for row, title in zip(more[len(rows) :], titles, strict=True)]
+            pairs = zip(more[len(rows) :], floats, strict=True)
+            rows += [row | {"name": f"gradient of {name}"} for row, name in pairs]
             both.notes, case = case.notes, both
         except Exception as error:
             case.notes.append(f"gradients are not compared: {_first_line(error)}")
@@ -434,9 +435,8 @@ class _Case:
                 alone = self.on_ones(call, leaves, [*map(_on_ones, leaves)])
             self.one = read(alone, not any(self.ones))
             ours, longer = self.many.lengths, self.one.lengths.items()
-            if cut := {
-                line for line, n in longer if n > ours.get(line, n)
-            }:  # over a dim that is cut
+            # those over a dim that is cut
+            if cut := {line for line, n in longer if n > ours.get(line, n)}:
                 self.many, self.one = read(traced, kept=cut), read(alone, not any(self.ones), cut)
             self.draws = share_draws(self.many, self.one)
             if self.draws or not reference:
@@ -491,10 +491,8 @@ class _Case:
         """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
         as_it_is = not (cures or see or self.draws)
         steps = lambda *xs: run(self.many, xs, see, cures or {})[see]
-        return _runs(
-            self.call if as_it_is else steps,
-            [[*map(jax.device_put, xs, self.places)] for xs in self.inputs[:2]],
-        )
+        placed = [[*map(jax.device_put, xs, self.places)] for xs in self.inputs[:2]]
+        return _runs(self.call if as_it_is else steps, placed)
 
     def agrees(self, results: Callable[[], list]) -> bool:
         """Return whether results can be had, and are right."""
@@ -533,8 +531,9 @@ class _Case:
                 row["kind"] in ("unknown", "over a shard") for row in rows
             ):
                 self.refuse_own_rows()
-        is_known = any(row["kind"] != "unknown" for row in rows)
-        for axis, n in {}.items() if is_known else self.mesh.items():
+        if any(row["kind"] != "unknown" for row in rows):
+            return rows
+        for axis, n in self.mesh.items():
             most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
             if 1 <= most == n - 2:
                 self.notes.append(
@@ -676,9 +675,8 @@ class _Reading:
                     fewer = [y for y in kept if y is not x]
                     kept = fewer if self.healing([best], fewer) else kept
                 rows = [x.row | {"tried": True} for x in (best, *kept[::-1])]
-                return [*{(row["line"], row["kind"], *row["axes"]): row for row in rows}.values()][
-                    ::-1
-                ]
+                each_line = {(row["line"], row["kind"], *row["axes"]): row for row in rows}
+                return [*each_line.values()][::-1]
             seen, able = seen or each, [one for one in each if one.cures]
             if not able:
                 break
@@ -687,10 +685,8 @@ class _Reading:
                 self.watch(kept)
             if self.is_wrong(able[0].value, True):
                 break
-        return [
-            row | {"tried": False}
-            for row in [one.row for one in seen if not one.cures][:1] or [self.unknown(last)]
-        ]
+        sure = next((one.row for one in seen if not one.cures), None)
+        return [(sure or self.unknown(last)) | {"tried": False}]
 
     def together(self, each: list[Finding]) -> list[Finding]:
         """Return the same mistake at several values as one finding, as of all gradients that lack a sum."""
@@ -727,16 +723,14 @@ class _Reading:
         """Write a value's shape with its cuts: ``f32[8@dp,16], a partial sum over tp``."""
         if taken not in self.twin_of:
             return "a constant" if taken in self.case.many.consts else "its own on each rank"
-        (_, whole), cut, axes = self.beside(taken), self.cut(taken), dict[Any, list[str]]()
-        for axis, kind in cut.axes.items() if cut else ():
-            axes.setdefault(kind, []).append(axis)
+        (_, whole), cut = self.beside(taken), self.cut(taken)
         dtype = short_dtype(np.asarray(self.values[0][taken]).dtype.name)
-        words = [typed(dtype, whole.shape[1:], axes), *["unknown"] * (cut is None)]
-        words += [
-            f"{text} {','.join(axes[kind])}" for kind, text in _STATES.items() if kind in axes
-        ]
-        words += [f"counted {cut.factor:g} times"] if cut and cut.factor != 1 else []
-        return ", ".join(words)
+        if cut is None:
+            return f"{typed(dtype, whole.shape[1:], {})}, unknown"
+        axes: dict[Any, list[str]] = {kind: cut.over(kind) for kind in cut.axes.values()}
+        states = [f"{text} {','.join(axes[x])}" for x, text in _STATES.items() if x in axes]
+        times = [f"counted {cut.factor:g} times"] * (cut.factor != 1)
+        return ", ".join([typed(dtype, whole.shape[1:], axes), *states, *times])
 
     def suggestions(self, i: int) -> Iterator[Finding]:
         """Suggest mistakes that would make this value wrong, the likeliest first."""
@@ -855,24 +849,18 @@ class _Reading:
     def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
         """Random numbers, positions, and slices that are the same on every rank; or that are not."""
         local, whole = self.beside(i)
-        shape, over, lead = (
-            local.shape[1 + len(sizes) :],
-            whole.shape[1:],
-            (0,) * len(self.sizes[i]),
-        )
+        shape, over = local.shape[1 + len(sizes) :], whole.shape[1:]
         differs = [a for k, a in enumerate(sizes, 1) if not equal_along(local, k)]
         cuts = cuts_of_shape(shape, over, sizes, differs)
         same = [a for cut in cuts for a in cut if a not in differs]
         if step.name == "iota":
-            mend: Callable = lambda *_: own_shard(self.twins[0][self.twin_of[i]][lead], shape, cuts)
+            positions = self.twins[0][self.twin_of[i]][(0,) * len(self.sizes[i])]
+            mend: Callable = lambda *_: own_shard(positions, shape, cuts)
             each = {"positions": same}
-        elif step.name == "slice":
-            first = step.params["start_indices"]
-            last = [a + n for a, n in zip(first, over, strict=True)]
-            mend = lambda x: own_shard(lax.slice(x, first, last), shape, cuts)
-            each = {"same slice": same}
-        elif step.name == "dynamic_slice":
-            mend = lambda x, *begin: own_shard(lax.dynamic_slice(x, begin, over), shape, cuts)
+        elif step.name in ("slice", "dynamic_slice"):
+            first = step.params.get("start_indices", ())
+            taken = lambda x, *begin: lax.dynamic_slice(x, begin or first, over)
+            mend = lambda *xs: own_shard(taken(*xs), shape, cuts)
             each = {"same slice": same}
         else:
             mend = draw_shard(step.params, over, sizes, cuts)
@@ -924,7 +912,8 @@ class _Reading:
         return Finding(value, row, cures or {})
 
 
-_cures = lambda findings: {step: call for one in findings for step, call in one.cures.items()}
+def _cures(findings: Iterable[Finding]) -> Cures:
+    return {step: call for one in findings for step, call in one.cures.items()}
 
 
 def _names(axes: Iterable[str]) -> str:
@@ -948,10 +937,12 @@ def _and_gradients(call: Callable) -> Callable:
     return both
 
 
-_first_line = lambda error: f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
-_is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _on_ones(x: Any) -> Any:
@@ -975,9 +966,8 @@ def _values(x: Any, seed: int, place: int) -> Any:
     all are equal. A shape gets random ones, others at each place: two arguments of one shape are not equal.
     Seeds 2 and 3: the same, moved by about a rounding."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x)
-        )
+        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     rng, is_float = np.random.default_rng(seed % 2 + 2 * place), _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         values = rng.standard_normal(x.shape) if is_float else rng.integers(0, 2, x.shape)
@@ -1002,22 +992,21 @@ def _runs(call: Callable, inputs: list[list]) -> list:
 
 
 def _plain(x: Any) -> Any:
-    return (
-        jax.random.key_data(x)
-        if jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
-        else jnp.asarray(x)
-    )
+    is_key = jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else jnp.asarray(x)
 
 
-_array = lambda x: np.asarray(x).astype(complex if np.iscomplexobj(x) else float)
+def _array(x: Any) -> np.ndarray:
+    """Return numbers in double precision."""
+    return np.asarray(x).astype(complex if np.iscomplexobj(x) else float)
 
 
-_scale = lambda x: float(abs(x[np.isfinite(x)]).max(initial=0.0)) or 1.0
+def _scale(x: np.ndarray) -> float:
+    return float(abs(x[np.isfinite(x)]).max(initial=0.0)) or 1.0
 
 
 def _bound(spread: float, whole: np.ndarray, moved: np.ndarray, *more: np.ndarray) -> float:
     """Return how far rounding may move a value: by the sums on its path, and as it moves with arguments."""
     noise = distance(whole, moved)
-    return spread * max(map(_scale, (whole, *more))) + FACTOR * (
-        noise if math.isfinite(noise) else 0.0
-    )
+    noise = noise if math.isfinite(noise) else 0.0
+    return spread * max(map(_scale, (whole, *more))) + FACTOR * noise

@@ -26,8 +26,9 @@ from llmpar.inspect.moves import layout_from_text, marked, spec_cuts
 from llmpar.plan.layout import LETTERS, Arrow, Dim, Layout, axes_of
 
 _Known = dict[str, Any]  # what a sentence can name
-# Characters of an error's text that are read: JAX says what is wrong at the beginning, and may add a dump.
 LONGEST = 4000
+"""Characters of an error's text that are read: JAX says what is wrong at the beginning, and may add a
+dump."""
 
 
 class MissingArrow(ValueError):
@@ -94,28 +95,23 @@ def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
     """Return the arrow between two layouts, and the text of the reshard that carries it out."""
     if before == after or set(after.sums) - set(before.sums):
         raise ValueError("no arrow leads from the one to the other")
-    axes, arrow, spec = before.axes + before.sums, _arrow(before, after), _spec(after)
-    known = {
+    axes, arrow = before.axes + before.sums, _arrow(before, after)
+    return {
         "before": before,
         "after": after,
         "axes": ",".join(axes),
         "names": repr(axes),
         "arrow": arrow,
+        "reshard": f"{arrow}: jax.sharding.reshard(x, {_sharding(after)})",
+        "spec": _spec(after),
+        **more,
     }
-    return (
-        known
-        | {"reshard": f"{arrow}: jax.sharding.reshard(x, {_sharding(after)})", "spec": spec}
-        | more
-    )
 
 
 def _sharding(layout: Layout) -> str:
     """Write a layout as `reshard` takes it: as a spec only where a mesh is in context."""
-    return (
-        f"jax.NamedSharding(mesh, {_spec(layout)})"
-        if jax.sharding.get_abstract_mesh().empty
-        else str(_spec(layout))
-    )
+    is_alone = jax.sharding.get_abstract_mesh().empty
+    return f"jax.NamedSharding(mesh, {_spec(layout)})" if is_alone else str(_spec(layout))
 
 
 def _spec(layout: Layout) -> PartitionSpec:
@@ -151,8 +147,9 @@ def _types(error: BaseException) -> list[Any]:
     return [jax.typeof(x) for x in leaves if isinstance(x, jax.Array)]
 
 
-# The names of JAX's functions in the traceback, the outermost first.
-_functions = lambda error: [frame.f_code.co_qualname for frame in _frames(error, of_jax=True)]
+def _functions(error: BaseException) -> list[str]:
+    """List the names of JAX's functions in the traceback, the outermost first."""
+    return [frame.f_code.co_qualname for frame in _frames(error, of_jax=True)]
 
 
 def _inside(error: BaseException, name: str) -> _Known:
@@ -192,9 +189,8 @@ def _cut_dims(error: BaseException) -> tuple[list[_Cuts], str]:
     result. Raises for all but plain products of two factors."""
     dims, *factors = _factors(error)
     specs = [jax.typeof(x).sharding.spec for x in factors]
-    given, _, result = (dims.replace(" ", "") or _RANKS[len(specs[0]), len(specs[1])]).partition(
-        "->"
-    )
+    dims = dims.replace(" ", "") or _RANKS[len(specs[0]), len(specs[1])]
+    given, _, result = dims.partition("->")
     pairs = zip(given.split(","), specs, strict=True)
     return [dict(zip(letters, map(axes_of, spec), strict=True)) for letters, spec in pairs], result
 
@@ -208,9 +204,8 @@ def _result_without(error: BaseException, axes: set[str]) -> Layout:
     """Return the layout of a product in which ``axes`` cut nothing, and each other one dim, its first."""
     (one, other), result = _cut_dims(error)
     cuts = other | {letter: cut for letter, cut in one.items() if cut or letter not in other}
-    return cut_as(
-        _first_cuts([tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result])
-    )
+    free = [tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result]
+    return cut_as(_first_cuts(free))
 
 
 # ----------------------------------------------------------------------------------- which arrow is missing
@@ -227,9 +222,8 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
     before, after = (
         (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
     )
-    return _missing(
-        before, after, left=",".join(one.axes), right=",".join(other.axes), result=result
-    )
+    words = {"left": ",".join(one.axes), "right": ",".join(other.axes), "result": result}
+    return _missing(before, after, **words)
 
 
 def _alike(error: BaseException, left: str, right: str) -> _Known:
@@ -299,7 +293,8 @@ def _unsharded(error: BaseException, says: str) -> _Known:
         r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says
     ):
         dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", match[0])]
-    return _missing(before, cut_as([d.axes * (i not in dims) for i, d in enumerate(before.dims)]))
+    cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
+    return _missing(before, cut_as(cuts))
 
 
 def _rows(error: BaseException, table: str, indices: str) -> _Known:
@@ -307,37 +302,25 @@ def _rows(error: BaseException, table: str, indices: str) -> _Known:
     if "take_along_axis" in _functions(error):  # its dims are those of the table
         raise LookupError(indices)
     whole = [()] * (len(layout_from_text(table).dims) - 1)
-    return {
-        "spec": _sharding(cut_as([*[d.axes for d in layout_from_text(indices).dims[:-1]], *whole]))
-    }
+    cuts = [d.axes for d in layout_from_text(indices).dims[:-1]]
+    return {"spec": _sharding(cut_as([*cuts, *whole]))}
 
 
 def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _Known:
     """Return the arrow of the last operand that drops the axis which cuts two dims of the result."""
     cuts = layout_from_text(result).axes
     axis = next(a for a in cuts if cuts.count(a) > 1)
-    last = [
-        x for x in map(layout_from_text, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes
-    ][-1]
-    return _missing(
-        last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims))
-    )
+    last = [x for x in _layouts(inputs) if axis in x.axes][-1]
+    return _missing(last, cut_as(d.axes * (axis not in d.axes) for d in last.dims))
 
 
 def _reshape(error: BaseException, operation: str, text: str, sizes: str = "") -> _Known:
     """Return the arrow that keeps the cuts of dims that come first or last in both shapes; a gather keeps
     none."""
-    old, new, before = (
-        re.findall(r"(?<![\w@])\d+", text),
-        re.findall(r"\d+", sizes),
-        layout_from_text(text),
-    )
-    kept = lambda i: (
-        old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
-    )
-    return _missing(
-        before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims)))
-    )
+    old, new = re.findall(r"(?<![\w@])\d+", text), re.findall(r"\d+", sizes)
+    before, more = layout_from_text(text), len(new) - len(old)
+    kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, more + i) :]
+    return _missing(before, cut_as(d.axes * kept(i) for i, d in enumerate(before.dims)))
 
 
 def _varies(error: BaseException, first: str, before: str, second: str, after: str) -> _Known:
@@ -413,11 +396,8 @@ def _unknown(error: BaseException, *words: str) -> _Known:
 
 def _once(error: BaseException, spec: str, axis: str) -> _Known:
     """Return a spec that keeps an axis at its first place alone."""
-    return {
-        "spec": PartitionSpec(
-            *(cut or None for cut in _first_cuts([axes_of(cut) for cut in spec_cuts(spec)]))
-        )
-    }
+    cuts = _first_cuts([axes_of(cut) for cut in spec_cuts(spec)])
+    return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
 
 
 def _first_cuts(cuts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -434,7 +414,13 @@ PRINTED = {
     "TUPLE": r"(\((?:[^()]|\([^()]*\))*\))",
     "SPEC": r"(P\((?:[^()]|\([^()]*\))*\))",
 }
-_between = lambda before, after: _missing(layout_from_text(before), layout_from_text(after))
+
+
+def _between(before: str, after: str) -> _Known:
+    """Return the arrow between two types or specs, as JAX prints them."""
+    return _missing(layout_from_text(before), layout_from_text(after))
+
+
 _RULES: dict[str, Callable[..., _Known]] = {
     "given": lambda error, wanted, given: _between(given, wanted),
     "constraint": lambda error, given, wanted: _between(given, wanted),

@@ -24,11 +24,13 @@ CALLS = {
     "conditional": ("branch_computations", "false_computation", "true_computation"),
     **dict.fromkeys(("call", "fusion", "async-start", "call-start"), ("calls", "to_apply")),
 }
-COLLECTIVES = tuple("all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all".split())
-COLLECTIVES += "collective-permute", "collective-broadcast", "send"
+COLLECTIVES = tuple(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all"
+    " collective-permute collective-broadcast send".split()
+)
 """Collectives that are counted. A `recv` is the other end of a `send` that names source and target."""
-# A value by name, or one part of a tuple.
 Ref = tuple[str, int | None]
+"""A value by name, or one part of a tuple."""
 ROOT: Ref = ("", None)
 MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
 
@@ -76,9 +78,8 @@ class Instruction(NamedTuple):
     def collective(self) -> str:
         """Return which of `COLLECTIVES` it is or starts; '' for others, and for a send without a target."""
         kind = self.opcode.removesuffix("-start")
-        return (
-            kind if kind in COLLECTIVES and not (kind == "send" and not _groups(self.attrs)) else ""
-        )
+        no_target = kind == "send" and not _groups(self.attrs)
+        return kind if kind in COLLECTIVES and not no_target else ""
 
     def called(self, *keys: str) -> list[str]:
         """List the computations that the attributes `keys` name."""
@@ -98,10 +99,8 @@ def integers(text: str, after: str = "") -> list[int]:
 
 def shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
     """Read dtypes and shapes: `(f32[2,4]{1,0}, s32[])` is two."""
-    return [
-        (dtype, tuple(integers(dims)))
-        for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
-    ]
+    matches = re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
+    return [(dtype, tuple(integers(dims))) for dtype, dims in matches]
 
 
 def values_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
@@ -146,18 +145,11 @@ class Module:
     def uncounted(self) -> list[str]:
         """Note what looks like a collective and is not counted, and what is counted as more than it may
         be."""
-        counts, ops = (
-            Counter[str](),
-            [op for ops in self.computations.values() for op in ops.values()],
-        )
-        for op in ops:
-            ends = op.opcode.endswith(("-done", "-update")) or op.opcode in CALLS
-            if (
-                not ends
-                and not op.collective
-                and (re.match(_LIKE, op.opcode) or re.search(_PARTNERS, op.attrs))
-            ):
-                counts[op.opcode] += 1
+        ops = [op for ops in self.computations.values() for op in ops.values()]
+        ends = lambda op: op.opcode.endswith(("-done", "-update")) or op.opcode in CALLS
+        like = lambda op: re.match(_LIKE, op.opcode) or re.search(_PARTNERS, op.attrs)
+        rest = [op for op in ops if like(op) and not op.collective and not ends(op)]
+        counts = Counter(op.opcode for op in rest)
         counts["recv"] -= sum(op.collective == "send" for op in ops)  # the other end
         notes = [
             f"not counted: what {opcode} (×{n}) sends" for opcode, n in counts.items() if n > 0
@@ -271,13 +263,8 @@ def innermost(frames: Iterable[tuple[str, int]]) -> str:
     ours = [
         (f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{_LIBRARIES})/", f)
     ]
-    return next(
-        (
-            f"{_known_as(f)}:{n}"
-            for f, n in [(f, n) for f, n in ours if not f.endswith(_MOVERS)] + ours
-        ),
-        "",
-    )
+    outside = [(f, n) for f, n in ours if not f.endswith(_MOVERS)]
+    return next((f"{_known_as(f)}:{n}" for f, n in outside + ours), "")
 
 
 def _known_as(file: str) -> str:
@@ -302,11 +289,8 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     axes = tuple(a for k, a in enumerate(mesh.axis_names) if differ(k))
     # of a group that fills these axes; no group leaves them
     size = math.prod(mesh.shape[a] for a in axes)
-    return (
-        (axes, size)
-        if (pairs or all(len(g) == size for g in groups))
-        else (("other",), max(map(len, groups)))
-    )
+    whole = pairs or all(len(g) == size for g in groups)
+    return (axes, size) if whole else (("other",), max(map(len, groups)))
 
 
 def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
@@ -438,7 +422,8 @@ def _groups(attrs: str) -> list[list[int]]:
     return _in_rows([ids[i] for i in order], math.prod(n for _, n in digits))
 
 
-_in_rows = lambda numbers, n: [numbers[i : i + n] for i in range(0, len(numbers), n)]
+def _in_rows(numbers: list[int], n: int) -> list[list[int]]:
+    return [numbers[i : i + n] for i in range(0, len(numbers), n)]
 
 
 @functools.lru_cache(maxsize=1 << 8)
@@ -450,7 +435,5 @@ def _iota(text: str) -> list[int]:
         return numbers
     order_of = integers(order) or [*range(len(numbers))]
     strides = [math.prod(numbers[i + 1 :]) for i in order_of]
-    return [
-        sum(map(operator.mul, at, strides))
-        for at in itertools.product(*(range(numbers[i]) for i in order_of))
-    ]
+    places = itertools.product(*(range(numbers[i]) for i in order_of))
+    return [sum(map(operator.mul, at, strides)) for at in places]

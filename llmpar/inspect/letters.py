@@ -16,8 +16,8 @@ from llmpar.inspect.moves import layout_from_text
 from llmpar.plan.layout import Dim, Layout
 
 Letters = tuple[str, ...]
-# The letters of each array of a value, by its computation and its name.
 Known = dict[tuple[str, str], list[Letters]]
+"""The letters of each array of a value, by its computation and its name."""
 
 
 def given_letters(module: Module, dims: Mapping[str, Any]) -> Known:
@@ -73,9 +73,8 @@ def _follows(
     callees = [c for c in op.called(*CALLS.get(op.opcode, ())) if c in module.computations]
     if not callees:
         yield (comp, name), _results(module, comp, op, operands)
-    if (
-        op.opcode == "while"
-    ):  # given to an iteration: what the loop begins with, or the last one returns
+    # an iteration is given what the loop begins with, or what the last one returns
+    if op.opcode == "while":
         yield (comp, name), operands[0]
         operands = [known[comp, name]]
     for i, callee in enumerate(callees):
@@ -117,12 +116,10 @@ def _reshaped(row: Letters, _: Any, before: Sequence[int], after: Sequence[int])
     if before == after:
         return row
     outside = lambda shape, i: (math.prod(shape[:i]), shape[i])
-    alone = lambda shape: [
-        i for i, n in enumerate(shape) if n > 1 and 1 not in shape[i and i - 1 : i]
-    ]
-    was = {outside(before, i): row[i] for i in alone(before)}
-    now = {i: was.get(outside(after, i), "") for i in alone(after)}
-    return tuple(now.get(i, "") for i in range(len(after)))
+    alone = lambda shape, i: shape[i] > 1 and (i == 0 or shape[i - 1] != 1)
+    was = {outside(before, i): x for i, x in enumerate(row) if alone(before, i)}
+    now = lambda i: was.get(outside(after, i), "") if alone(after, i) else ""
+    return tuple(map(now, range(len(after))))
 
 
 def _product(op: Instruction, left: Letters, right: Letters) -> Letters:
@@ -132,11 +129,8 @@ def _product(op: Instruction, left: Letters, right: Letters) -> Letters:
     batch = zip(of("lhs_batch"), of("rhs_batch"), strict=True)
     used = {side: of(f"{side}_batch") + of(f"{side}_contracting") for side in ("lhs", "rhs")}
     free = lambda row, side: [x for d, x in enumerate(row) if d not in used[side]]
-    return (
-        *[_joined((left[i],), (right[j],))[0] for i, j in batch],
-        *free(left, "lhs"),
-        *free(right, "rhs"),
-    )
+    both = [_joined((left[i],), (right[j],))[0] for i, j in batch]
+    return (*both, *free(left, "lhs"), *free(right, "rhs"))
 
 
 def _looked_up(op: Instruction, table: Letters, places: Letters, shape: Sequence[int]) -> Letters:
@@ -146,21 +140,21 @@ def _looked_up(op: Instruction, table: Letters, places: Letters, shape: Sequence
     taken = enumerate(zip(table, shape, of("slice_sizes"), strict=True))
     inner = iter([x if n == m else "" for d, (x, n, m) in taken if d not in gone])
     outer = iter([x for d, x in enumerate(places) if [d] != last])
-    return tuple(
-        next(inner if d in of("offset_dims") else outer) for d in range(len(shapes(op.type)[0][1]))
-    )
+    rank = len(shapes(op.type)[0][1])
+    return tuple(next(inner if d in of("offset_dims") else outer) for d in range(rank))
 
 
-_same = lambda row, dims, before, after: row
-_by_size = lambda row, dims, before, after: tuple(
-    x if n == m else "" for x, n, m in zip(row, before, after, strict=False)
-)
+def _by_size(row: Letters, _: Any, before: Sequence[int], after: Sequence[int]) -> Letters:
+    """Return the letters of the dims that keep their sizes."""
+    return tuple(x if n == m else "" for x, n, m in zip(row, before, after, strict=False))
+
+
 # What an operation does with one operand's letters: given are these, the dims that its attributes name, and
 # the shapes of operand and result. Operands with another number of dims than the result tell nothing.
 _RULES: dict[str, Callable[..., Letters]] = {
     **dict.fromkeys(
         "all-reduce all-gather reduce-scatter collective-permute collective-broadcast".split(),
-        _same,
+        lambda row, dims, before, after: row,
     ),
     **dict.fromkeys(
         "slice dynamic-slice dynamic-update-slice pad concatenate reverse sort copy abs add and atan2 cbrt"
@@ -185,10 +179,8 @@ def in_letters(module: Module, known: Known, place: tuple[str, str], arrow: str)
     ops = module.computations[place[0]]
     sides = [layout_from_text(side) for side in arrow.split(" -> ") if "[" in side]
     name = ops[place[1]].operands[0][0]
-    near = [
-        name,
-        *(value for value, _ in ops[name].operands),
-    ]  # blocks of an all-to-all are reshaped
+    # blocks of an all-to-all are reshaped before it
+    near = [name, *(value for value, _ in ops[name].operands)]
     rows = [row for value in near for row in known[place[0], value][:1]]
     row = next((row for row in rows if sides and len(row) == len(sides[0].dims)), ())
     if not row or len({*row} - {"", "?"}) < len(row):

@@ -86,8 +86,9 @@ def _words(row: dict, platform: str, chip: Chip | None) -> str:
     """Describe the links of one axis."""
     domains, within = row["domains"], row["size"] // row["domains"]
     if platform == "cpu":
-        inside, between = "shared memory", f"between {domains} processes"
-        return "simulated: " + ", ".join([inside] * (domains == 1) + [between] * (domains > 1))
+        return (
+            f"simulated: between {domains} processes" if domains > 1 else "simulated: shared memory"
+        )
     if platform == "tpu":
         inside, between = _ici(row, within), f"DCN between {domains} slices"
     else:

@@ -37,12 +37,10 @@ _SMALL = 0.01
 _MOST = 8
 _LEAST = 0.8  # of the bytes are left by a cure, or fewer
 _MORE = 1.1  # of memory and FLOPs are needed with it at the most: with more, devices repeat each other's work
-_PROGRAMS = (
-    24  # are compiled for it, in the program's order; as many more if none of the likely ones helps
-)
-_NEAR = (
-    8  # more of each, of the names next to the line that sends most: a scan's body may come late
-)
+# Programs that are compiled for it, in their order; as many more if none of the likely ones helps.
+_PROGRAMS = 24
+# More of each, of the names next to the line that sends most: a scan's body may come late.
+_NEAR = 8
 _LIBRARIES = r"/(site|dist)-packages/|/lib/python3|^<frozen|^" + re.escape(
     os.path.dirname(os.path.dirname(__file__))
 )
@@ -99,7 +97,8 @@ def look(
         raise ValueError(_NO_CURE)
     if isinstance(f, str):
         given = (*args, *kwargs.values(), None)[0]
-        return _as_it_runs(look_at_text(f, given, _links(given), letters), f, given, {}, trace)
+        result = look_at_text(f, given, _links(given), letters)
+        return _as_it_runs(result, f, given, {}, trace)
     try:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
@@ -164,7 +163,8 @@ def _links(mesh: Any) -> dict[str, str]:
 
 def _returned(leaves: list) -> list[str]:
     """Note the results that have another layout than the argument of the same path, shape and dtype."""
-    within, type_of = lambda path: re.sub(r"^\[\d+\]\.?", "", path), lambda x: (x.shape, x.dtype)
+    within = lambda path: re.sub(r"^\[\d+\]\.?", "", path)
+    type_of = lambda x: (x.shape, x.dtype)
     known, notes = [leaf for leaf in leaves if leaf[2] is not None], list[str]()
     given = [(name[3:], x, where) for name, x, where in known if name.startswith("in ")]
     for name, x, where in (leaf for leaf in known if leaf[0].startswith("out ")):
@@ -194,10 +194,12 @@ def _layout(where: Any, x: Any) -> str:
 
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     """Return a closed jaxpr, or a program of `jax.stages`, traced if it can be."""
-    wraps = "traced", "lowered", "compiled"  # the attributes of Flax and Equinox for JAX's own
-    inner = lambda x: next(
-        (y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, _STAGES)), x
-    )
+
+    def inner(x: Any) -> Any:
+        """Return JAX's own program in one of Flax's or Equinox's."""
+        own = (getattr(x, name, None) for name in ("traced", "lowered", "compiled"))
+        return next((y for y in own if isinstance(y, _STAGES)), x)
+
     if hasattr(f, "eqns"):
         return f if hasattr(f, "consts") else core.ClosedJaxpr(f, ())
     if isinstance(f := inner(f), _STAGES):
@@ -217,10 +219,8 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     plain = lambda x: (
         isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))
     )
-    numbers, names = (
-        [i for i, x in enumerate(args) if plain(x)],
-        [k for k, x in kwargs.items() if plain(x)],
-    )
+    numbers = [i for i, x in enumerate(args) if plain(x)]
+    names = [k for k, x in kwargs.items() if plain(x)]
     jitted = f if hasattr(f, "lower") else jax.jit(f, static_argnums=numbers, static_argnames=names)
     return inner(getattr(jitted, "trace", jitted.lower)(*args, **kwargs))
 
@@ -272,11 +272,7 @@ def meshes_in(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
             types = [v.aval for eqn in inner.eqns for v in eqn.outvars]
             yield from meshes_in(name, consts, [v.aval for v in inner.invars], types)
             yield from (pair for e in inner.eqns for pair in meshes_in(e.primitive.name, e.params))
-        mesh = (
-            x
-            if isinstance(x, Mesh | AbstractMesh)
-            else getattr(getattr(x, "sharding", x), "mesh", None)
-        )
+        mesh = getattr(getattr(x, "sharding", x), "mesh", x)
         if isinstance(mesh, Mesh | AbstractMesh) and mesh.size > 1:
             yield name or f"argument {jax.tree_util.keystr(path[1:])}", mesh
 
@@ -288,9 +284,8 @@ def _one(meshes: Iterable[tuple[str, Any]]) -> Any:
         devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
         places.setdefault(((*mesh.shape.items(),), devices), (name, mesh))
     placed = {sizes for sizes, devices in places if devices}
-    (a, mesh), *others = [x for (sizes, on), x in places.items() if on or sizes not in placed] or [
-        ("", None)
-    ]
+    left = [x for (sizes, on), x in places.items() if on or sizes not in placed]
+    (a, mesh), *others = left or [("", None)]
     for b, other in others:
         text = f"{a} has mesh {dict(mesh.shape)}, {b} has mesh {dict(other.shape)}"
         text += " of other devices" * (mesh.shape == other.shape)
@@ -450,11 +445,8 @@ def _written(specs: dict[_Place, NamedSharding], values: dict[_Place, Any]) -> I
             line = frame.f_lineno
             return after
 
-        return (
-            None
-            if (re.search(_LIBRARIES, code.co_filename) or code.co_name.startswith("<"))
-            else after
-        )
+        is_other = re.search(_LIBRARIES, code.co_filename) or code.co_name.startswith("<")
+        return None if is_other else after
 
     with contextlib.ExitStack() as stack:
         stack.callback(sys.settrace, sys.gettrace())

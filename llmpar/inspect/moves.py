@@ -18,10 +18,10 @@ from llmpar.inspect.census import collective_bytes
 from llmpar.plan.layout import LETTERS, Dim, Layout, axes_of
 
 Cuts = tuple[tuple[str, ...], ...]
-# The axes of a mesh with their sizes.
 Sizes = tuple[tuple[str, int], ...]
-# Axes: the layouts on more of them are too many to search.
+"""The axes of a mesh with their sizes."""
 MOST_AXES = 4
+"""Axes: the layouts on more of them are too many to search."""
 
 
 class Hop(NamedTuple):
@@ -60,11 +60,8 @@ def cheapest_moves(
 def local_elements(shape: tuple[int, ...], cuts: Cuts, sizes: dict[str, int]) -> int | None:
     """Return the elements of a device, None where dims are not divided evenly."""
     tiles = [math.prod(sizes[a] for a in axes) for axes in cuts[: len(shape)]]
-    return (
-        math.prod(shape) // math.prod(tiles)
-        if all(n % m == 0 for n, m in zip(shape, tiles, strict=True))
-        else None
-    )
+    is_even = all(n % m == 0 for n, m in zip(shape, tiles, strict=True))
+    return math.prod(shape) // math.prod(tiles) if is_even else None
 
 
 def _moves(
@@ -72,8 +69,7 @@ def _moves(
 ) -> Iterator[tuple[str, tuple[str, ...], Cuts]]:
     """List each single move from a layout: its collective, its axes, the layout after it."""
     put = lambda cuts, d, axes: (*cuts[:d], axes, *cuts[d + 1 :])
-    flat = sum(cuts, ())
-    sums = sum(cuts[rank:], ())
+    flat, sums = sum(cuts, ()), sum(cuts[rank:], ())
     for over in (p for k in range(len(sums)) for p in itertools.permutations(sums, k + 1)):
         added = put(cuts, rank, tuple(a for a in sums if a not in over))
         yield "all-reduce", over, added
@@ -116,9 +112,8 @@ def layout_from_text(text: str) -> Layout:
         cuts: Any = [dim.partition("@")[2].strip("()").split() for dim in dims.split(",") if dim]
     else:
         cuts = spec_cuts(text)
-    if len(cuts) > len(LETTERS) or not all(
-        str(axis).isidentifier() for cut in cuts for axis in axes_of(cut)
-    ):
+    axes = [axis for cut in cuts for axis in axes_of(cut)]
+    if len(cuts) > len(LETTERS) or not all(str(axis).isidentifier() for axis in axes):
         raise ValueError(f"dims or axes that our notation has no names for: {text}")
     return Layout(
         tuple(map(Dim, LETTERS, map(axes_of, cuts))), tuple(sorted(marked(text, "U:|unreduced=")))

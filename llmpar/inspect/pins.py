@@ -17,19 +17,17 @@ from llmpar.files import read_text
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.hlo import COLLECTIVES
 
-# Set to 1, all pins are written anew.
 UPDATE_PINS = "LLMPAR_UPDATE_PINS"
+"""Set to 1, all pins are written anew."""
 TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
 _TYPE = re.compile(r"\w+\[[^\]]*\](\{[^}]*\})?")
 # A move in the letters that `look` was given, and the axes of a move.
-_LETTERED, _AXES = (
-    re.compile(r"(([A-Za-z](/\w+(,\w+)*)?|\+\w+|->)( |$)){3,}"),
-    re.compile(r"(?<=[@(,:/+])[A-Za-z_]\w*"),
-)
+_LETTERED = re.compile(r"(([A-Za-z](/\w+(,\w+)*)?|\+\w+|->)( |$)){3,}")
+_AXES = re.compile(r"(?<=[@(,:/+])[A-Za-z_]\w*")
 _HEAD = re.compile(r"# .* on .* sends, per device and run\n")
 _pinned = dict[Path, str]()  # by its file the function that this process pinned
-# A row as words, one for each of `TITLES`.
 Words = tuple[str, ...]
+"""A row as words, one for each of `TITLES`."""
 
 
 def words_of(rows: Iterable[Mapping[str, Any]]) -> list[Words]:
@@ -108,12 +106,12 @@ class Difference:
 
 def _cell(words: Words, other: Words) -> str:
     """Write one program's row; marked is what the other program does otherwise."""
+    if not any(words):
+        return ""
     line, arrow, *sent, size = (escape(word.replace(" B", "\u00a0B")) for word in words)
     rest = ", ".join(word for word in sent if word != "-")
     code = f"<code>{line}</code><br><code>{arrow}</code><br>{rest}: <b>{size}</b>"
-    return (
-        ("{}" if words[1:] == other[1:] else "<mark>{}</mark>").format(code) if any(words) else ""
-    )
+    return code if words[1:] == other[1:] else f"<mark>{code}</mark>"
 
 
 def difference(
@@ -121,12 +119,12 @@ def difference(
 ) -> Difference:
     """Compare two tables. Of rows that are the same, those of the same counts and bytes are paired first."""
     key = lambda words: (re.sub(r":\d+$", "", words[0]), *words[1:4])
-    same = lambda words, one: (key(one) == key(words), one[4:] == words[4:])
     rest, empty, pairs = list(before), ("",) * len(TITLES), list[tuple[Words, Words]]()
     for words in after:
-        one = max(rest, key=lambda one: same(words, one), default=empty)
-        pairs.append((one if key(one) == key(words) else empty, words))
-        if one in rest and key(one) == key(words):
+        same = [one for one in rest if key(one) == key(words)]
+        one = max(same, key=lambda one: one[4:] == words[4:], default=empty)
+        pairs.append((one, words))
+        if same:
             rest.remove(one)
     return Difference(pairs + [(words, empty) for words in rest], names)
 

@@ -49,10 +49,10 @@ _HIDDEN = (
 _SAME = "{} programs named {} are in the profile: times are of {} of them, with most of these collectives"
 # What rows that one message carries do not share by their bytes.
 _UNSHARED = "executions", "link_bytes_per_s"
-# A file of the profile, which is a host's, and the place of a device in that host.
 Device = tuple[str, int]
-# Start and duration of each execution on a device, in nanoseconds.
+"""A file of the profile, which is a host's, and the place of a device in that host."""
 Spans = dict[Device, list[tuple[float, float]]]
+"""Start and duration of each execution on a device, in nanoseconds."""
 
 
 def profile_files(folder: str | os.PathLike) -> list[Path]:
@@ -253,11 +253,13 @@ def _of_program(
         for op, spans in programs[one].items():
             for device, runs in spans.items():
                 timed[op][device] += runs
-    return timed, ([_SAME.format(len(of_this), name, len(chosen))] * (len(of_this) > 1))
+    same = [_SAME.format(len(of_this), name, len(chosen))] * (len(of_this) > 1)
+    return timed, same
 
 
-# The bytes of one execution of a row.
-_each: Callable[[dict], float] = lambda row: row["bytes_sent"] / max(row["count"], 1) or 1
+def _each(row: dict[str, Any]) -> float:
+    """Return the bytes of one execution of a row."""
+    return row["bytes_sent"] / max(row["count"], 1) or 1
 
 
 def _unmatched(lost: dict[str, tuple[int, float]], rows: int) -> list[str]:

@@ -121,11 +121,8 @@ def _side_by_side(predicted: Traffic, census: Sequence[Collective]) -> dict[str,
         compiled[",".join(c.axes), c.kind].append(c)
     rows, arrows = list[dict[str, Any]](), arrow_rows(census)
     for key in sorted(predicted.keys() | compiled.keys()):
-        guess, by_source, by_arrow = (
-            predicted.get(key, Prediction()),
-            Counter[str](),
-            Counter[str](),
-        )
+        guess = predicted.get(key, Prediction())
+        by_source, by_arrow = Counter[str](), Counter[str]()
         for c in compiled[key]:
             by_source[c.source] += c.bytes_sent
             by_arrow[c.arrow] += c.bytes_sent
@@ -166,14 +163,10 @@ def move_tables(document: dict) -> list[Table]:
         sent = f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B"
         return (row["axis"], row["kind"], *sent, same, _short(row["source"]))
 
-    title, numbers = (
-        f"{_title(document)}: bytes sent per device and step",
-        ("count", "predicted", "compiled"),
-    )
-    columns, rows = (
-        ("axes", "collective", *numbers, "", "from"),
-        map(cells, document["collectives"]),
-    )
+    title = f"{_title(document)}: bytes sent per device and step"
+    numbers = "count", "predicted", "compiled"
+    columns = "axes", "collective", *numbers, "", "from"
+    rows = map(cells, document["collectives"])
     crossed = document["links"] and links_table(document["links"], "links that the axes cross")
     return [
         rich_table(title, columns, numbers, rows, caption=document.get("detour")),
@@ -239,11 +232,8 @@ def _arrow_table(document: dict) -> Table:
 def step_picture(document: dict) -> Scene:
     """Draw the bytes: predicted beside compiled by axis and collective, and below by arrow."""
     charts = draw.collectives(document["collectives"]), draw.arrows_sent(document["arrows"])
-    return compose(
-        _title(document),
-        [list(chart.items) for chart in charts],
-        "\n".join(chart.text for chart in charts),
-    )
+    text = "\n".join(chart.text for chart in charts)
+    return compose(_title(document), [list(chart.items) for chart in charts], text)
 
 
 def _short(source: str) -> str:

@@ -52,9 +52,8 @@ def cheaper(
         )
         used = {*sum(before + after, ())}
         sizes = {a: n for a, n in mesh.shape.items() if n > 1 or a in used}
-        if len(sizes) > MOST_AXES or None in (
-            local_elements(shape, cuts, sizes) for cuts in (before, after)
-        ):
+        local = [local_elements(shape, cuts, sizes) for cuts in (before, after)]
+        if len(sizes) > MOST_AXES or None in local:
             continue
         steps = cheapest_moves(before, after, shape, dtype.itemsize, (*sizes.items(),))
         path = tuple(step.cuts for step in steps)
@@ -77,16 +76,12 @@ def _cuts(sharding: Any, ndim: int) -> Cuts | None:
     if spec is None or spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
         return None
     explicit = {*sharding.mesh.axis_types} == {AxisType.Explicit}
-    return (
-        tuple(map(axes_of, spec)) + ((),) * (ndim - len(spec))
-        if (explicit or isinstance(sharding.mesh, Mesh))
-        else None
-    )
+    known = explicit or isinstance(sharding.mesh, Mesh)
+    return tuple(map(axes_of, spec)) + ((),) * (ndim - len(spec)) if known else None
 
 
-_spec = lambda cuts: PartitionSpec(
-    *(axes if len(axes) > 1 else next(iter(axes), None) for axes in cuts)
-)
+def _spec(cuts: Cuts) -> PartitionSpec:
+    return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in cuts))
 
 
 def _compiled(mesh: Mesh, routes: list[tuple]) -> dict[int, int]:

@@ -36,20 +36,25 @@ from llmpar.predict.hardware import Chip, guess
 
 # Share of peak that large bf16 matmuls reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA).
 _PRODUCT_SHARE = 0.70
-# Share of peak that cuDNN's attention reaches, forward and backward (Shah et al. 2024, sec. 4: H100, head
-# 128).
 FUSED_SHARE = 0.60
+"""Share of peak that cuDNN's attention reaches, forward and backward (Shah et al. 2024, sec. 4: H100, head
+128)."""
 # Assumed share of peak of this package's own kernels: FlashAttention-2, a similar kernel, reaches 35 % on
 # H100 (Shah et al. 2024, section 1).
 _KERNEL_SHARE = 0.40
-# Shares of peak by chip that ``make device-test`` measured, with the keys of `shares`. It may be missing.
 MEASURED = Path(__file__).with_name("reached.json")
-# Share of the memory's published rate that elementwise operations reach.
+"""Shares of peak by chip that ``make device-test`` measured, with the keys of `shares`. It may be missing."""
 MEMORY_SHARE = 0.80
-# Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides.
+"""Share of the memory's published rate that elementwise operations reach."""
 _LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
+"""Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
 # Lanes of collectives: one for all of them, or one for those within hosts and one for those between hosts.
 _LINKS = "links", "network"
+# Of collectives that `formulas` knows by another name: that name.
+_PRICED_AS = {
+    **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), "permute"),
+    "ragged-all-to-all": "all-to-all",
+}
 # Operations that may run a collective of the computation that they call.
 _CARRIERS = "fusion", "async-start", "call-start"
 FREE = set(
@@ -305,10 +310,8 @@ class _Schedule:
         branches = op.called(*CALLS["conditional"])
         share = share_of(op.scope, self.taken)
         if share is None:
-            dearest = max(
-                branches, key=lambda b: (self.flops(b, None), len(self.module.computations[b]))
-            )
-            shares = {dearest: 1.0}
+            size = lambda b: (self.flops(b, None), len(self.module.computations[b]))
+            shares = {max(branches, key=size): 1.0}
         else:
             shares = dict(zip(branches, (1 - float(share), float(share)), strict=True))
         flops, times = 0.0, self.times
@@ -336,11 +339,8 @@ class _Schedule:
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.result.sent.setdefault(key, CollectiveTime(*key))
-        if kind in ("send", "collective-broadcast"):
-            kind = "permute"
-        if kind == "ragged-all-to-all":
-            kind, message = "all-to-all", message * self.full
-        seconds = self.link_seconds(kind.replace("collective-", ""), message, axes, group)
+        message *= self.full if kind == "ragged-all-to-all" else 1.0
+        seconds = self.link_seconds(_PRICED_AS.get(kind, kind), message, axes, group)
         across = self.beside and group * self.apart(axes) > self.chip.per_device().node_size
         return _Transfer(row, _LINKS[across], seconds + (START_S if self.gpu else 0.0))
 
@@ -348,9 +348,8 @@ class _Schedule:
         """Return the distance of a group's members along mesh axes, in devices."""
         if axes == ("other",):
             return 1
-        return math.prod(
-            self.mesh.devices.shape[max(map(list(self.mesh.axis_names).index, axes)) + 1 :]
-        )
+        innermost = max(map(list(self.mesh.axis_names).index, axes))
+        return math.prod(self.mesh.devices.shape[innermost + 1 :])
 
     @functools.cache  # noqa: B019 - a schedule lives as long as its program
     def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
@@ -381,36 +380,25 @@ class _Schedule:
 
     def compute(self, comp: str, op: Instruction, events: list[_Event]) -> float:
         """Run an operation on the computing clock, and return its FLOPs."""
-        if (
-            op.opcode in FREE
-            or op.opcode.endswith(("-start", "-done"))
-            or '"AllocateBuffer"' in op.attrs
-        ):
+        waits = op.opcode.endswith(("-start", "-done"))
+        if op.opcode in FREE or waits or '"AllocateBuffer"' in op.attrs:
             return 0.0
         flops, share, term = self.product(comp, op)
-        moved = self.traffic(comp, op)
-        seconds = max(
-            flops / (share * self.peak), moved / self.rate, _LAUNCH_S if self.gpu else 0.0
-        )
+        least = _LAUNCH_S if self.gpu else 0.0
+        seconds = max(flops / (share * self.peak), self.traffic(comp, op) / self.rate, least)
         self.result.flops += self.times * flops
         self.result.terms[term if flops else "elementwise"] += self.times * seconds
-        events.append(
-            _Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds)
-        )
-        self.now += seconds
+        begin, self.now = self.now, self.now + seconds
+        events.append(_Event("compute", _short(op, term if flops else ""), begin, self.now))
         return flops
 
     def product(self, comp: str, op: Instruction) -> tuple[float, float, str]:
         """Return an operation's FLOPs, the share of peak that they reach, and their term."""
-        if op.opcode == "custom-call":
-            if flops := call_flops(self.module, comp, op, self.seen):
-                own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
-                return flops, self.shares["attention" if own else "cudnn"], "attention"
-        return (
-            self.flops(comp, op),
-            self.shares["products"] * (self.faster(comp, op) if self.gpu else 1.0),
-            "products",
-        )
+        if flops := call_flops(self.module, comp, op, self.seen):
+            own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
+            return flops, self.shares["attention" if own else "cudnn"], "attention"
+        faster = self.faster(comp, op) if self.gpu else 1.0
+        return self.flops(comp, op), self.shares["products"] * faster, "products"
 
     def faster(self, comp: str, op: Instruction) -> float:
         """Return how much faster than in 16 bits a GPU runs an operation's matmuls: TF32 at half the rate."""
@@ -470,9 +458,8 @@ class _Schedule:
                 moved += min(taken, values_bytes(shapes(inner.type)))
                 for o in updated:
                     part = body.get(o.operands[1][0])
-                    moved -= values_bytes(shapes(o.type)) - (
-                        values_bytes(shapes(part.type)) if part else 0
-                    )
+                    moved += values_bytes(shapes(part.type)) if part else 0
+                    moved -= values_bytes(shapes(o.type))
             elif (place := int(inner.inside)) < len(operands):
                 moved += size(*operands[place])
         return max(0, moved + written)

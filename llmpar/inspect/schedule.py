@@ -36,9 +36,8 @@ def read_schedule(text: str, mesh: Any, line_of: Callable[[str], str]) -> dict[s
         return {}
     reader = _Reader(parsed(text), mesh, line_of, header)
     reader.run(reader.module.entry)
-    sizes = Counter[tuple[str, str, int]]()
-    for (comp, name, _), n in reader.fullest.items():
-        sizes[*reader.named(comp, name), n] += 1
+    fullest = reader.fullest.items()
+    sizes = Counter((*reader.named(comp, name), n) for (comp, name, _), n in fullest)
     largest = sorted(sizes.items(), key=lambda pair: -pair[0][2] * pair[1])[:_MOST]
     values = [
         {"name": name, "source": source, "bytes": n, "count": count}
@@ -178,14 +177,14 @@ class _Reader:
         op, near = ops[name], [*self.module.users[comp, name], *(x for x, _ in ops[name].operands)]
         lines = (self.source(one) for one in (op, *(ops[x] for x in near if x in ops)))
         line = next((x for x in lines if x and not x.startswith("argument ")), "")
-        return op.collective or (
-            op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""
-        ) or op.opcode, line
+        last = op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""
+        return op.collective or last or op.opcode, line
 
     def source(self, op: Instruction) -> str:
         """Return an operation's line."""
         return self.line_of(self.module.source(op))
 
 
-# All parts of a tuple, or one.
-_part = lambda values, i: values if i is None else values[i : i + 1]
+def _part(values: list[_Value], i: int | None) -> list[_Value]:
+    """Return all parts of a tuple, or one."""
+    return values if i is None else values[i : i + 1]

@@ -190,9 +190,8 @@ class Look:
 
     def __sub__(self, other: "Look") -> pins.Difference:
         """Return what this program sends otherwise than another."""
-        return pins.difference(
-            pins.words_of(other.rows), pins.words_of(self.rows), (other.name, self.name)
-        )
+        before, after = pins.words_of(other.rows), pins.words_of(self.rows)
+        return pins.difference(before, after, (other.name, self.name))
 
     def markdown(self) -> str:
         """Write the rows as a table in GitHub's Markdown, for a comment."""
@@ -207,12 +206,11 @@ class Look:
         name = lambda row: (
             f"{row['source'] or '(the partitioner)'} {row['letters'] or row['arrow']}".strip()
         )
-        more = lambda row: {
-            "arrow": name(row),
-            "axis": ",".join(row["axes"]),
-            "kind": row["collective"],
-        }
-        return draw.arrows_sent([row | more(row) for row in self.rows])
+        rows = [
+            row | {"arrow": name(row), "axis": ",".join(row["axes"]), "kind": row["collective"]}
+            for row in self.rows
+        ]
+        return draw.arrows_sent(rows)
 
     def html(self, file: str | os.PathLike) -> "Look":
         """Write a page of one file: what is sent, by pass and biggest first, each move drawn."""
@@ -221,18 +219,17 @@ class Look:
 
     def _repr_html_(self) -> str:
         parts = list[str]()
-        size_of = lambda rows: size_text(
-            sum(row["bytes_sent"] for row in rows if not row["per_turn"])
-        )
+        sent = lambda rows: sum(row["bytes_sent"] for row in rows if not row["per_turn"])
         for name in dict.fromkeys(row["direction"] for row in self.rows):
             rows = [row for row in self.rows if row["direction"] == name]
             # what has no backward pass is one group, and needs no heading
-            title = f"<h2>{name or 'in neither pass'}: {size_of(rows)}</h2>"
+            title = f"<h2>{name or 'in neither pass'}: {size_text(sent(rows))}</h2>"
             parts.append(title * (len(rows) < len(self.rows)) + moves_html(rows, self.mesh))
         parts.append(facts_html(self._facts()))
         if self.schedule:
             parts.append(schedule_html(self.schedule, self.mesh, self.memory))
-        return html_part(self._heading() + (f" {size_of(self.rows)}" if self.rows else ""), *parts)
+        total = f" {size_text(sent(self.rows))}" if self.rows else ""
+        return html_part(self._heading() + total, *parts)
 
 
 def look_at_text(
@@ -317,7 +314,8 @@ def read_look(
         f"{_line(c.source, lines)[0] or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
     )
     pairs = dict.fromkeys((label(a), label(b)) for a, b in (unordered(text, mesh) if mesh else []))
-    name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
+    name = re.sub("^_lambda_?$", "<lambda>", module.name)
+    sizes = dict(mesh.shape) if mesh else {}
     notes = [*dict.fromkeys(notes + uncounted + module.uncounted)]
     return Look(name, sizes, summed(keyed), {}, flops, [], [*pairs], between, notes)
 
@@ -366,13 +364,9 @@ def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[_Pair]:
             waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
             after = re.findall(r"[\w.\-]+", " ".join(waits)) + [value for value, _ in op.operands]
             needs = [n for n in after if n in before]
-            before[name] = (
-                functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
-            )
-            callees = op.called(*CALLS[op.opcode]) if op.opcode in CALLS else []
-            collectives = [
-                (c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)
-            ]
+            before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 1 << place)
+            callees = [x for x in op.called(*CALLS.get(op.opcode, ())) if x in module.computations]
+            collectives = [(c, n, True) for callee in callees for c, n, _ in inside(callee)]
             if one := collective(module, comp, name, mesh):
                 collectives.append((one, integers(op.attrs, "channel_id="), False))
             if not collectives:

@@ -51,11 +51,14 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
     return [(name.strip() or "array", x, where) for name, x, where in rows]
 
 
-# Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's.
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
+"""Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's."""
 # axes with sizes, devices in order
 _Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]
-_place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
+
+
+def _place(mesh: Mesh) -> _Place:
+    return tuple(mesh.shape.items()), tuple(mesh.devices.flat)
 
 
 def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> _Place:
@@ -79,28 +82,16 @@ def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> 
 
 def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     """Return one array's blocks, and the block that each device holds, by JAX's own map."""
-    spec, bare, shape = (
-        getattr(where, "spec", None),
-        isinstance(x, Sharding),
-        getattr(x, "shape", ()),
-    )
-    layout, devices, unfinished, term = (
-        str(where if spec is None else spec),
-        place[1],
-        "",
-        dict[Any, Any](),
-    )
+    spec, shape = getattr(where, "spec", None), getattr(x, "shape", ())
+    bare, devices = isinstance(x, Sharding), place[1]
+    layout = str(where if spec is None else spec)
+    unfinished, term = "", dict[Any, Any]()
     if spec is not None and spec.unreduced:  # devices with the same slices hold terms of a sum
-        mesh, sums = (
-            where.mesh,
-            tuple(axis for axis in where.mesh.axis_names if axis in spec.unreduced),
-        )
-        reduction = unreduced_kind(spec)
+        mesh, reduction = where.mesh, unreduced_kind(spec)
+        sums = tuple(axis for axis in mesh.axis_names if axis in spec.unreduced)
+        unfinished = f"{reduction} over {', '.join(sums)}"
         cuts = NamedSharding(mesh, PartitionSpec(sums)).devices_indices_map((mesh.size,))
-        unfinished, term = (
-            f"{reduction} over {', '.join(sums)}",
-            {d: cut[0].start for d, cut in cuts.items()},
-        )
+        term = {d: cut[0].start for d, cut in cuts.items()}
         where = where.update(spec=(spec := PartitionSpec(*spec.partitions, reduced=spec.reduced)))
         layout = (
             f"{spec} {' '.join(f'+{axis}' for axis in sums) if reduction == 'sum' else unfinished}"

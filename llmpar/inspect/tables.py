@@ -6,7 +6,7 @@ from rich.table import Table
 
 
 def rich_table(
-    title: str,
+    title: str | None,
     columns: Sequence[str],
     numbers: Sequence[str] = (),
     rows: Iterable[Sequence[str]] = (),

@@ -52,9 +52,8 @@ def _planned(x: Any, to: NamedSharding) -> TwoMeshes:
     """Plan an array's way to another mesh. Meshes have no names in JAX."""
     after = from_type(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to))
     arrow = f"{from_type(x)} @first -> {after} @second"
-    return two_meshes(
-        arrow, {"first": _at(x).mesh, "second": to.mesh}, x.shape, x.dtype.itemsize, uneven=True
-    )
+    meshes = {"first": _at(x).mesh, "second": to.mesh}
+    return two_meshes(arrow, meshes, x.shape, x.dtype.itemsize, uneven=True)
 
 
 def _in_words(plan: TwoMeshes) -> str:
@@ -71,8 +70,13 @@ def _in_words(plan: TwoMeshes) -> str:
 def _as_row(plan: TwoMeshes, source: str) -> dict[str, Any]:
     """Write a plan as a row of `llmpar.look`, with the bytes on the busiest device's link."""
     most = max(link_loads(plan).values(), default=0)
-    row: dict[str, Any] = dict.fromkeys(
-        ("letters", "per_turn", "link", "dtype", "shape", "direction"), ""
-    )
-    row |= {"source": source, "arrow": str(plan), "collective": "transfer", "axes": ()}
-    return row | {"count": 1, "bytes_sent": most, "conditional": False}
+    return {
+        "source": source,
+        "arrow": str(plan),
+        "collective": "transfer",
+        "axes": (),
+        "count": 1,
+        "bytes_sent": most,
+        "conditional": False,
+        **dict.fromkeys(("letters", "per_turn", "link", "dtype", "shape", "direction"), ""),
+    }

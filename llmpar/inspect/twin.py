@@ -26,17 +26,19 @@ from llmpar.inspect.jaxpr import equation_line
 from llmpar.parallel import _jax
 from llmpar.predict.tolerance import EIGHT_BITS, FACTOR, ROUNDING, UNIT, tree
 
-_INLINED = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-_INLINED |= {"custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
-# Primitives that change a value's type inside shard_map, and not the value.
+_INLINED = set(
+    "pjit jit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"
+    " remat remat2 checkpoint".split()
+)
 TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"}
+"""Primitives that change a value's type inside shard_map, and not the value."""
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
 _OURS = r"^inspect/(check|twin)\.py.*"
 _same = lambda x: x
 # A scan is read iteration by iteration up to so many of them, and so many equations in all.
 _UNROLLED, _EQUATIONS = 16, 2000
-# Steps of no equation: an argument enters a shard_map, a result leaves it.
 ENTER, RETURN = "enter", "return"
+"""Steps of no equation: an argument enters a shard_map, a result leaves it."""
 
 
 @dataclass(eq=False)
@@ -101,22 +103,16 @@ class _Reader:
     ``kept`` are not unrolled; of other long ones the ``first`` iterations are."""
 
     def __init__(self, alone: bool, kept: Iterable[str], first: int):
-        self.first, self.alone, self.sizes, self.ids = (
-            first,
-            alone,
-            dict[str, int](),
-            itertools.count(),
-        )
-        self.kept, self.lengths = kept, dict[str, int]()
-        self.consts = dict[int, Any]()
+        self.alone, self.kept, self.first = alone, kept, first
+        self.ids, self.consts = itertools.count(), dict[int, Any]()
+        self.sizes, self.lengths = dict[str, int](), dict[str, int]()
         line = lambda eqn, place: re.sub(_OURS, "", equation_line(eqn, *place)) or place[1]
         self.line = functools.cache(line)  # of an unrolled loop's equation once
 
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
         takes, steps = self.number(_jax.equations(closed)[0].invars), list[Equation]()
-        return Program(
-            takes, self.inline(closed, takes, steps, place), steps, self.consts, sizes, self.lengths
-        )
+        gives = self.inline(closed, takes, steps, place)
+        return Program(takes, gives, steps, self.consts, sizes, self.lengths)
 
     def number(self, variables: Iterable[Any]) -> list[int]:
         return [next(self.ids) for _ in variables]
@@ -132,8 +128,8 @@ class _Reader:
     def inline(self, closed: Any, takes: list, steps: list[Equation], place: Any) -> list[int]:
         """Add the steps of a jaxpr, and return the numbers of its results. ``place``: `equation_line`."""
         jaxpr, consts = _jax.equations(closed)
-        known = dict(zip(jaxpr.constvars, self.constants(consts), strict=True))
-        known |= zip(jaxpr.invars, takes, strict=True)
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        known = dict(zip(variables, [*self.constants(consts), *takes], strict=True))
         of = lambda v: self.constants([v.val])[0] if hasattr(v, "val") else known[v]
         for eqn in jaxpr.eqns:
             xs, name, params = [of(v) for v in eqn.invars], eqn.primitive.name, eqn.params
@@ -152,8 +148,9 @@ class _Reader:
             elif (
                 name in ("while", "cond")
                 and (parts := _parts(eqn, xs) if self.first else [])
+                # no while is run where it might not end
                 and not any(" while[" in str(closed) for closed, _ in parts)
-            ):  # no while is run where it might not end
+            ):
                 gives = getattr(self, f"inline_{name}")(eqn, parts, xs, steps, (inside[0], line))
             else:
                 gives = self.step(eqn, xs, steps, (inside[0], line))
@@ -186,12 +183,8 @@ class _Reader:
 
     def inline_cond(self, eqn: Any, parts: list, xs: list, steps: list, place: Any) -> list[int]:
         """Add all branches, and take the results of one."""
-        return self.select(
-            xs[:1],
-            [self.inline(branch, takes, steps, place) for branch, takes in parts],
-            steps,
-            place,
-        )
+        results = [self.inline(branch, takes, steps, place) for branch, takes in parts]
+        return self.select(xs[:1], results, steps, place)
 
     def select(self, which: list, cases: list, steps: list, place: Any) -> list[int]:
         """Add a choice between lists of values."""
@@ -209,9 +202,9 @@ class _Reader:
         for k, (x, gives) in enumerate(zip(body.gives, step.gives, strict=True)):
             cuts = enumerate(step.params["out_specs"][k])
             more: dict[str, Any] = {
-                "named": {a: d for d, cut in cuts for a in jax.tree.leaves(cut)}
+                "named": {a: d for d, cut in cuts for a in jax.tree.leaves(cut)},
+                "what": f"result {k}" if len(step.gives) > 1 else "the result",
             }
-            more["what"] = f"result {k}" if len(step.gives) > 1 else "the result"
             body.steps.append(Equation(RETURN, lines.get(x, step.line), [x], [gives], _same, more))
         self.sizes, body.gives = {}, step.gives
         return body
@@ -220,7 +213,9 @@ class _Reader:
         """Return how many iterations of a loop are read one by one."""
         self.lengths[line], equations = length, len(_jax.equations(inner)[0].eqns) or 1
         most = min(_UNROLLED, _EQUATIONS // equations)
-        return 0 if line in self.kept else length if length <= most else min(self.first, most)
+        if line in self.kept:
+            return 0
+        return length if length <= most else min(self.first, most)
 
     def unroll(
         self, eqn: Any, times: int, inner: Any, xs: list, steps: list, place: Any
@@ -228,7 +223,8 @@ class _Reader:
         """Add the first iterations of a scan one after another, and the others as one step."""
         consts, carried = _jax.scan_parts(eqn)
         fixed, carry, rows = xs[:consts], xs[consts : consts + carried], list[list[int]]()
-        order = [*range(eqn.params["length"])][:: -1 if eqn.params["reverse"] else 1]
+        direction = -1 if eqn.params["reverse"] else 1
+        order = [*range(eqn.params["length"])][::direction]
         add = lambda name, xs, ys, call: steps.append(Equation(name, place[1], xs, ys, call, {}))
         for group in filter(len, [*([i] for i in order[:times]), order[times:]]):
             parts, is_one = self.number(xs[consts + carried :]), group[0] in order[:times]
@@ -244,13 +240,14 @@ class _Reader:
             rows.append(ends)
         stacked = self.number(eqn.outvars[carried:])
         for column, gives in zip(zip(*rows, strict=True), stacked, strict=True):
-            add("scan", [*column], [gives], functools.partial(_stack, times, -1 if order[0] else 1))
+            add("scan", [*column], [gives], functools.partial(_stack, times, direction))
         return [*carry, *stacked]
 
 
-def _stack(times: int, order: int, *parts: Any) -> Any:
+def _stack(times: int, direction: int, *parts: Any) -> Any:
     """Put rows together with what other iterations gave, which is rows already."""
-    return jnp.concatenate([*(x[None] for x in parts[:times]), *parts[times:]][::order])
+    rows = [*(x[None] for x in parts[:times]), *parts[times:]]
+    return jnp.concatenate(rows[::direction])
 
 
 def _parts(eqn: Any, xs: list) -> list[tuple[Any, list]]:
@@ -271,10 +268,8 @@ def _select(which: Any, *cases: Any) -> Any:
     """Take one of several values; by leading dims where `jax.vmap` made a condition of many elements."""
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, x.dtype) for x in (which, *cases)]
     which, shape = arrays[0], arrays[1].shape
-    return lax.select_n(
-        jnp.broadcast_to(which.reshape(which.shape + (1,) * (len(shape) - which.ndim)), shape),
-        *arrays[1:],
-    )
+    rows = which.reshape(which.shape + (1,) * (len(shape) - which.ndim))
+    return lax.select_n(jnp.broadcast_to(rows, shape), *arrays[1:])
 
 
 def _scan(
@@ -338,8 +333,8 @@ def read(closed: Any, alone: bool = False, kept: Iterable[str] = (), first: int 
 
 
 _Values = dict[int, Any]
-# What is called in the place of a step's own call, and the values that it takes.
 Cures = Mapping[Equation, tuple[list[int], Callable[..., Any]]]
+"""What is called in the place of a step's own call, and the values that it takes."""
 
 
 def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple[list, _Values]:
@@ -494,9 +489,8 @@ def draw_shard(
         key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         for axis in sorted(rest):
             key = jax.random.fold_in(key, lax.axis_index(axis))
-        return own_shard(
-            jax.random.bits(key, whole, f"uint{params['bit_width']}"), params["shape"], cuts
-        )
+        bits = jax.random.bits(key, whole, f"uint{params['bit_width']}")
+        return own_shard(bits, params["shape"], cuts)
 
     return draw
 
@@ -515,7 +509,6 @@ def on_whole(
     """
     takes, cuts, over, sizes = many
     known, steps, consts = alone
-
     inner = Program(known, [*wanted], steps, consts, {}, {})
 
     def gathered(x: Any, cut: "Pieces") -> Any:
@@ -554,7 +547,7 @@ class Pieces:
     axes: dict[str, str | int]
     factor: float = 1.0
 
-    def over(self, *kinds: str) -> list[str]:
+    def over(self, *kinds: str | int) -> list[str]:
         """Return the axes over which it is one of these; "cut" stands for a shard of any dim."""
         is_cut = lambda kind: "cut" in kinds and (kind == "shard" or isinstance(kind, int))
         return [a for a, kind in self.axes.items() if kind in kinds or is_cut(kind)]
@@ -650,7 +643,11 @@ def _counted(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> fl
     return 0.0
 
 
-_equals = lambda joined, whole, _: float(distance(joined, whole) <= 1)
+def _equals(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
+    """Return 1 for the whole itself."""
+    return float(distance(joined, whole) <= 1)
+
+
 # What a value that differs along an axis may be a part of, and what the values of all devices must make.
 _READINGS: list[tuple[tuple[str, ...], Callable[..., float]]] = [
     ((), _equals),  # most values are copies and shards, and these are few to try
@@ -684,4 +681,5 @@ def _roundings(step: Equation, ranks: int) -> float:
     loops = inner * step.params.get("length", 8)
     length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
     dtype = str(after[0].dtype)
-    return (EIGHT_BITS.get(dtype) or UNIT["bfloat16" if "16" in dtype else "float32"]) ** 2 * length
+    unit = EIGHT_BITS.get(dtype) or UNIT["bfloat16" if "16" in dtype else "float32"]
+    return unit**2 * length

@@ -389,9 +389,8 @@ def activation_bytes(run: Run) -> tuple[float, float]:
         + scores
     )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
-    hidden /= 1 + (
-        run.software.selective_matmuls > 0
-    )  # every second one is computed again: up, not gate
+    # every second one is computed again: up, not gate
+    hidden /= 2 if run.software.selective_matmuls > 0 else 1
     results = 2 * stream + heads
     if run.software.kept_bits:  # of matmuls' inputs
         saved = 1 - min(16, run.bits) / 16

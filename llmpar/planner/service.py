@@ -8,8 +8,9 @@ Prefill runs on the same devices, between tokens, or apart from them: then the c
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+from llmpar.files import Allowed, CheckedFields
 from llmpar.plan.mesh_shape import divisors
 from llmpar.plan.model_config import ModelConfig
 from llmpar.predict import digits, serving
@@ -21,7 +22,7 @@ to them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Service:
+class Service(CheckedFields):
     """What is to be served.
 
     Attributes:
@@ -35,17 +36,8 @@ class Service:
     num_devices: int
     prompt: int
     answer: int
-    bits: int = 16
-    cache_bits: int = 16
-
-    def __post_init__(self) -> None:
-        if min(self.prompt, self.answer) < 1:
-            given = f"{self.prompt} and {self.answer} tokens"
-            raise ValueError(f"a request has {given}; give a prompt and an answer of 1 or more")
-        if self.bits not in (4, 8, 16):
-            raise ValueError(f"weights of {self.bits} bits are not priced; use 4, 8 or 16")
-        if self.cache_bits not in (8, 16):
-            raise ValueError(f"a cache of {self.cache_bits} bits is not priced; use 8 or 16")
+    bits: Annotated[int, Allowed(int, choices=(4, 8, 16))] = 16
+    cache_bits: Annotated[int, Allowed(int, choices=(8, 16))] = 16
 
 
 def data_ranks(s: Service, tp: int) -> int:

@@ -74,8 +74,11 @@ class Target:
         settings: dict[str, Any]
         if self.is_gpu:
             hosts, gpus = self.shape
-            settings = dict(platform="cuda", topology=f"1x{hosts}x{gpus}")
-            settings |= {"target_config": gpu_description(self.chip)}
+            settings = {
+                "platform": "cuda",
+                "topology": f"1x{hosts}x{gpus}",
+                "target_config": gpu_description(self.chip),
+            }
         else:
             extents = "x".join(map(str, self.shape))
             settings = dict(platform="tpu", topology_name=f"{TPUS[self.chip.name]}:{extents}")

@@ -35,25 +35,21 @@ _Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
 class Rates:
     """Shares of a chip's published rates that software reaches, and the delays that no rate explains."""
 
-    matmuls: _Positive = (
-        0.68  # of peak, large matmuls; above 1 where a card's clock is above its data sheet's
-    )
+    # of peak, large matmuls; above 1 where a card's clock is above its data sheet's
+    matmuls: _Positive = 0.68
     grouped: _Share = 0.45  # of peak, matmuls of experts, each with its own few rows
     attention: _Share = 0.45  # of peak, fused attention, both directions together
-    softmax: _Positive = (
-        0.3  # time of a score's exponentials over that of its matmuls, both at peak
-    )
+    # time of a score's exponentials over that of its matmuls, both at peak
+    softmax: _Positive = 0.3
     memory: _Share = 0.80  # of the memory's rate, elementwise work and what matmuls read and write
-    links: _Share = (
-        0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
-    )
+    # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
+    links: _Share = 0.80
     network: _Share = 0.80  # of the network's rate, large collectives
     kernel_s: _Positive = 4e-6  # the least time of a kernel on the device
     host_s: _Positive = 20e-6  # of a launch by an eager framework's host
     start_s: _Positive = 4e-6  # of a collective, and again for each doubling of its group
-    shared: _Share = (
-        0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
-    )
+    # of a hidden collective's time, what computing loses to it, to cores and memory
+    shared: _Share = 0.2
     eight_bit: _Positive = 1.7  # how much faster 8-bit matmuls are than 16-bit ones
     four_bit: _Positive = 1.7  # and 4-bit ones than those
 
@@ -74,7 +70,7 @@ class Chip:
     hbm_bytes: Annotated[float, Allowed(float, 1e6, 1e16)]
     usable_hbm_gib: Annotated[float, Allowed(float, 1e-3, 1e7)]  # per JAX device, not per chip
     hbm_bytes_per_s: _Rate
-    link: _Text
+    link: Annotated[str, Allowed(str, choices=LINKS)]
     link_bytes_per_s: _Rate
     link_efficiency: _Share  # share of the link rate, of large messages
     num_axes: Annotated[int, Allowed(int, 1, 8)]
@@ -82,20 +78,16 @@ class Chip:
     dcn_bytes_per_s: _Rate
     date: _Text  # when the source was current, or the chip was announced
     devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1  # that `jax.devices()` counts
-    cores: Annotated[int, Allowed(int, 0, 4096)] = (
-        0  # to which a GPU deals a matmul's tiles; of TPUs none
-    )
+    # to which a GPU deals a matmul's tiles; of TPUs none
+    cores: Annotated[int, Allowed(int, 0, 4096)] = 0
     device: _Text = ""  # what of a chip one of them is, where that is not plain
     wrap_multiple: _Count = 1
-    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = (
-        1.0  # of what is usable, that JAX takes
-    )
-    hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = (
-        1e-6  # of a TPU (Austin et al. 2025); kept for switches too
-    )
-    reached: Rates | None = (
-        None  # measured on the machine at hand, and written by hand into a TOML file
-    )
+    # of what is usable, that JAX takes
+    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0
+    # of a TPU (Austin et al. 2025); kept for switches too
+    hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = 1e-6
+    # measured on the machine at hand, and written by hand into a TOML file
+    reached: Rates | None = None
     base: str = ""  # the row that a file started from
     sources: Annotated[dict[str, str], Allowed(dict)] = field(
         default_factory=dict, hash=False, repr=False
@@ -323,8 +315,6 @@ def from_table(row: dict[str, Any], source: str, name: str) -> Chip:
     """Return the chip that a file's table describes, or what `dataclasses.asdict` makes of one."""
     base, reached = row.pop("base", None) or None, row.pop("reached", None)
     row = checked(Chip, {"name": name, "aliases": []} | row, source)
-    if row.get("link", "torus") not in LINKS:
-        raise ValueError(f"{source}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
     if not inherited and (missing := ", ".join(name for name in needed if name not in row)):

@@ -709,13 +709,9 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     """Return the chunks of each stage, and its seconds at the end of a step: in the open, and beside the next
     step (`Clock.at_the_end`). Chunks that are alike are priced once."""
     run, counts = clock.run, clock.run.chunk_kinds
-    p, at_the_end, sent = (
-        run.mesh.pp,
-        functools.cache(clock.at_the_end),
-        functools.cache(clock.sent),
-    )
+    at_the_end, sent = functools.cache(clock.at_the_end), functools.cache(clock.sent)
+    p, alike = run.mesh.pp, dict[Any, Chunk]()
     stages: list[list[Chunk]] = [[] for _ in range(p)]
-    alike = dict[Any, Chunk]()
     for i, layers in enumerate(counts):
         stage = clock.alike(i % p) if clock.exact else 0
         key = layers, i == 0, i == len(counts) - 1, stage

@@ -444,19 +444,16 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
 def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
     """Return how often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
-        gathers = run.vectors if weight.is_vector else run.matrices
         routed = weight.dims.startswith("experts ")  # whose backward pass reads biases
-        if routed:
-            gathers = run.matrices
+        gathers = run.vectors if weight.is_vector and not routed else run.matrices
         # F keeps what a barrier joins with values (`Manual.local`)
         apart = plan.pipeline and plan.stage_saves == "residuals" and plan.platform == "cpu"
-        if apart and (routed or path.endswith("_conv")):
-            gathers = run.forward
-        if routed:
-            return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
-        # in the queries, keys and values that are kept; a router's in logits, which only a stage keeps
+        joined = apart and (routed or path.endswith("_conv"))
+        # biases of queries, keys and values are in those that are kept; a router's is in logits, which only
+        # a stage keeps
         kept = plan.remat in ("selective", "ffn") and not path.endswith("router_bias")
-        if path.endswith("_bias") and (kept or plan.stage_saves == "residuals"):
+        own = path.endswith("_bias") and not routed
+        if joined or (own and (kept or plan.stage_saves == "residuals")):
             gathers = run.forward
         return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
     # as the head too, a pipeline uses it on its first stage and its last
@@ -707,13 +704,8 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
     both n - 1 hops behind them (Liu et al. 2023, whose ring makes n). A window may ask for fewer.
     """
-    plan, b, s, layers, again = (
-        values.plan,
-        values.b,
-        values.s,
-        run.forward + run.again,
-        run.backward,
-    )
+    plan, b, s = values.plan, values.b, values.s
+    layers, again = run.forward + run.again, run.backward
     k, h = config.num_kv_heads, config.head_width
     if plan.config.kinds:  # ranks that are more than the heads of this kind hold copies
         ranks = plan.mesh.along(plan.regions["queries"]["k"])

@@ -34,13 +34,11 @@ class Software:
     context, NCCL's buffers, the allocator's fragments: ``nvidia-smi`` sees it, allocations have it not."""
 
     name: str
-    eager: bool = (
-        True  # the host launches each kernel when Python comes to it; else a compiled program runs
-    )
+    # the host launches each kernel when Python comes to it; else a compiled program runs
+    eager: bool = True
     fused_attention: bool = True  # else squares of scores are written, masked, normed and read
-    overlaps: bool = (
-        True  # gradients and weights travel while others are computed; else after and before
-    )
+    # gradients and weights travel while others are computed; else after and before
+    overlaps: bool = True
     weight_bytes: float = 2  # of the copies that matmuls read; 0: cast from the optimizer's
     grad_bytes: float = 4  # of a gradient as it is summed up
     reduced_bytes: float = 2  # of a gradient on the links
@@ -48,24 +46,20 @@ class Software:
     late_bytes: float = 2  # of either where it travels once, at the end of a step
     state_bytes: float = 12  # of the optimizer, with its own copy of the weights
     overhead_bytes: float = 2e9
-    later_attention: float = (
-        1.0  # what it reaches on GPUs after A100, of what the vendors' kernels do there
-    )
+    # what it reaches on GPUs after A100, of what the vendors' kernels do there
+    later_attention: float = 1.0
     logit_bytes: float = 6  # per logit while the loss is computed
     loss_bytes: float = 24  # read and written per logit by the loss: float32, three times each way
     selective_matmuls: float = 0  # of a layer's, what ``selective`` computes again
     kept_bits: bool = False  # what 8-bit matmuls read is kept in 8 bits for the backward pass
-    messages: float = (
-        0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
-    )
-    reduces_late: bool = (
-        False  # over dp at the end of the backward pass: a loop gives all gradients there
-    )
+    # of the stream's size, that a pipeline keeps for each microbatch that is alive
+    messages: float = 0
+    # over dp at the end of the backward pass: a loop gives all gradients there
+    reduces_late: bool = False
     passes: int = 10  # of the stream, that norms and sums of a layer read or write, forward
     once_a_rank: bool = False  # a token goes to experts once for each rank that has some of its own
-    sums_in_matmuls: bool = (
-        False  # the matmul that makes a gradient adds it to those of other microbatches
-    )
+    # the matmul that makes a gradient adds it to those of other microbatches
+    sums_in_matmuls: bool = False
     clears: bool = False  # gradients have a buffer that a step zeroes, and their norm is clipped
     launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
@@ -107,9 +101,8 @@ class Run:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     recompute: str = "none"  # `Plan.remat`
-    again: float = (
-        0.0  # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
-    )
+    # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
+    again: float = 0.0
     tp_sequence: bool = False
     tp_overlap: bool = False  # matmuls run beside these exchanges
     ep_overlap: bool = False
@@ -120,9 +113,8 @@ class Run:
     expert_tp: bool = True  # tp cuts each expert (Megatron's etp = tp)
     loss_chunks: int = 1
     zero_over_sp: bool = True
-    balanced: bool = (
-        True  # the order of positions gives all ranks the same causal work (`imbalance`)
-    )
+    # the order of positions gives all ranks the same causal work (`imbalance`)
+    balanced: bool = True
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
     document: int | None = None  # tokens of each, where a sequence is packed of several
