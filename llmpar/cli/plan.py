@@ -82,8 +82,8 @@ class PlanCommand(Adapters, Output):
         local_steps: as of `train`: the ranks of dp are workers, joined once in so many steps (0: no workers).
             What they hold is counted; seconds are of a step that sums all gradients.
         from_flags: price the plan of a launch line (--from-flags="…"), or of a configuration's file, of
-            torchtitan, Megatron-LM, NeMo, MaxText, DeepSpeed, accelerate, vLLM or SGLang, and say what would make
-            it fit.
+            torchtitan, Megatron-LM, NeMo, MaxText, DeepSpeed, accelerate, vLLM or SGLang, and say what would
+            make it fit.
         export: write the first plan in the words of torchtitan, megatron, nemo, maxtext, deepspeed or
             accelerate.
         serve: plan for serving in place of training: tokens of a prompt and of an answer, as 2048+256.

@@ -605,12 +605,12 @@ class Resolved(Plan):
     def _pattern(self) -> Resolved:
         """A plan with the same layouts: they name axes, not their sizes, so each of more devices has 2."""
         live = self.mesh.live(*self.mesh.sizes)
-        sizes = {axis: 2 ** sum(x in live for x in (axis, INNER_AXES.get(axis))) for axis in AXES}
-        inner = {part: 1 + (part in live) for part in INNER_AXES.values()}
+        sizes: dict[str, Any] = {part: 1 + (part in live) for part in INNER_AXES.values()}
+        sizes |= {axis: 2 ** sum(x in live for x in (axis, INNER_AXES.get(axis))) for axis in AXES}
         return dataclasses.replace(
             self,
-            mesh=MeshShape(**sizes, **inner),
-            requested=None,
+            mesh=MeshShape(**sizes),
+            requested=Plan(),
             model=None,
             devices=None,
             microbatches=1,
