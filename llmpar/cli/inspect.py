@@ -78,7 +78,8 @@ class Inspect(Output):
 
         start_jax()
         plan = self.step.resolve()
-        config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
+        config = plan.config
+        sizes = (self.step.batch_size, self.step.seq_len)
         rows = types(config, plan.requested, *sizes) if self.types else []
         inform(f"compiling a step of {config.name} on {plan.mesh} …")
         document = (

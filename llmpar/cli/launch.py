@@ -144,7 +144,8 @@ class Launch:
 
     def server(self, site: jobs.Site) -> jobs.Job:
         """Return the job of an inference engine for the weights, on as many nodes and GPUs as they need."""
-        weights, chip = self.weights or "", hardware.chip(self.chip or "h100")
+        weights = self.weights or ""
+        chip = hardware.chip(self.chip or "h100")
         if chip.link == "torus" or chip.simulated:
             raise ValueError(
                 f"'{chip.name}' is no GPU, and vllm is started on GPUs; give --chip h100"

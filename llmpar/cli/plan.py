@@ -336,7 +336,8 @@ class PlanCommand(Adapters, Output):
                 )
         else:
             chip, num_chips = hardware.cluster(self.cluster)
-            most, name = (num_chips or MAX_DEVICES) * chip.devices_per_chip, self.cluster.lower()
+            most = (num_chips or MAX_DEVICES) * chip.devices_per_chip
+            name = self.cluster.lower()
             if self.chip is not None and hardware.chip(self.chip).name != chip.name:
                 raise ValueError(
                     f"cluster {name} has {chip.name}, not {self.chip}; leave --chip out"
@@ -421,7 +422,8 @@ def notes(answer: Any) -> list[str]:
     run here, where another of its model does, and on the exchange of tokens, where other software's is
     several times as fast."""
     q, best = answer.question, answer.plans[0]
-    first, on_links = best.plan, best.time.terms.get(EXPERT_LINKS, 0.0) / best.time.step_s
+    first = best.plan
+    on_links = best.time.terms.get(EXPERT_LINKS, 0.0) / best.time.step_s
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
     plan = q.resolved(replace(first, **own), None)
     lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
@@ -487,7 +489,8 @@ def tables_of(document: dict) -> Iterator[Any]:
             why,
         )
 
-    columns, numbers = ("mesh", "s", "MFU", "GiB", "", "why"), ("s", "MFU", "GiB")
+    columns = ("mesh", "s", "MFU", "GiB", "", "why")
+    numbers = ("s", "MFU", "GiB")
     plans = map(plan_row, document["plans"])
     yield rich_table(title, columns, numbers, plans, caption=caption)
     step = banded(f"{few(best['step_s']):g} s", error)

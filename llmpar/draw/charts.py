@@ -129,7 +129,8 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """Draw what each rank holds after every step of a permutation, ``pairs`` of (source, target) as in
     compiled HLO. Rank r starts with piece r."""
     ranks = 1 + max(max(pair) for pair in pairs)
-    steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
+    steps = num_steps or ranks
+    came_from = {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(ranks)]
     items: list = [small_text(x, -14, f"rank {r}") for r, x in enumerate(middle)]
@@ -213,7 +214,8 @@ def _bars(
     meanings: dict[str, list[str]] = {}
     for part in dict.fromkeys(part for _, row in rows for part in row):
         meanings.setdefault(role_of(part, words), []).append(part)
-    left, bottom = max([text_width(name) for name, _ in rows] + [0]) + 12, pitch * len(rows) - 8
+    left = max([text_width(name) for name, _ in rows] + [0]) + 12
+    bottom = pitch * len(rows) - 8
     highest = [(1 + error) * sum(row.values()) for _, row in rows]
     high, tall = max([*highest, limit or 0, whole or 0, 1e-12, *dots.values()]), 2 * pitch // 3
     x_of = lambda value: left + wide * value / high
@@ -309,7 +311,8 @@ def step_memory(
     high = 1.08 * max([*most.values(), capacity_bytes])
     levels = byte_ticks(high)
     left = max(text_width(size_text(v), SMALL) for v in levels) + 8
-    right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
+    right = left + len(rows) * (PANEL + _APART) - _APART
+    y_of = lambda v: _HIGH * (1 - v / high)
     items: list = [
         *(Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels),
         *(small_text(left - 6, y_of(v), size_text(v), "end") for v in levels),
@@ -404,7 +407,8 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
     names = {event["lane"]: event.get("axes") for one in iterations for event in one["events"]}
     fills = LANES | {lane: axes[0] for lane, axes in names.items() if axes}
     lanes = {lane: fill for lane, fill in fills.items() if lane in names or lane == "compute"}
-    left, bottom = max(text_width(lane, SMALL) for lane in lanes) + 12, 16 + 40 * len(lanes)
+    left = max(text_width(lane, SMALL) for lane in lanes) + 12
+    bottom = 16 + 40 * len(lanes)
     blocks, lines, wide = [], [], column - left - 40 if column else 760
     for one in iterations:
         span = max([event["end_s"] for event in one["events"]] + [span_s, 1e-9])
@@ -455,7 +459,8 @@ def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool)
     """Return an event in its box, and its name. What is sent is hollow beside computing, and filled in the
     last ``w_open`` pixels, where computing waits. Of ``crowded`` events names would lie on one another."""
     full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
-    fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
+    fill = event["name"] if event["name"] in LIGHT else lane_fill
+    stroke = "ink"
     if axes := event.get("axes"):
         fill, stroke = axis_colours(axes[0])
     sent, width = event["lane"] != "compute", 0.75 if box.w > 3 else 0.25

@@ -132,7 +132,8 @@ def _whole(
     ordered = sorted(given, key=lambda p: (p.role != "rest", p.value))
     few = sum(p.role == "rest" for p in given)
     few = max(few if few > 1 else 0, len(given) + 1 - MOST_PARTS if len(given) > MOST_PARTS else 0)
-    small, rest = ordered[:few], total - added + sum(p.value for p in ordered[:few])
+    small = ordered[:few]
+    rest = total - added + sum(p.value for p in ordered[:few])
     names = ", ".join(f"{p.name} {text(p.value)}" for p in small)
     shown = [p for p in given if p not in small]
     return [*shown, *[Part("rest", rest, names, role="rest")] * (rest > 1e-6 * total)], total
@@ -186,8 +187,10 @@ def _bar(
 def _column(title: str, number: str, items, lines, notes, wide: float, tone: str = "ink") -> Scene:
     """Return a chart under its title and its number."""
     end = Text(wide - 2 * COLUMN_MARGIN, 0, number, anchor="end", fill=tone, bold=True)
-    whole, text = f"{title}: {number}" if number else title, "\n".join([*lines, *notes])
-    blocks, below = [[Text(0, 0, title, bold=True), end], items], [" ".join(notes)] * bool(notes)
+    whole = f"{title}: {number}" if number else title
+    text = "\n".join([*lines, *notes])
+    blocks = [[Text(0, 0, title, bold=True), end], items]
+    below = [" ".join(notes)] * bool(notes)
     return compose(whole, blocks, text, below, COLUMN_MARGIN, wide)
 
 
@@ -250,7 +253,8 @@ def mesh_map(
     logarithmic; beyond ``capacity`` bytes it does not fit, and far beyond it is counted alone. ``current``,
     ``best`` and ``pinned`` are ringed; a band has the times that are above the best's by a share of ``tie``.
     Of ``num`` meshes ``refused`` cannot be built, and others may not be known yet."""
-    points, named = list(points), {"you": current, "best": best, "pinned": pinned}
+    points = list(points)
+    named = {"you": current, "best": best, "pinned": pinned}
     rings = {name: point for name, point in named.items() if point}
     if current and best and current[:3] == best[:3]:
         rings = {"you, the best": current} | ({"pinned": pinned} if pinned else {})
@@ -265,7 +269,8 @@ def mesh_map(
         [point.bytes for point in shown] + [capacity] * bool(capacity), left, right, ROUND_BYTES
     )
     at = lambda point: (x_of(point.bytes), y_of(point.seconds))
-    area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
+    area = (left, 0, right, bottom)
+    fits = x_of(capacity) if capacity else right
     items = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")])
     if tie and best:
         top, low = y_of(best.seconds * (1 + tie)), y_of(best.seconds)

@@ -135,7 +135,8 @@ def loss_curve(losses, reference=None) -> Scene:
     finite = [x for curve in each.values() for x in curve if math.isfinite(x)] or [0.0]
     last = max(2, *map(len, each.values())) - 1
     steps = [int(t) for t in round_numbers(0, last, 6) if t == int(t)]
-    apart, pad = steps[1] - steps[0], 0.05 * (max(finite) - min(finite)) or 0.5
+    apart = steps[1] - steps[0]
+    pad = 0.05 * (max(finite) - min(finite)) or 0.5
     rows, lines = [], []
     for name, curve in each.items():
         look = ("ink", None, True) if name == "reference" else ("measured", None, False)

@@ -18,7 +18,8 @@ from llmpar.draw.scene import (
     text_width,
 )
 
-_CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "tokens")
+_CELL = 17
+STAGES = ("tokens", "in slots", "at the experts", "back in slots", "tokens")
 """Pixels of a token and of a slot; where a token is, from left to right."""
 
 

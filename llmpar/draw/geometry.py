@@ -69,7 +69,8 @@ def rounds(kind: str, g: int) -> list[dict]:
     block: of a sum those that are added up in it, of a transpose those whose pieces for the rank ``block`` it
     has. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
     """
-    reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
+    reduced = kind in ("reduce-scatter", "all-reduce")
+    exchanged = kind.endswith("all-to-all")
     everything, each = reduced or exchanged, range(g)
     has = [[{rank} if everything or rank == b else set() for b in each] for rank in each]
     out: list[dict] = [{"sends": [], "held": has}]

@@ -164,7 +164,8 @@ class Cells:
                 text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
                 items.append(small_text(right - 10, y, text, "end", axis_line(axis)))
         for line, (axis, stride) in enumerate(self.top):
-            cells, y = range(0, self.columns, stride), 1.3 * pixels(SMALL) * (line + 0.4)
+            cells = range(0, self.columns, stride)
+            y = 1.3 * pixels(SMALL) * (line + 0.4)
             lows = [self.ranges(cell)[axis][0] for cell in cells]
             names = [self.name(axis, cell) for cell in cells]
             if axis in sides:  # from the row's first one on
@@ -214,7 +215,8 @@ class Cells:
 
     def arrow(self, source: int, target: int) -> tuple[tuple[float, float], ...]:
         """Return the line of an arrow from cell to cell; the arrow back has another line."""
-        ends, forth = (self.at(source), self.at(target)), 0.2 if target > source else -0.2
+        ends = (self.at(source), self.at(target))
+        forth = 0.2 if target > source else -0.2
         (x0, y0), (x1, y1) = ((x + self.w / 2, y + self.h / 2) for x, y in ends)
         if y0 == y1:
             y = y0 + forth * self.h
@@ -390,7 +392,8 @@ def tensor_grid(
         boxes = [(left + c, a, d - c, b - a) for a, b in down for c, d in across]
         return [] if odd else items + [Rect(*box, fill, "edge", 0.75) for box in boxes]
 
-    parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
+    parts = shown_cells(sizes, node, device, len(shown) < 2)
+    at = coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
     sides = " down, ".join(dims[i].name for i in shown)
     notes = [
@@ -414,7 +417,8 @@ def tensor_grid(
     if not once:
         blocks = [[*placed, *moving], _captions(segments)]
         return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
-    rows, columns = [dims[i] for i in (*aside, *shown[:-1])], [dims[i] for i in shown[-1:]]
+    rows = [dims[i] for i in (*aside, *shown[:-1])]
+    columns = [dims[i] for i in shown[-1:]]
     tensor, seen = one_tensor(
         rows, columns, sizes, node, device, fill, bounds(placed)[3] or 160.0, holds
     )
@@ -456,7 +460,8 @@ def one_tensor(
     count = lambda axes: math.prod(math.ceil(cut[axis] / steps[axis]) for axis in axes)
     c, tall = count(across), min(352.0, max(high, 34.0 * count(down)))
     cells = Cells(cut, 1, count(cut), 1, 0, tall, tall, None, c, steps, c * count(inner))
-    several, copies = math.prod(steps.values()), n // math.prod(cut.values())
+    several = math.prod(steps.values())
+    copies = n // math.prod(cut.values())
     uneven = " or fewer" * any(cut[axis] % steps[axis] for axis in cut)
     forms = ["{0}, {1}" if several == 2 else "{0} … {1}", "{0} …"]
     forms = forms if several > 1 else ["{0} × {2}"] * (copies > 1)
@@ -474,12 +479,14 @@ def one_tensor(
         before = shades - nodes.index(owner(first) // node) % 8
         shade = f"{fill}-{8 - round(before * min(2, 7 / max(1, shades)))}"
         shade = shade if shade in LIGHT else fill
-        box, lengths = (*cells.at(i), cells.w, cells.h), {a: last[a] - first[a] + 1 for a in cut}
+        box = (*cells.at(i), cells.w, cells.h)
+        lengths = {a: last[a] - first[a] + 1 for a in cut}
         inside, num = {a: at[a] - first[a] for a in cut}, math.prod(lengths.values())
         text = form.format(owner(first), owner(last), copies)
         if all(0 <= inside[a] < lengths[a] for a in cut):
             name = text if num == 1 else str(device)
-            own, text = _outlined(box, across, down, lengths, inside, name, shade), ""
+            own = _outlined(box, across, down, lengths, inside, name, shade)
+            text = ""
         who = f"device {owner(first)}" + f" and {copies - 1} more" * (copies > 1)
         tip = who + f" ({cells.where(i)})" * bool(cut) + f": {holds(first, last)}"
         tip = f"{num} blocks, the first of {tip} each" if num > 1 else tip

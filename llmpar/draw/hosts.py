@@ -110,13 +110,15 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
 
 def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
     """Draw a table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
-    left, num = max(text_width(name) for name, _ in rows) + 12, max(len(cells) for _, cells in rows)
+    left = max(text_width(name) for name, _ in rows) + 12
+    num = max(len(cells) for _, cells in rows)
     texts = [
         [*columns[i : i + 1], *(cells[i][0] for _, cells in rows if i < len(cells))]
         for i in range(num)
     ]
     wides = [max(map(text_width, column)) * 1.1 + 16 for column in texts]
-    edges, lines = [left + sum(wides[:i]) for i in range(num)], [", ".join(columns)] * bool(columns)
+    edges = [left + sum(wides[:i]) for i in range(num)]
+    lines = [", ".join(columns)] * bool(columns)
     items: list = [Text(x, -14, text, bold=True) for x, text in zip(edges, columns, strict=False)]
     for y, (name, cells) in zip(itertools.count(0, 34), rows, strict=False):
         items.append(Text(left - 10, y + 15, name, anchor="end"))

@@ -207,11 +207,13 @@ class _Grid:
         if d == num:
             return self.cell(index, w, h)
         items: list = []
-        axes, across = [*_places(self.dims[d].axes, self.sizes, 0)], (num - d) % 2 == 1
+        axes = [*_places(self.dims[d].axes, self.sizes, 0)]
+        across = (num - d) % 2 == 1
         offset, other = 0.0, 0.0
         # columns: above the first row
         labelled = not across or d < num - 1 or not d or index[-1] == 0
-        margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
+        margin = (16 if across else self.tick_width(d)) * labelled
+        gap = 5 if d >= num - 2 else 14
         for before, i in zip([-1, *self.picked[d]], self.picked[d], strict=False):
             kid, kw, kh = self.block((*index, i), w, h)
             if offset:
@@ -335,7 +337,8 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     Bytes need ``shape`` and ``itemsize``. Copies are dotted, an unfinished sum hatched, with a sheet for each
     partial sum.
     """
-    layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
+    layout = parse_layout(layout) if isinstance(layout, str) else layout
+    sizes = _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
     owners = holders(layout, sizes).values() if sizes else []
     text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(owners))][
@@ -354,7 +357,8 @@ def moved(
     (`whole_ring_bytes`): for V local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce
     twice that; a slice none. With a dtype on the arrow they are those of that dtype, scales too."""
     each = {"bf16": 2.0, "e4m3": 1 + 4 / SCALED}.get(arrow.wire, float(itemsize))
-    size, out = _local_bytes(arrow.before, shape, sizes, 1), list[tuple]()
+    size = _local_bytes(arrow.before, shape, sizes, 1)
+    out = list[tuple]()
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
         size *= g if move.kind == "all-gather" else 1
@@ -367,7 +371,8 @@ def moved(
 def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
     """Draw a movement to scale: the layout before, collectives with bytes sent per device, the layout
     after."""
-    arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
+    arrow = parse_arrow(arrow) if isinstance(arrow, str) else arrow
+    sizes = _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known]
     steps = steps or [[str(move)] for move in arrow.moves]

@@ -142,7 +142,8 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
     high, wide = (scale * LENGTH.get(dim.name, 100) for dim in (rows, columns))
     if not (layout.axes or layout.sums):
         side = min(16, 0.8 * wide / devices - 3)
-        left, top = wide / 2 + 1.5 - (side + 3) * devices / 2, (high - side) / 2
+        left = wide / 2 + 1.5 - (side + 3) * devices / 2
+        top = (high - side) / 2
         tints = enumerate(OTHERS[: devices * len(cut)])
         swatches = (
             Rect(left + (side + 3) * i, top, side, side, tint, "ink", 0.75) for i, tint in tints
@@ -156,7 +157,8 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
     for index, owners in holders(layout, dict.fromkeys(cut, devices)).items():
         for k, device in reversed(list(enumerate(owners))):
             tint, x, y = OTHERS[device], w * index[across] + 15 * k, h * index[down] + 20 * k
-            middle, words = y + (h - 10 if k else h / 2), "+ " * (k > 0) + str(device)
+            middle = y + (h - 10 if k else h / 2)
+            words = "+ " * (k > 0) + str(device)
             items.append(Rect(x, y, w, h, tint, "ink"))
             if layout.sums:
                 items += [
@@ -171,7 +173,8 @@ def _sign(sign: str, sends, axis: str = "") -> tuple[list, float]:
     """Return a sign, or an arrow below its word, and how wide it is."""
     if sign in "×=":
         return [Text(21, 0, sign, 22, "middle", bold=True)], 42
-    label, color = "".join(sends) or sign.strip("->"), f"{axis}-line" if sends else "ink"
+    label = "".join(sends) or sign.strip("->")
+    color = f"{axis}-line" if sends else "ink"
     wide = text_width(label, SMALL) * 1.1 + 20
     arrow = Line(((7, 0), (wide - 6, 0)), color, 4 if sends else 2, head=True)
     return [arrow, Text(wide / 2, -16, label, SMALL, "middle", color, bool(sends))], wide

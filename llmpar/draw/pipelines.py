@@ -99,7 +99,8 @@ def timeline(
     title, stages = (
         (f"{table.schedule.name}: ", _rows(table)) if isinstance(table, Timetable) else ("", table)
     )
-    waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
+    waiting = waiting or {}
+    done = [row[-1][1] if row else 0 for row in stages]
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
     least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
@@ -112,7 +113,8 @@ def timeline(
     need, bottom = shortest * span / least, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
-    edge, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
+    edge = text_width(f"stage {len(stages)}") + 10
+    wide = min(1040, max(560, need / num_bands))
     # Without backwards no activation is ever let go, and the drawing is not about that.
     live = [_live_over_time(row, last) if "B" in kinds else {} for row in stages]
     most = max(max(h.values(), default=0) for h in live) or 1
@@ -189,9 +191,11 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     """
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())
-    tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(text_width, tables)) + 34
+    tall = pixels(SMALL) + 4 if letters else 9.0
+    left = 1.1 * max(map(text_width, tables)) + 34
     wide = _WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
-    x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
+    x_of = lambda time: left + wide * min(time, span) / span
+    right = left + wide + 14
     items: Items = [small_text(left - 8, -14, "stage", "end")] * letters
     lines, y = list[str](), 0.0
     for label, table in tables.items():

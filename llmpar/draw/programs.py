@@ -83,7 +83,8 @@ def traced(
     """Draw a program's collectives in its order, as bars over the ranks that take part in each, and what a
     rank holds before and after as boxes of these shapes (rows downwards); of very many the first."""
     ranks, x, hidden, items = math.prod(sizes.values()), 62.0, 0, list[Rect | Text]()
-    bottom, middles = ranks * LANE + 12, [LANE * (i + 0.5) for i in range(ranks)]
+    bottom = ranks * LANE + 12
+    middles = [LANE * (i + 0.5) for i in range(ranks)]
     shapes = [*given, returned, *(row[4] for row in sent)]
     sides = {tuple(shape): (1, *shape)[-max(2, len(shape)) :] for shape in shapes}
     across = _WIDE / max(math.prod(shape[1:]) for shape in sides.values())
@@ -123,7 +124,8 @@ def traced(
         if x > ROOM:
             hidden += 1
             continue
-        name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
+        name = kind.removeprefix("collective-") + times
+        size = f"{size_text(bytes_sent)} each"
         wide = max(text_width(text, SMALL) for text in (name, over, size)) + 10
         items += [
             *_bars(of, x + wide / 2, middles, axes[0]),
@@ -134,7 +136,8 @@ def traced(
         x += wide
         boxes(shape, "then")
     boxes(returned, "returned")
-    total, calls = sum(row[3] for row in sent), count_noun(sum(row[2] for row in sent), "call")
+    total = sum(row[3] for row in sent)
+    calls = count_noun(sum(row[2] for row in sent), "call")
     note = f"Each rank sends {total:,} B in {calls}." if sent else "Nothing is sent."
     note += f" Not drawn: {hidden} more." * bool(hidden)
     words += [f"each returns {_shape_text(returned)}", note]
@@ -146,7 +149,8 @@ def _bars(of: list[list[int]], x: float, middles: list[float], axis: str) -> lis
     items, stroke = list[Rect](), f"{axis}-line"
     beside = [sum(a[0] < b[-1] and b[0] < a[-1] for a in of[:i]) for i, b in enumerate(of)]
     for group, before in zip(of, beside, strict=True):
-        middle, ys = x + 14 * before - 7 * max(beside), [middles[i] for i in group]
+        middle = x + 14 * before - 7 * max(beside)
+        ys = [middles[i] for i in group]
         items.append(Rect(middle - 3, ys[0], 6, ys[-1] - ys[0], axis, stroke))
         items += [Rect(middle - 6, y - 6, 12, 12, axis, stroke, radius=6) for y in ys]
     return items
@@ -174,7 +178,8 @@ def program_order(read: Mapping[str, Any], sizes: dict[str, int], reserved_bytes
             Line(((left, y + 22), (left + _ACROSS, y + 22)), "grid", 1),
         ]
     for span in read["spans"]:
-        x, wide = x_of(span["begin"]), x_of(span["end"]) - x_of(span["begin"])
+        x = x_of(span["begin"])
+        wide = x_of(span["end"]) - x_of(span["begin"])
         names = f"{span['name']}, {span['source']}", span["name"], span["name"].replace("loop ", "")
         items += [
             Line(((x + 1, 18), (x + 1, 12), (x + wide - 1, 12), (x + wide - 1, 18)), "edge", 1),

@@ -287,7 +287,8 @@ def ticks(low: float, high: float, num: int = 5) -> list[float]:
     """Return round numbers in [low, high], about ``num`` of them."""
     unit = 10.0 ** math.floor(math.log10(rough := (high - low) / num or 1.0))
     step = next(s * unit for s in (1, 2, 5, 10) if s * unit >= 0.999 * rough)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
@@ -348,7 +349,8 @@ def compose(
     items = stack([part for part in parts if part], 8 if column else 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)
-    wide, high = column or math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin)
+    wide = column or math.ceil(x1 - x0 + 2 * margin)
+    high = math.ceil(y1 - y0 + 2 * margin)
     return Scene(wide, high, title, f"{title}\n{text}", (placed,))
 
 
@@ -365,7 +367,8 @@ def show(scene: Scene) -> None:
 def _head(line: Line) -> tuple[tuple[float, float], ...]:
     """Return the triangle at the end of an arrow."""
     (x0, y0), (x1, y1) = line.points[-2:]
-    size, length = 4 + 1.5 * line.width, math.hypot(x1 - x0, y1 - y0) or 1
+    size = 4 + 1.5 * line.width
+    length = math.hypot(x1 - x0, y1 - y0) or 1
     ux, uy = (x1 - x0) / length, (y1 - y0) / length
     bx, by = x1 - size * ux, y1 - size * uy
     return (

@@ -36,7 +36,8 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
         new, past, name = (
             (answer[k - 1 : k], len(prompt) + k - 1, "decode") if k else (prompt, 0, "prefill")
         )
-        x, kept = left + k * (wide + 20) + wide / 2, ["activations"] * past + ["paper/"] * len(new)
+        x = left + k * (wide + 20) + wide / 2
+        kept = ["activations"] * past + ["paper/"] * len(new)
         boxes = [
             *(("matmuls", top + i * high, high, token) for i, token in enumerate(new, -len(new))),
             ("weights", top + 26, 40, "weights"),
@@ -99,7 +100,8 @@ def cache(
     them."""
     panels: dict[str, list] = {name: [] for name in layouts}
     for name, (layout, sizes) in layouts.items():
-        shards, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)
+        shards = holders(layout, sizes)
+        has = defaultdict[tuple, list[str]](list)
         i, j, n = (layout.letters.index(dim) for dim in "bkt")
         dp, tp, sp = (1 + max(block[dim] for block in shards) for dim in (i, j, n))
         copies = max(1, tp // heads)

@@ -46,7 +46,8 @@ PATTERNS = {
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     """Return what each device holds before a collective and after it."""
     letters, each, only = _LETTERS[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
-    own, all_of = [[letter] * ranks for letter in letters], [list(letters) for _ in each]
+    own = [[letter] * ranks for letter in letters]
+    all_of = [list(letters) for _ in each]
     return {
         "all-gather": ([[only(r, p, letters[p]) for p in each] for r in each], all_of),
         "reduce-scatter": (own, [[only(r, p, letters) for p in each] for r in each]),
@@ -87,9 +88,11 @@ def column(
         *fitting_text(w / 2, h / 2, w * big, f"device {name}", name, on=tint),
     ]
     for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
-        y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
+        y = (h if big else 3) + 2 + p * (h + gap)
+        wide = w / max(1, len(letters))
         for i, letter in enumerate(letters):
-            tint, text = OTHERS[_LETTERS.index(letter) % len(OTHERS)], "".join(index[p : p + 1])
+            tint = OTHERS[_LETTERS.index(letter) % len(OTHERS)]
+            text = "".join(index[p : p + 1])
             middle, adds = (i + 0.5) * wide, i > 0 and wide > 13
             items += [
                 Rect(i * wide, y, wide, h, tint, "edge", 0.5),
@@ -207,7 +210,8 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
         raise ValueError(
             f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to {len(_LETTERS)}"
         )
-    last, wide = len(hops) - 1, 14.0 if g > 4 else text_width(_LETTERS[:g], SMALL) + 4
+    last = len(hops) - 1
+    wide = 14.0 if g > 4 else text_width(_LETTERS[:g], SMALL) + 4
     shown = sorted({round(i * last / min(last, most - 1)) for i in range(min(last + 1, most))})
     names, film, lines = list(map(str, members)), list[list](), list[str]()
     for t in shown:

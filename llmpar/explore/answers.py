@@ -183,7 +183,8 @@ def steps(seen: View) -> list[dict]:
         if changed.isdisjoint(one.patch):
             offers.append(offer(one.text, "apply", **one.patch))
             changed |= {*one.patch}
-    best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
+    best = seen.around.best
+    had = math.inf if seen.one.why_not else seen.one.time.step_s
     faster = best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape
     if best and faster and seen.around.settled:
         mesh = str(best.plan.mesh)
@@ -200,7 +201,8 @@ def _more_devices(seen: View) -> dict:
     fits, lacks memory."""
     least = min(seen.around.points.values(), key=lambda one: one.total_bytes)
     times = 2 ** math.ceil(math.log2(least.total_bytes / seen.question.capacity_bytes))
-    num, batch = times * seen.shape.size, times * seen.state["batch_size"]
+    num = times * seen.shape.size
+    batch = times * seen.state["batch_size"]
     of = f"None of {len(seen.around.meshes):,} meshes fits"
     words = f"{of}; {least.plan.mesh} holds least, {size_text(least.total_bytes)}"
     text = f"{words}. {num:,} devices and {batch:,} sequences may do"
@@ -262,7 +264,8 @@ def legible(state: dict) -> tuple[tuple[dict, MeshShape], bool]:
         return settle(state), True
     right = lambda n: isinstance(n, int) and 1 <= n <= MOST_DEVICES
     num = next(filter(right, (state["devices"], state["agreed"])), START["devices"])
-    state, shape = state | {"devices": num, "agreed": num}, MeshShape(fsdp=num)
+    state = state | {"devices": num, "agreed": num}
+    shape = MeshShape(fsdp=num)
     with contextlib.suppress(ValueError):
         written = settle(state)[1]
         shape = written if written.size == num else shape

@@ -131,7 +131,8 @@ class Explorer:
     def document(self) -> dict:
         """Return all that a browser needs once: the form, colours, the state at the start, and the first
         answer."""
-        site, page = os.environ.get("LLMPAR_SITE", "").rstrip("/"), CALCULATORS.get(self.kind)
+        site = os.environ.get("LLMPAR_SITE", "").rstrip("/")
+        page = CALCULATORS.get(self.kind)
         return {
             "kind": self.kind,
             "title": self.title,

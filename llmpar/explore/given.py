@@ -51,7 +51,8 @@ class GivenExplorer(Explorer):
         """Return the part of an array that a device holds, in words, and its bytes."""
         if row["holds"][device] is None:
             return "nothing", 0
-        block, bare = row["shards"][row["holds"][device]], row["dtype"] is None
+        block = row["shards"][row["holds"][device]]
+        bare = row["dtype"] is None
         words = ", ".join(f"{a:,}" if bare else f"{a:,}:{b:,}" for a, b in block)
         words = f"{'block ' * bare}[{words}]" if row["blocks"] > 1 else "all"
         words = f"one term of the {row['unfinished']}: {words}" if row["unfinished"] else words
@@ -100,7 +101,8 @@ class GivenExplorer(Explorer):
 
         node = n // len({*hosts})
         node = node if all(host == hosts[i // node * node] for i, host in enumerate(hosts)) else n
-        parts, placed = shown_cells(self.sizes, node, device, len(shown) < 2), []
+        parts = shown_cells(self.sizes, node, device, len(shown) < 2)
+        placed = []
         tip = lambda at: self.part_on(row, at)[0] if self.rows else self.where(at)
         for part in parts:
             same = [

@@ -392,7 +392,8 @@ def side_by_side(seen: View) -> str:
     bars = {name: _bars(seen, x) for name, x in shown.items() if isinstance(x, Candidate)}
     most = [max(sum(s for _, s in rows[i]) for rows in bars.values()) for i in range(len(_BARS))]
     best = f"Best of {len(seen.around.meshes):,}" if seen.around.settled else "Best so far"
-    cards, names = list[str](), {"you": "You", "best": best, "pinned": "Pinned"}
+    cards = list[str]()
+    names = {"you": "You", "best": best, "pinned": "Pinned"}
     why = {name: signed_terms(row) for name, row in compared(seen).items()}
     for name, one in shown.items():
         mesh = one if isinstance(one, str) else str(one.plan.mesh)

@@ -297,7 +297,8 @@ def _goals(own: Timetable | None, known: dict[str, Timetable]) -> list[tuple[boo
 
 def _ladder(goals: list[tuple[bool, str]]) -> str:
     """Return the goals as a list: ticked where they are reached, and the next one bold."""
-    following, rows = next((k for k, (done, _) in enumerate(goals) if not done), -1), ""
+    following = next((k for k, (done, _) in enumerate(goals) if not done), -1)
+    rows = ""
     for k, (goal, (done, detail)) in enumerate(zip(GOALS, goals, strict=True)):
         words = f"{'✓' if done else '○'} {goal}" + f" ({detail})" * bool(detail)
         rows += f"<li>{f'<b>{words}</b>' if k == following else words}</li>"
@@ -307,7 +308,8 @@ def _ladder(goals: list[tuple[bool, str]]) -> str:
 def _score(known: dict[str, Timetable], state: dict, own: Timetable | None) -> str:
     """Return the known orders of as many stages and microbatches as a table, each a click away, and one's
     own."""
-    rows, head = "", ("order", "makespan", "bubble", "microbatches held, by stage")
+    rows = ""
+    head = ("order", "makespan", "bubble", "microbatches held, by stage")
     shown = known | ({"yours": own} if own and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
     now = "yours" if state["order"] else state["schedule"]
@@ -400,7 +402,8 @@ class MemoryExplorer(Figure):
 
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
-        config, size = preset(state["model"]), (state["batch_size"], state["seq_len"])
+        config = preset(state["model"])
+        size = (state["batch_size"], state["seq_len"])
         fields: dict[str, Any] = {name: state[name] for name in ("mesh", "microbatches", "remat")}
         stages = {f"ZeRO-{zero}": Plan(**fields | {"zero": zero}) for zero in range(4)}
         parts = lambda plan: memory.named(memory.parts_bytes(plan.resolve(config, "gpu"), *size))
@@ -530,7 +533,8 @@ class RoutingExplorer(Figure):
 
     def logits(self, state: dict) -> list[list[list[float]]]:
         """Return the router's logits, [rank, token, expert]: normal, and the same for every heat."""
-        normal, heats = random.Random(0), [state["heat"]] + [0] * (state["experts"] - 1)
+        normal = random.Random(0)
+        heats = [state["heat"]] + [0] * (state["experts"] - 1)
         token = lambda: [normal.gauss() + heat for heat in heats]
         return [[token() for _ in range(self.tokens)] for _ in range(state["ranks"])]
 

@@ -61,14 +61,16 @@ class SpecsExplorer(Explorer):
 
     def read(self, state: dict) -> tuple[dict[str, int], tuple[int, ...], list[Layout]]:
         """Return the axes of the mesh, the shape, and the two layouts."""
-        sizes, words = read_mesh(state["mesh"]), state["shape"].strip("()[] ,").split(",")
+        sizes = read_mesh(state["mesh"])
+        words = state["shape"].strip("()[] ,").split(",")
         words = [word.strip() for word in words if word.strip()]
         shape = tuple(int(word) for word in words if word.isdecimal() and len(word) < 13)
         if len(shape) != len(words) or 0 in shape or len(shape) > _MOST_DIMS:
             raise ValueError(
                 f"shape '{state['shape']:.60}' is not read; write up to {_MOST_DIMS} whole numbers, as 8, 16"
             )
-        long, n = sum(n > 1 for n in sizes.values()), math.prod(sizes.values())
+        long = sum(n > 1 for n in sizes.values())
+        n = math.prod(sizes.values())
         if long > MOST_AXES or n > _MOST_DEVICES:
             raise ValueError(
                 f"mesh {sizes} has {n:,} devices on {long} axes longer than 1; at most {_MOST_DEVICES:,} on"

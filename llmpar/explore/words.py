@@ -84,7 +84,8 @@ def glossary() -> dict[str, str]:
 def explanation(seen: View) -> str:
     """Return an explanation of what was clicked: a number with its formula filled in, a glossary word, why
     meshes are left out."""
-    clicked, known = seen.state["explain"] or "total", terms(seen.question, seen.one)
+    clicked = seen.state["explain"] or "total"
+    known = terms(seen.question, seen.one)
     if clicked.startswith("word "):
         word = clicked.removeprefix("word ")
         text = (

@@ -239,7 +239,8 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
     if group_size == 1:
         return None
     results = op.results
-    dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
+    dtypes = ",".join(sorted({d for d, _ in results}))
+    dims = tuple(shape for _, shape in results)
     sent = collective_bytes(kind, group_size, values_bytes(results))
     source = module.source(op)
     if not source or source.startswith("argument "):  # take the line of one that uses it

@@ -805,7 +805,8 @@ class _Reading:
 
     def is_cuttable(self, i: int) -> bool:
         """Return whether a value's shape is one that the axes cut from that of one device, or has no twin."""
-        sizes, whole = self.sizes[i], self.twins[0].get(self.twin_of.get(i, -1))
+        sizes = self.sizes[i]
+        whole = self.twins[0].get(self.twin_of.get(i, -1))
         shape = self.values[0][i].shape[len(sizes) :]
         alone = shape if whole is None else whole.shape[len(sizes) :]
         return shape == alone or bool(cuts_of_shape(shape, alone, sizes, ()))
@@ -968,7 +969,8 @@ def _values(x: Any, seed: int, place: int) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    rng, is_float = np.random.default_rng(seed % 2 + 2 * place), _is_float(x)
+    rng = np.random.default_rng(seed % 2 + 2 * place)
+    is_float = _is_float(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         values = rng.standard_normal(x.shape) if is_float else rng.integers(0, 2, x.shape)
     else:

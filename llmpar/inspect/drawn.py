@@ -85,10 +85,13 @@ def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
 def _drawings(row: dict[str, Any], sizes: Mapping[str, int]) -> tuple[str, Scene | None]:
     """Return the icon of a row's collective, and its move drawn if its types show it; a type is whole along
     the axes of the collective alone, so those are the mesh of the drawing."""
-    kind, over = row["collective"].removeprefix("collective-"), ",".join(row["axes"])
+    kind = row["collective"].removeprefix("collective-")
+    over = ",".join(row["axes"])
     icon = draw.before_after([kind], 4, icon=True) if kind in draw.strips.PATTERNS else None
-    types, along = row["arrow"].split(" -> "), {a: sizes[a] for a in row["axes"] if a in sizes}
-    route, scene = [layout_from_text(text) for text in types if "[" in text], None
+    types = row["arrow"].split(" -> ")
+    along = {a: sizes[a] for a in row["axes"] if a in sizes}
+    route = [layout_from_text(text) for text in types if "[" in text]
+    scene = None
     if len(route) == 2 and along and len(route[0].dims) <= _MOST_DIMS:
         shape = tuple(integers(re.sub(r"@(\w+|\([^)]*\))", "", types[0].partition("[")[2])))
         each = row["bytes_sent"] // max(row["count"], 1)

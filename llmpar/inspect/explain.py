@@ -317,7 +317,8 @@ def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _K
 def _reshape(error: BaseException, operation: str, text: str, sizes: str = "") -> _Known:
     """Return the arrow that keeps the cuts of dims that come first or last in both shapes; a gather keeps
     none."""
-    old, new = re.findall(r"(?<![\w@])\d+", text), re.findall(r"\d+", sizes)
+    old = re.findall(r"(?<![\w@])\d+", text)
+    new = re.findall(r"\d+", sizes)
     before, more = layout_from_text(text), len(new) - len(old)
     kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, more + i) :]
     return _missing(before, cut_as(d.axes * kept(i) for i, d in enumerate(before.dims)))
@@ -381,7 +382,8 @@ def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -
 def _unknown(error: BaseException, *words: str) -> _Known:
     """Return the axes that there are, and the one whose name is nearest."""
     pick = lambda *opens: next((word for word in words if word.startswith(opens)), "")
-    axis, spec = next(word for word in words if word.isidentifier()), pick("P(")
+    axis = next(word for word in words if word.isidentifier())
+    spec = pick("P(")
     meshes = [kind.sharding.mesh for kind in _types(error)]
     names = re.findall(r"\w+", pick("(", "{")) or [a for mesh in meshes for a in mesh.manual_axes]
     if axis in names or not names:

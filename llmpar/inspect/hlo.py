@@ -191,7 +191,8 @@ class Module:
         # JAX before stack frames
         if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):
             return innermost([(m[1], int(m[2]))])
-        frame, frames = next(iter(integers(op.attrs, "stack_frame_id=")), 0), []
+        frame = next(iter(integers(op.attrs, "stack_frame_id=")), 0)
+        frames = []
         while frame in self.tables.get("StackFrames", ()):
             location, parent = integers(self.tables["StackFrames"][frame], "=")
             file, _, line, *_ = integers(self.tables["FileLocations"][location], "=")
@@ -206,7 +207,8 @@ class Module:
     ) -> Any:
         """Evaluate an integer that follows from constants and known parameters; else None."""
         name, at = ref
-        op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
+        op = self.computations[comp][name or self.roots[comp]]
+        index = index if at is None else at
         operand = lambda i, index=None: self.value(comp, op.operands[i], index, known)
         match op.opcode:
             case "parameter":
@@ -297,7 +299,8 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     """Write a collective's operand and result as JAX writes types, ``f32[64@X,128] -> f32[64,128]``: whole
     along ``axes``, and one device's along the others. A permute is described in words. Return '' where the
     operation does not show it."""
-    ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
+    ops = module.computations[comp]
+    sizes = {a: mesh.shape[a] for a in mesh.axis_names}
     op, kind = ops[name], ops[name].opcode.removesuffix("-start")
     groups = _groups(op.attrs)
     place = functools.partial(coordinates, sizes, sizes)

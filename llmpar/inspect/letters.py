@@ -32,7 +32,8 @@ def given_letters(module: Module, dims: Mapping[str, Any]) -> Known:
                 f"dims names '{argument}', and the program uses no argument of that name; it has"
                 f" {', '.join(names) or 'none with a name'}"
             )
-        letters, rank = str(words).split(), len(shapes(entry[names[argument]].type)[0][1])
+        letters = str(words).split()
+        rank = len(shapes(entry[names[argument]].type)[0][1])
         if len({*letters} & {*ascii_letters}) != len(letters) or len(letters) != rank:
             raise ValueError(
                 f"dims gives {words!r} for '{argument}', which has {rank} dims; give a letter for each, every"
@@ -99,7 +100,8 @@ def _results(
         return [_product(op, *rows)]
     if op.opcode == "gather":
         return [_looked_up(op, rows[0], rows[1], module.shape_of(comp, op, 0))]
-    dims, values = [int(d) for d in op.called("dimensions")], shapes(op.type)
+    dims = [int(d) for d in op.called("dimensions")]
+    values = shapes(op.type)
     for k, (_, shape) in enumerate(values if op.opcode in _RULES else ()):
         taken = range(len(rows)) if len(values) == 1 else [k]
         does = lambda i, to=shape: _RULES[op.opcode](
@@ -136,7 +138,8 @@ def _product(op: Instruction, left: Letters, right: Letters) -> Letters:
 def _looked_up(op: Instruction, table: Letters, places: Letters, shape: Sequence[int]) -> Letters:
     """Return the letters of rows of a table: those of the places, and of the dims that are taken whole."""
     of = lambda key: [int(d) for d in op.called(key)]
-    gone, last = of("collapsed_slice_dims") + of("operand_batching_dims"), of("index_vector_dim")
+    gone = of("collapsed_slice_dims") + of("operand_batching_dims")
+    last = of("index_vector_dim")
     taken = enumerate(zip(table, shape, of("slice_sizes"), strict=True))
     inner = iter([x if n == m else "" for d, (x, n, m) in taken if d not in gone])
     outer = iter([x for d, x in enumerate(places) if [d] != last])

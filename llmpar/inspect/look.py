@@ -105,7 +105,8 @@ def look(
         raise ValueError(
             "look compiles, and another program is being traced; call it outside"
         ) from None
-    notes, lines = [_WHOLE] if hasattr(f, "eqns") else [], dict[str, set[str]]()
+    notes = [_WHOLE] if hasattr(f, "eqns") else []
+    lines = dict[str, set[str]]()
     jaxpr: Any = None
     with noted():
         is_mover = isinstance(getattr(f, "plan", None), TwoMeshes)
@@ -165,10 +166,12 @@ def _returned(leaves: list) -> list[str]:
     """Note the results that have another layout than the argument of the same path, shape and dtype."""
     within = lambda path: re.sub(r"^\[\d+\]\.?", "", path)
     type_of = lambda x: (x.shape, x.dtype)
-    known, notes = [leaf for leaf in leaves if leaf[2] is not None], list[str]()
+    known = [leaf for leaf in leaves if leaf[2] is not None]
+    notes = list[str]()
     given = [(name[3:], x, where) for name, x, where in known if name.startswith("in ")]
     for name, x, where in (leaf for leaf in known if leaf[0].startswith("out ")):
-        path, like = name[4:], [one for one in given if type_of(one[1]) == type_of(x)]
+        path = name[4:]
+        like = [one for one in given if type_of(one[1]) == type_of(x)]
         same = [one for one in like if one[0] == path]
         same = same or [
             one for one in like if within(one[0]) and within(one[0]) in (path, within(path))

@@ -311,7 +311,8 @@ def _facts(spans: Spans, ends: Spans, groups: list[list[Device]]) -> dict[str, f
         awaited += sum(seconds for _, seconds in last) / per_s
         until = [at + seconds for at, seconds in last] or [sum(span) for span in sorted(each)]
         takes[device] = [b - a for (a, _), b in zip(sorted(each), until, strict=False)]
-    late, members = math.nan, {device for group in groups for device in group}
+    late = math.nan
+    members = {device for group in groups for device in group}
     is_whole = members <= {*takes} and len({len(takes[device]) for device in members}) == 1
     if is_whole and not ends:
         runs = [one for group in groups for one in zip(*map(takes.get, group), strict=False)]

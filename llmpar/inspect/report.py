@@ -47,7 +47,8 @@ def inspect(plan: Resolved, batch_size: int, seq_len: int) -> dict:
     # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
     # loops, and TPUs write matmuls as convolutions. (`llmpar compile` estimates all of these.)
     plain = plan.attention_kernel in ("portable", "xla") and plan.platform != "tpu"
-    counted, text = branches if plain and not plan.config.experts else [], compiled.as_text() or ""
+    counted = branches if plain and not plan.config.experts else []
+    text = compiled.as_text() or ""
     work = [executed_flops(text, taken) for taken in counted]
     allocated = compiled_memory(compiled)
     return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {

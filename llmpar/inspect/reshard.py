@@ -59,7 +59,8 @@ def cheaper(
         path = tuple(step.cuts for step in steps)
         if count * sum(step.bytes_sent for step in steps) < sent:
             routes += [(*key, count, sent, path[-1:]), (*key, count, sent, path)]
-    each, result = _compiled(mesh, routes) if routes else {}, list[dict[str, Any]]()
+    each = _compiled(mesh, routes) if routes else {}
+    result = list[dict[str, Any]]()
     for i, (line, name, *_, count, sent, path) in enumerate(routes[1::2]):
         now, then = (count * each.get(k, 0) for k in (2 * i, 2 * i + 1))
         if then < now <= sent:

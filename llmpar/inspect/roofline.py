@@ -368,7 +368,8 @@ class _Schedule:
         if math.prod(box) != len(coords):
             box = (len(coords),)
         slices = len({getattr(d, "slice_index", 0) for d in devices[at].flat})
-        one, whole = self.chip.per_device(), message * (group if kind == "all-to-all" else 1)
+        one = self.chip.per_device()
+        whole = message * (group if kind == "all-to-all" else 1)
         closed = all(map(self.chip.wraps, box))
         rate, hop_s = one.reached_link_bytes_per_s, self.chip.hop_s
         seconds = formulas.torus_seconds(kind, whole, box, rate, closed, hop_s)

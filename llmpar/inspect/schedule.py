@@ -174,7 +174,8 @@ class _Reader:
     def named(self, comp: str, name: str) -> tuple[str, str]:
         """Return what makes a value, and its line, or that of what takes it."""
         ops = self.module.computations[comp]
-        op, near = ops[name], [*self.module.users[comp, name], *(x for x, _ in ops[name].operands)]
+        op = ops[name]
+        near = [*self.module.users[comp, name], *(x for x, _ in ops[name].operands)]
         lines = (self.source(one) for one in (op, *(ops[x] for x in near if x in ops)))
         line = next((x for x in lines if x and not x.startswith("argument ")), "")
         last = op.scope.rpartition("/")[2].rstrip(")") if "/" in op.scope else ""

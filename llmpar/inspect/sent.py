@@ -244,7 +244,8 @@ def look_at_text(
     Raises ValueError where the text is none, or is cut off, and where the mesh or letters do not fit."""
     if isinstance(mesh, str):
         mesh = read_mesh(mesh) if re.search(r"[=:]\s*\d", mesh) else None
-    sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
+    sizes = dict(getattr(mesh, "shape", mesh) or {})
+    devices = parsed(text).devices
     if (n := math.prod(sizes.values())) != devices:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
         raise ValueError(
@@ -334,7 +335,8 @@ def _matmul_flops(module: Module) -> tuple[int, list[str]]:
     notes = list[str]()
 
     def trips(comp: str, loop: Instruction) -> int:
-        count, where = module.trips(comp, loop), module.source(loop) or "no line"
+        count = module.trips(comp, loop)
+        where = module.source(loop) or "no line"
         if count is None:
             notes.append(
                 f"the trip count of the loop at {where} is unknown: its FLOPs are of one iteration"

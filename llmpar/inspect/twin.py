@@ -110,7 +110,8 @@ class _Reader:
         self.line = functools.cache(line)  # of an unrolled loop's equation once
 
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
-        takes, steps = self.number(_jax.equations(closed)[0].invars), list[Equation]()
+        takes = self.number(_jax.equations(closed)[0].invars)
+        steps = list[Equation]()
         gives = self.inline(closed, takes, steps, place)
         return Program(takes, gives, steps, self.consts, sizes, self.lengths)
 
@@ -227,7 +228,8 @@ class _Reader:
         order = [*range(eqn.params["length"])][::direction]
         add = lambda name, xs, ys, call: steps.append(Equation(name, place[1], xs, ys, call, {}))
         for group in filter(len, [*([i] for i in order[:times]), order[times:]]):
-            parts, is_one = self.number(xs[consts + carried :]), group[0] in order[:times]
+            parts = self.number(xs[consts + carried :])
+            is_one = group[0] in order[:times]
             at = group[0] if is_one else slice(min(group), max(group) + 1)
             for x, i in zip(xs[consts + carried :], parts, strict=True):
                 add("slice of scan", [x], [i], operator.itemgetter(at))
@@ -340,7 +342,8 @@ Cures = Mapping[Equation, tuple[list[int], Callable[..., Any]]]
 def run(program: Program, args: Iterable[Any], see: bool, cures: Cures) -> tuple[list, _Values]:
     """Run a program, and with ``see`` return every value by its number: whole outside shard_map; inside one
     row for each device, with the axes of the mesh as first dims."""
-    values, seen = program.consts | dict(zip(program.takes, args, strict=True)), dict[int, Any]()
+    values = program.consts | dict(zip(program.takes, args, strict=True))
+    seen = dict[int, Any]()
     for step in program.steps:
         takes, call = cures.get(step, (step.takes, step.call))
         xs = [values[x] for x in takes]
@@ -431,7 +434,8 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
     """Let ranks draw the random numbers of one device, each its shard of them, where their keys differ: a
     program that folds its rank into a key is right, though its numbers are others. ``given``: along which
     axes arguments differ. Return whether any are drawn."""
-    pair, makers = twins(many, one), {i: step for _, step in one.all_steps() for i in step.gives}
+    pair = twins(many, one)
+    makers = {i: step for _, step in one.all_steps() for i in step.gives}
     differs = defaultdict[int, frozenset[str]](frozenset, given)  # along which axes a value may
     drawn = False
     for program, step in many.all_steps():
@@ -467,7 +471,8 @@ def cuts_of_shape(
 ) -> list[tuple[str, ...]]:
     """Return the axes that cut each dim, by the sizes alone; those in ``first`` if there is a choice. []:
     none do."""
-    left, cuts = sorted(sizes, key=lambda a: a not in first), list[tuple[str, ...]]()
+    left = sorted(sizes, key=lambda a: a not in first)
+    cuts = list[tuple[str, ...]]()
     for m, n in zip(part, whole, strict=True):
         groups = (g for k in range(len(left) + 1) for g in itertools.combinations(left, k))
         fits = [g for g in groups if m * math.prod(sizes[a] for a in g) == n]

@@ -445,7 +445,8 @@ def local_devices(
     GPUs. None: all, unless JAX reads others from JAX_LOCAL_DEVICE_IDS."""
     _, seen, on_node = gpus(environ, files)
     # an engine gave each its own
-    num, renumbered = (place.num_local, seen < place.num_local or on_node > seen)
+    num = place.num_local
+    renumbered = seen < place.num_local or on_node > seen
     chosen = "JAX_LOCAL_DEVICE_IDS" in environ or environ.get("JAX_PLATFORMS") == "cpu"
     if not seen or num <= 1 or chosen or renumbered:
         return None

@@ -164,7 +164,8 @@ def run_locally(
     it is, another signal as SIGTERM. The status is then that of the first signal, unless one failed for
     another reason.
     """
-    requests, processes = list[int](), Processes(command, num, devices, show=True, wire=wire)
+    requests = list[int]()
+    processes = Processes(command, num, devices, show=True, wire=wire)
 
     def ask(number: int) -> None:
         requests.append(number)

@@ -43,7 +43,8 @@ def signals_to(act: Callable[[int], None], numbers: Sequence[int] = _STOPS) -> I
     read, write = os.pipe()
     os.set_blocking(write, False)
     threading.Thread(target=_listen, args=(read,), daemon=True).start()
-    outer, handler = signal.set_wakeup_fd(write, warn_on_full_buffer=False), _Handler(act)
+    outer = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    handler = _Handler(act)
     _WAKEUPS.append(write)
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     kept = [number for number in numbers if not (ignored and number == signal.SIGHUP)]

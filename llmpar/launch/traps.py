@@ -15,7 +15,8 @@ def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None)
     """List what would go wrong in this process. ``num_gpus``: device files of the machine, counted by
     default."""
     files, seen, on_node = gpus(environ, num_gpus)
-    num_local, shown = place.num_local, environ.get("CUDA_VISIBLE_DEVICES")
+    num_local = place.num_local
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
     unread = sorted(filter(_UNREAD.fullmatch, environ))
     rows = [
         (

@@ -56,7 +56,8 @@ def gated_pair() -> Exercise:
         twice=lambda x, gate, up, down: lax.psum(solution(x, gate, up, down), "tp"),
     )
     given = lambda learner: [(learner, f"tp={_DEVICES}", x, gate, up, down)]
-    observe, also = lambda a: carried_out(*given(a)[0]), dict(in_two_calls=in_two_calls)
+    observe = lambda a: carried_out(*given(a)[0])
+    also = dict(in_two_calls=in_two_calls)
     return Exercise("core", solution, wrong, observe, also=also, devices=given)
 
 

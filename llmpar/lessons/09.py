@@ -43,7 +43,8 @@ def combine() -> Exercise:
         draw, out = np.random.default_rng(0), []
         for slots, tokens, k in ((6, 4, 2), (9, 3, 3)):
             slot = draw.permutation(slots + tokens)[: tokens * k].reshape(tokens, k).clip(0, slots)
-            rows, weights = draw.standard_normal((slots, 5)), draw.random((tokens, k))
+            rows = draw.standard_normal((slots, 5))
+            weights = draw.random((tokens, k))
             try:
                 out.append(np.asarray(function(rows, slot, weights), float).tolist())
             except IndexError:

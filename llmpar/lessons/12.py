@@ -13,7 +13,8 @@ from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 _GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
 """The lesson's values by layout, and their shapes."""
-OPEN, _WHOLE = P("dp", None, None, unreduced={"tp"}), P("dp", None, None)
+OPEN = P("dp", None, None, unreduced={"tp"})
+_WHOLE = P("dp", None, None)
 _ROWS, _COLUMNS = P("dp", "tp", None), P("dp", None, "tp")
 
 

@@ -93,7 +93,8 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     exercise = find(name, **given)
     GIVEN[name] = given
     verdict = exercise.judge(answer, HINTS_GIVEN[name])
-    blank, nudged = verdict == NOT_ATTEMPTED, exercise.nudge(HINTS_GIVEN[name]) in verdict
+    blank = verdict == NOT_ATTEMPTED
+    nudged = exercise.nudge(HINTS_GIVEN[name]) in verdict
     more = f'; hint("{name}") helps' * blank + f' hint("{name}") says more.' * nudged
     say(f"{name} ({exercise.level}): {verdict}{more}")
     HINTS_GIVEN[name] += nudged

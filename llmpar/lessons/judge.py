@@ -301,7 +301,8 @@ class Exercise:
                 sentences, helped = [*sentences, sentence], helped | spoilt
         for name in [name for name in off if name not in helped]:
             if sentence := self.in_another_unit(seen[name], right[name]):
-                sentences, helped = [*sentences, f"{name}: {sentence}"], helped | {name}
+                sentences = [*sentences, f"{name}: {sentence}"]
+                helped = helped | {name}
         if left := [
             f"{name}{_near(seen[name], right[name], ' (off by {})')}"
             for name in off
@@ -384,7 +385,8 @@ def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
         )
     given = known | given
     level: Any = facts.get("level", "core")
-    tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
+    tolerance = float(facts.get("tolerance", 1e-5))
+    unit = facts.get("unit", "")
     solution = read_answer(facts["answer"], None, given)
     choices = read_answer(facts["nearest"]) if "nearest" in facts else ()
     exercise = Exercise(

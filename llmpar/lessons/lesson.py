@@ -183,7 +183,8 @@ def five_runs() -> dict[str, tuple[float, float, float]]:
         rng.standard_normal((16, 8)).astype(np.float32),
         rng.standard_normal(16).astype(np.float32),
     )
-    weights, ranks = rng.standard_normal(8).astype(np.float32), (slice(0, 12), slice(12, 16))
+    weights = rng.standard_normal(8).astype(np.float32)
+    ranks = (slice(0, 12), slice(12, 16))
 
     def of(rows):  # the sum of the losses, its gradient, and the targets
         error = x[rows] @ weights - y[rows]

@@ -170,7 +170,8 @@ def cured_two_layers(first, second, x, y):
 def balance(router, x):
     """Return 1 where all experts have equally many tokens, else more."""
     chances = jax.nn.softmax(x @ router)
-    chosen, tokens = chances == chances.max(1, keepdims=True), lax.psum(len(x), "dp")
+    chosen = chances == chances.max(1, keepdims=True)
+    tokens = lax.psum(len(x), "dp")
     load = lax.psum(chosen.sum(0), "dp") / tokens
     return router.shape[1] * (load * chances.sum(0) / tokens).sum()
 

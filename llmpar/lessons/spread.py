@@ -29,7 +29,8 @@ def trace_program(function: Callable, mesh: str, *arrays: Any) -> Any:
 
 def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
     """Draw what each device receives, sends, holds and returns."""
-    program, sizes = trace_program(function, mesh, *arrays), parse_mesh(mesh).named
+    program = trace_program(function, mesh, *arrays)
+    sizes = parse_mesh(mesh).named
     collectives = census_jaxpr(program, sizes)
     sent = [(one.kind, one.axes, one.count, one.bytes_sent, one.shape) for one in collectives]
     return draw.traced(sizes, [x.shape[1:] for x in arrays], sent, program.out_avals[0].shape[1:])

@@ -70,7 +70,8 @@ def _changes(
         near = {q.batch_size // ranks * ranks, -(-q.batch_size // ranks) * ranks, q.batch_size // 2}
         for batch_size in sorted(near - {0, q.batch_size}):
             yield ({"batch_size": batch_size}, replace(q, fixed=given, batch_size=batch_size), mesh)
-    sizes, axes = mesh.user_sizes, [axis for axis in AXES if axis != "ep" or q.config.experts]
+    sizes = mesh.user_sizes
+    axes = [axis for axis in AXES if axis != "ep" or q.config.experts]
     for giver in axes:
         for n, taker in itertools.product(divisors(sizes[giver])[1:], axes):
             all_cut = (giver, taker, n) == ("dp", "fsdp", sizes[giver])  # the state of replicas

@@ -88,7 +88,8 @@ def compile_step(
     final = census_table(census_hlo(text, mesh, branches[document["stage"]]))
     walked = _busiest(text, mesh, plan, target, seq_len, branches)
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
-    rate, band = target.chip.per_device().flops_per_s, dict[str, dict[str, float]]()
+    rate = target.chip.per_device().flops_per_s
+    band = dict[str, dict[str, float]]()
     if "attention" in walked.terms and not measured(target.chip):
         for share in planner.BAND:
             step_s = _busiest(text, mesh, plan, target, seq_len, branches, share).step_s
@@ -185,7 +186,8 @@ def _busiest(
     config, beside = plan.config, AT_ONCE in compiler_options(plan)
     ranks = plan.mesh.along(plan.regions["queries"]["s"])
     # Of all pairs of tiles the kernel of attention computes these on this chip, where a row is one document.
-    size, own = jnp.dtype(plan.dtype).itemsize, (target.platform, target.chip.name.upper())
+    size = jnp.dtype(plan.dtype).itemsize
+    own = (target.platform, target.chip.name.upper())
     tiles = kernel_tiles(
         "flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own
     )

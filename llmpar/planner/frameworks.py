@@ -31,8 +31,10 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
         sizes |= {"dp": sizes["dp"] * sizes["fsdp"], "fsdp": 1}
     shard, pp = sizes["fsdp"] * sizes["ep"], sizes["pp"]
     local = q.batch_size // (sizes["dp"] * shard)
-    zero, repeats = plan.zero if shard * sizes["sp"] > 1 else 0, plan.virtual_stages or 1
-    layers, lora = q.config.num_layers - q.config.num_further, q.config.lora
+    zero = plan.zero if shard * sizes["sp"] > 1 else 0
+    repeats = plan.virtual_stages or 1
+    layers = q.config.num_layers - q.config.num_further
+    lora = q.config.lora
     even = pp > 1 and layers % (pp * repeats) == 0 and m % pp == 0
     return (
         planner.fields_of(plan)
@@ -98,14 +100,16 @@ def export(q: planner.Question, plan: Plan, name: str) -> str:
 
 def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, Any]:
     """Return what a framework's text does not give back: fields of a plan, and sizes."""
-    sizes, back = dict.fromkeys(("batch_size", "lora_rank", "lora_targets")), Plan()
+    sizes = dict.fromkeys(("batch_size", "lora_rank", "lora_targets"))
+    back = Plan()
     # an axis without a key leaves fewer devices to the others
     with contextlib.suppress(ValueError):
         known = {x: y for x, y in facts_in(text, name)[1].items() if x != "each"}
         cut = math.prod(getattr(plan.mesh, x) for x in ("pp", "sp", "tp") if x not in known)
         sizes = {x: known.get(x) for x in sizes}
         _, sizes["batch_size"], back = planned_by(known, q.num_devices // cut)
-    own, fields = q.resolved(plan, None), {*Plan.__dataclass_fields__} - {"mesh"}
+    own = q.resolved(plan, None)
+    fields = {*Plan.__dataclass_fields__} - {"mesh"}
     written, read = ({x: getattr(y, x) for x in fields} | facts(q, y) for y in (plan, back))
     compared = {*fields, *AXES, *sizes} - {*own.unused, *checks.unused(own, fields)}
     return {
@@ -275,7 +279,8 @@ def _unread(
     for key, value in given.items():
         rest = left.get(key, _tokens(value))
         shown = value if rest in ([], _tokens(value)) else " ".join(rest)
-        entry, lacks = f"{key}={shown}".lstrip("="), " or ".join(_lacks(row, key, on))
+        entry = f"{key}={shown}".lstrip("=")
+        lacks = " or ".join(_lacks(row, key, on))
         why = " (a file that was not opened)" if re.search(TABLE["file"], entry) else ""
         why = f" (no effect without {lacks})" if lacks else why
         idle = not rest or re.fullmatch(TABLE["idle"], entry.lower())

@@ -310,7 +310,8 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     experts = sum(count * s["experts"] for count, s in per_kind) / mesh.ep
     weights = grads = state = gathered = 0.0
     for params, apart in ((shared, 1), (experts, mesh.ep)):
-        group, ranks = run.zero_group / apart, run.data_ranks * mesh.sp / apart
+        group = run.zero_group / apart
+        ranks = run.data_ranks * mesh.sp / apart
         if run.config.lora:  # frozen: 16 bits, and nothing of the optimizer
             weights += 2 * params / (group if run.zero == 3 else 1)
             continue

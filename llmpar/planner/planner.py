@@ -108,7 +108,8 @@ class Question:
     @property
     def capacity_sum(self) -> str:
         """The capacity, and what it is made of."""
-        source, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
+        source = f"{hardware.MEMORY_SHARES[0]}={self.share:g}"
+        whole = self.chip.usable_hbm_gib
         source = "JAX's default" if self.share == self.chip.memory_share else source
         part = (
             f"{self.taken:.0%} of {whole:.1f} by {source}" if self.taken < 1 else f"all {whole:.1f}"
@@ -210,7 +211,8 @@ def memory_verdict(q: Question, one: Candidate) -> Verdict:
         words, near = "fits", ""
     else:
         free = f"{(capacity - total) / GIB:.1f} GiB free"
-        words, near = "at the edge", f"{free}, and the estimate is ± {error / GIB:.1f} GiB"
+        words = "at the edge"
+        near = f"{free}, and the estimate is ± {error / GIB:.1f} GiB"
     return Verdict(words, near, total - error, total, total + error, capacity)
 
 
@@ -230,7 +232,8 @@ def published_runs() -> list[tuple[dict[str, Any], Question, MeshShape]]:
 def meshes(q: Question) -> Iterator[MeshShape]:
     """Enumerate the meshes of all devices whose axes the model's dims and the machine's links allow
     (`unsuited`); axes that are given are what they are, but for more stages than layers."""
-    fixed, all_sizes = {a: v for a, v in q.fixed.items() if a in AXES}, divisors(q.num_devices)
+    fixed = {a: v for a, v in q.fixed.items() if a in AXES}
+    all_sizes = divisors(q.num_devices)
     sizes = {
         a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")
     }
@@ -403,7 +406,8 @@ class VariantGroup:
         """Return the group with its least time (`time.least_time`): of ZeRO's variants together without what
         they send beside layers, and of a mesh with the batch computed at once."""
         many = 1 if self.alike else max(x["microbatches"] for x in self.variants)
-        layers, apart = q.config.num_layers, _OF_ZERO if self.alike < 2 else ()
+        layers = q.config.num_layers
+        apart = _OF_ZERO if self.alike < 2 else ()
         with contextlib.suppress(ValueError):  # an order that is given does not suit this mesh
             # the busiest rank of sp takes no less than the mean
             run = self.run(q, self.variants[0], int(not self.alike), balanced=True)
@@ -573,7 +577,8 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
         return best[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
-    tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
+    tried = list(failed.values())
+    q = dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
     if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
         # of those whose weights and moments are too large, one was tried
         fields = list(variants(q, mesh))
@@ -991,7 +996,8 @@ def target(q: Question) -> str:
 
 def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> dict[str, float]:
     """Return days, energy (chips' power times `PUE`) and cost of training on so many tokens."""
-    steps, chips = tokens / (q.batch_size * q.seq_len), q.num_devices / q.chip.devices_per_chip
+    steps = tokens / (q.batch_size * q.seq_len)
+    chips = q.num_devices / q.chip.devices_per_chip
     seconds = steps * best.time.step_s
     result = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
     if watts := hardware.POWER_W.get(q.chip.family):

@@ -58,7 +58,8 @@ def request_bytes(s: Service, tp: int, tokens: int) -> float:
 
 def cuts(s: Service) -> Iterator[tuple[int, int, float]]:
     """Yield tp, ep and the requests that have room on each data rank: tp within a node, ep over any."""
-    experts, free = s.config.experts, serving.ENGINE_SHARE * s.chip.usable_hbm_gib * GIB
+    experts = s.config.experts
+    free = serving.ENGINE_SHARE * s.chip.usable_hbm_gib * GIB
     for tp in range(1, min(s.num_devices, s.chip.per_device().node_size) + 1):
         if not serving.cuts_evenly(s.config, tp):
             continue
@@ -80,7 +81,8 @@ def price(s: Service, tp: int, ep: int, batch: int) -> dict[str, Any]:
     token = serving.decode_seconds(
         s.config, s.chip, batch, mean, weight_bits=s.bits, cache_bits=s.cache_bits, **sizes
     )
-    prefill_s, token_s = sum(prompts.values()) / s.answer, sum(token.values())
+    prefill_s = sum(prompts.values()) / s.answer
+    token_s = sum(token.values())
     copies = data_ranks(s, tp) // ep
     return {
         **sizes,

@@ -103,7 +103,8 @@ class _Script:
         """Return what stands for a variable or an escaped character; a command's answer is unknown."""
         if one["escaped"] or one["answer"]:
             return (one["escaped"] or re.sub(r"\s", "", one[0])).strip("\n")
-        name, other = one["name"] or one["plain"], " ".join(self.fields(one["other"] or ""))
+        name = one["name"] or one["plain"]
+        other = " ".join(self.fields(one["other"] or ""))
         self.used.add(name)
         value = {"#": "0", "@": "", "*": ""}.get(name, self.values.get(name))
         if not value or re.fullmatch(r"\$\d", value):  # an argument of the script is none

@@ -224,7 +224,8 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
     each = [_layer_flops(run, block) for block in run.blocks]
     flops = sum(map(operator.mul, kinds, each)) / layers  # of a layer in the mean
     for name, value in one.time.terms.items():
-        key, filled = name if name in FORMULAS else "other", f"{value / m:.6g} s × {m}"
+        key = name if name in FORMULAS else "other"
+        filled = f"{value / m:.6g} s × {m}"
         if name in ("attention", "elementwise", "recomputation"):
             filled = f"{layers} × {m} × {value / layers / m:.6g} s"
         if name == MATMULS:
@@ -270,7 +271,8 @@ def _optimizer(clock: Clock, own: float, whole: float) -> list[Summand]:
     share."""
     rate = f"({clock.device.hbm_bytes_per_s:.6g} B/s × {clock.rates.memory:g})"
     each = clock.run.software.reduced_bytes
-    state, sums = f"{OPTIMIZER_BYTES} B × {own:,.0f}", f"2 × {each:g} B × {whole:,.0f}"
+    state = f"{OPTIMIZER_BYTES} B × {own:,.0f}"
+    sums = f"2 × {each:g} B × {whole:,.0f}"
     return [
         Summand(UPDATE, f"{state} / {rate}", OPTIMIZER_BYTES * own / clock.bytes_per_s),
         Summand(_UNCUT, f"{sums} / {rate}", 2 * each * whole / clock.bytes_per_s),

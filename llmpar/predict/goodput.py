@@ -84,7 +84,8 @@ def goodput(job: FailingRun, interval_s: float) -> float:
             f"an interval of {interval_s:g} s and a stall of {job.stall_s:g} s leave {cycle_s:g} s for a"
             f" write of {job.write_s:g} s; use an interval above {max(0, job.write_s - job.stall_s):g} s"
         )
-    cycles, lost = cycle_s / job.mtbf_s, (job.restart_s + job.write_s) / job.mtbf_s
+    cycles = cycle_s / job.mtbf_s
+    lost = (job.restart_s + job.write_s) / job.mtbf_s
     kept = interval_s / job.mtbf_s * math.exp(-lost - cycles) / -math.expm1(-cycles)
     return (1 - waiting_share(job)) * kept
 

@@ -313,7 +313,8 @@ def _row(name: str) -> Chip:
 
 def from_table(row: dict[str, Any], source: str, name: str) -> Chip:
     """Return the chip that a file's table describes, or what `dataclasses.asdict` makes of one."""
-    base, reached = row.pop("base", None) or None, row.pop("reached", None)
+    base = row.pop("base", None) or None
+    reached = row.pop("reached", None)
     row = checked(Chip, {"name": name, "aliases": []} | row, source)
     inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]

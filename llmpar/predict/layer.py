@@ -140,7 +140,8 @@ def _links(clock: Clock) -> list[tuple[int, str, Segment]]:
     """Return what a layer sends, alike messages together: the part that waits for it or that it travels
     beside, what hides it ('' in the open), and the segment, which begins at 0."""
     run, plan = clock.run, clock.plan
-    segments, order = dict[tuple, tuple[int, str, Segment]](), list(_ARROWS)
+    segments = dict[tuple, tuple[int, str, Segment]]()
+    order = list(_ARROWS)
     for (names, kind), row in step_traffic(
         plan, run.batch_size, run.seq_len, run=_ONE_LAYER
     ).items():

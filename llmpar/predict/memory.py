@@ -56,7 +56,8 @@ def parts_bytes(
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
     the largest where it is cut; and ``copies`` of weights that are gathered or cast. With ``local_steps``
     there is ``outer``, too (`outer_bytes`)."""
-    by_name, weights = step_bytes(plan, batch_size, seq_len, local_steps), weights_bytes(plan)
+    by_name = step_bytes(plan, batch_size, seq_len, local_steps)
+    weights = weights_bytes(plan)
     temporaries = by_name["temporaries"]
     fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
     fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
@@ -136,7 +137,8 @@ _LAYOUTS = "stored", "used", "unreduced", "accumulated", "reduced"
 @functools.lru_cache(maxsize=8192)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
-    layers, per_block = Counter[tuple[str, int]](), plan.gather_per == "block"
+    layers = Counter[tuple[str, int]]()
+    per_block = plan.gather_per == "block"
     known = dict[tuple[str, tuple[int, ...]], dict[str, int]]()  # many rows of kinds are alike
     for path, (weight, layouts) in plan.layouts_by_path.items():
         in_blocks, kind = path.startswith("blocks."), kind_of(path)
@@ -225,7 +227,8 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     XLA gathers the next while it works on one.
     """
     weights = weights_bytes(plan)
-    parts, whole = _model_parts(plan, weights, batch_size, seq_len), weights["whole matrices"]
+    parts = _model_parts(plan, weights, batch_size, seq_len)
+    whole = weights["whole matrices"]
     # each device cuts what it needs from an orthogonal one at once where all have all of them
     both = whole * 3 // 2 if plan.muon == "gather" else 2 * whole
     if both > sum(times * size for _, times, size in parts):
@@ -244,7 +247,8 @@ def _model_parts(
         narrow = ITEMSIZE[plan.dtype]
         in_slots = block if narrow == _item(plan) else _block(plan, tokens, seq_len, narrow)
         return _staged_parts(plan, weights, plan.pipeline, moment, in_slots)
-    layers, blocks = plan.config.num_layers, after_loss + weights["blocks unreduced"] + work
+    layers = plan.config.num_layers
+    blocks = after_loss + weights["blocks unreduced"] + work
     cutting = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
     # scattered after a loop
     sums = weights["blocks accumulated"] + weights["used"] - weights["blocks used"]
@@ -278,7 +282,8 @@ def _moment(plan: Resolved, weights: Counter[str], tokens: int, block: _Block) -
     config, tpu = plan.config, plan.platform == "tpu"
     item = _item(plan)
     saves, crossing, work, _ = block
-    layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
+    layer = _narrow(plan, weights["layer used"])
+    kept = dict(saves[plan.remat])
     # without a loop XLA's of CPUs find what is computed twice, and compute it once
     if written := _is_written_out(plan):
         hidden = 6 if config.experts else 5 if plan.remat == "none" else 4
@@ -342,7 +347,8 @@ def _staged_parts(
     """List the parts of `temp_parts` of a pipeline, which differentiates one chunk at a time."""
     one = _layers(plan)
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
-    chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
+    chunk = one * sum(saves[plan.remat].values())
+    repeats = plan.stage_saves == "input"
     # a branch keeps the weights of layers that not all chunks have; on CPUs layers with experts do
     every = plan.config.experts is not None and plan.platform == "cpu"
     branches = [loop for loop in _loops(plan) if not all(loop.filled)]
@@ -553,7 +559,8 @@ def _rows_of_weights(
         return (3 * config.width * config.ffn_width * item // plan.mesh.tp if waits else 0), 0
     if experts is None or not waits:
         return ffn, 0
-    first, local = tokens * experts.top_k * 9 // 8, experts.num_experts // ep
+    first = tokens * experts.top_k * 9 // 8
+    local = experts.num_experts // ep
     of_one = ep * experts.expert_tokens(tokens, 1)
     of_all = min(ep * tokens * min(experts.top_k, local), of_one * local)
     beyond = max(0, min(local * of_one - first, of_all - first // local))

@@ -41,7 +41,8 @@ def place(loads: Sequence[float], devices: int, slots: int, swaps: int = 1000) -
         min((own for own in placed if len(own) < slots), key=load_of).append(e)
     for _ in range(swaps):
         fullest = max(placed, key=load_of)
-        top, rooms = load_of(fullest), [(own, load_of(own)) for own in placed if own is not fullest]
+        top = load_of(fullest)
+        rooms = [(own, load_of(own)) for own in placed if own is not fullest]
         moves = [
             (max(top - share[e] + share[f], load - share[f] + share[e]), i, j, own)
             for own, load in rooms

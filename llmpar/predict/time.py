@@ -124,7 +124,8 @@ class Time:
 def _reached(chip: Chip, rates: Rates, num_devices: int) -> tuple[Chip, Chip]:
     """Return a device of the chip, and the chip with the links that large collectives reach, in nodes of as
     many chips as a job takes of each: the most that divide all of its chips."""
-    links, chips = chip.reaching(rates), max(1, num_devices // chip.devices_per_chip)
+    links = chip.reaching(rates)
+    chips = max(1, num_devices // chip.devices_per_chip)
     if chip.link == "switch":
         node = next(n for n in range(chip.node_size, 0, -1) if chips % n == 0)
         links = replace(links, node_size=node)
@@ -342,7 +343,8 @@ class Clock:
         assert experts
         reached, inside = float(experts.top_k), experts.top_k / nodes
         if run.software.once_a_rank:
-            reached, inside = nodes * (1 - (1 - 1 / nodes) ** experts.top_k), self.copies()
+            reached = nodes * (1 - (1 - 1 / nodes) ** experts.top_k)
+            inside = self.copies()
             if experts.num_groups > 1:
                 reached = min(reached, experts.top_groups)
         across_s = tokens_bytes * reached * (1 - 1 / nodes) / self.device.dcn_bytes_per_s
@@ -406,7 +408,8 @@ class Clock:
         tp = 1 if self.exact else run.mesh.tp
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
         back += matmul * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
-        heads, joins = 1 + c.num_further, [Matmul(run.stream_tokens, 2 * c.width, c.width)]
+        heads = 1 + c.num_further
+        joins = [Matmul(run.stream_tokens, 2 * c.width, c.width)]
         joined = c.num_further * self.matmuls(joins), c.num_further * self.gradients(joins)
         ahead = {HEAD_AND_LOSS: heads * (matmul + loss) + joined[0]}
         behind = {HEAD_AND_LOSS: heads * back + joined[1]}
@@ -437,7 +440,8 @@ class Clock:
         """Return the parameters of so many layers of each kind and of ends of the model: all, and those that
         are trained."""
         edge = sum(times * self.run.ends[name] for name, times in ends.items()) / self.run.mesh.tp
-        used, trained = RankParams(edge), RankParams(edge * (not self.run.config.lora))
+        used = RankParams(edge)
+        trained = RankParams(edge * (not self.run.config.lora))
         for kind, times in enumerate(layers):
             own, learned = self.layer_weights(kind)
             used, trained = used.plus(own, times), trained.plus(learned, times)
@@ -463,7 +467,8 @@ class Clock:
         reduced, updated = 0.0, 0.0
         groups = (1, self.zero_apart), (mesh.ep, self.experts_apart)
         for params, (apart, inner) in zip(trained, groups, strict=True):
-            late, ranks = soft.late_bytes * params, run.data_ranks * mesh.sp / apart
+            late = soft.late_bytes * params
+            ranks = run.data_ranks * mesh.sp / apart
             group = run.zero_group / apart if self.ours or run.zero == 3 else ranks
             cut = group if run.zero else 1
             if run.zero in (1, 2):
@@ -606,7 +611,8 @@ class Chunk:
 def beside_flops(terms: Mapping[str, float]) -> str:
     """Name what of a step is no useful FLOPs, the largest first: what MFU is lost to. Terms of less than a
     twentieth of the step are left out."""
-    least, useful = sum(terms.values()) / 20, (MATMULS, ATTENTION, HEAD_AND_LOSS)
+    least = sum(terms.values()) / 20
+    useful = (MATMULS, ATTENTION, HEAD_AND_LOSS)
     rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
     return ", ".join(f"{name} {rounded(s, 0.1):g} s" for s, name in rest if s >= least)
 
@@ -631,7 +637,8 @@ def least_time(run: Run, last: Sequence[int], apart: tuple[str, ...] = (), many:
         for kind, once in enumerate(last)
         for again, times in ((run.again, layers[kind] - once / p), (0.0, once / p))
     ]
-    ends, apart = {"embedding": 1 / p, "head": 1 / p}, (SEQUENCE_LINKS, *apart)
+    ends = {"embedding": 1 / p, "head": 1 / p}
+    apart = (SEQUENCE_LINKS, *apart)
     chunk = clock.around(parts, layers, ends, {}, apart)
     late = [clock.at_the_end(chunk.used, chunk.trained)] * p
     time = _time(clock, [[chunk]] * p, late, False)

@@ -102,7 +102,8 @@ def tolerance(
     config, tokens = plan.config.must_run(), batch_size * seq_len
     # axes as they are asked for, no inner parts
     plan = replace(plan, mesh=replace(plan.mesh, near=1, ul=1, kv=1))
-    values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
+    values = _values(config, plan, seq_len, products)
+    moves = logits / max(1.0, loss)
     # on the way forward, and once more on the way back
     average, again = (1 / math.sqrt(tokens), math.sqrt(2))
     weigh: dict[str, Any] = {
@@ -116,7 +117,8 @@ def tolerance(
     terms += [*_curvature(plan, values, moves * logits), *_weights(config, plan, tokens)]
     ties, part = _ties(config, values)
     if (ties := ties * tokens) >= 1:
-        moved, element = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
+        moved = part * math.sqrt(ties) / tokens
+        element = part * math.sqrt(min(1.0, ties / tokens))
         terms.append(
             _Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, element)
         )
@@ -170,7 +172,8 @@ def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]
     roundings that come with the cut, which one of them has."""
     units = plan.dtype, plan.gather_dtype, plan.matmul_dtype
     added = [x for x in values if x.by and x.unit in units]
-    bend, by = scale * sum(x.spread**2 for x in added) / 4, ",".join(x.by for x in added)
+    bend = scale * sum(x.spread**2 for x in added) / 4
+    by = ",".join(x.by for x in added)
     length = sum(x.length for x in added)
     return [_Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
 

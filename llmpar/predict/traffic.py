@@ -164,7 +164,8 @@ class Traffic(dict[tuple[str, str], Prediction]):
     ) -> int:
         """Add an arrow with a dtype (`llmpar.parallel.wire`) on ``size`` numbers of each device, and return
         the bytes in the end. A sum in a dtype is an all-to-all; an all-reduce is an all-gather, too."""
-        text, gradient = arrow.named(of.arrow, backward=True), of.gradient or of.value
+        text = arrow.named(of.arrow, backward=True)
+        gradient = of.gradient or of.value
         back = of._replace(arrow=text, value=gradient)
         of = of._replace(arrow=arrow.named(of.arrow))
         bytes_of = {"": itemsize, "bf16": 2, "e4m3": 1 + FLOAT32 / SCALED}
@@ -330,7 +331,8 @@ def outer_traffic(plan: Resolved, fragments: int = 1, index: int = 0) -> Traffic
     """Predict what a device sends in the outer step of `llmpar.training.local_steps`: an all-reduce over dp
     of its block of each trained weight, in float32, or of the rows in one of so many fragments. It is one of
     every H steps; inner steps are those of `Resolved.worker`."""
-    traffic, worker = Traffic(plan.mesh), plan.worker.resolve(plan.config, None)
+    traffic = Traffic(plan.mesh)
+    worker = plan.worker.resolve(plan.config, None)
     learned = {path: pair for path, pair in worker.layouts_by_path.items() if not pair[0].frozen}
     sizes = {path: weight.shape[0] for path, (weight, _) in learned.items()}
     rows = places.fragment(sizes, fragments, index)
@@ -348,7 +350,8 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     tokens (with ``echo`` behind every token), and to all devices the chosen tokens with their
     log-probabilities."""
     config, traffic = plan.config, Traffic(plan.mesh)
-    values, counts = Values(traffic, plan, num_rows, width), [n for n, _ in config.blocks]
+    values = Values(traffic, plan, num_rows, width)
+    counts = [n for n, _ in config.blocks]
     for path, (weight, layouts) in plan.layouts_by_path.items():
         times = counts[max(0, kind_of(path))] if path.startswith("blocks.") else 1
         stored = ITEMSIZE[plan.dtype] * math.prod(
@@ -356,7 +359,8 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         )
         of = Transfer("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS)
         traffic.carry(layouts.gather, stored // times, of, times)
-    text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
+    text = "cache b s k r +t -> attention b s k r"
+    sp = plan.regions["cache"]["t"]
     for kind, (count, block) in enumerate(config.blocks):
         own = Runs(forward=count)
         _activations(values, block, own if kind else replace(own, embed=1, ids=2))
@@ -369,7 +373,8 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         sums = {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}
         for value, size in sums.items():
             traffic.add("all-reduce", sp, Transfer(value, text), size, count)
-    places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
+    places = width if echo else 1
+    numbers = 2 * (2 + min(BEST, config.vocab_size))
     values.carry(
         Transfer("logits", LOGITS), (num_rows, config.vocab_size), places, itemsize=FLOAT32
     )
@@ -402,7 +407,8 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
         # all layers at once, those that are lent too; no gradient comes back here
         if plan.gather_per == "step":
-            of, stored = Transfer("weights", dims, LATE), copies * layers * stored
+            of = Transfer("weights", dims, LATE)
+            stored = copies * layers * stored
             gathers, gradients = 1, 0
         item = ITEMSIZE[plan.dtype]
         traffic.carry(layouts.gather, item * stored, of, gathers, gradients, item)
@@ -563,7 +569,8 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     merges = beside and _is_merged(plan, config)
     if config.mixer != "none":
         again = run.again * bool(attention)
-        layers, merged = run.forward + again, again * (merges and plan.remat != "selective")
+        layers = run.forward + again
+        merged = again * (merges and plan.remat != "selective")
         read = of("stream b s d -> attention b s d")
         values.carry_by_ring(read, stream, layers, run.backward, merged)
         # of two results side by side nothing is computed but their sum
@@ -610,7 +617,8 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     `Plan.tp_dispatch` what arrived, to tp, and what shared experts read; copies of hot experts; and the
     routers' losses. A block that is computed again sends its tokens again, and nothing back."""
     plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
-    tokens, pieces = values.local_size("tokens b s", b, s), values.local_size("data b", b)
+    tokens = values.local_size("tokens b s", b, s)
+    pieces = values.local_size("data b", b)
     cut, tp = plan.mesh.along(plan.place("tokens c").axes), plan.mesh.tp
     pieces *= tp // cut if plan.tp_sequence else 1
     slots = experts.slots(tokens, pieces, ranks)
@@ -643,7 +651,8 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         w for w in config.block_weights().values() if copies and w.dims.startswith("experts e ")
     )
     for weight in rows:
-        dims, back = weight.dims.removeprefix("experts e "), run.backward * (not weight.frozen)
+        dims = weight.dims.removeprefix("experts e ")
+        back = run.backward * (not weight.frozen)
         of = of._replace(arrow=f"experts c {dims} +e -> copies c {dims}")
         values.carry(of, (copies, *weight.shape[1:]), layers, back)
     if experts.aux_loss:
@@ -658,9 +667,11 @@ def _exchanges(values: Values, config: ModelConfig, run: Runs, tokens: int, piec
     plan, ranks, near = values.plan, values.plan.mesh.ep, values.plan.mesh.near
     experts: Any = config.experts
     width, e, k = routed_width(config), experts.num_experts, experts.top_k
-    slots, copies = experts.slots(tokens, pieces, ranks), ranks * visited_share(e, k, ranks)
+    slots = experts.slots(tokens, pieces, ranks)
+    copies = ranks * visited_share(e, k, ranks)
     groups = plan.mesh.along(plan.place("tokens b").axes)
-    cut, nodes = plan.mesh.along(plan.place("tokens c").axes), ranks // near
+    cut = plan.mesh.along(plan.place("tokens c").axes)
+    nodes = ranks // near
     # by arrow a buffer, and how often a token is in it
     buffers = {"tokens b e c d -> slots b e c d": ((groups, ranks, cut * slots), copies)}
     if near > 1:

@@ -285,7 +285,8 @@ class Run:
         one."""
         experts = block.experts
         assert experts
-        local, cut = experts.num_experts / self.mesh.ep, self.mesh.tp if self.expert_tp else 1
+        local = experts.num_experts / self.mesh.ep
+        cut = self.mesh.tp if self.expert_tp else 1
         return self.tokens * experts.top_k * cut / self.mesh.tp / local, local, cut
 
     def adapter_matmuls(self, block: ModelConfig) -> dict[str, Matmul]:
@@ -401,7 +402,8 @@ def message_width(block: ModelConfig, tp: int) -> float:
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
     """Return the run that a plan of ours is: what its fields decide, not those that decide nothing."""
     plan = plan.resolve(config, None)
-    ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
+    ranks = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep
+    order = plan.pipeline
     # TPUs read float32 as 16 bits
     bits = 32 if plan.dtype == "float32" and chip.link == "switch" else 16
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"

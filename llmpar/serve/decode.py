@@ -155,7 +155,8 @@ class _Cached(Manual):
     def attend(self, q, k, v, positions, mask, sinks=None):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
         own = self.caches[self.kind]
-        slots, rows = jnp.arange(own[0].shape[2]), jnp.arange(len(positions))[:, None]
+        slots = jnp.arange(own[0].shape[2])
+        rows = jnp.arange(len(positions))[:, None]
         is_own = self.is_token & (positions % size == rank)
         # dropped past the end
         where = (self.layer, rows, jnp.where(is_own, positions // size, len(slots)))
@@ -224,7 +225,8 @@ def choose_tokens(
 ) -> Int[Array, "b n"]:
     """Return the tokens that follow, the targets, and the likeliest; then the bits of their
     log-probabilities: one message."""
-    logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]
+    logprobs = jax.nn.log_softmax(logits)
+    best = lax.top_k(logits, min(BEST, logits.shape[1]))[1]
     drawn = lambda: jnp.where(
         rows.temperature > 0, jax.vmap(draw)(logits, positions, *rows[3:]), best[:, 0]
     )

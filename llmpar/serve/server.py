@@ -302,7 +302,8 @@ class Api:
         content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content != "application/json":  # no form of a web page can give this one
             raise HTTPException(415, "give JSON, and say so: 'Content-Type: application/json'")
-        body, kind = bytearray(), "chat" if "chat" in request.url.path else "text"
+        body = bytearray()
+        kind = "chat" if "chat" in request.url.path else "text"
         try:
             async with asyncio.timeout(READ_S):
                 async for piece in request.stream():
@@ -476,7 +477,8 @@ class _Answer:
             self.box.put_nowait(HTTPException(499, "the client left"))
 
         limit = f"there was no answer within {self.api.limit_s:g} s; ask for fewer tokens, or come back later"
-        over, leaving = HTTPException(503, limit), asyncio.create_task(left())
+        over = HTTPException(503, limit)
+        leaving = asyncio.create_task(left())
         clock = asyncio.get_running_loop().call_later(self.api.limit_s, self.box.put_nowait, over)
         try:
             if self.streams:

@@ -147,7 +147,8 @@ class Permutes:
                 f" {jax.process_count()} processes these have none and could take no part: {idle}; give"
                 f" them devices of either mesh, or start {len(processes)}"
             )
-        mesh, cut = Mesh([devices[n] for n in self.order], ("device",)), PartitionSpec("device")
+        mesh = Mesh([devices[n] for n in self.order], ("device",))
+        cut = PartitionSpec("device")
         self.place = NamedSharding(mesh, cut)
         self.own = [d for d in mesh.devices if d.process_index == jax.process_index()]
         self.groups = [group for one in plan.rounds for group in _by_size(one)]
