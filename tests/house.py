@@ -23,20 +23,20 @@ BUDGETS = {
     "pipeline": 320,
     "training": 2_555,
     "predict": 2_740,
-    "planner": 1_931,
+    "planner": 1_989,
     "draw": 2_799,
     "inspect": 4_222,
     "explore": 1_632,
     "serve": 934,
     "launch": 1_219,
     "lessons": 1_709,
-    "cli": 2_262,
+    "cli": 2_296,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_457,
-    "statements": 28_016,
+    "statements": 28_108,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -1,12 +1,14 @@
 """``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
 import contextlib
+import functools
 import operator
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any
 
 import tyro
@@ -28,19 +30,20 @@ from llmpar.cli.options import (
     inform,
     still_at_work,
 )
-from llmpar.files import Allowed, read_text
+from llmpar.files import Allowed, read_text, read_toml, refuse
 from llmpar.inspect.tables import rich_table
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, preset
-from llmpar.planner import advice, frameworks, planner, service
+from llmpar.planner import advice, calibrate, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
 from llmpar.predict import hardware, memory
 from llmpar.predict.digits import banded, rounded
 from llmpar.predict.time import beside_flops
 from llmpar.predict.traffic import EXPERT_LINKS
+from llmpar.predict.workload import Run
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
@@ -95,6 +98,8 @@ class PlanCommand(Adapters, Output):
         claims: what must hold of the first plan, else status 3: "fits, seconds < 3, mfu > 0.4, memory < 60
             GiB", by the keys of plans[0] of --json.
         html: a page to write: the mesh explorer opened on the first plan, the others one click away.
+        measured: a TOML file of steps that were measured here, a table [[step]] each with mesh, batch_size,
+            seq_len and seconds (docs/plan.md). The rates of the chip and its links are fitted to them.
         against: hold the model of time and memory against the measured runs of this file instead.
     """
 
@@ -123,6 +128,7 @@ class PlanCommand(Adapters, Output):
     keep: Annotated[int, Allowed(int, 1, 100)] = 8
     claims: Annotated[OptionalText, tyro.conf.arg(name="assert")] = None
     html: File = None
+    measured: File = None
     against: File = None
 
     def run(self) -> dict:
@@ -152,6 +158,8 @@ class PlanCommand(Adapters, Output):
             if not self.html.endswith(".html"):
                 raise ValueError(f"a page is saved as .html, and '{self.html}' is not; rename it")
             check_free(self.html, OURS[".html"])
+            if self.measured is not None:
+                raise ValueError("--html knows no measured steps; leave out --measured, or --html")
         if self.local_steps and (self.html or self.export):
             raise ValueError(
                 "--html and --export know no local steps; leave out --local-steps, or these two"
@@ -182,6 +190,9 @@ class PlanCommand(Adapters, Output):
             raise
         document = planner.document(answer, budget, self.price)
         document["notes"] = [*answer.question.config.notes, *notes(answer), *unread]
+        if self.measured:
+            document["measured"] = self.calibration.document()
+            document["notes"].append(str(self.calibration))
         if self.export is not None:
             document["export"] = frameworks.export(
                 answer.question, answer.plans[0].plan, self.export
@@ -279,8 +290,8 @@ class PlanCommand(Adapters, Output):
             q = replace(q, fixed=own)
             one = at(q, self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
         document = planner.versus(q, one, at(q, self.versus or ""))
-        document["notes"] = unread
-        inform(*unread)
+        document["notes"] = [*unread, *([str(self.calibration)] if self.measured else [])]
+        inform(*document["notes"])
         return give(document, self.json, tables_versus(document))
 
     def save_page(self, q: planner.Question, best: Plan) -> None:
@@ -309,6 +320,7 @@ class PlanCommand(Adapters, Output):
         config = preset(model).with_further()
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
+        chip = self.calibration.chip if self.measured else chip
         batch_size = self.batch(devices)
         if batch_size < 1 or batch_size * self.seq_len > MAX_TOKENS:
             raise ValueError(
@@ -324,6 +336,28 @@ class PlanCommand(Adapters, Output):
             model,
             local_steps=self.local_steps,
         )
+
+    @functools.cached_property
+    def calibration(self) -> calibrate.Calibration:
+        """The chip with its rates fitted to the steps of ``--measured``."""
+        path = pathlib.Path(self.measured or "")
+        table = read_toml(path, "measured steps")
+        steps = table.pop("step", None)
+        if table or not steps or not isinstance(steps, list):
+            refuse(path, "measured steps", "write a table [[step]] for each, and nothing else")
+        known = fields(calibrate.MeasuredStep)
+        needed = {field.name for field in known if field.default is MISSING}
+        runs = list[tuple[Run, float]]()
+        for step in steps:
+            row = hardware.checked(calibrate.MeasuredStep, dict(step), f"{path}: [[step]]")
+            if missing := sorted(needed - row.keys()):
+                refuse(path, "measured steps", f"a step has no {', '.join(missing)}")
+            seconds = row.pop("seconds")
+            own = {"devices": parse_mesh(row["mesh"]).size, "batch_tokens": None, "fix": None}
+            q = replace(self, measured=None, **own | row).question()
+            chosen = {name: value for name, value in q.fixed.items() if name not in AXES}
+            runs.append((q.run(Plan(row["mesh"], **chosen)), seconds))
+        return calibrate.calibrate(self.machine()[0], runs, q.time_error)
 
     def machine(self) -> tuple[hardware.Chip, int]:
         """Return the chip as it is in the machine, and the number of devices."""
@@ -498,6 +532,12 @@ def tables_of(document: dict) -> Iterator[Any]:
     terms = sorted(best["terms"].items(), key=lambda item: -item[1])
     seconds = ((name, f"{few(s):g}") for name, s in terms)
     yield rich_table(title, ("of the first", "s"), ("s",), seconds)
+    if measured := document.get("measured"):
+        numbers = "measured", "predicted", "calibrated"
+        rows = (
+            (x["mesh"], *(f"{x[f'{name}_s']:.3g}" for name in numbers)) for x in measured["steps"]
+        )
+        yield rich_table("seconds of measured steps", ("mesh", *numbers), numbers, rows)
     parts = memory.named(best["memory_bytes"]).items()
     sizes = ((name, f"{size / 2**30:.2f}") for name, size in parts)
     yield rich_table(None, ("of the first", "GiB a device"), ("GiB a device",), sizes)
