@@ -1,9 +1,9 @@
 """Fit a chip's rates to a few steps that were measured on the machine at hand.
 
-Two factors are fitted: one of all that a device reaches alone (`ALONE`), and one of what its links reach
-(`LINKS`). Of the rest, such as the delays of kernels, a few steps say too little. Each logarithm has a normal
+Two factors are fitted: one of all that a device reaches alone (`_ALONE`), and one of what its links reach
+(`_LINKS`). Of the rest, such as the delays of kernels, a few steps say too little. Each logarithm has a normal
 prior around 0, as wide as the model's error on clusters that no fit has seen; so what the steps do not show,
-such as links when all ran on one device, stays as it was. A measured step has the width `NOISE`.
+such as links when all ran on one device, stays as it was. A measured step has the width `_NOISE`.
 """
 
 import math
@@ -16,12 +16,12 @@ from llmpar.predict.hardware import Chip
 from llmpar.predict.time import step_time
 from llmpar.predict.workload import Run
 
-ALONE = "matmuls", "grouped", "attention", "memory"
-LINKS = "links", "network"
+_ALONE = "matmuls", "grouped", "attention", "memory"
+_LINKS = "links", "network"
 """The shares of `Rates` that a factor is of."""
-NOISE = 0.06
+_NOISE = 0.06
 """Assumed: by how much a measured step differs from another one of the same plan, and from any such model."""
-MOST = 4.0
+_MOST = 4.0
 """A step that is so many times as long or short as predicted is of another plan or unit."""
 
 
@@ -78,14 +78,14 @@ def calibrate(chip: Chip, runs: Sequence[tuple[Run, float]], error: float) -> Ca
         error: the width of the prior (`Question.time_error`).
 
     Raises:
-        ValueError: a step is `MOST` times as long as predicted, or as short.
+        ValueError: a step is `_MOST` times as long as predicted, or as short.
     """
     from scipy.optimize import least_squares
 
     seconds = lambda on: [step_time(replace(run, chip=on)).step_s for run, _ in runs]
     before = seconds(chip)
     for predicted, (run, measured) in zip(before, runs, strict=True):
-        if not 1 / MOST < measured / predicted < MOST:
+        if not 1 / _MOST < measured / predicted < _MOST:
             raise ValueError(
                 f"a step on '{run.mesh}' took {measured:g} s, and {predicted:.3g} s are predicted; check its"
                 " mesh, batch, seq_len and model, and that these are seconds of one step"
@@ -93,7 +93,7 @@ def calibrate(chip: Chip, runs: Sequence[tuple[Run, float]], error: float) -> Ca
 
     def residuals(logs: Sequence[float]) -> list[float]:
         pairs = zip(seconds(_scaled(chip, *map(math.exp, logs))), runs, strict=True)
-        misses = [math.log(predicted / measured) / NOISE for predicted, (_, measured) in pairs]
+        misses = [math.log(predicted / measured) / _NOISE for predicted, (_, measured) in pairs]
         return [*misses, *(log / error for log in logs)]
 
     alone, links = map(math.exp, least_squares(residuals, (0.0, 0.0)).x)
@@ -107,6 +107,6 @@ def calibrate(chip: Chip, runs: Sequence[tuple[Run, float]], error: float) -> Ca
 
 def _scaled(chip: Chip, alone: float, links: float) -> Chip:
     """Return the chip whose software reaches so many times as much."""
-    factors = dict.fromkeys(ALONE, alone) | dict.fromkeys(LINKS, links)
+    factors = dict.fromkeys(_ALONE, alone) | dict.fromkeys(_LINKS, links)
     shares = {name: factor * getattr(chip.rates, name) for name, factor in factors.items()}
     return replace(chip, reached=replace(chip.rates, **shares))
