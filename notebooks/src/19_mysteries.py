@@ -300,6 +300,8 @@ table = [
     (f"rank {i}", [(f"{router[0, 3]:.2f}", "weights"), (f"{slope:+.2f}", "gradients")])
     for i, slope in enumerate(slopes[0])
 ]
+alone = f"{one[0][0][0, 3]:.2f}", f"{slopes[1][0]:+.2f}"
+table += [("one device", [*zip(alone, ("weights", "gradients"), strict=True)])]
 if clue("19.router", 1):
     show(draw.table(table, ("value", "gradient"), "One number of the router's weight"))
 
@@ -397,7 +399,7 @@ assert all(np.allclose(a, b, atol=1e-7) for a, b in both)
 under_jit = held_by(jax.jit(optimizer.init)(weights))
 assert under_jit == [2 * 4 * 512 * 64] + [0] * 7  # all of it on the first device
 assert held_by(jax.jit(optimizer.init)(jax.device_put(weights, cut))) == under_jit
-unmask("19.memory", cured_begin, 2, f"{sizes[1][0] // 1024} KiB each")
+unmask("19.memory", cured_begin, 3, f"{sizes[1][0] // 1024} KiB each")
 
 # %% [markdown]
 # (*Further* says where these three were found.)
@@ -419,15 +421,15 @@ unmask("19.memory", cured_begin, 2, f"{sizes[1][0] // 1024} KiB each")
 # ### In public
 #
 # 1. The norm. ROCm/TransformerEngine, pull request 715, 2026: replicated weights are counted once per rank of `tp`. A DeepSeek-V3 of six layers reports
-#    12.2 in place of 9.0 at tp=8. "This is primarily a diagnostic bug": the effect on the weights is much smaller, and depends entirely on the optimizer.
-#    NVIDIA-NeMo/RL, pull request 3788, 2026, open, counts them once as well: the losses of the first step agree to all reported digits.
+#    12.2 in place of 9.0 at tp=8. "This is primarily a diagnostic bug": the effect on the weights is much smaller, and depends on the optimizer. Clipping scales
+#    by the norm, and Adam hardly feels a scale. NVIDIA-NeMo/RL, pull request 3788, 2026, open, is a like cure: the losses of the first step agree to all reported digits.
 # 2. The router. pytorch/torchtitan, issue 2387, 2026: with `tp` its weight differs between ranks right after the first step, since its gradient is not
 #    reduced. Pull request 4054, 2026, on a like fault: the forward pass is untouched, "so loss curves look normal".
 # 3. The memory. AI-Hypercomputer/maxtext, pull request 5104, 2026: the option for ZeRO-1 was "a silent no-op" in one training engine, which did not read it.
 #    The moments are made as `zeros_like` of each weight, and inherit its layout. marin-community/marin, issue 7987, 2026, open, is a milder case: one weight,
 #    the embedding, is whole on purpose, and its moments inherit that, for about 5.8 GiB per GPU.
 #
-# Outside `jit` an array of `zeros_like` has the layout of its argument. Inside it has not (jax-ml/jax, issue 26040, open), so `jit` alone is no cure:
+# Outside `jit` an array of `zeros_like` takes the layout of its argument. Inside `jit` it does not (jax-ml/jax, issue 26040, open), so `jit` alone is no cure:
 # `jit` of `optimizer.init` puts *all* moments on one device here, even if the weights are cut.
 #
 # ### 4. More devices, but not less noise
@@ -601,14 +603,14 @@ assert np.allclose(cured, found[0], rtol=1e-5)
 unmask("19.answers", mysteries.cured_loss, -1, f"{cured[-1]:.2f}")
 
 # %% [markdown]
-# The answers lie in the order of their lengths. From four ranks on all of a rank are equally long, and eight give the same loss as four.
+# The answers lie in the order of their lengths. From four ranks on, all answers on one rank are equally long, and eight give the same loss as four.
 #
 # In public: huggingface/transformers, issue 24725, 2023, with microbatches in place of ranks. NVIDIA/Megatron-LM, pull request 7513, 2026, open, with parts of a
 # sequence: if only one token counts, two ranks halve the gradient, and four leave a quarter. [Lesson 03](03_data_parallelism.ipynb) has the arithmetic.
 #
 # ### 7. The second loss is off
 #
-# Two layers: `dp` cuts the texts; `tp` cuts the second weight, and between the layers the positions. On all meshes of eight devices the first loss is that of one
+# Two layers: `dp` cuts the texts; `tp` cuts the positions up to the end of the first layer, then the second weight. On all meshes of eight devices the first loss is that of one
 # device. From the second loss on, only `dp=1 tp=8` agrees; on the others the loss falls more slowly.
 
 # %% tags=["plumbing"]
@@ -689,8 +691,8 @@ unmask(
 )
 
 # %% [markdown]
-# `total` adds over all ranks, as a log needs it. In a gather's gradient it mixes texts. In public: EleutherAI/gpt-neox, pull request 1281, 2024, adds the
-# missing group to a reduce-scatter: the fault "negatively affects convergence when the model parallel group is a subset of the available".
+# In public: EleutherAI/gpt-neox, pull request 1281, 2024, adds the
+# missing group to a reduce-scatter: the fault "negatively affects convergence when the model parallel group is a subset of the available [ranks]".
 #
 # ### 8. Experts that are not balanced
 #
@@ -789,8 +791,9 @@ unmask("19.balance", mysteries.cured_balance, -1, f"{cured[-1]:.0%} on 8")
 
 # %% [markdown]
 # The balance divides by the tokens of all ranks; then `pmean` divides its gradient by the number of ranks. In public: NVIDIA/Megatron-LM, issue 3672, 2026, open:
-# the loss is averaged over the *global* number of tokens, so its gradient is smaller by that factor. NVIDIA-NeMo/Automodel, pull request 1412, 2026: FSDP's mean made "the effective
-# aux loss coefficient to silently shrink with larger parallelism configs".
+# the loss is averaged over the *global* number of tokens, so its gradient is too small by the number of ranks. NVIDIA-NeMo/Automodel, pull request 1412, 2026, cured two
+# faults: no gradient of the balance came through at all, and once it did, FSDP's mean caused "the effective aux loss coefficient to silently shrink with larger parallelism
+# configs".
 #
 # ### 9. A loss that should be a quarter
 #
@@ -849,8 +852,8 @@ assert np.allclose(cured, 0.25)
 unmask("19.epoch", mysteries.cured_epoch, 2, f"{cured[-1]:.2f} on 8")
 
 # %% [markdown]
-# A key of each rank's own is right for dropout, and wrong for the order that ranks share. In public: sandyresearch/parcae, issue 10, 2026: "~36% of training tokens are never
-# seen, while ~36% are seen twice or more", since each rank shuffles the files with its own seed before it takes its slice. huggingface/datasets, issue 5696, 2023: without a
+# A key of each rank's own is right for dropout, and wrong for the order that ranks share. In public: sandyresearch/parcae, issue 10, 2026: at 16 ranks
+# about 36 % of the texts are never read, and about 36 % of what is read are repeats, since each rank shuffles the files with its own seed before it takes its slice. huggingface/datasets, issue 5696, 2023: without a
 # seed, nodes shuffle their shards differently.
 #
 # ### 10. A ring that is slower than a gather
@@ -921,7 +924,7 @@ unmask("19.ring", mysteries.cured_dealt, 2, f"{tiles.max(0).sum()} units")
 
 # %% [markdown]
 # A token sees what is before it, so rank 0 has work in one round, and rank 7 in all eight; in each round the others wait for the busiest. (Time is counted here in tiles of scores, not measured.) In public: AI-Hypercomputer/maxtext, pull request
-# 4537, 2026: the ring came first, without the balanced order that MaxText had; "At high CP, roughly half of attention compute is wasted". [Lesson 06](06_long_sequences.ipynb) has the orders.
+# 4537, 2026: the ring came first, without the balanced order that MaxText had; "At high CP, roughly half of attention compute is wasted". There the ring refused the option; here it is ignored without a word. [Lesson 06](06_long_sequences.ipynb) has the orders.
 #
 # ### On your cluster
 #
