@@ -36,25 +36,20 @@ def errors(target):
     return {case.name: compare_memory.formula(case, target) / rows[case.name]["temp"] - 1 for case in cases}
 
 
-@pytest.mark.parametrize("target", [H100, V5E, V5P])
-def test_the_formula(target):
-    """Nine of ten within 15 % of what the compiler plans, half of them within 5 %, none beyond 18 %."""
-    found = errors(target)
-    assert not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > 0.18}
-    assert statistics.median(map(abs, found.values())) <= 0.05
-    assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.9 * len(found)
-
-
 OTHER_GPUS = {"a100-80:8x8": 0.28, "l4:8x8": 0.28, "b200:8x8": 0.25, "t4:8x8": 0.45}
+LAWS = dict.fromkeys((H100, V5E, V5P), (0.18, 0.05, 0.9))
+LAWS |= {name: (most, 0.08, 0.67) for name, most in OTHER_GPUS.items()}
+"""The largest error, the median, and the share of plans within 15 %. The last four had no say in it."""
 
 
-@pytest.mark.parametrize("target", OTHER_GPUS)
-def test_the_formula_on_gpus_that_it_was_not_made_for(target):
+@pytest.mark.parametrize("target", LAWS)
+def test_the_formula(target):
     """T4s have no bfloat16, and XLA computes in float32; B200s hold the gradient of all logits twice."""
+    most, median, share = LAWS[target]
     found = errors(target)
-    assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
-    assert statistics.median(map(abs, found.values())) <= 0.08
-    assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.67 * len(found)
+    assert len(found) > 12 and not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > most}
+    assert statistics.median(map(abs, found.values())) <= median
+    assert sum(abs(e) <= 0.15 for e in found.values()) >= share * len(found)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu", "tpu"])

@@ -1,11 +1,13 @@
 """What the planner chooses, why others lose, and what it refuses."""
 
 import dataclasses
+import itertools
 import json
 import math
 import random
 import re
 import shlex
+import statistics
 import threading
 import tomllib
 
@@ -20,9 +22,9 @@ from llmpar.explore import look
 from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import OptimizerConfig
-from llmpar.planner import frameworks, planner
+from llmpar.planner import calibrate, frameworks, measured, planner
 from llmpar.predict import hardware, memory, workload
-from llmpar.predict.hardware import chip
+from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.time import beside_flops, step_time
 from llmpar.training.optimizer import fitted
@@ -420,6 +422,48 @@ def test_against_prints_what_it_compares(call, document, tmp_path):
     status, out, _ = call("plan", "--against", str(path))  # at 80 columns, no figure is cut off
     assert status == 0 and "mine" in out and "worst runs" in out and "…" not in out
     assert f"{found['rows'][0]['predicted']['step_s']:,.4g} s" in out and "1 s" in out
+
+
+def with_rates(run, rates):
+    return dataclasses.replace(run, chip=dataclasses.replace(run.chip, reached=rates))
+
+
+def test_the_factors_of_a_slower_machine_are_found():
+    meshes = "fsdp=64", "fsdp=8 tp=8", "dp=2 fsdp=16 tp=2"
+    runs = [question(devices=64).run(Plan(mesh, remat="block")) for mesh in meshes]
+    slow = calibrate._scaled(H100, 0.8, 0.6).reached
+    *known, last = [(run, step_time(with_rates(run, slow)).step_s) for run in runs]
+    found = calibrate.calibrate(H100, known, 1.0)
+    assert found.alone == pytest.approx(0.8, rel=0.02) and found.links == pytest.approx(0.6, rel=0.05)
+    assert step_time(with_rates(last[0], found.chip.reached)).step_s == pytest.approx(last[1], rel=0.01)
+
+
+def test_two_steps_halve_the_error_on_machines_whose_rates_are_not_known():
+    cases = [case for case in measured.read_runs(HERE / "measured.json")[0] if "step_s" in case.measured]
+    by_source, errors = itertools.groupby(cases, lambda case: (case.source, case.run.chip.name)), []
+    for _, group in by_source:
+        runs = [(with_rates(case.run, Rates()), case.measured["step_s"]) for case in group]
+        if not 5 <= len(runs) <= 60:
+            continue
+        found = calibrate.calibrate(runs[0][0].chip, [runs[0], runs[-1]], 0.16)
+        for rates in (Rates(), found.chip.reached):
+            off = (abs(step_time(with_rates(run, rates)).step_s / s - 1) for run, s in runs[1:-1])
+            errors.append(statistics.mean(off))
+    before, after = statistics.mean(errors[::2]), statistics.mean(errors[1::2])
+    assert len(errors) >= 12 and before > 0.14 and after < 0.6 * before, (errors, before, after)
+
+
+def test_the_command_says_what_the_steps_changed(tmp_path, document):
+    path, own = tmp_path / "steps.toml", ("plan", "--devices", "8", "--mesh", "fsdp=8")
+    path.write_text(
+        '[[step]]\nmesh = "fsdp=8"\nbatch_size = 8\nseq_len = 8192\nfix = "remat=block"\nseconds = 2.4'
+    )
+    found, plain = document(*own, "--measured", str(path)), document(*own)
+    step = found["measured"]["steps"][0]
+    assert step["predicted_s"] < 0.8 * step["measured_s"] and found["measured"]["alone"] < 0.85
+    assert step["calibrated_s"] == pytest.approx(2.4, rel=0.08)
+    assert found["plans"][0]["step_s"] > 1.2 * plain["plans"][0]["step_s"]
+    assert any("by 1 measured step a chip reaches" in note for note in found["notes"])
 
 
 def test_a_ring_in_the_order_that_windows_want_is_offered():
