@@ -12,17 +12,14 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import jax
 import nbformat
-import numpy as np
 import pytest
 import shared
 import told
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from shared import violations
+from test_page import arrays
 
-from llmpar.explore.explorer import MeshExplorer
+from llmpar.explore.explorer import MeshExplorer, by_kind
 from llmpar.explore.texts import SAMPLE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
@@ -546,9 +543,7 @@ def test_a_small_page_is_accessible_and_shows_what_is_one_click_away(tab, tmp_pa
 
 
 def test_a_saved_page_of_arrays_is_explored_without_a_kernel(tab, tmp_path):
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    on = lambda shape, *spec: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
-    small(tab, tmp_path, MeshExplorer.of({"w": on((16, 8), "data", "model"), "b": on((8,), "model")}))
+    small(tab, tmp_path, by_kind("given", arrays()))
     assert violations(tab) == [] and tab.locator("h1").inner_text() == "Shardings"
     told = lambda text: expect(tab.locator("svg text", has_text=text)).to_be_visible()
     tab.get_by_role("button", name="device 5:").click()

@@ -8,20 +8,14 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax import P, lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from shared import HERE, ROOT
+from test_cures import MESH, on
 
 from llmpar import look
 from llmpar.inspect.pins import unused_pins
-
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-def on(shape, *cuts):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, P(*cuts)))
 
 
 def step(w, x, wanted=True):
