@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from shared import HERE
 
-from llmpar.draw.scene import DARK, LIGHT
 from llmpar.explore import look, page
 from llmpar.explore.explorer import EXPLORERS, by_kind
 from llmpar.inspect.shardings import shardings
@@ -81,38 +80,20 @@ def test_what_a_page_brings_needs_neither_jax_nor_numpy_and_answers_the_same(tmp
     assert len(modules()) > 30
 
 
-class Two:
-    """An explorer in miniature: two numbers, each a click away from its neighbours."""
-
-    title, kind, given = "Two <numbers>", "two", None
-    scene = types.SimpleNamespace(text="a & b")
-
-    def answer(self, state):
-        more = {"b": state["fields"].get("b", 0) + 1}
-        patches = [{"a": state["a"] + 1}, {"fields": more}, {"fields": {"b": None}}]
-        marks = "".join(f"<g data-set='{json.dumps(patch)}'></g>" for patch in patches)
-        step = {"text": "ten", "do": "apply", "set": {"a": 10}}
-        out = {"asked": state, "state": state, "refusal": None, "more": True}
-        return out | {"verdict": {"steps": [step]}, "panels": {"one": {"svg": marks}}}
-
-    def more(self, state):
-        return self.answer(state) | {"more": False, "complete": True}
-
-    def document(self):
-        state = {"a": 1, "fields": {"b": 2}}
-        own = {"kind": self.kind, "state": state, "answer": self.answer(state), "stored": []}
-        return own | {"theme": {"light": LIGHT, "dark": DARK}}
-
-
 def test_a_small_page_knows_what_is_one_click_away(monkeypatch):
-    two = Two()
-    found = page.nearby(two, two.document())
-    asked = [answer["asked"] for answer in found]
-    assert found[0]["complete"] and asked[0] == {"a": 1, "fields": {"b": 2}}
-    near = [(10, {"b": 2}), (2, {"b": 2}), (1, {"b": 3}), (1, {})]
-    assert asked[1:] == [{"a": a, "fields": fields} for a, fields in near]
+    """Of an explorer in miniature: what it advises, then a number, then a field that is set or given back."""
+    start, patches = {"a": 1, "fields": {"b": 2}}, [{"a": 2}, {"fields": {"b": 3}}, {"fields": {"b": None}}]
+    marks = "".join(f"<g data-set='{json.dumps(patch)}'></g>" for patch in patches)
+    own = {"verdict": {"steps": [{"do": "apply", "set": {"a": 10}}]}, "panels": {"one": {"svg": marks}}}
+    answer = lambda state: own | {"asked": state, "refusal": None, "more": True}
+    two = types.SimpleNamespace(answer=answer, more=lambda state: answer(state) | {"more": False})
+    nearby = lambda: page.nearby(two, {"state": start, "answer": answer(start), "stored": []})
+    found = nearby()
+    near = [(1, {"b": 2}), (10, {"b": 2}), (2, {"b": 2}), (1, {"b": 3}), (1, {})]
+    assert [answer["asked"] for answer in found] == [{"a": a, "fields": fields} for a, fields in near]
+    assert not found[0]["more"]
     monkeypatch.setattr(page, "STORED_BYTES", 600)
-    fewer = page.nearby(two, two.document())
+    fewer = nearby()
     room = sum(len(zlib.compress(json.dumps(answer).encode())) for answer in fewer[1:])
     assert 1 < len(fewer) < len(found) and room <= 600
 
@@ -127,7 +108,7 @@ def test_a_small_page_is_one_file_that_mail_takes():
 def test_without_python_for_the_browser_a_page_says_what_would_help(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "RUNTIME", tmp_path / "none.json")
     with pytest.raises(ValueError, match=r"not installed here \(in the project's sources 'make .*small=True"):
-        page.html(Two())
+        page.html(MESH)
 
 
 @pytest.fixture(scope="module")
