@@ -6,27 +6,23 @@ from pathlib import Path
 
 import pytest
 from shared import TABLES
+from test_planner import question
 
 from llmpar.plan.mesh_shape import AXES, parse_mesh
-from llmpar.plan.presets import preset
 from llmpar.planner import planner
 from llmpar.planner.advice import advice
 from llmpar.planner.planner import MEMORY_ERROR, memory_verdict
 from llmpar.predict.digits import about
-from llmpar.predict.hardware import GIB, chip
-
-
-def question(name="llama3-70b", devices=64, batch=64, seq=4096, row="h100", **fixed):
-    return planner.Question(preset(name), chip(row), devices, batch, seq, fixed, name)
-
+from llmpar.predict.hardware import GIB
 
 BY_HAND = {"tp_sequence": False, "remat": "none", "loss_chunks": 1}
+LARGE = question("llama3-70b", 64, seq=4096)
 STANDS = {
-    "fsdp=8 tp=8": question(**BY_HAND),  # does not fit
-    "pp=4 fsdp=16": question(),
-    "dp=64": question("llama3-8b"),  # replicas are too large
-    "dp=3 fsdp=4": question("llama3-8b", devices=12, batch=16),  # refused
-    "fsdp=2 ep=4": question("qwen3-30b-a3b", 8, 16, zero=1),
+    "fsdp=8 tp=8": dataclasses.replace(LARGE, fixed=BY_HAND),  # does not fit
+    "pp=4 fsdp=16": LARGE,
+    "dp=64": question("llama3-8b", 64, seq=4096),  # replicas are too large
+    "dp=3 fsdp=4": question("llama3-8b", 12, 16, 4096),  # refused
+    "fsdp=2 ep=4": question("qwen3-30b-a3b", 8, 16, 4096, zero=1),
 }
 
 
@@ -60,7 +56,7 @@ def test_a_step_is_one_change_and_leads_to_what_it_says(mesh):
 
 
 def test_the_best_of_all_has_no_better_neighbour():
-    q = question()
+    q = LARGE
     first = planner.decide(q, keep=1).plans[0]
     assert first == planner.decide(q).plans[0]
     assert not any(advice(q, first.plan.mesh, first))
@@ -79,7 +75,7 @@ def test_the_band_is_that_of_compiled_plans():
 @pytest.mark.parametrize("total, guessed, words", TABLES["sure"])
 def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
     """``total``: percent of what a program may take, and how much of that is an estimate."""
-    q = question()
+    q = LARGE
     held = total / 100 * q.capacity_bytes
     parts = {"params": held * (1 - guessed), "grads": held * guessed / 4, "optimizer": 0.0, "total": held}
     said = memory_verdict(

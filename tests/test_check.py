@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 from shared import CASES, ROOT
 from test_look import EXPLICIT
+from test_programs import as_people_run  # noqa: F401 - of each test here, too
 
 import llmpar
 from llmpar.inspect.check import check
@@ -32,25 +33,12 @@ GATE = {"random": 4, "planted": 10}
 """So many programs of each kind by default, and 100 and 200 in the nightly tests."""
 
 
-@pytest.fixture(autouse=True)
-def as_people_run(standard_promotion):
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.mark.parametrize("name", PARTS["right"])
 def test_a_right_program_is_silent_and_its_bound_small(name):
     f, args = made("right", name)
     checked = check(f, None, *args)
     assert checked, str(checked)
     assert max(row["bound"] for row in checked.results) < 1e-3 and not checked.notes
-
-
-@pytest.mark.parametrize("name", [name for name, (is_right, *_) in OTHERS.items() if is_right])
-def test_another_right_program_is_silent(name):
-    _, f, reference, args = OTHERS[name]
-    checked = check(f, reference, *args)
-    assert checked, str(checked)
 
 
 MORE = [pytest.param(i, marks=pytest.mark.nightly) for i in range(GATE["random"], 100)]
@@ -114,11 +102,12 @@ def test_a_mistake_is_found_at_its_line_with_its_kind(name):
     assert all(name in first["sentence"] for name in axis.split(","))
 
 
-@pytest.mark.parametrize("name", [name for name, (is_right, *_) in OTHERS.items() if not is_right])
-def test_another_mistake_is_found_or_said_to_be_unknown(name):
-    _, f, reference, args = OTHERS[name]
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_right_program_is_silent_and_a_mistake_is_found_or_said_to_be_unknown(name):
+    is_right, f, reference, args = OTHERS[name]
     checked = check(f, reference, *args)
-    assert not checked and CASES["wrong_programs"][name] in str(checked), str(checked)
+    assert bool(checked) == is_right, str(checked)
+    assert is_right or CASES["wrong_programs"][name] in str(checked), str(checked)
 
 
 def verdict(seed) -> str:

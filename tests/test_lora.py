@@ -14,6 +14,7 @@ from make_hf_fixtures import FIXTURES
 from parity import LLAMA, dealt, full_rows, logits_of, put, weights
 from parity import batch as some_batch
 from shared import TABLES
+from test_planner import question
 
 from llmpar import Plan, make_mesh
 from llmpar.cli.commands import parse
@@ -152,10 +153,6 @@ def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
 ALL = "lora_targets=" + ",".join(ADAPTABLE)
 
 
-def question(model, row="h100", devices=8, seq=4096):
-    return planner.Question(preset(model), chip(row), devices, devices, seq, model=model)
-
-
 @pytest.mark.parametrize("name", ["llama3-8b", "gemma-3-1b"])
 def test_adapters_are_priced_by_what_is_computed(name):
     """At a device's peak: four FLOPs of a frozen matrix, six of an adapter, of all tokens; by either text."""
@@ -200,8 +197,8 @@ def test_a_model_with_adapters_is_planned(call, document):
 
 
 def test_adapters_fit_where_all_weights_do_not():
-    fits = lambda model: planner.decide(question(model)).plans[0]
-    assert memory_verdict(question("llama3-70b"), fits("llama3-70b lora_rank=16")).words == "fits"
+    one = planner.decide(question("llama3-70b lora_rank=16", seq=4096)).plans[0]
+    assert memory_verdict(question("llama3-70b", seq=4096), one).words == "fits"
 
 
 def test_published_steps_of_adapters_that_no_constant_was_fitted_to():

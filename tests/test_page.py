@@ -8,13 +8,10 @@ import sys
 import types
 import zlib
 
-import jax
-import numpy as np
 import pytest
 import shared
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from shared import HERE
+from test_cures import on
 
 from llmpar.explore import look, page
 from llmpar.explore.explorer import EXPLORERS, by_kind
@@ -43,8 +40,6 @@ def modules():
 
 def arrays():
     """What exists, as a page knows it: two arrays on eight devices."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    on = lambda shape, *spec: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
     return shardings({"w": on((16, 8), "data", "model"), "b": on((8,), "model")})
 
 

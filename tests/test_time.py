@@ -9,7 +9,7 @@ from shared import CASES, TABLES
 from test_planner import drawn_plans
 
 from llmpar import Plan, preset
-from llmpar.plan.mesh_shape import MeshShape
+from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.predict import layer, time, workload
 from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
@@ -25,8 +25,6 @@ H100 = chip("h100")
 
 
 def run_of(mesh="", **changes):
-    from llmpar.plan.mesh_shape import parse_mesh
-
     base = Run(preset("llama3-8b"), H100, parse_mesh(mesh) if mesh else MeshShape(), 8192)
     return dataclasses.replace(base, **changes)
 
