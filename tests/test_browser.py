@@ -16,7 +16,7 @@ import nbformat
 import pytest
 import shared
 import told
-from shared import violations
+from shared import HERE, ROOT, violations
 from test_page import arrays
 
 from llmpar.explore.explorer import MeshExplorer, by_kind
@@ -25,7 +25,6 @@ from llmpar.explore.texts import SAMPLE
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
 expect = playwright.expect
 pytestmark = pytest.mark.browser
-ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "llmpar" / "explore" / "static"
 FRONT, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 
@@ -35,7 +34,7 @@ def test_axe_sees_a_fault(tab):
     assert any(rule.startswith("label") for rule in violations(tab))
 
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = HERE / "fixtures"
 PAGE, MODEL = (FIXTURES / name for name in ("told_page.html", "told_model.js"))
 """The page as Python writes it, and what stands for JupyterLab's model."""
 

@@ -16,7 +16,6 @@ from llmpar.training.balance import row_orders
 from llmpar.training.data import Batches, Corpus, DataConfig, read_corpus
 from llmpar.training.tokenizers import ByteTokenizer, open_tokenizer, tokenizer_of
 
-CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
 
 
@@ -118,11 +117,11 @@ def test_the_order_is_pinned_so_that_other_versions_read_the_same(corpus):
 
 
 def test_resuming_at_step_k_equals_running_through(corpus):
-    through = Batches(corpus, CONFIG)
+    through = Batches(corpus, config())
     run = [through.batch(step) for step in range(60)]
     assert 60 * 5 > 3 * through.num_rows
     for k in (0, 1, 17, 59):
-        resumed = Batches(corpus, CONFIG)
+        resumed = Batches(corpus, config())
         assert all(same(resumed.batch(step), run[step]) for step in range(k, 60))
     for step in (59, 3, 40, 0):  # looking back leaves no trace, nor does what a reader writes into a batch
         batch = through.batch(step)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from shared import TABLES, started
+from shared import ROOT, TABLES, started
 
 import llmpar
 from llmpar import MeshExplorer
@@ -29,7 +29,6 @@ from llmpar.parallel.modes import Solo
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 BESIDE = [ROOT / x for x in ("INSTRUCTOR.md", "CONTRIBUTING.md", "binder/postBuild")]

@@ -222,11 +222,8 @@ def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, 
     assert client[joined._KEY] == (told or f"{status} process 0 failed: {sentence}")
 
 
-class Never:
-    """An event that does not come."""
-
-    def wait(self, seconds):
-        return False
+NEVER = types.SimpleNamespace(wait=lambda seconds: False)
+"""An event that does not come."""
 
 
 def ended(monkeypatch, act):
@@ -253,12 +250,12 @@ def test_who_gives_no_sign_of_life_for_so_many_rounds_is_named_unless_it_compile
 
 def test_a_process_ends_when_process_0_does_not_answer_or_no_step_ends(monkeypatch, capfd):
     joined._ANSWERED.set()  # in the first round
-    status, words = ended(monkeypatch, lambda: joined._count(Never(), 12))
+    status, words = ended(monkeypatch, lambda: joined._count(NEVER, 12))
     assert status == joined.STUCK and words.startswith("ends, because process 0 has not answered for 15 s")
     signs, watchdog = Store(), joined.Watchdog(3.0)
     monkeypatch.setattr(joined, "_client", lambda: signs)
     watchdog.feed()
-    watchdog._until, watchdog._over = 0.0, Never()
+    watchdog._until, watchdog._over = 0.0, NEVER
     status, words = ended(monkeypatch, watchdog._watch)
     assert status == joined.STUCK and "no step ended within 3 s after 1: a process is stuck" in words
     assert "no step ended" in signs[joined._KEY] and "most recent call first" in capfd.readouterr().err

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import pytest
 import shared
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shared import CASES
+from shared import CASES, HERE, ROOT
 
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import Text, flatten
@@ -26,7 +25,6 @@ from llmpar.inspect.look import look
 from llmpar.inspect.moves import read_layout, spelled
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-ROOT = Path(__file__).resolve().parent.parent
 MADE = [kind for kind in EXPLORERS if kind != "given"]
 
 
@@ -211,7 +209,7 @@ def test_an_unfinished_sum_goes_the_cheapest_way_as_compiled(after):
 
 
 def test_a_damaged_text_is_read_or_refused_by_a_sentence():
-    folder = Path(__file__).parent / "fixtures" / "hlo"
+    folder = HERE / "fixtures" / "hlo"
     texts = [SAMPLE, *(path.read_text() for path in sorted(folder.glob("*.hlo")))]
     rng, answered = random.Random(0), 0
     for text, _ in itertools.product(texts, range(60)):

@@ -245,11 +245,6 @@ def test_shapes_and_bare_shardings_are_seen_without_arrays(step):
     assert doc["tensors"] == [] and doc["sizes"] == {"data": 4, "model": 2} and doc["hosts"] == [0] * 8
 
 
-shape_on = lambda spec: jax.ShapeDtypeStruct(
-    (6, 4), jnp.float32, sharding=NamedSharding(mesh_of((4, 2), "data", "model"), spec)
-)
-
-
 def deleted():
     x = jnp.zeros(3)
     x.delete()

@@ -4,13 +4,12 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from shared import CASES, program_text
+from shared import CASES, HERE, program_text
 from test_launch import gone_after_a_kill
 
 from llmpar.launch import wire
@@ -21,8 +20,6 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
 from llmpar.predict.hosts import leaving_bytes, sends
 from llmpar.predict.traffic import step_traffic
-
-HERE = Path(__file__).parent
 
 
 def refusal():
