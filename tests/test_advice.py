@@ -2,10 +2,9 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
-from shared import TABLES
+from shared import HERE, ROOT, TABLES
 from test_planner import question
 
 from llmpar.plan.mesh_shape import AXES, parse_mesh
@@ -63,10 +62,9 @@ def test_the_best_of_all_has_no_better_neighbour():
 
 
 def test_the_band_is_that_of_compiled_plans():
-    here = Path(__file__).parent
     share = f"{MEMORY_ERROR:.0%}".replace("%", " %")
-    rows = re.findall(rf"(\d+) of (\d+) within {share}", (here / "compiled.md").read_text())
-    said = (here.parent / "llmpar/planner/planner.py").read_text()
+    rows = re.findall(rf"(\d+) of (\d+) within {share}", (HERE / "compiled.md").read_text())
+    said = (ROOT / "llmpar/planner/planner.py").read_text()
     for some, least, words in ((rows[:3], 0.9, "plans that were compiled"), (rows, 0.85, "compiled plans")):
         inside, every = (sum(map(int, column)) for column in zip(*some, strict=True))
         assert f"{inside} of {every} {words}" in said and inside > least * every

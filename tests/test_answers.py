@@ -5,10 +5,9 @@ import itertools
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
-from shared import TABLES
+from shared import HERE, TABLES
 
 from llmpar.explore import answers, look, panels
 from llmpar.explore.explorer import EXPLORERS, MeshExplorer, by_kind
@@ -221,7 +220,7 @@ def test_what_lies_around_comes_later_and_is_kept():
 
 def test_times_and_rates_say_how_far_they_are_off():
     """By the error on sources that were left out of the fit, as the project's own table has it."""
-    text = (Path(__file__).parent / "measured.md").read_text()
+    text = (HERE / "measured.md").read_text()
     left_out = re.findall(r"^\| (\w+), each source once \| \| \| \d+ \| ([\d.]+)% \|", text, re.M)
     (fitted, _) = re.findall(r"runs: step time ([\d.]+)% mean", text)
     of_halves = {kind: round(float(mean) / 100, 2) for kind, mean in left_out[1:5]}

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN, family
-from shared import TABLES
+from shared import HERE, TABLES
 
 from llmpar.model.llama import Llama
 from llmpar.model.rope import rope_table
@@ -68,7 +67,7 @@ def test_shapes_and_dims_are_those_of_the_real_model(config):
     assert frozen == {path for path in real if config.lora and ".lora." not in path}
 
 
-CARDS = json.loads((Path(__file__).parent / "fixtures" / "cards.json").read_text())
+CARDS = json.loads((HERE / "fixtures" / "cards.json").read_text())
 LLAMA31, MISTRAL, QWEN2 = (CARDS[name] for name in ("llama3.1-8b", "mistral-7b", "qwen2.5-0.5b"))
 
 

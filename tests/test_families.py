@@ -3,12 +3,11 @@
 import functools
 import json
 import math
-import pathlib
 import random
 
 import pytest
 from shared import CASES as SHARED
-from shared import TABLES
+from shared import HERE, TABLES
 
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
@@ -16,7 +15,7 @@ from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.places import repeated
 from llmpar.plan.presets import described_model
 
-KEPT = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())
+KEPT = json.loads((HERE / "families.json").read_text())
 CASES = {name: (case["config"], case["parameters"]) for name, case in KEPT["families"].items()}
 FUZZED = "llama deepseek_v3 gemma4_text qwen3_next nemotron_h jamba gpt_oss mpt lfm2 ernie4_5_moe".split()
 BAD = (None, "x", -1, 1e99, [], {}, math.nan, math.inf, 0, 1.5, True, ["x"], [[]], {"a": [1]}, 10**30)

@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,14 +14,14 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shared import TABLES
+from shared import HERE, TABLES
 
 from llmpar.inspect import census as reading
 from llmpar.inspect.census import census_hlo, census_table, collective_bytes, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.inspect.look import look
 
-HLO = Path(__file__).parent / "fixtures" / "hlo"
+HLO = HERE / "fixtures" / "hlo"
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
 AXES = tuple(CUBE)
 

@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import math
-import pathlib
 import pickle
 import random
 
 import pytest
-from shared import CASES
+from shared import CASES, HERE
 
 from llmpar.plan import checks, families, places
 from llmpar.plan.config_json import write_config
@@ -22,7 +21,7 @@ from llmpar.predict.time import HEAD_AND_LOSS, step_time
 from llmpar.predict.workload import Run, of_plan
 
 H100 = chip("h100")
-PUBLISHED = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())["published"]
+PUBLISHED = json.loads((HERE / "families.json").read_text())["published"]
 PLANNED = [name for name, config in PRESETS.items() if not config.runs]
 MESHES = "dp=2 fsdp=4", "fsdp=2 sp=2 tp=2", "pp=2 fsdp=2 tp=2", "pp=4 sp=2"
 """Of eight devices."""
