@@ -1,9 +1,9 @@
 """Fit a chip's rates to a few steps that were measured on the machine at hand.
 
 Two factors are fitted: one of all that a device reaches alone (`_ALONE`), and one of what its links reach
-(`_LINKS`). Of the rest, such as the delays of kernels, a few steps say too little. Each logarithm has a normal
-prior around 0, as wide as the model's error on clusters that no fit has seen; so what the steps do not show,
-such as links when all ran on one device, stays as it was. A measured step has the width `_NOISE`.
+(`_LINKS`). Of the rest, such as the delays of kernels, a few steps say too little. Each logarithm has a
+normal prior around 0, as wide as the model's error on clusters that no fit has seen; so what the steps do not
+show, such as links when all ran on one device, stays as it was. A measured step has the width `_NOISE`.
 """
 
 import math
