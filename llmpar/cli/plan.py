@@ -4,11 +4,10 @@ import contextlib
 import functools
 import operator
 import os
-import pathlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import tyro
@@ -30,7 +29,7 @@ from llmpar.cli.options import (
     inform,
     still_at_work,
 )
-from llmpar.files import Allowed, read_text, read_toml, refuse
+from llmpar.files import Allowed, read_text
 from llmpar.inspect.tables import rich_table
 from llmpar.plan import schedules
 from llmpar.plan.checks import why_not_run
@@ -340,23 +339,21 @@ class PlanCommand(Adapters, Output):
     @functools.cached_property
     def calibration(self) -> calibrate.Calibration:
         """The chip with its rates fitted to the steps of ``--measured``."""
-        path = pathlib.Path(self.measured or "")
-        table = read_toml(path, "measured steps")
-        steps = table.pop("step", None)
-        if table or not steps or not isinstance(steps, list):
-            refuse(path, "measured steps", "write a table [[step]] for each, and nothing else")
-        known = fields(calibrate.MeasuredStep)
-        needed = {field.name for field in known if field.default is MISSING}
         runs = list[tuple[Run, float]]()
-        for step in steps:
-            row = hardware.checked(calibrate.MeasuredStep, dict(step), f"{path}: [[step]]")
-            if missing := sorted(needed - row.keys()):
-                refuse(path, "measured steps", f"a step has no {', '.join(missing)}")
-            seconds = row.pop("seconds")
-            own = {"devices": parse_mesh(row["mesh"]).size, "batch_tokens": None, "fix": None}
-            q = replace(self, measured=None, **own | row).question()
+        for step in calibrate.read_steps(self.measured or ""):
+            q = replace(
+                self,
+                measured=None,
+                model=step.model or self.model,
+                devices=parse_mesh(step.mesh).size,
+                mesh=step.mesh,
+                batch_tokens=None,
+                batch_size=step.batch_size,
+                seq_len=step.seq_len,
+                fix=step.fix or None,
+            ).question()
             chosen = {name: value for name, value in q.fixed.items() if name not in AXES}
-            runs.append((q.run(Plan(row["mesh"], **chosen)), seconds))
+            runs.append((q.run(Plan(step.mesh, **chosen)), step.seconds))
         return calibrate.calibrate(self.machine()[0], runs, q.time_error)
 
     def machine(self) -> tuple[hardware.Chip, int]:
@@ -533,11 +530,11 @@ def tables_of(document: dict) -> Iterator[Any]:
     seconds = ((name, f"{few(s):g}") for name, s in terms)
     yield rich_table(title, ("of the first", "s"), ("s",), seconds)
     if measured := document.get("measured"):
-        numbers = "measured", "predicted", "calibrated"
+        kinds = "measured", "predicted", "calibrated"
         rows = (
-            (x["mesh"], *(f"{x[f'{name}_s']:.3g}" for name in numbers)) for x in measured["steps"]
+            (x["mesh"], *(f"{x[f'{kind}_s']:.3g}" for kind in kinds)) for x in measured["steps"]
         )
-        yield rich_table("seconds of measured steps", ("mesh", *numbers), numbers, rows)
+        yield rich_table("seconds of measured steps", ("mesh", *kinds), kinds, rows)
     parts = memory.named(best["memory_bytes"]).items()
     sizes = ((name, f"{size / 2**30:.2f}") for name, size in parts)
     yield rich_table(None, ("of the first", "GiB a device"), ("GiB a device",), sizes)

@@ -249,8 +249,11 @@ def _bars(
     if limit is not None:
         x, side = x_of(limit), "end" if whole else "middle"
         edge = (x, -8), (x, bottom + 4)
-        label = small_text(x, -16, f"usable {text(limit)}", side)
-        items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True), label]
+        items += [
+            Line(edge, "paper", 5),
+            Line(edge, "ink", 2, dash=True),
+            small_text(x, -16, f"usable {text(limit)}", side),
+        ]
         lines.append(f"usable: {text(limit)}")
     if whole is not None:
         x = x_of(whole)

@@ -415,8 +415,9 @@ def tensor_grid(
     placed = stack(drawn, 16)
     moving = _moving(placed, parts, sizes, device, segments)
     if not once:
-        blocks = [[*placed, *moving], _captions(segments)]
-        return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
+        return compose(
+            title, [[*placed, *moving], _captions(segments)], text, [text], GRID_MARGIN, COLUMN
+        )
     rows = [dims[i] for i in (*aside, *shown[:-1])]
     columns = [dims[i] for i in shown[-1:]]
     tensor, seen = one_tensor(

@@ -9,10 +9,11 @@ show, such as links when all ran on one device, stays as it was. A measured step
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
-from llmpar.files import Allowed, CheckedFields
-from llmpar.predict.hardware import Chip
+from llmpar.files import Allowed, read_toml, refuse
+from llmpar.predict.hardware import Chip, checked, lacking
 from llmpar.predict.time import step_time
 from llmpar.predict.workload import Run
 
@@ -26,7 +27,7 @@ _MOST = 4.0
 
 
 @dataclass(frozen=True)
-class MeasuredStep(CheckedFields):
+class MeasuredStep:
     """A step that was measured: a table ``[[step]]`` of the file.
 
     Attributes:
@@ -43,6 +44,21 @@ class MeasuredStep(CheckedFields):
     seq_len: Annotated[int, Allowed(int, 1, 1 << 24)]
     fix: Annotated[str, Allowed(str)] = ""
     model: Annotated[str, Allowed(str)] = ""
+
+
+def read_steps(file: str) -> list[MeasuredStep]:
+    """Return the steps of a TOML file; ValueError where it is something else."""
+    path, what = Path(file), "measured steps"
+    table = read_toml(path, what)
+    rows = table.pop("step", None)
+    if table or not rows or not isinstance(rows, list):
+        refuse(path, what, "write a table [[step]] for each, and nothing else")
+    for row in rows:
+        Allowed(dict).check(f"{path}: [[step]]", row)
+        checked(MeasuredStep, row, f"{path}: [[step]]")
+        if missing := lacking(MeasuredStep, row):
+            refuse(path, what, f"a step has no {missing}")
+    return [MeasuredStep(**row) for row in rows]
 
 
 @dataclass(frozen=True)

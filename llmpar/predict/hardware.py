@@ -86,7 +86,7 @@ class Chip:
     memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0
     # of a TPU (Austin et al. 2025); kept for switches too
     hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = 1e-6
-    # measured on the machine at hand, and written by hand into a TOML file
+    # of the machine at hand: written into a TOML file, or fitted to steps that were measured
     reached: Rates | None = None
     base: str = ""  # the row that a file started from
     sources: Annotated[dict[str, str], Allowed(dict)] = field(
@@ -236,6 +236,12 @@ def checked(kind: type, row: dict, source: str) -> dict[str, Any]:
     return row
 
 
+def lacking(kind: type, row: dict) -> str:
+    """Name the fields without a default that a table does not have."""
+    needed = (f.name for f in fields(kind) if f.default is f.default_factory is MISSING)
+    return ", ".join(name for name in needed if name not in row)
+
+
 CHIPS: tuple[Chip, ...] = tuple(_chip(name, row) for name, row in _TABLE["chip"].items())
 CHIP_BY_NAME = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 CLUSTERS: dict[str, dict] = _TABLE["cluster"]
@@ -317,8 +323,7 @@ def from_table(row: dict[str, Any], source: str, name: str) -> Chip:
     reached = row.pop("reached", None)
     row = checked(Chip, {"name": name, "aliases": []} | row, source)
     inherited = None if base is None else _row(str(base))
-    needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
-    if not inherited and (missing := ", ".join(name for name in needed if name not in row)):
+    if not inherited and (missing := lacking(Chip, row)):
         raise ValueError(
             f"{source} lacks {missing}; add them, or base = 'h100' to take them from a row"
         )

@@ -394,7 +394,8 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
     3a times (N-1)/N."""
     local_size = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     bucketed: list[tuple[tuple, int]] = []
-    table = sorted(plan.layouts_by_path.items(), key=lambda item: item[0].split("."))
+    item = ITEMSIZE[plan.dtype]
+    table = sorted(plan.layouts_by_path.items(), key=lambda row: row[0].split("."))
     for path, (weight, layouts) in table:
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         run = by_kind[max(0, kind_of(path))]
@@ -410,13 +411,14 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
             of = Transfer("weights", dims, LATE)
             stored = copies * layers * stored
             gathers, gradients = 1, 0
-        item = ITEMSIZE[plan.dtype]
         traffic.carry(layouts.gather, item * stored, of, gathers, gradients, item)
         if copies > 1:
-            item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
             lent = Transfer("weights of the other direction", OPPOSITE_STAGE, LATE)
             traffic.add(
-                "collective-permute", ("pp",), lent, item * local_size(layouts.stored, shape)
+                "collective-permute",
+                ("pp",),
+                lent,
+                (item if weight.frozen else FLOAT32) * local_size(layouts.stored, shape),
             )
         if weight.frozen:
             continue
