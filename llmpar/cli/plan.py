@@ -183,8 +183,8 @@ class PlanCommand(Adapters, Output):
                     if self.from_flags
                     else (planner.decide(self.question(), self.keep), [])
                 )
-        except ValueError as error:
-            if self.claims and " fits on no mesh of " in str(error):
+        except planner.NoMeshFits as error:
+            if self.claims:
                 raise NotHeld(f"--assert '{self.claims}' does not hold: {error}") from None
             raise
         document = planner.document(answer, budget, self.price)

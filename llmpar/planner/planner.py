@@ -504,6 +504,10 @@ def least_recompute(q: Question, plan: Plan, than: float = math.inf) -> Candidat
 # ----------------------------------------------------------------------------------------------- the answer
 
 
+class NoMeshFits(ValueError):
+    """The model is too large for these devices on every mesh."""
+
+
 @dataclasses.dataclass
 class Answer:
     """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
@@ -537,7 +541,7 @@ def decide(q: Question, keep: int = 8) -> Answer:
     best, num_priced = _best(q, everything, failed, max(keep, 8))
     plans = ranked(best.values())[:keep]
     if not plans:
-        raise ValueError(nowhere(q, failed))
+        raise NoMeshFits(nowhere(q, failed))
     losers = [one for mesh, one in failed.items() if mesh not in best][:_REJECTED]
     rejected = [
         {"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers
