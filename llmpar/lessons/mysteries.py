@@ -168,7 +168,7 @@ def cured_two_layers(first, second, x, y):
 
 
 def balance(router, x):
-    """Return 1 where all experts have equally many tokens, else more."""
+    """Return my part of the balance, which is 1 where all experts have equally many tokens."""
     chances = jax.nn.softmax(x @ router)
     chosen = chances == chances.max(1, keepdims=True)
     tokens = lax.psum(len(x), "dp")
@@ -177,7 +177,7 @@ def balance(router, x):
 
 
 def cured_balance(router, x):
-    """Return 1 where all experts have equally many tokens, else more."""
+    """Return the balance of my tokens: its mean is 1 where all experts have equally many tokens."""
     chances = jax.nn.softmax(x @ router)
     load = lax.pmean((chances == chances.max(1, keepdims=True)).mean(0), "dp")
     return router.shape[1] * (load * chances.mean(0)).sum()

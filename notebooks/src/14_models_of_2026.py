@@ -102,7 +102,7 @@ assert 9 < MODELS["deepseek-v3"].num_params / llama.num_params < 10
 assert serving.cache_bytes(llama, TOKENS) == 40 * GIB  # none has a window
 
 # %% [markdown]
-# What a conversation leaves in memory is the *cache*: it is read again for each new token (lesson 16). (Llama 3.1 and DeepSeek-V3 are of 2024,
+# What a conversation leaves in memory is the *cache*: it is read for each new token (lesson 16). (Llama 3.1 and DeepSeek-V3 are of 2024,
 # Gemma 3 and gpt-oss of 2025, Qwen3.5 of 2026.)
 #
 # ## The layers, one by one
@@ -148,9 +148,9 @@ assert MODELS["qwen3.5-397b"].period == (0, 0, 0, 1)
 # - A **recurrent state** (linear attention) keeps no tokens: one matrix for each head, which each token changes (and three inputs of a short
 #   convolution).
 #
-# Not here: *sparse* attention (DeepSeek-V3.2): the cache stays, fewer keys are read.
+# Not here: *sparse* attention (DeepSeek-V3.2): the cache stays, a small key is added, fewer keys are read.
 #
-# In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In all later layers one
+# In the lower row, a layer has a *dense* feed-forward or experts. DeepSeek-V3 begins with three dense layers. In the others one
 # expert is *shared*: it computes for all tokens.
 #
 # ## Predict: what does a token add to a layer's cache?
@@ -418,8 +418,7 @@ attempt("14.fits", state_gib)
 gb200 = chip("gb200")
 answers = {}
 for name in state_gib:
-    axes = {"pp": 1, "dp": 1, "sp": 1}  # the others are free
-    asked = planner.Question(MODELS[name], gb200, 64, 128, 8192, axes)
+    asked = planner.Question(MODELS[name], gb200, 64, 128, 8192)  # all axes are free
     try:
         answers[name] = planner.decide(asked, keep=1).plans[0]
     except ValueError as refusal:
@@ -454,10 +453,10 @@ for name, one in answers.items():
 #    heads, or nothing (a recurrent layer has one state).
 # 2. What travels along `sp`? Keys, n − 1 hops on n ranks; a window's, in order, only as many hops as the window reaches back. Latents, in place of keys.
 #    A state, of the same size for any length.
-# 3. `tp` cuts heads. It cuts no latent: each rank of `tp` keeps it whole.
+# 3. `tp` cuts heads. It cuts no latent: each rank keeps it whole.
 # 4. Only layers with experts send tokens over `ep`; dense layers and shared experts do not.
 # 5. Check the state first: all its bytes, divided by the devices. If it does not fit, or leaves no room for activations, you need more
-#    devices, or fewer bytes for each parameter, not another mesh.
+#    devices, or fewer bytes per parameter, not another mesh.
 
 # %% [markdown]
 # ## Further

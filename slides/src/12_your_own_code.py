@@ -222,15 +222,15 @@ show(draw.curves(names, [1, 2, 4, 8], "tp", "gradient norm", wide=320))
 # **Source:** NVIDIA-NeMo/RL, pull request 3788, and ROCm/TransformerEngine, pull request 715, both 2026. `llmpar check` names the line.
 
 # %% [markdown] tags=["slide"] minutes=0
-# ## Ten suspects, and what tells them apart
+# ## Twelve suspects, and what tells them apart
 #
 # | what happens | what shows it |
 # |---|---|
 # | a sum is missing, or a complete value is summed again | `llmpar.check` |
 # | ranks compute the same value, or draw different ones, and should not | `llmpar.check` |
 # | a mean of means, a division too many, a wrong group of ranks | `llmpar.check` |
-# | an array stays whole, or is gathered again | bytes on a device, `llmpar.look` |
-# | ranks wait for the one that has most work | a trace of all ranks |
+# | an array stays whole, is cut over one rank, or is gathered again | its layout, its bytes on a device |
+# | ranks have unequal work, or wait for messages while they have work | a trace of all ranks |
 #
 # <footer>lesson <code>notebooks/19_mysteries</code> · <code>llmpar check my_code:program my_code:reference</code></footer>
 
