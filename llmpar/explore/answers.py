@@ -190,7 +190,9 @@ def steps(seen: View) -> list[dict]:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {about(best.time.step_s)}"
         offers = [one for one in offers if one["set"] != {"mesh": mesh}]
-        offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
+        offers.append(
+            offer(f"Best of {len(seen.around.meshes):,} meshes: {words}", "open", mesh=mesh)
+        )
     if seen.around.complete and seen.around.points and not best:
         offers.append(_more_devices(seen))
     return offers

@@ -91,14 +91,14 @@ CONTROLS: list[dict[str, Any]] = [
     {"name": "network", "kind": "number", "label": "GB/s of one device beyond its node, one way"},
     {"name": "network_times", "kind": "slider", "label": "the network, slower or faster"}
     | {"min": -2, "max": 2, "words": ["÷ 4", "÷ 2", "× 1", "× 2", "× 4"]},
-    {"name": "config", "kind": "text"}
+    {"name": "config", "kind": "text", "fold": "Another model"}
     | {
         "label": "another model: a config.json, its path, a downloaded name, or llama3-8b lora_rank=16"
     },
     {"name": "launch", "kind": "lines", "rows": 4, "own": True, "fold": "Paste your launch line"}
     | {
         "label": "a launch line, script or configuration of torchtitan, Megatron-LM, NeMo, MaxText,"
-        " DeepSpeed, accelerate, vLLM or SGLang: it sets all of the sentence that it names"
+        " DeepSpeed, accelerate, Axolotl, vLLM or SGLang: it sets all of the sentence that it names"
     },
     {"name": "serve", "kind": "text", "fold": "Serve it"}
     | {
@@ -158,12 +158,20 @@ def _launched(state: dict) -> dict:
     name, known, _ = frameworks.facts_in(state["launch"])
     devices = None if {"each", "serves"} & known.keys() else state["devices"]
     sizes, plan = frameworks.sized(known, state["model"], devices, state["seq_len"])
-    model = sizes.pop("model")
+    model = _preset_name(sizes.pop("model"))
     sizes |= {"config": model} if model != state["model"] else {}
+    sizes |= {"serve": state["serve"] or "2048+256"} if "serves" in known else {}
     mesh = {"mesh": str(plan.mesh), "agreed": sizes["devices"], "fields": {}}
     state, _ = settle(state | sizes | mesh)
     fields = frameworks.fixed_by(name, question_of(state).resolved(plan, None))
     return state | {"fields": {x: value for x, value in fields.items() if x in OFFERED}}
+
+
+def _preset_name(model: str) -> str:
+    """Return the preset that a preset's name with dims behind it is, or the text as it is."""
+    dims = lambda text: dataclasses.replace(preset(text), name="")
+    names = (x for x in (model.split()[0], *PRESETS) if x in PRESETS)
+    return next((x for x in names if dims(x) == dims(model)), model)
 
 
 def own_model(text: str) -> ModelConfig:

@@ -38,13 +38,16 @@ from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
 _PLACES = {
-    "over": {"launch": "Your launch line", "beside": "Side by side"},
+    "over": {
+        "launch": "Your launch line",
+        "serve": "Served by an engine",
+        "beside": "Side by side",
+    },
     "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
     "middle": {"grid": "Devices", "layer": "One layer", "explain": "Why this number"},
     "right": {"map": "All meshes", "sent": "Sent"},
     "below": {
         "code": "Take it along: as code, or for another framework",
-        "serve": "Served by an engine",
         "famous": "Runs that were published",
         "holds": "What the chosen device holds",
     },
@@ -143,9 +146,10 @@ def tensors(seen: View) -> list[Tensor]:
 
 
 def chosen(seen: View) -> Tensor:
-    """Return the tensor that the state names."""
+    """Return the tensor that the state names, or where the model has none of this name its largest weight."""
     rows = tensors(seen)
-    return next((row for row in rows if row.name == seen.state["tensor"]), rows[0])
+    largest = max(rows, key=lambda row: (row.kind == "weight", math.prod(row.shape)))
+    return next((row for row in rows if row.name == seen.state["tensor"]), largest)
 
 
 def tensor_choice(seen: View) -> str:
@@ -230,15 +234,20 @@ def serving(seen: View) -> str:
     q, text = seen.question, seen.state["serve"]
     read = re.fullmatch(r"\s*(\d{1,8})\+(\d{1,8})(?:\s+(\d+))?\s*", text)
     if not read:
-        return f"<p>'{escape(text)}' is not read; write tokens of both and bits, as 2048+256 8</p>"
+        return f"<p>to serve, '{escape(text)}' is not read; write tokens of both and bits, as 2048+256 8</p>"
     sizes = (q.num_devices, *(int(x or 16) for x in read.groups()))
     try:
         document = service.serve(service.Service(model_of(seen.state), q.chip, *sizes))
     except ValueError as error:
-        return f"<p>{escape(str(error))}</p>"
+        return f"<p><b>Served by an engine</b>: {escape(str(error))}</p>"
     rows = "".join(f"<tr>{tagged('td', service.cells(x))}</tr>" for x in document["plans"])
     words = escape(service.explained(document)).splitlines()
-    return html_table(service.SERVING, rows) + tagged("p", words)
+    return (
+        f"<p><b>Served by an engine</b>, not trained: {sizes[1]:,} tokens of a prompt,"
+        f" {sizes[2]:,} of an answer, weights in {sizes[3]} bits</p>"
+        + html_table(service.SERVING, rows)
+        + tagged("p", words)
+    )
 
 
 @_once
@@ -391,7 +400,7 @@ def side_by_side(seen: View) -> str:
     shown: dict[str, Candidate | str] = {"you": seen.one, **others(seen)}
     bars = {name: _bars(seen, x) for name, x in shown.items() if isinstance(x, Candidate)}
     most = [max(sum(s for _, s in rows[i]) for rows in bars.values()) for i in range(len(_BARS))]
-    best = f"Best of {len(seen.around.meshes):,}" if seen.around.settled else "Best so far"
+    best = f"Best of {len(seen.around.meshes):,} meshes" if seen.around.settled else "Best so far"
     cards = list[str]()
     names = {"you": "You", "best": best, "pinned": "Pinned"}
     why = {name: signed_terms(row) for name, row in compared(seen).items()}

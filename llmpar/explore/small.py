@@ -8,6 +8,7 @@ import contextlib
 import math
 import random
 from dataclasses import replace
+from html import escape
 from typing import Any
 
 from llmpar.draw.charts import memory_bars, overlap
@@ -22,6 +23,7 @@ from llmpar.explore.answers import Limits, offer, refused, unanswered
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, html_table, table_row
 from llmpar.files import Allowed
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import preset
@@ -29,6 +31,8 @@ from llmpar.plan.schedules import SCHEDULES, Schedule, from_text, make
 from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.plan.timetable import Timetable, reached, timetable
 from llmpar.plan.two_meshes import two_meshes
+from llmpar.planner import planner
+from llmpar.planner.terms import terms
 from llmpar.predict import formulas, hardware, memory
 from llmpar.predict.workload import POLICIES
 
@@ -368,7 +372,7 @@ class MemoryExplorer(Figure):
     title, kind, brings = "ZeRO explorer", "memory", "microbatches"
     sentence = (
         "In {microbatches} microbatches, train {model} on {batch_size} sequences of {seq_len} tokens,"
-        " as {mesh} of {chip}, recomputing {remat}"
+        " as {mesh} of {chip}, recomputing {remat}, in {dtype}"
     )
     start = {
         "model": "llama3-8b",
@@ -378,6 +382,7 @@ class MemoryExplorer(Figure):
         "chip": "h100",
         "microbatches": 4,
         "remat": "block",
+        "dtype": "bfloat16",
     }
     limits = {
         **within(1 << 20, "batch_size", "seq_len", "microbatches"),
@@ -396,27 +401,61 @@ class MemoryExplorer(Figure):
         {"name": "mesh", "kind": "text", "label": "mesh"},
         {"name": "remat", "kind": "choice", "label": "what is computed again"}
         | {"options": [*POLICIES]},
+        {"name": "dtype", "kind": "choice", "label": "dtype of matmuls"}
+        | {"options": ["bfloat16", "float32"]},
         {"name": "chip", "kind": "choice", "label": "chip"}
         | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
 
+    areas = [*Figure.areas, ["formulas", "Where each part comes from", "below"]]
+
+    def question(self, state: dict) -> planner.Question:
+        """Return the planner's question about as many devices as the mesh has."""
+        return planner.Question(
+            preset(state["model"]),
+            hardware.chip(state["chip"]),
+            parse_mesh(state["mesh"]).size,
+            state["batch_size"],
+            state["seq_len"],
+            model=state["model"],
+        )
+
+    def stages(self, state: dict) -> dict[str, planner.Candidate]:
+        """Return a plan of each ZeRO stage with its bytes by part."""
+        q = self.question(state)
+        fields = {name: state[name] for name in ("mesh", "microbatches", "remat", "dtype")}
+        plans = {f"ZeRO-{zero}": Plan(**fields | {"zero": zero}) for zero in range(4)}
+        priced = lambda plan: planner.Candidate(
+            plan,
+            planner.UNPRICED,
+            memory.parts_bytes(plan.resolve(q.config, "gpu"), q.batch_size, q.seq_len),
+        )
+        return {name: priced(plan) for name, plan in plans.items()}
+
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
-        config = preset(state["model"])
-        size = (state["batch_size"], state["seq_len"])
-        fields: dict[str, Any] = {name: state[name] for name in ("mesh", "microbatches", "remat")}
-        stages = {f"ZeRO-{zero}": Plan(**fields | {"zero": zero}) for zero in range(4)}
-        parts = lambda plan: memory.named(memory.parts_bytes(plan.resolve(config, "gpu"), *size))
-        return {name: parts(plan) for name, plan in stages.items()}
+        return {name: one.parts for name, one in self.stages(state).items()}
 
     def draw(self, state: dict) -> Scene:
-        says = self.several if state["microbatches"] > 1 else self.one
-        title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}"
-        usable = hardware.chip(state["chip"]).usable_bytes
-        return captioned(
-            memory_bars(self.bytes_by_part(state).items(), usable, title.format(**state), wide=420),
-            says,
+        q, says = self.question(state), self.several if state["microbatches"] > 1 else self.one
+        title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}, {dtype}"
+        bars = memory_bars(
+            self.bytes_by_part(state).items(),
+            q.capacity_bytes,
+            title.format(**state),
+            q.chip.usable_hbm_gib * hardware.GIB,
+            wide=420,
         )
+        return captioned(bars, f"{says} On {q.chip.name} {q.capacity_sum}.")
+
+    def completed(self, state: dict, reply: dict) -> dict:
+        stages, rows = self.stages(state), ""
+        each = [terms(self.question(state), one) for one in stages.values()]
+        for part, *same in zip(stages["ZeRO-0"].parts, *each, strict=False):  # they come first
+            filled = (one.filled if one.value else "0 B" for one in same)
+            rows += table_row(part, [escape(same[0].formula), *filled])
+        table = html_table(("part", "formula", *stages), rows)
+        return reply | {"panels": reply["panels"] | {"formulas": {"html": table}}}
 
 
 class SumExplorer(Figure):

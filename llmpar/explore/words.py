@@ -58,7 +58,7 @@ def signed_terms(row: dict[str, Any]) -> str:
     """Return why two plans differ (`planner.versus`): signed terms that add up to the difference."""
     most = max(map(abs, row["terms"].values()))
     per, unit = (1, "s") if most >= 2 else (1000, "ms")
-    digits = 0 if per * most >= 100 else 1
+    digits = 0 if per * most >= 10 else 1
     whole, *shown = (
         round(per * s, digits)
         for s in (row["difference_s"], *list(row["terms"].values())[:_MOST_TERMS])

@@ -49,7 +49,11 @@ def advice(
         if reached is None or reached.why_not or reached.time.step_s / other.batch_size >= had:
             yield None
             continue
-        names = [f"{name}={getattr(reached.plan, name)}" for name in patch.get("fields", ())]
+        names = [
+            f"{name}={getattr(reached.plan, name)}"
+            for name in patch.get("fields", ())
+            if getattr(reached.plan, name) != q.fixed[name]
+        ]
         size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
         what = patch.get("mesh") or size or ", ".join(names)
         text = f"{what}: {reached.total_bytes / GIB:.1f} GiB, {about(reached.time.step_s)}"

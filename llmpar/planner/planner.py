@@ -880,8 +880,11 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
         "better": str(better.plan.mesh),
         "because": because,
         "says": "neither fits; " * (not fits(better))
-        + f"a tie within {ERROR:.0%}; " * tie
-        + f"better is {better.plan.mesh}: {because or 'they are alike'}",
+        + (
+            f"a tie within {ERROR:.0%}; {better.plan.mesh} {(because or 'it is alike')[3:]}"
+            if tie
+            else f"better is {better.plan.mesh}: {because}"
+        ),
     }
 
 

@@ -22,7 +22,7 @@ def rounded(value: float, error: float | None = None) -> float:
     """Return a value without the digits that a relative error takes: 66.1 is 66 where 0.16 of it is
     unsure."""
     error = _error.get() if error is None else error
-    return float(f"{value:.{max(1, 1 - math.floor(math.log10(error)))}g}") if error else value
+    return float(f"{value:.{max(1, 1 - math.floor(math.log10(2 * error)))}g}") if error else value
 
 
 def banded(text: str, error: float) -> str:

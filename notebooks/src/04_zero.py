@@ -478,7 +478,7 @@ assert round(programs[2][1]) == 2
 # complete. Choose the number of microbatches:
 
 # %%
-explorer = MemoryExplorer(microbatches=4)
+explorer = MemoryExplorer(microbatches=4, dtype="float32")
 explorer
 
 # %% tags=["plumbing"]

@@ -172,7 +172,8 @@ function skeleton(doc, source, own) {
       <div class="tools">${source.address ? button("link", "copy link") : ""}${button("code", "copy code")}
         <details class="menu"><summary>save</summary><div>${button("png", "PNG")}${button("svg", "SVG")}
         ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
-      ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p>
+      ${doc.sentence ? "" : form}</div>
+    <div class="verdict"></div><div class="ask under"><p class="said" role="status"></p>
       ${folds.join("")}<details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div></details></div>
     <nav class="tabs" aria-label="pictures">${doc.panels.map(tab).join("")}</nav>
     ${area("over")}<div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
@@ -361,7 +362,7 @@ function mount(doc, source, el) {
     moved = "";
     refresh();
     fields(answer.fields || []);
-    if (answer.refusal && find('.rest [data-kind="text"]')?.value) find(".rest").open = true; // what is refused is seen
+    if (answer.refusal) reveal(); // what is refused is seen
     if (!kept) go(frame);
     if (!find(".panel.on:not([hidden])") && opens().length) showTab(opens()[0].section.dataset.panel);
     seat();
@@ -376,13 +377,18 @@ function mount(doc, source, el) {
 
   function show(box, panel) {
     const { section, title, pic, note, tab } = box, text = (panel?.html || "") + (panel?.svg || "");
+    const name = section.dataset.panel, asked = panel && section.hidden && kinds[name]?.fold;
     section.hidden = tab.hidden = !panel;
     if (!panel) return;
+    if (asked) { // what a fold asked is seen
+      find(`[data-name="${name}"]`).closest("details").open = true;
+      showTab(name);
+    }
     if (panel.title) title.textContent = tab.textContent = panel.title;
     if (box.text === text) return;
     note.textContent = "";
     const had = pic.contains(focused()) && focused(), spot = had && centre(had);
-    const name = moved || had?.dataset?.op || had?.dataset?.set, folds = [...pic.querySelectorAll("details")];
+    const mark = moved || had?.dataset?.op || had?.dataset?.set, folds = [...pic.querySelectorAll("details")];
     pic.innerHTML = box.text = text;
     pic.querySelectorAll("details").forEach((one, i) => { one.open = folds[i]?.open ?? one.open; });
     for (const svg of pic.querySelectorAll("svg[viewBox]")) { // shrinks where a little too wide, else scrolls
@@ -392,7 +398,7 @@ function mount(doc, source, el) {
     for (const group of pic.querySelectorAll("svg,table")) rove(group);
     if (!had) return;
     const all = [...pic.querySelectorAll(`${ACT},[data-name]`)].filter(unhidden), own = had.dataset?.name;
-    const same = all.find((e) => (own ? e.dataset.name === own : e.dataset.op === name || e.dataset.set === name));
+    const same = all.find((e) => (own ? e.dataset.name === own : e.dataset.op === mark || e.dataset.set === mark));
     (same || nearest(all, spot, Math.hypot) || pic).focus({ preventScroll: true });
   }
 
@@ -428,6 +434,13 @@ function mount(doc, source, el) {
       `The rest of the plan: chosen by the planner${num ? `, ${num} set by you` : ""}`;
     fill(".fields", all.map(one).join(""));
     if (at && !focused()?.dataset?.field) find(`[data-field="${at}"]`)?.focus({ preventScroll: true });
+  }
+
+  // Folds are open that have a text.
+  function reveal() {
+    for (const input of root.querySelectorAll('.ask > details [data-kind="text"]')) {
+      if (input.value) input.closest("details").open = true;
+    }
   }
 
   function showTab(name) { // on a phone: one picture at a time
@@ -705,7 +718,7 @@ function mount(doc, source, el) {
   const sized = new ResizeObserver(() => { seat(); scrollable(); });
   sized.observe(root);
 
-  find(".rest").open = Boolean(find('.rest [data-kind="text"]')?.value); // what is not the usual is seen
+  reveal(); // what is not the usual is seen
   if (answer) draw();
   if (answer && belongs(answer, state)) complete();
   else { refresh(); seek(0, Boolean(source.page)); }
