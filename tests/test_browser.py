@@ -484,6 +484,8 @@ def test_the_first_screen_fits_a_laptop(tab, behind):
     assert len(tops) >= 6 and max(tops) <= 900, "every picture begins on it"
     wide = tab.locator(".panels .pic").evaluate_all("(all) => all.map((e) => e.scrollWidth - e.clientWidth)")
     assert max(wide) <= 1, "no picture is cut"
+    tab.evaluate("scrollTo(0, 2000)")
+    assert tab.locator(".verdict").bounding_box()["y"] == 0, "the verdict stays in sight"
 
 
 def small(page, folder, explorer):

@@ -407,7 +407,10 @@ class MemoryExplorer(Figure):
         | {"options": [chip.name for chip in hardware.CHIPS]},
     ]
 
-    areas = [*Figure.areas, ["formulas", "Where each part comes from", "below"]]
+    areas = [
+        ["picture", "By ZeRO stage", "middle"],
+        ["formulas", "Where each part comes from", "below"],
+    ]
 
     def question(self, state: dict) -> planner.Question:
         """Return the planner's question about as many devices as the mesh has."""

@@ -137,7 +137,7 @@ def serve(s: Service, keep: int = 8) -> dict[str, Any]:
     }
 
 
-SERVING = "a copy", "copies", "requests", "first, s", "user", "apart", "device", "prefill"
+SERVING = "a copy", "copies", "requests", "TTFT, s", "a user", "apart", "a device", "prefill"
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -159,9 +159,9 @@ def explained(document: dict[str, Any]) -> str:
     """Return what the cells mean, and how far they may be off."""
     sent = document["plans"][0]["cache_sent_bytes"]
     return (
-        "requests: at once, on each data rank of a copy. first: seconds of a prompt, without a queue. user,"
-        " apart, device: tokens/s of one request beside others' prefill, of one with prefill elsewhere, and"
-        " of a device. prefill: its share of the devices, or of their time.\n"
+        "requests: at once, on each data rank of a copy. TTFT: time to the first token, without a queue. a"
+        " user, apart, a device: tokens/s of one request beside others' prefill, of one with prefill"
+        " elsewhere, and of a device. prefill: its share of the devices, or of their time.\n"
         "No other mesh and number of requests is better both for a user and for a device. Where prefill runs"
         f" apart, each prompt's cache, {sent / 1e9:.2g} GB in {document['cache_bits']} bits, is sent once,"
         " which is not timed. Of published runs of engines half are within"
