@@ -345,7 +345,7 @@ def assumptions(
     missing = [x for x, facts in TABLE["stated"].items() if not any(map(known.get, facts))]
     tp = plan.mesh.tp if plan.mesh.ep > 1 else 1
     cut = ["a plan in which tp cuts them too"] * (1 < tp != known.get("etp", tp))
-    sizes = f"{q.model}, {q.batch_size} × {q.seq_len:,} tokens, {q.num_devices} devices"
+    sizes = f"{q.model}, {q.seq_len:,} tokens, batch {q.batch_size}, {q.num_devices} devices"
     assumed = [f"{x}={known.get(x, getattr(plan, x))}" for x in ("zero", "remat", "dtype")]
     lines = [
         (unread, "says {}: not priced"),
