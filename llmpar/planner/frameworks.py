@@ -236,7 +236,9 @@ def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
     return next((others for others in needs if not on & {*others}), [])
 
 
-def _number(value: str) -> Any:
+def _number(value: str, units: dict[str, int]) -> Any:
+    if unit := units.get(value[-1:]):
+        return round(float(value[:-1]) * unit)
     with contextlib.suppress(ValueError):
         return json.loads(re.sub(r"^0+(?=\d)", "", value.lower()))
     return value
@@ -256,10 +258,10 @@ def _read(
     What decides the plan and cannot be read is refused."""
     tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
     kind = re.compile(kinds.get(fact, kinds["count"]), re.ASCII)
-    read = {x: _number(x) for x in tokens[:1] if kind.fullmatch(x)}
+    read = {x: _number(x, row.get("units", {})) for x in tokens[:1] if kind.fullmatch(x)}
     for spelled in words:
         back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
-        read = {x: _number(back[y]) for y in back for x in tokens if x.lower() == y}
+        read = {x: _number(back[y], {}) for y in back for x in tokens if x.lower() == y}
         if fact in TABLE["lists"]:
             read = dict.fromkeys(read, ",".join(list(read.values())[::-1]))
     free = re.fullmatch(f"{TABLE['free']}|{row.get('free')}", f"{key}={value}")
