@@ -237,8 +237,9 @@ def _lacks(row: dict[str, Any], key: str, on: set[str]) -> list[str]:
 
 
 def _number(value: str, units: dict[str, int]) -> Any:
-    if unit := units.get(value[-1:]):
-        return round(float(value[:-1]) * unit)
+    number, unit = value[:-1], value[-1:]
+    if unit in units and re.fullmatch(r"[\d.]+", number):
+        return round(float(number) * units[unit])
     with contextlib.suppress(ValueError):
         return json.loads(re.sub(r"^0+(?=\d)", "", value.lower()))
     return value
