@@ -17,14 +17,7 @@ from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import Rates, package_table
 from llmpar.predict.muon import muon_flops
-from llmpar.predict.time import (
-    Clock,
-    busiest,
-    chunks,
-    optimizer_params,
-    torus_axes,
-    update_bytes,
-)
+from llmpar.predict.time import Clock, busiest, chunks, optimizer_params, torus_axes, update_bytes
 from llmpar.predict.traffic import (
     FLOAT32,
     GRADIENT,
