@@ -14,15 +14,21 @@ import sys
 import numpy as np
 
 from llmpar.planner.measured import read_runs
-from llmpar.predict.hardware import Rates
+from llmpar.predict.hardware import Rates, package_table
 from llmpar.predict.time import step_time
 
 PRIOR = Rates()
+KIN = {name: row.get("rates", name) for name, row in package_table("predict/chips.toml")["chip"].items()}
+"""The chip whose row a chip has."""
+LARGEST = 0.90
+"""Of a TPU's peak, a matmul of 8,192 (v6e: tpu-recipes, microbenchmarks/README.md): training has 0.84 of it
+on A100 and H100."""
 
 
 def prior(chip) -> Rates:
     """What is expected of a chip before a run: the general row, with what its data sheet says."""
-    return dataclasses.replace(PRIOR, softmax=chip.rates.softmax)
+    matmuls = 0.84 * LARGEST if chip.link == "torus" else PRIOR.matmuls
+    return dataclasses.replace(PRIOR, softmax=chip.rates.softmax, matmuls=matmuls)
 
 
 SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
@@ -87,8 +93,9 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
         if case.measured["step_s"] and not case.run.chip.reached:
             by_chip[case.run.chip.name].append((case.run, case.measured["step_s"], sizes[case.group] ** -0.5))
     found = {name: fit(runs, prior(runs[0][0].chip), turns) for name, runs in sorted(by_chip.items())}
-    tpus = [found[case.run.chip.name] for case in first_of_each(cases) if case.run.chip.link == "torus"]
-    return found | ({"tpu": middle([PRIOR, *tpus])} if tpus else {})
+    tpus = [case.run.chip for case in first_of_each(cases) if case.run.chip.link == "torus"]
+    near = [prior(tpus[0]), *(found[chip.name] for chip in tpus)] if tpus else []
+    return found | ({"tpu": middle(near)} if tpus else {})
 
 
 def first_of_each(cases) -> list:
@@ -106,7 +113,7 @@ def expected(chip, rates: dict[str, Rates]) -> Rates:
     if chip.reached or chip.name in COMPUTED:
         return chip.rates
     kind = "tpu" if chip.link == "torus" else ""
-    own = rates.get(chip.name) or rates.get(kind) or PRIOR
+    own = rates.get(KIN[chip.name]) or rates.get(kind) or prior(chip)
     return dataclasses.replace(own, softmax=chip.rates.softmax)
 
 
