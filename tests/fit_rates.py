@@ -21,8 +21,7 @@ PRIOR = Rates()
 KIN = {name: row.get("rates", name) for name, row in package_table("predict/chips.toml")["chip"].items()}
 """The chip whose row a chip has."""
 LARGEST = 0.90
-"""Of a TPU's peak, a matmul of 8,192 (v6e: tpu-recipes, microbenchmarks/README.md): training has 0.84 of it
-on A100 and H100."""
+"""Of a TPU's peak (v6e: tpu-recipes, microbenchmarks/README.md). Training has 0.84 of it on A100 and H100."""
 
 
 def prior(chip) -> Rates:
@@ -93,13 +92,9 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
         if case.measured["step_s"] and not case.run.chip.reached:
             by_chip[case.run.chip.name].append((case.run, case.measured["step_s"], sizes[case.group] ** -0.5))
     found = {name: fit(runs, prior(runs[0][0].chip), turns) for name, runs in sorted(by_chip.items())}
-    tpus = [case.run.chip for case in first_of_each(cases) if case.run.chip.link == "torus"]
-    near = [prior(tpus[0]), *(found[chip.name] for chip in tpus)] if tpus else []
+    tpus = {name: runs[0][0].chip for name, runs in by_chip.items() if runs[0][0].chip.link == "torus"}
+    near = [*map(prior, list(tpus.values())[:1]), *(found[name] for name in tpus)]
     return found | ({"tpu": middle(near)} if tpus else {})
-
-
-def first_of_each(cases) -> list:
-    return list({case.run.chip.name: case for case in cases if case.measured["step_s"]}.values())
 
 
 def middle(rows: list[Rates]) -> Rates:
