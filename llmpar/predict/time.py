@@ -165,9 +165,9 @@ class Clock:
         self.plan: Any = run.plan if exact else None
         # How far apart neighbours are in the groups over which ZeRO cuts.
         self.zero_apart = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
-        # Experts are cut over the same without ep, whose ranks are nearer: by others over fsdp or dp.
-        near = "sp" if run.zero_over_sp and run.mesh.sp > 1 and self.ours else "fsdp"
-        self.experts_apart = self.inner[near if self.ours or run.mesh.fsdp > 1 else "dp"]
+        # Experts are cut over the same without ep, whose ranks are nearer; of others over dp.
+        far = "fsdp" if self.ours or run.mesh.fsdp > 1 else "dp"
+        self.experts_apart = self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else far]
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         pieces = run.plan.ffn_chunks if run.plan else 1
         known = _known(_OF_LAYERS(run), self.rates, self.links, self.exact, pieces)
