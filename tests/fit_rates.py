@@ -14,15 +14,20 @@ import sys
 import numpy as np
 
 from llmpar.planner.measured import read_runs
-from llmpar.predict.hardware import Rates
+from llmpar.predict.hardware import Rates, package_table
 from llmpar.predict.time import step_time
 
 PRIOR = Rates()
+KIN = {name: row.get("rates", name) for name, row in package_table("predict/chips.toml")["chip"].items()}
+"""The chip whose row a chip has."""
+LARGEST = 0.90
+"""Of a TPU's peak (v6e: tpu-recipes, microbenchmarks/README.md). Training has 0.84 of it on A100 and H100."""
 
 
 def prior(chip) -> Rates:
     """What is expected of a chip before a run: the general row, with what its data sheet says."""
-    return dataclasses.replace(PRIOR, softmax=chip.rates.softmax)
+    matmuls = 0.84 * LARGEST if chip.link == "torus" else PRIOR.matmuls
+    return dataclasses.replace(PRIOR, softmax=chip.rates.softmax, matmuls=matmuls)
 
 
 SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
@@ -87,12 +92,9 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
         if case.measured["step_s"] and not case.run.chip.reached:
             by_chip[case.run.chip.name].append((case.run, case.measured["step_s"], sizes[case.group] ** -0.5))
     found = {name: fit(runs, prior(runs[0][0].chip), turns) for name, runs in sorted(by_chip.items())}
-    tpus = [found[case.run.chip.name] for case in first_of_each(cases) if case.run.chip.link == "torus"]
-    return found | ({"tpu": middle([PRIOR, *tpus])} if tpus else {})
-
-
-def first_of_each(cases) -> list:
-    return list({case.run.chip.name: case for case in cases if case.measured["step_s"]}.values())
+    tpus = {name: runs[0][0].chip for name, runs in by_chip.items() if runs[0][0].chip.link == "torus"}
+    near = [*map(prior, list(tpus.values())[:1]), *(found[name] for name in tpus)]
+    return found | ({"tpu": middle(near)} if tpus else {})
 
 
 def middle(rows: list[Rates]) -> Rates:
@@ -106,7 +108,7 @@ def expected(chip, rates: dict[str, Rates]) -> Rates:
     if chip.reached or chip.name in COMPUTED:
         return chip.rates
     kind = "tpu" if chip.link == "torus" else ""
-    own = rates.get(chip.name) or rates.get(kind) or PRIOR
+    own = rates.get(KIN[chip.name]) or rates.get(kind) or prior(chip)
     return dataclasses.replace(own, softmax=chip.rates.softmax)
 
 

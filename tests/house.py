@@ -22,7 +22,7 @@ BUDGETS = {
     "model": 1_174,
     "pipeline": 320,
     "training": 2_555,
-    "predict": 2_742,
+    "predict": 2_755,
     "planner": 2_008,
     "draw": 2_797,
     "inspect": 4_222,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_457,
-    "statements": 28_139,
+    "statements": 28_152,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -45,7 +45,7 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
     errors: dict[tuple[str, str, str], list[float]] = {}
     for group in groups:
         tested = [case for case in [*fitted, *unseen] if source_of(case) in group]
-        chips = {case.run.chip.name for case in tested}
+        chips = {fit_rates.KIN[case.run.chip.name] for case in tested}
         kinds = {case.run.chip.link for case in tested if case.run.chip.link == "torus"}
         near = [c for c in fitted if c.run.chip.name in chips or c.run.chip.link in kinds]
         rates = fit_rates.fit_all([case for case in near if source_of(case) not in group])
@@ -53,7 +53,7 @@ def left_out(fitted, unseen, groups: list[set[str]], others: str) -> str:
             own = fit_rates.expected(case.run.chip, rates)
             error = step_time(case.run, own).step_s / case.measured["step_s"] - 1
             how = "the prior alone" if own == fit_rates.prior(case.run.chip) else "chips of its kind"
-            how = others if case.run.chip.name in rates else how
+            how = others if fit_rates.KIN[case.run.chip.name] in rates else how
             how = "computed" if case.run.chip.name in fit_rates.COMPUTED else how
             how = "the source's own" if case.run.chip.reached else how
             kind = error_kind(case.run.config, case.run.chip)

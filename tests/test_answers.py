@@ -224,14 +224,14 @@ def test_times_and_rates_say_how_far_they_are_off():
     left_out = re.findall(r"^\| (\w+), each source once \| \| \| \d+ \| ([\d.]+)% \|", text, re.M)
     (fitted, _) = re.findall(r"runs: step time ([\d.]+)% mean", text)
     of_halves = {kind: round(float(mean) / 100, 2) for kind, mean in left_out[1:5]}
-    assert of_halves == planner.UNSEEN_ERROR
+    assert of_halves | {"cards": max(of_halves["cards"], of_halves["dense"])} == planner.UNSEEN_ERROR
     assert round(float(fitted) / 100, 2) == planner.ERROR
     reply = answers.answer(on(BIG, "pp=2 fsdp=32") | {"explain": "MFU"})
     said, found = reply["verdict"], reply["numbers"]
-    shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+) % MFU, each ± 11 %", said["rest"])
+    shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+) % MFU, each ± 10 %", said["rest"])
     few = [float(f"{x:.2g}") for x in (found["step_s"], found["tokens_per_s"], 100 * found["mfu"])]
     assert [float(x.replace(",", "")) for x in shown.groups()] == few
-    assert "% ± 11 % (an estimate)</b>" in reply["panels"]["explain"]["html"]
+    assert "% ± 10 % (an estimate)</b>" in reply["panels"]["explain"]["html"]
     low, high = found["step_s_band"]
     assert low < found["step_s"] < high and high - low == pytest.approx(
         2 * planner.UNSEEN_ERROR["dense"] * found["step_s"]

@@ -151,28 +151,33 @@ def test_doctor_speaks_of_the_lessons_where_there_is_one_gpu(monkeypatch):
 
 KIN = {"b200": "gb200", "b300": "gb200", "gb300": "gb200", "rtx-pro-6000": "h100"}
 EXPONENTIALS = {"gb200": 5e12, "b300": 10.7e12, "gb300": 10.7e12}
+EXPONENTIALS |= {"l40s": 5.73e12, "rtx-4090": 5.16e12, "rtx-6000-ada": 5.69e12, "rtx-pro-6000": 7.87e12}
+"""Of a GPU in a second: of cards 16 for each core and clock (NVIDIA, CUDA programming guide)."""
 LARGEST = {"a100-80": 267.9e12, "h100": 792.1e12}
 LARGEST |= {"l40s": 252.0e12, "rtx-4090": 178.5e12, "rtx-6000-ada": 278.5e12}
 """FLOP/s of the fastest matmul that a search found on each card (github.com/mag-/gpu_benchmark)."""
 
 
-@pytest.mark.parametrize("name", KIN)
+@pytest.mark.parametrize("name", KIN | EXPONENTIALS)
 def test_rates_of_a_chip_that_no_fit_saw_follow_from_data_sheets(name):
     """Matmuls by the watts for each FLOP/s beside a chip of the same process; attention of heads of 128 by
-    two exponentials of a score beside 1,792 FLOPs."""
-    chip, kin = hardware.chip(name), hardware.chip(KIN[name])
+    two exponentials of a score beside 1,792 FLOPs, at the share of these that GB200 reaches."""
+    chip, kin, other = hardware.chip(name), hardware.chip("gb200"), hardware.chip(KIN.get(name, name))
     watts = lambda c: hardware.POWER_W[c.name] / c.flops_per_s
-    law = kin.rates.matmuls * (watts(chip) / watts(kin)) ** hardware.CLOCK_BY_POWER
-    assert chip.rates.matmuls == pytest.approx(min(0.95, law), abs=0.006)
+    law = other.rates.matmuls * (watts(chip) / watts(other)) ** hardware.CLOCK_BY_POWER
+    assert name not in KIN or chip.rates.matmuls == pytest.approx(min(0.95, law), abs=0.006)
     if name in EXPONENTIALS:
         matmuls_s = 1792 / (kin.rates.attention * kin.flops_per_s) - 2 / EXPONENTIALS["gb200"]
         score_s = matmuls_s * kin.flops_per_s / chip.flops_per_s + 2 / EXPONENTIALS[name]
         assert chip.rates.attention == pytest.approx(1792 / score_s / chip.flops_per_s, abs=0.003)
-        assert chip.rates.softmax == pytest.approx(2 / EXPONENTIALS[name] * chip.flops_per_s / 1792, rel=0.1)
+        assert chip.rates.softmax == pytest.approx(2 / EXPONENTIALS[name] * chip.flops_per_s / 1792, rel=0.12)
 
 
 @pytest.mark.parametrize("name", ["l40s", "rtx-4090", "rtx-6000-ada"])
 def test_a_card_reaches_in_training_what_others_do_of_their_largest_matmul(name):
-    """Power and clocks of these cards are not those of a data sheet: 4090's is above it."""
+    """But where that is above its data sheet's peak: no power holds its clock back, so it reaches 0.95."""
     reached = lambda x: hardware.chip(x).rates.matmuls * hardware.chip(x).flops_per_s / LARGEST[x]
-    assert reached(name) == pytest.approx((reached("a100-80") + reached("h100")) / 2, abs=0.008)
+    free = LARGEST[name] > hardware.chip(name).flops_per_s
+    others = 0.95 if free else (reached("a100-80") + reached("h100")) / 2
+    assert reached(name) == pytest.approx(others, abs=0.008)
+    assert hardware.chip(name).rates.eight_bit == (1.9 if free else hardware.Rates.eight_bit)

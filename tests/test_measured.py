@@ -43,14 +43,14 @@ def test_meshes_are_ranked_as_they_were_measured(document, name):
 def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
     """Tables of ten sources, with BLOOM's out-of-memory: adapters, small cards, experts, pipelines, TPUs."""
     summary = unseen["summary"]
-    assert summary["runs"] == 461 and not unseen["left_out"]
-    assert summary["step_mean_abs_error"] <= 0.080 and summary["step_median_abs_error"] <= 0.056
+    assert summary["runs"] == 479 and not unseen["left_out"]
+    assert summary["step_mean_abs_error"] <= 0.070 and summary["step_median_abs_error"] <= 0.052
     assert summary["memory_median_abs_error"] <= 0.034
     wrong = [row for row in unseen["rows"] if row["error"]["fits"]]
     refused = [row for row in unseen["rows"] if not row["measured"]["fits"]]
     assert len(refused) == 6
     assert wrong.pop(0)["id"] == "bloom.02-28.h14336.l82/0", "203B with these axes holds 67 GB"
-    assert len(wrong) <= 1, "a run that fitted, and is predicted to hold a little more than there is"
+    assert len(wrong) <= 2, "runs that fitted, and are predicted to hold a little more than there is"
 
 
 def write(path, *groups):

@@ -140,6 +140,7 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
         reshard=mesh.pp == 1,  # FSDP keeps weights where a pipeline uses them again
         ends_as_layers=known.get("ends_as_layers", False) and mesh.pp > 1,
         document=known.get("document"),
+        neighbours=known.get("neighbours", False),
     )  # fmt: skip
     run = replace(run, recompute=_recompute(known, source, run))
     if known.get("offload", software == "maxtext" and "mesh" in known) and not fits_memory(run):

@@ -17,14 +17,7 @@ from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import Rates, package_table
 from llmpar.predict.muon import muon_flops
-from llmpar.predict.time import (
-    OPTIMIZER_BYTES,
-    Clock,
-    busiest,
-    chunks,
-    optimizer_params,
-    torus_axes,
-)
+from llmpar.predict.time import Clock, busiest, chunks, optimizer_params, torus_axes, update_bytes
 from llmpar.predict.traffic import (
     FLOAT32,
     GRADIENT,
@@ -270,11 +263,11 @@ def _optimizer(clock: Clock, own: float, whole: float) -> list[Summand]:
     """Fill in what the update of a device's own parameters reads and writes, and gradients of its whole tp
     share."""
     rate = f"({clock.device.hbm_bytes_per_s:.6g} B/s × {clock.rates.memory:g})"
-    each = clock.run.software.reduced_bytes
-    state = f"{OPTIMIZER_BYTES} B × {own:,.0f}"
+    each, state_bytes = clock.run.software.reduced_bytes, update_bytes(clock.run.software)
+    state = f"{state_bytes:g} B × {own:,.0f}"
     sums = f"2 × {each:g} B × {whole:,.0f}"
     return [
-        Summand(UPDATE, f"{state} / {rate}", OPTIMIZER_BYTES * own / clock.bytes_per_s),
+        Summand(UPDATE, f"{state} / {rate}", state_bytes * own / clock.bytes_per_s),
         Summand(_UNCUT, f"{sums} / {rate}", 2 * each * whole / clock.bytes_per_s),
     ]
 

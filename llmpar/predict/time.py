@@ -40,12 +40,13 @@ from llmpar.predict.traffic import (
     routed_width,
     step_traffic,
 )
-from llmpar.predict.workload import Matmul, Run, message_width
+from llmpar.predict.workload import Matmul, Run, Software, message_width
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
 """Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""
-OPTIMIZER_BYTES = 30
-"""Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
+GRADIENT_AND_COPY_BYTES = 6
+"""Of Adam per parameter, besides the state that it reads and writes (`Software.state_bytes`): a gradient in
+float32 and a 16-bit copy; where the state has no copy of the weights, both in 16 bits, and the weight."""
 CLIPPED_BYTES = 12
 """Read for the norm of float32 gradients, and read and written to scale them."""
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
@@ -164,9 +165,9 @@ class Clock:
         self.plan: Any = run.plan if exact else None
         # How far apart neighbours are in the groups over which ZeRO cuts.
         self.zero_apart = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
-        # Experts are cut over the same without ep; of others the nearest links fit what was published.
-        near = "sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"
-        self.experts_apart = self.inner[near] if self.ours else self.zero_apart
+        # Experts are cut over the same without ep, whose ranks are nearer; of others over dp.
+        far = "fsdp" if self.ours or run.mesh.fsdp > 1 else "dp"
+        self.experts_apart = self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else far]
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         pieces = run.plan.ffn_chunks if run.plan else 1
         known = _known(_OF_LAYERS(run), self.rates, self.links, self.exact, pieces)
@@ -345,7 +346,9 @@ class Clock:
         if run.software.once_a_rank:
             reached = nodes * (1 - (1 - 1 / nodes) ** experts.top_k)
             inside = self.copies()
-            if experts.num_groups > 1:
+            if run.neighbours:
+                reached = max(1.0, inside / near)
+            elif experts.num_groups > 1:
                 reached = min(reached, experts.top_groups)
         across_s = tokens_bytes * reached * (1 - 1 / nodes) / self.device.dcn_bytes_per_s
         inside_s = tokens_bytes * inside * (1 - 1 / near) / device.reached_link_bytes_per_s
@@ -357,6 +360,8 @@ class Clock:
         experts, ep = self.run.config.experts, self.run.mesh.ep
         assert experts
         ranks = ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
+        if self.run.neighbours:
+            ranks = max(1.0, experts.top_k * ep / experts.num_experts)
         return ranks if self.ours or self.run.software.once_a_rank else experts.top_k
 
     def alike(self, stage: int) -> int:
@@ -675,7 +680,7 @@ def _time(
     terms.add(
         "optimizer",
         (
-            (OPTIMIZER_BYTES + soft.clears * CLIPPED_BYTES) * updated_params
+            (update_bytes(soft) + soft.clears * CLIPPED_BYTES) * updated_params
             + (2 * soft.reduced_bytes + soft.clears * soft.grad_bytes) * whole
         )
         / clock.bytes_per_s,
@@ -685,6 +690,11 @@ def _time(
         rate = clock.device.flops_per_s * clock.rates.matmuls / slower
         terms.add("orthogonalising", muon_flops(run.plan) / rate)
     return Time(terms.seconds, terms.terms)
+
+
+def update_bytes(soft: Software) -> float:
+    """Return what Adam reads and writes per parameter."""
+    return 2 * soft.state_bytes + GRADIENT_AND_COPY_BYTES
 
 
 def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]:

@@ -60,6 +60,8 @@ class Software:
     once_a_rank: bool = False  # a token goes to experts once for each rank that has some of its own
     # the matmul that makes a gradient adds it to those of other microbatches
     sums_in_matmuls: bool = False
+    # both ways, per number that experts give and a bias is added to
+    bias_bytes: float = 0
     clears: bool = False  # gradients have a buffer that a step zeroes, and their norm is clipped
     launch: float = 1.0  # a launch by its host, over one of today's
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
@@ -117,6 +119,7 @@ class Run:
     balanced: bool = True
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
+    neighbours: bool = False  # each token's experts follow one another (`publications.toml`)
     document: int | None = None  # tokens of each, where a sequence is packed of several
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
 
@@ -371,8 +374,9 @@ class Run:
     def elementwise_bytes(self, block: ModelConfig) -> float:
         """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
         rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
-        scores; what an adapter's results are added to, once more; and on GPUs what casts operands of matmuls
-        to fewer bits (`CAST_BYTES`), which needs their maximum first."""
+        scores; what an adapter's results are added to, once more; what adds biases to what experts give; and
+        what casts operands of matmuls to fewer bits (`CAST_BYTES`): on TPUs of experts alone, into whose
+        kernel XLA fuses no cast."""
         c, experts, tp = block, block.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads(c)) * c.head_width / tp
         stream = (14 if self.gpt else self.software.passes) * self.stream_tokens * c.width
@@ -384,9 +388,13 @@ class Run:
             stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
         added = sum(p.rows * p.out for p in self.adapter_matmuls(block).values())
         moved = 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements() + added)
-        if self.bits < 16 and self.chip.link == "switch":
-            shapes = itertools.chain(*self.layer_matmuls(block))
-            moved += CAST_BYTES * sum(p.rows * p.inner * p.times for p in shapes)
+        if self.bits < 16:
+            attention, ffn = self.layer_matmuls(block)
+            on_tpu = [p for p in ffn if p.times > 1]
+            cast = attention + ffn if self.chip.link == "switch" else on_tpu
+            moved += CAST_BYTES * sum(p.rows * p.inner * p.times for p in cast)
+        elif experts and c.described and "experts.down_bias" in dict(c.described.rows):
+            moved += self.software.bias_bytes / 3 * experts.top_k * self.tokens * c.width
         return moved
 
 

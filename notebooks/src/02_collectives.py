@@ -398,7 +398,7 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4]
 #
 # 370 GB/s is the most that the scaling book (Austin et al. 2025) saw on H100s if the switches do not add the numbers themselves; NVIDIA
 # promises 450. α was fitted to published training runs. Our times of whole training steps are off by 10 % on average on the runs that they
-# were fitted to, by 11 % on other runs of dense models, and by 16 % on those of experts. Two machines that differ by less cannot be ranked;
+# were fitted to, as much on other runs of dense models, and by 14 % on those of experts. Two machines that differ by less cannot be ranked;
 # of two plans for one machine the order is better known, because they share most of the error. Starts are also why a chatbot whose
 # model is spread over GPUs, and which writes one token at a time, needs more time than its bytes alone.
 #

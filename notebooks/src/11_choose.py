@@ -319,7 +319,7 @@ assert f"{network_s:.1f} s of {step_s['fsdp=16 tp=4']:.1f} s" == "3.5 s of 22.3 
 assert f"{(network_s + links_s) / step_s['fsdp=16 tp=4']:.0%}" == "18%"
 
 # %% [markdown]
-# The dot is torchtitan's measurement (FSDP, 331 tokens a second and GPU; its docs/performance.md, 2024); the planner was not fitted to it. (± 11 %: *Further*.)
+# The dot is torchtitan's measurement (FSDP, 331 tokens a second and GPU; its docs/performance.md, 2024); the planner was not fitted to it. (± 10 %: *Further*.)
 #
 # `fsdp=16 tp=4` has room for activations, so it saves `fsdp=64`'s *recomputation*, a second forward pass. For that it needs 4 microbatches,
 # and gathers the weights for each.
@@ -453,8 +453,8 @@ sent = verdicts({"the plan": run}, alone)
 # %% [markdown]
 # ### How sure is an estimate?
 #
-# The 11 % under the bars are the average over runs that the constants were not fitted on, the 10 % that over the 589 published runs of the
-# fit. Plans of one machine share most of the error.
+# The 10 % under the bars are the average over runs that the constants were not fitted on, and over the 589 published runs of the
+# fit as well. Plans of one machine share most of the error.
 #
 # ### Another machine, another batch
 #

@@ -58,11 +58,11 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # **Ask:** which would you take: `fsdp=16 tp=4` or another mesh within 10 % of it? The estimate cannot say. Measure both.
 #
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
-# cluster checks memory (`llmpar compile`). (The bars count JAX's default of 75 % of a GPU's memory; `llmpar plan` counts 95 %.) The line below a bar is ± 11 %: what is missed on runs of a source that no constant was fitted
-# to, as this one. On sources that were fitted it is 10 %. Plans of one machine share most of the error, so their order is better known.
+# cluster checks memory (`llmpar compile`). (The bars count JAX's default of 75 % of a GPU's memory; `llmpar plan` counts 95 %.) The line below a bar is ± 10 %: what is missed on runs of a source that no constant was fitted
+# to, as this one. On sources that were fitted it is as much. Plans of one machine share most of the error, so their order is better known.
 #
 # **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 589 published runs, 9.9 % mean and 8.2 % median
-# error; fitted on half of the sources, 11 % on the dense models of the others, each source counted once. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
+# error; fitted on half of the sources, 10 % on the dense models of the others, each source counted once. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
 # FSDP over all, one row on each, full recomputation: 331 tokens a second and GPU, 24.7 s a step.
 
 # %% [markdown] tags=["slide"] minutes=2
@@ -102,7 +102,7 @@ curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=Tr
 # *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* These are good first guesses; here
 # sharded state beats two of them.
 #
-# <footer>Estimates, ± 11 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
+# <footer>Estimates, ± 10 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
 
 # %% tags=["fragment"]
 CASES = {

@@ -155,7 +155,7 @@ bars(found, ("matmuls", "tensor-parallel links", "weights and gradients on links
 #
 # **Misunderstanding:** that 72 GPUs on one switch mean `tp=72`. tp hides up to m/(C/β): nearly 20 for this model on GB200, nearly 11 for 70B.
 #
-# **Source:** the planner's estimates, ± 11 %; the chip is the same in both, only the number of chips below a switch differs.
+# **Source:** the planner's estimates, ± 10 %; the chip is the same in both, only the number of chips below a switch differs.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Does 405B still need a pipeline?
@@ -178,7 +178,7 @@ bars(rows, ("matmuls", "recomputation", "bubble", "weights and gradients on link
 #
 # **Misunderstanding:** that large models need pipelines. Slow networks do.
 #
-# **Source:** the planner's estimates, ± 11 %. For experts it is alike: `ep=64` in place of
+# **Source:** the planner's estimates, ± 10 %. For experts it is alike: `ep=64` in place of
 # `ep=8` takes half as long again in nodes of 8, and no longer in a rack (lesson 15).
 
 # %% [markdown] tags=["slide"] minutes=1
