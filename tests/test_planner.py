@@ -498,6 +498,7 @@ def test_a_tie_is_broken_by_memory_and_then_by_axes():
     little = dataclasses.replace(axes, memory_bytes={k: 0.97 * v for k, v in one.memory_bytes.items()})
     results = [planner.versus(q, one, other) for other in (near, far, smaller, axes, little)]
     assert [row["tie"] for row in results] == [True, False, True, True, True]
+    assert results[0]["tie_band"] == q.time_error, "the ± that the answer shows"
     words = ["it may be a little faster", "it is faster", "it holds less", *["it has fewer axes"] * 2]
     assert [row["because"] for row in results] == words
     assert results[3]["better"] == results[4]["better"] == "fsdp=64", "3 % of memory is no difference"

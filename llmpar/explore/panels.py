@@ -30,7 +30,7 @@ from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import frameworks, service
-from llmpar.planner.planner import ERROR, Candidate, commands, fields_of, memory_verdict, versus
+from llmpar.planner.planner import Candidate, commands, fields_of, memory_verdict, versus
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
@@ -442,7 +442,8 @@ def _mesh_map(seen: View) -> Scene:
     rings = {name: _point(x) for name, x in others(seen).items() if isinstance(x, Candidate)}
     counts = len(around.refused), len(around.meshes), rings.get("pinned")
     points = map(_point, around.points.values())
-    return columns.mesh_map(points, _point(seen.one), rings.get("best"), capacity, *counts, ERROR)
+    band = seen.question.time_error
+    return columns.mesh_map(points, _point(seen.one), rings.get("best"), capacity, *counts, band)
 
 
 def _point(one: Candidate) -> columns.MeshPoint:

@@ -850,14 +850,15 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
 
 def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
     """Compare two plans: signed seconds by term, the largest first, that add up to the difference of their
-    steps. Steps that differ by less than `ERROR` are a tie. What breaks it: memory, where that differs by
-    as much, then the fewer axes, then the estimates as they are."""
+    steps. Steps that differ by less than the error of this kind (`Question.time_error`) are a tie. What
+    breaks it: memory, where that differs by as much, then the fewer axes, then the estimates as they are."""
     names = {*one.time.terms, *other.time.terms}
     more = {x: one.time.terms.get(x, 0.0) - other.time.terms.get(x, 0.0) for x in names}
     lost = one.time.step_s - other.time.step_s
-    tie = abs(lost) <= ERROR * min(one.time.step_s, other.time.step_s)
+    band = q.time_error
+    tie = abs(lost) <= band * min(one.time.step_s, other.time.step_s)
     small, full = sorted(x.total_bytes for x in (one, other))
-    alike = full - small <= ERROR * small
+    alike = full - small <= band * small
     axes = lambda x: sum(n > 1 for n in x.plan.mesh.sizes.values())
     fits = lambda x: memory_verdict(q, x).words != "does not fit"
     ranks = {
@@ -877,12 +878,12 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
         "difference_s": lost,
         "terms": dict(sorted(more.items(), key=lambda item: (-abs(item[1]), item[0]))),
         "tie": tie,
-        "tie_band": ERROR,
+        "tie_band": band,
         "better": str(better.plan.mesh),
         "because": because,
         "says": "neither fits; " * (not fits(better))
         + (
-            f"a tie within {ERROR:.0%}; {better.plan.mesh} {(because or 'it is alike')[3:]}"
+            f"a tie within {band:.0%}; {better.plan.mesh} {(because or 'it is alike')[3:]}"
             if tie
             else f"better is {better.plan.mesh}: {because}"
         ),
