@@ -38,8 +38,8 @@ class LayerOrder:
             the layers of that kind. An empty place has the count of these layers, an
             index that no layer has (`places.layer_orders`).
         is_model_order: whether the two orders are one.
-        in_stages: shapes and shardings of the state in the order of the stages.
-        in_model: the same in the model's order.
+        abstract_state: shapes and shardings of the state in the order of the stages.
+        abstract_in_model_order: the same in the model's order.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class LayerOrder:
         abstract = lambda x, layout: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=sharding(mesh, layout)
         )
-        self.in_stages = jax.tree.map(abstract, in_stages, layouts)
-        self.in_model = jax.tree.map(abstract, in_model, model_layouts)
+        self.abstract_state = jax.tree.map(abstract, in_stages, layouts)
+        self.abstract_in_model_order = jax.tree.map(abstract, in_model, model_layouts)
 
-    def to_stages(self, state: State, donate: bool = False) -> State:
+    def from_model_order(self, state: State, donate: bool = False) -> State:
         """Reorder the layers of a state from the model's order, which checkpoints have, to the order of the
         pipeline's stages. ``donate``: delete each leaf once it is moved, because two states may not fit into
         memory."""
-        return self._reorder(state, self.layer_orders, self.in_stages, donate)
+        return self._reorder(state, self.layer_orders, self.abstract_state, donate)
 
-    def to_model(self, state: State, donate: bool = False) -> State:
-        """Reorder the layers of a state to the model's order, the inverse of `to_stages`."""
+    def to_model_order(self, state: State, donate: bool = False) -> State:
+        """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
         # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
         # larger than any layer's, come last, and are left out.
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
-        return self._reorder(state, orders, self.in_model, donate)
+        return self._reorder(state, orders, self.abstract_in_model_order, donate)
 
     def _reorder(
         self, state: State, orders: Sequence[np.ndarray], like: State, donate: bool
@@ -88,7 +88,8 @@ class LayerOrder:
         if self.is_model_order:
             return state
         # the dim of layers in each leaf: the one that is longer in a model with one more layer
-        dims = layer_dims(self.in_model, self._shapes([count + 1 for count in self._counts]))
+        one_more = self._shapes([count + 1 for count in self._counts])
+        dims = layer_dims(self.abstract_in_model_order, one_more)
 
         def reorder_leaf(path, x, dim: int, like):
             if dim < 0:

@@ -300,13 +300,14 @@ def train(
                     # and one process may compile longer than that.
                     callbacks.barrier()
                 if max(first, start) == number <= last:
-                    run.read_all()
+                    run.read()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
                 run.state, metrics = program(run.state, batch)
                 run.done = number + 1
-                run.add(number, metrics)
+                run.waiting.append((number, metrics))
+                run.read(but=1)
                 if number == last:
-                    run.read_all()
+                    run.read()
                     traced.close()
                     run.restart_clock()
                 # one of several processes that failed has signalled all, as a scheduler does
@@ -409,7 +410,7 @@ class _Run:
         saves = self.checkpoints is not None and (stopped or self.checkpoints.due(self.done, steps))
         if not evaluates and not saves:
             return
-        self.read_all()  # never keep what a bad step has spoiled
+        self.read()  # never keep what a bad step has spoiled
         score = None
         if evaluates:
             score = self.evaluation.score(self.step, self.in_order())
@@ -452,28 +453,21 @@ class _Run:
         """Leave what was done since the last step out of the next step's seconds."""
         self.clock = time.perf_counter()
 
-    def add(self, number: int, metrics: dict) -> None:
-        """Remember a step that was sent, and read the one before it."""
-        self.waiting.append((number, metrics))
-        if len(self.waiting) > 1:
-            self._read()
-
-    def read_all(self) -> None:
-        """Read the steps that were sent and not yet read."""
-        while self.waiting:
-            self._read()
-
     def finish(self) -> None:
         """Read all steps, and end with what kept the log from being written, if anything did."""
-        self.read_all()
+        self.read()
         if self.failed:
             raise self.failed
         if jax.process_count() > 1:  # of the fullest process; in MiB: JAX sends no 64 bits
             peaks = multihost_utils.process_allgather(np.int32(self.report.memory_bytes >> 20))
             self.report.memory_bytes = int(peaks.max()) << 20
 
-    def _read(self) -> None:
-        number, metrics = self.waiting.pop(0)
+    def read(self, but: int = 0) -> None:
+        """Read the steps that were sent and not yet read, ``but`` so many of the last."""
+        while len(self.waiting) > but:
+            self._read(*self.waiting.pop(0))
+
+    def _read(self, number: int, metrics: dict) -> None:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         if not _is_finite(metrics):
             self._refuse(number, loss, norm)

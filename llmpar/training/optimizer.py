@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from llmpar.model.weights import of_weights
+from llmpar.model.weights import weights_tree
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.training.muon import muon
@@ -24,7 +24,7 @@ def make_optimizer(
             [rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup]
         )
     if options.optimizer == "adamw":
-        decays = of_weights(config, lambda weight: not weight.is_vector, learned=True)
+        decays = weights_tree(config, lambda weight: not weight.is_vector, trainable=True)
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)
