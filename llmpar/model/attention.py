@@ -96,13 +96,16 @@ class Ids(NamedTuple):
 
 
 def attend_by_plan(
-    par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
+    par: Solo,
+    mask: Mask,
+    q: Q,
+    k: KV | Latents,
+    v: V | Up,
+    ids: Ids,
+    sinks: Float[Array, "k r"] | None = None,
 ) -> Out:
-    """Attend as the plan asks for, with ``sinks`` if the model has any
-    (`with_sinks`). In a ring `Latents` and `Up` may take the places of k and v. (Ids
-    come one by one because `par.local` takes a flat list.)"""
+    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`)."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
-    ids = Ids(q_positions, q_segments, k_positions, k_segments)
     ring_args: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
         hop=plan.hop,

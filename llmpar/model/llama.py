@@ -316,11 +316,11 @@ def attend_sharded(
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     q_layout = "queries b s k r h"
-    ids_layouts = ["queries b s"] * 2 + ["ids b s"] * 2  # as the fields of `Ids`
-    args, arg_layouts = [q, k, v, *ids], [q_layout, *kv_layouts, *ids_layouts]
+    ids_layouts = Ids("queries b s", "queries b s", "ids b s", "ids b s")  # type: ignore[arg-type]
+    args, arg_layouts = [q, k, v, ids], [q_layout, *kv_layouts, ids_layouts]
     if sinks is not None:
-        arg_layouts.append("queries k r")
         args.append(par.move(sinks, "attention k r -> queries k r"))
+        arg_layouts.append("queries k r")
     attend_by_plan = functools.partial(attention.attend_by_plan, par, mask)
     y = par.local(attend_by_plan, arg_layouts, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")

@@ -148,10 +148,11 @@ class Solo:
         the sum, which `Step` finishes."""
         return x.sum()
 
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return a function that runs ``f`` on each device's own blocks. ``layouts`` are the layouts of the
-        arguments of ``f``; ``result`` is that of its result, or a tree of them. Sums that ``f`` leaves
-        unfinished are so in `Solo` and `Manual`, and in the types of `Explicit`; `Auto` finishes them."""
+    def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
+        """Return a function that runs ``f`` on each device's own blocks. ``layouts`` are those of its
+        arguments, and ``result`` is that of its result; each is a layout, or a tree of them. Sums that ``f``
+        leaves unfinished are so in `Solo` and `Manual`, and in the types of `Explicit`; `Auto` finishes
+        them."""
         return f
 
     @property
@@ -328,7 +329,7 @@ class Manual(Solo):
             return None
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+    def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
         """Return ``f``; on simulated devices with a barrier before it. Without the barrier
         XLA moves what no layer changes out of the loop over layers, and with it the
         collectives that ``f`` runs on it. There JAX 0.10.2 crashes: a rendezvous counts

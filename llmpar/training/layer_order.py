@@ -57,7 +57,13 @@ class LayerOrder:
         self._shapes = functools.partial(state_shapes, config, plan, optimizer)
         in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
         weights = trainable_params(in_model.params, config)
-        check_empty_places(optimizer, weights, config.num_layers, sum(map(len, orders)))
+        num_layers, num_places = config.num_layers, sum(map(len, orders))
+        if num_layers < num_places and _counts_zeros(optimizer, weights):
+            raise ValueError(
+                f"{num_layers} layers leave {num_places - num_layers} of the pipeline's places empty, zeros"
+                " that this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
+                f" {num_places} layers, or AdamW"
+            )
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
         abstract = lambda x, layout: jax.ShapeDtypeStruct(
@@ -87,7 +93,6 @@ class LayerOrder:
         check_alive(state)
         if self.is_model_order:
             return state
-        # the dim of layers in each leaf: the one that is longer in a model with one more layer
         one_more = self._shapes([count + 1 for count in self._counts])
         dims = layer_dims(self.abstract_in_model_order, one_more)
 
@@ -136,18 +141,6 @@ def model_order_layout(leaf: jax.ShapeDtypeStruct, layout: Layout, plan: Resolve
             dims[i] = Dim(dim.name, dim.axes + pp)
             break
     return Layout(tuple(dims))
-
-
-def check_empty_places(
-    optimizer: optax.GradientTransformation, weights: Tree, num_layers: int, num_places: int
-) -> None:
-    """Refuse an optimizer that would count the zeros of empty places."""
-    if num_layers < num_places and _counts_zeros(optimizer, weights):
-        raise ValueError(
-            f"{num_layers} layers leave {num_places - num_layers} of the pipeline's places empty, zeros that"
-            " this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
-            f" {num_places} layers, or AdamW"
-        )
 
 
 def _counts_zeros(optimizer: optax.GradientTransformation, weights: Tree) -> bool:

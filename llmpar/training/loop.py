@@ -21,10 +21,11 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
+from llmpar.files import Allowed, CheckedFields
 from llmpar.model import moe
 from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import platform_of
-from llmpar.plan.model_config import ModelConfig, OptimizerConfig
+from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Size
 from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints, agreed
@@ -124,22 +125,17 @@ def made_of(
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(CheckedFields):
     """Held-out text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
     and after the last step."""
 
     held_out: Batches | None = None
-    eval_every: int = 0
-    eval_batches: int = 1
+    eval_every: Count = 0
+    eval_batches: Size = 1
 
     def check(self) -> None:
         """Refuse an evaluation of nothing."""
         held_out, batches = self.held_out, self.eval_batches
-        if self.eval_every < 0 or batches < 1:
-            raise ValueError(
-                f"evaluation every {self.eval_every} steps of {batches} batches: use 0 (never) or more, and"
-                " 1 or more"
-            )
         if held_out and self.eval_every:
             if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
                 raise ValueError(
@@ -257,8 +253,7 @@ def train(
     plan = fitted(plan, options)
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     evaluation.check()
-    if steps < 1:
-        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
+    Allowed(int, 1).check("steps", steps)
     made = dict[str, Any]()
     if checkpoints or tracker:  # its sums read the whole text
         made = made_of(config, plan.requested, stream, steps, options, seed)

@@ -32,6 +32,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
+from llmpar.files import Allowed
 from llmpar.model.llama import Batch, LossAndTally
 from llmpar.model.weights import (
     Tree,
@@ -57,7 +58,7 @@ from llmpar.training.state import Checked, State, check_mesh, initial_state, pla
 
 # The dims of the routers' tally (`LossAndTally`). The second has e+2 entries.
 _TALLY = (Dim("l"), Dim("e"))
-_MAX_SEED = 2**32 - 1  # JAX drops the upper bits of larger seeds
+_SEED = Allowed(int, 0, 2**32 - 1)  # JAX drops the upper bits of larger ones
 MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explicit": Explicit}
 """The class of ``par``, by `Plan.mode`."""
 
@@ -349,8 +350,7 @@ class Step(LayerOrder):
                 donated: the state takes its memory and the caller's array is deleted, so that no weight
                 exists twice. Other arrays are copied.
         """
-        if not 0 <= seed <= _MAX_SEED:
-            raise ValueError(f"seed is {seed}; use 0 to {_MAX_SEED:,}")
+        _SEED.check("seed", seed)
         like = self.abstract_in_model_order.params
         given = placed_weights(params or {}, like, self.config.name)
 
