@@ -272,7 +272,6 @@ class GatedDelta(Attention):
         if par.cache:
             y = par.cache.resume(ids.q_positions, values, of_mix)
         else:
-            along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
             # n: key heads in q and k, value heads in the rest; tp cuts both. u is a dim of 1, t the taps
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
@@ -281,7 +280,7 @@ class GatedDelta(Attention):
                 *["attention n"] * 2,
                 *["ids b s"] * 2,  # of whole rows: a document may begin on another rank
             ]
-            mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
+            mix = par.local(functools.partial(gated_delta.mix, par.island), layouts, layouts[0])
             y = mix(*values, *of_mix, ids.k_positions, ids.k_segments)
         y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)

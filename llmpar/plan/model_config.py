@@ -51,8 +51,6 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("short_factors", "long_factors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(
@@ -454,12 +452,6 @@ class ModelConfig:
         own = self.described and self.described.cache_width
         return own or self.num_kv_heads * (self.head_width + self.value_width)
 
-    @functools.cached_property
-    def routed_params(self) -> int:
-        """The parameters of the experts of a layer that tokens are sent to."""
-        rows = self.block_weights().values()
-        return sum(math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
-
     @property
     def has_long_rope(self) -> bool:
         """Whether a row's length decides between two tables of rotary frequencies (LongRoPE)."""
@@ -601,7 +593,9 @@ class ModelConfig:
         idle = 0
         for count, block in self.blocks:
             if experts := block.experts:
-                each = block.routed_params // experts.num_experts
+                rows = block.block_weights().values()
+                routed = (math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
+                each = sum(routed) // experts.num_experts
                 idle += count * each * (experts.num_experts - experts.top_k)
         return self.num_params - idle
 

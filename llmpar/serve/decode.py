@@ -174,7 +174,7 @@ class _Cached(Manual):
         own, begins = self.caches[self.kind], positions[:, 0] == 0
         fresh = lambda x: jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x)
         before, state = map(fresh, at(own, self.layer))
-        y, new = gated_delta.resume(before, state, self.is_token, inputs, weights)
+        y, new = gated_delta.resume(self, before, state, self.is_token, inputs, weights)
         own = [cache.at[self.layer].set(x) for cache, x in zip(own, new, strict=True)]
         self.caches = self.caches | {self.kind: own}
         return y
