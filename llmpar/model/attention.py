@@ -114,7 +114,10 @@ def attend_by_plan(
     )
     if kernel in KERNELS_OF_JAX:
         out, lse = by_kernel(
-            *(q, k, v, ids),
+            q,
+            k,
+            v,
+            ids,
             kernel=kernel,
             in_order=plan.same_positions,
             whole=plan.documents == "whole",
@@ -124,7 +127,10 @@ def attend_by_plan(
         out, lse = flash_attention(q, k, v, ids, platform=str(plan.platform), **ring_args)
     else:
         out, lse = ring_attention(
-            *(q, k, v, ids),
+            q,
+            k,
+            v,
+            ids,
             tile=plan.attention_block,
             in_order=plan.same_positions and not axes,
             branch=plan.platform != "gpu",

@@ -42,14 +42,14 @@ from llmpar.parallel.collectives import hop, vary_alike
 from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CHUNK, CHUNKS
 
-POSITIONS = "attention s"
+_POSITIONS = "attention s"
 """The dim that ranks of sp cut."""
 
 
 def from_rank_before(par: Solo, x: Array, arrow: str) -> Array:
     """Return what the rank with the positions before sends; zeros on the first."""
-    arrived = hop(x, par.axes(POSITIONS), par.plan.hop, arrow)
-    return jnp.where(par.index(POSITIONS) == 0, jnp.zeros_like(x), arrived)
+    arrived = hop(x, par.axes(_POSITIONS), par.plan.hop, arrow)
+    return jnp.where(par.index(_POSITIONS) == 0, jnp.zeros_like(x), arrived)
 
 
 def mix(
@@ -75,10 +75,10 @@ def mix(
     within a segment, gives NaN."""
     taps, num, dtype = q_conv.shape[-1], q.shape[1], v.dtype
     padded = jnp.concatenate([jnp.repeat(segments[:, :1] - 1, taps, 1), segments], 1)
-    documents = lax.dynamic_slice_in_dim(padded, par.index(POSITIONS) * num, num + taps, 1)
+    documents = lax.dynamic_slice_in_dim(padded, par.index(_POSITIONS) * num, num + taps, 1)
     x = numbers_of(q, k, v)
     before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
-    if par.axes(POSITIONS):  # in one message
+    if par.axes(_POSITIONS):  # in one message
         before = from_rank_before(par, x[:, num - taps + 1 :], "halo b s -> the next rank")
     x = jnp.concatenate([before, x], 1)
     weights = q_conv, k_conv, v_conv, a_log, dt_bias
@@ -181,7 +181,7 @@ def by_chunks(
     shape = b, *v.shape[4:6], height, width
     state = jnp.zeros(shape, jnp.float32) if entering is None else entering.reshape(shape)
     if par.axes(
-        POSITIONS
+        _POSITIONS
     ):  # further columns, which become the matrix that a state is multiplied by
         eye = jnp.eye(height)
         state = jnp.concatenate([state, jnp.broadcast_to(eye, (*state.shape[:-1], height))], -1)
@@ -194,7 +194,7 @@ def by_chunks(
     state, groups = vary_alike((state, (q, k, v, jnp.cumsum(log_decay, 3), beta, of, of_last)))
     state, out = lax.scan(jax.checkpoint(group), state, groups)
     out = out.reshape(-1, *out.shape[2:])
-    if par.axes(POSITIONS):
+    if par.axes(_POSITIONS):
         out = handed_on(par, state, out, width)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # c b k r i w -> b c i k r w
     out = out.reshape(b, -1, heads * v.shape[5], width)[:, :num]
@@ -265,6 +265,6 @@ def handed_on(par: Solo, state: Any, out: Array, width: int) -> Float[Array, "c 
     ranks are right."""
     own, passes = state[..., :width], state[..., width:]
     entering = jnp.zeros_like(own)
-    for _ in range(par.parts(POSITIONS) - 1):
+    for _ in range(par.parts(_POSITIONS) - 1):
         entering = from_rank_before(par, own + passes @ entering, "state b -> the next rank")
     return out[..., :width] + out[..., width:] @ entering[None]

@@ -272,7 +272,7 @@ def why_not_run(plan: Any) -> str:
             " positions, and a latent has none; use context_parallel='ring' or 'gather'",
         ),
         (
-            plan.hands_on_states and plan.sequence_order != "contiguous",
+            plan.passes_states and plan.sequence_order != "contiguous",
             f"sequence_order='{plan.sequence_order}' does not run with a recurrent state, which a rank of sp"
             " hands on to the rank with the next positions; use sequence_order='contiguous'",
         ),

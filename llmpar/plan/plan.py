@@ -106,7 +106,7 @@ from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask
 
 BATCH_AXES = ("dp", "fsdp", "ep", "near")
-"""The axes that cut the batch. ``ep`` and its inner part count as batch for dense layers."""
+"""The axes that cut the batch. ``ep`` and ``near``, its inner part, are batch axes in dense layers."""
 
 
 @dataclass(frozen=True)
@@ -466,10 +466,10 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """Return the axes that cut some dim of the region, those of slow links first. `Manual` types every
-        value of the region as varying over all of them. A value without a dim that an axis cuts, such as x in
-        ``ffn b s d`` for tp, is equal on that axis's devices, but each uses it with other weights, so its
-        gradients differ. For a physical layout, which has no region, the result is ()."""
+        """Return the axes over which `Manual` types every value of the region as varying, so that gradients
+        are summed over them: all axes that cut some dim of the region, those of slow links first. A value may
+        still be equal along one of them, as x in ``ffn b s d`` along tp: each device uses it with other
+        weights, so its gradients differ. For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -543,8 +543,8 @@ class Resolved(Plan):
         # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,
         # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
         # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
-        outside = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
-        is_matrix = matrix_dims(dims) or outside
+        outside_blocks = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
+        is_matrix = outside_blocks or matrix_dims(dims) is not None
         return WeightLayouts(
             dims=dims,
             stored=stored,
@@ -675,11 +675,11 @@ class Resolved(Plan):
     def rings(self) -> bool:
         """Whether values hop from rank to rank in a layer: keys, recurrent states, or what matmuls read
         (`tp_comm_overlap`)."""
-        return any((self.tp_comm_overlap, self.hands_on_states, self.place("keys s").axes))
+        return any((self.tp_comm_overlap, self.passes_states, self.place("keys s").axes))
 
     @property
-    def hands_on_states(self) -> bool:
-        """Whether ranks of sp hand on the recurrent states of some layers."""
+    def passes_states(self) -> bool:
+        """Whether ranks of sp pass the recurrent states of some layers on."""
         return self.mesh.sp > 1 and self.model is not None and self.model.has_states
 
     # ------------------------------------------------------------------------------------- how it is decided
