@@ -45,7 +45,7 @@ from llmpar.kernels import grouped
 from llmpar.model import attention, gated_delta, moe
 from llmpar.model.attention import Ids
 from llmpar.model.lora import adapt, used_weights
-from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
+from llmpar.model.rope import Rope, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import Solo
@@ -589,12 +589,13 @@ class Llama(nnx.Module):
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
-            # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
             is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
             # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
             row_positions = None if par.cache else k_ids[0]
-            rope = rope_table(config, batch["positions"], row_positions)
-            rope = nan_in_broken_rows(rope, is_valid_b)
+            cos, sin = rope_table(config, batch["positions"], row_positions)
+            # a compiled step cannot raise: a row whose ids are not as attention needs them, which only a
+            # batch made by hand has, gets NaN angles, and so the loss is NaN
+            rope = jnp.where(is_valid_b[:, None, None, None], cos, jnp.nan), sin
             ids = Ids(*q_ids, *k_ids)
             return lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
 

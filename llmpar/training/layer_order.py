@@ -93,8 +93,12 @@ class LayerOrder:
         check_alive(state)
         if self.is_model_order:
             return state
+        # the dim of each leaf that counts layers: the one that a layer more makes longer; -1: none does
         one_more = self._shapes([count + 1 for count in self._counts])
-        dims = layer_dims(self.abstract_in_model_order, one_more)
+        longer = lambda leaf, more: next(
+            (i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1
+        )
+        dims = jax.tree.map(longer, self.abstract_in_model_order, one_more)
 
         def reorder_leaf(path, x, dim: int, like):
             if dim < 0:
@@ -122,14 +126,6 @@ def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) 
 def take_in_order(x: Array, order: Any, dim: int) -> Array:
     """Take layers; zeros for numbers that no layer has."""
     return jnp.take(x, order, dim, mode="fill", fill_value=0)
-
-
-def layer_dims(state: Tree, one_more: Tree) -> Tree:
-    """Return the dim of each leaf that counts layers: the one that a layer more makes longer; -1 for none."""
-    longer = lambda leaf, more: next(
-        (i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1
-    )
-    return jax.tree.map(longer, state, one_more)
 
 
 def model_order_layout(leaf: jax.ShapeDtypeStruct, layout: Layout, plan: Resolved) -> Layout:

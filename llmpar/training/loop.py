@@ -143,11 +143,6 @@ class Evaluation(CheckedFields):
                     " smaller --held-out"
                 )
 
-    def is_due(self, done: int, steps: int) -> bool:
-        """Tell whether to evaluate after ``done`` of all steps."""
-        every = self.eval_every if self.held_out else 0
-        return every > 0 and (done % every == 0 or done == steps)
-
     def score(self, step: Step | LocalSteps, state: State) -> dict[str, Any]:
         """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and
         what it is ``of``: losses of the same alone can be compared."""
@@ -304,7 +299,7 @@ def train(
                 if number == last:
                     run.read()
                     traced.close()
-                    run.restart_clock()
+                    run.clock = time.perf_counter()
                 # one of several processes that failed has signalled all, as a scheduler does
                 stopped = bool(run.failed and jax.process_count() == 1) or callbacks.stop()
                 run.evaluate_and_save(steps, stopped)
@@ -372,6 +367,7 @@ class _Run:
     Attributes:
         done: the number of steps that were sent.
         waiting: the steps that were sent and not yet read, each with its metrics.
+        clock: the time from which the next step's seconds count.
         failed: why the log can no longer be written: training is to save, and to end with that.
     """
 
@@ -390,7 +386,7 @@ class _Run:
     def __post_init__(self):
         self.done = self._saved = self.report.start = int(self.state.step)
         self._in_order = False
-        self.restart_clock()
+        self.clock = time.perf_counter()
 
     def in_order(self) -> State:
         """Return the state with its layers in the model's order, from now on."""
@@ -401,8 +397,12 @@ class _Run:
 
     def evaluate_and_save(self, steps: int, stopped: bool) -> None:
         """Do what is due after this step; then the state has its layers in the stages' order again."""
-        evaluates = self.evaluation.is_due(self.done, steps)
-        saves = self.checkpoints is not None and (stopped or self.checkpoints.due(self.done, steps))
+
+        def is_due(every: int) -> bool:
+            return every > 0 and (self.done % every == 0 or self.done == steps)
+
+        evaluates = self.evaluation.held_out is not None and is_due(self.evaluation.eval_every)
+        saves = self.checkpoints is not None and (stopped or is_due(self.checkpoints.every))
         if not evaluates and not saves:
             return
         self.read()  # never keep what a bad step has spoiled
@@ -419,7 +419,7 @@ class _Run:
             self.save(score)
         self.state = self.step.from_model_order(self.in_order(), donate=True)
         self._in_order = False
-        self.restart_clock()
+        self.clock = time.perf_counter()
 
     def save(self, score: dict[str, Any] | None = None) -> None:
         """Save it, once: what could not be saved is not tried again on the way out."""
@@ -443,10 +443,6 @@ class _Run:
             raise
 
     # ------------------------------------------------------------------------------------- what was measured
-
-    def restart_clock(self) -> None:
-        """Leave what was done since the last step out of the next step's seconds."""
-        self.clock = time.perf_counter()
 
     def finish(self) -> None:
         """Read all steps, and end with what kept the log from being written, if anything did."""
