@@ -144,7 +144,6 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     table = {name: np.array(getattr(kept, name)) for name in names}
     enters = table["read"] < 0
     leaves = (table["send"] == 0) & (table["keep"] < 0)
-    table |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
     kinds, positions = config.layer_kinds, np.array(places.positions(schedule))
     on_route = positions[np.arange(schedule.num_stages), chunk]
     filled = np.array([loop.filled for loop in places.chunk_loops(kinds, schedule.cells)])
@@ -154,8 +153,15 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     own = [place for place in places.chunk_places(kinds, schedule.cells) if has_experts[place.kind]]
     layers = np.array([[rank.get(x, len(rank)) for x in place.layers] for place in own])
     layers = layers.reshape(-1, schedule.cells)
-    table |= {"filled": filled.T[on_route], "layers": layers.T[on_route]}
-    return table | {"kind": kind, "microbatch": microbatch, "chunk": chunk}
+    return table | {
+        "kind": kind,
+        "microbatch": microbatch,
+        "chunk": chunk,
+        "first": np.where(kind, leaves, enters),
+        "last": np.where(kind, enters, leaves),
+        "filled": filled.T[on_route],
+        "layers": layers.T[on_route],
+    }
 
 
 @dataclass(frozen=True)

@@ -615,8 +615,12 @@ def kind_of(path: str) -> int:
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
-    parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "lora": LoraConfig}
-    parts |= {"variant": Variant}
+    parts = {
+        "rope_scaling": RopeScaling,
+        "experts": ExpertConfig,
+        "lora": LoraConfig,
+        "variant": Variant,
+    }
     made = {
         name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None
     }

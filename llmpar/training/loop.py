@@ -112,16 +112,18 @@ def made_of(
             plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1)
         )
         run["sequence_order"] = plan.sequence_order
-    run["data"] = {"name": corpus.source, "fingerprint": corpus.fingerprint}
-    run |= {
+    return run | {
+        "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
         "tokenizer": corpus.tokenizer.identity,
         "seed": seed,
         "data_seed": config.seed,
         "steps": steps,
+        "held_out": config.held_out,
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "workers": plan.mesh.dp if options.local_steps else 1,
+        **dataclasses.asdict(options),
     }
-    run |= {name: getattr(config, name) for name in ("held_out", "batch_size", "seq_len")}
-    run["workers"] = plan.mesh.dp if options.local_steps else 1
-    return run | dataclasses.asdict(options)
 
 
 @dataclass(frozen=True)
@@ -186,9 +188,12 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("stream", "held_out"):
         if stream := settings[name]:
             corpus = stream.corpus
-            text = {"text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)"}
-            text["tokenizer"] = corpus.tokenizer.identity["fingerprint"]
-            settings[name] = text | {"part": stream.part, "config": stream.config}
+            settings[name] = {
+                "text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)",
+                "tokenizer": corpus.tokenizer.identity["fingerprint"],
+                "part": stream.part,
+                "config": stream.config,
+            }
     if keep := settings["checkpoints"]:
         # Orbax waits for processes that see none
         seen = {"every": keep.every, "exists": keep.folder.is_dir()}
@@ -469,8 +474,14 @@ class _Run:
         report.grad_norms.append(norm)
         report.memory_bytes = _memory(self.step.mesh)
         seconds, ideal = report.seconds[-1], report.ideal_step_s
-        row = {"step": number, "loss": loss, "grad_norm": norm, "targets": int(metrics["tokens"])}
-        row |= {"seconds": seconds, "tokens_per_s": report.tokens_per_step / seconds}
+        row = {
+            "step": number,
+            "loss": loss,
+            "grad_norm": norm,
+            "targets": int(metrics["tokens"]),
+            "seconds": seconds,
+            "tokens_per_s": report.tokens_per_step / seconds,
+        }
         row |= {"mfu": ideal / seconds} if ideal else {}
         if number == report.start > 0:
             row["resumed"] = report.start
