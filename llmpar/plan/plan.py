@@ -350,9 +350,9 @@ class Plan:
             given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, requested=self, model=config, devices=devices)
         # a field that was reset has its default, so it is not found again; another one may be unused now
-        while config and (found := checks.unused(plan)):
-            defaults = {name: getattr(Plan, name) for name in found}
-            plan = dataclasses.replace(plan, **defaults, unused=plan.unused | found)
+        while config and (no_effect := checks.unused(plan)):
+            defaults = {name: getattr(Plan, name) for name in no_effect}
+            plan = dataclasses.replace(plan, **defaults, unused=plan.unused | no_effect)
         plan.check(batch_size, seq_len)
         return plan._decided() if devices else plan
 
