@@ -21,7 +21,7 @@ BUDGETS = {
     "kernels": 531,
     "model": 1_167,
     "pipeline": 318,
-    "training": 2_522,
+    "training": 2_520,
     "predict": 2_755,
     "planner": 2_008,
     "draw": 2_797,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_385,
-    "statements": 28_080,
+    "statements of the compact package": 6_383,
+    "statements": 28_078,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

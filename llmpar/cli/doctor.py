@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from llmpar.cli import jax_settings
 from llmpar.cli.options import Output, give, installed, speaks
 from llmpar.launch.agreed import PACKAGES
-from llmpar.plan.mesh_shape import AXES, parse_mesh
+from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
 OPTIONAL = {
@@ -171,7 +171,7 @@ def examine() -> dict:
     crossed = {}
     for mesh in default_meshes(len(devices), num_domains):
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
-            grid = device_grid(parse_mesh(mesh, len(devices)), devices)
+            grid = device_grid(mesh, devices)
             crossed[mesh] = axis_links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [
         f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()

@@ -22,8 +22,7 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None, alone: bool =
     A process that would have none of its devices is refused, if the mesh is ``alone`` in the job."""
     _jax.install_channels()
     devices = ordered_devices() if devices is None else devices
-    shape = parse_mesh(shape, len(devices))
-    grid = device_grid(shape, devices)
+    grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
     idle = {d.process_index for d in devices} - {d.process_index for d in grid.flat}
     if alone and idle and jax.process_count() > 1:
         numbers, size = ", ".join(map(str, sorted(idle))), len({d.process_index for d in devices})

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from llmpar.plan.mesh_shape import MeshShape, divisors
+from llmpar.plan.mesh_shape import MeshShape, divisors, parse_mesh
 
 _DESCRIBED = "compile_only_runtime"  # the runtime of devices of `jax.experimental.topologies`
 
 
-def device_grid(shape: MeshShape, devices: list) -> np.ndarray:
+def device_grid(shape: str | MeshShape, devices: list) -> np.ndarray:
     """Arrange devices in a grid of all six axes along their links, domain by domain (`link_domain`).
 
     A mesh smaller than their number takes neighbours among them: GPUs of few hosts, a box of TPUs. ``!`` in
     front of the shape takes the first devices in plain order instead."""
+    shape = parse_mesh(shape, len(devices))
     sizes = tuple(shape.sizes.values())
     plain = shape.reshape or len(devices) == 1
     grid = np.array(devices[: shape.size]).reshape(sizes) if plain else _along_links(sizes, devices)
