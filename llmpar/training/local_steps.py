@@ -235,8 +235,12 @@ class LocalSteps:
 
     def init(self, seed: int = 0, params: Tree = None) -> LocalState:
         """Make a state in which all workers have the same weights (`Step.init`)."""
-        workers = [step.init(seed, params) for step in self.steps]
-        return LocalState(tuple(workers), self.whole.init(seed, params), 0)
+        outer = self.whole.init(seed, params)
+        weights = self.whole.to_model_order(outer).params
+        workers = (
+            step.init(seed, self._own_weights(i, weights)) for i, step in enumerate(self.steps)
+        )
+        return LocalState(tuple(workers), outer, 0)
 
     def to_model_order(self, state: LocalState, donate: bool = False) -> State:
         """Return what is saved, with the layers in the model's order (``abstract_in_model_order``): a state
