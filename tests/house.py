@@ -19,9 +19,9 @@ BUDGETS = {
     "plan": 2_765,
     "parallel": 1_052,
     "kernels": 531,
-    "model": 1_167,
+    "model": 1_168,
     "pipeline": 318,
-    "training": 2_520,
+    "training": 2_522,
     "predict": 2_755,
     "planner": 2_008,
     "draw": 2_797,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_383,
-    "statements": 28_078,
+    "statements of the compact package": 6_386,
+    "statements": 28_081,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -708,7 +708,8 @@ def by_kernel(
     0.12).
     """
     if whole and in_order:
-        options: dict[str, Any] = dict(local_window_size=mask.window and (mask.window - 1, 0))
+        window = (mask.window - 1, 0) if mask.window else None
+        options: dict[str, Any] = dict(local_window_size=window)
     else:
         q_ids, (k_ids,) = ids_of(ids, mask, None, k.shape[1])
         options = dict(mask=sees(mask, q_ids, k_ids)[:, None])

@@ -7,10 +7,10 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight ready for a matmul; `used_weights` yields several, each with its LoRA adapters if it has
-              any. ``par.move_matmul`` is a move and the matmuls after it, and ``par.matmul_move`` a matmul
-              and the move after it; they are one call so that a ring may send one block while it multiplies
-              another
+              weight ready for a matmul; `used_weights` yields several, each an array, or an object that
+              multiplies itself: with LoRA adapters, or in float8. ``par.move_matmul`` is a move and the
+              matmuls after it, and ``par.matmul_move`` a matmul and the move after it; they are one call so
+              that a ring may send one block while it multiplies another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
@@ -55,7 +55,7 @@ from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
-"""A pytree of arrays, or of one description for each: nested dicts like the model's."""
+"""A nested dict like the model's, of its arrays or of something for each of them (a layout, a shape)."""
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
@@ -112,10 +112,10 @@ class Norm(nnx.Module):
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            term = lambda par, x: (x * x).sum((-2, -1)) / self.size
+            term = lambda _, x: (x * x).sum((-2, -1)) / self.size
             finish = f"attention b s +{heads} -> attention b s"
-            square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
-            x32 = x32 * jax.lax.rsqrt(square_bs[..., None, None] + self.eps)
+            mean_square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
+            x32 = x32 * jax.lax.rsqrt(mean_square_bs[..., None, None] + self.eps)
         else:
             x32 = unit(x32, self.eps)
         offset = self.variant.norm_offset
@@ -505,7 +505,8 @@ class Llama(nnx.Module):
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
-            # a custom gradient must have the type of its argument, so both vary over the same axes
+            # A custom gradient must have the type of its argument, so both vary over the axes of either. The
+            # gradient of the head is summed over those that are new.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -525,7 +526,9 @@ class Llama(nnx.Module):
         once more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
-        loops = [(loop, par.layers) for loop in self.config.loops]
+        loops = [
+            (loop, par.layers) for loop in self.config.loops
+        ]  # a stage runs its own (`run_chunk`)
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
         return self.before_head(x, par), head, aux
 

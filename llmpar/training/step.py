@@ -147,6 +147,7 @@ class Step(LayerOrder):
         # for the types of `Explicit`, and for kernels, which ask for their device;
         # once more, because this function is also called alone
         with use_abstract_mesh(self.mesh.abstract_mesh):
+            # one layout stands for all arrays of the batch, and for all metrics (a prefix of the tree)
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
             return self.par.over_devices(self._gradients, layouts, results)(params, batch)
 
@@ -245,6 +246,7 @@ class Step(LayerOrder):
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
+        # the loss is each device's term of a sum over the axes of the region data
         loss, tally = self.par.zeros((), Layout((), self.plan.varying("data"))), None
         if self.config.experts:
             # one entry for each layer with experts
