@@ -154,13 +154,13 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     layers = np.array([[rank.get(x, len(rank)) for x in place.layers] for place in own])
     layers = layers.reshape(-1, schedule.cells)
     return table | {
-        "kind": kind,
-        "microbatch": microbatch,
-        "chunk": chunk,
         "first": np.where(kind, leaves, enters),
         "last": np.where(kind, enters, leaves),
         "filled": filled.T[on_route],
         "layers": layers.T[on_route],
+        "kind": kind,
+        "microbatch": microbatch,
+        "chunk": chunk,
     }
 
 
