@@ -16,12 +16,12 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_792,
-    "parallel": 1_053,
-    "kernels": 533,
-    "model": 1_174,
-    "pipeline": 320,
-    "training": 2_555,
+    "plan": 2_765,
+    "parallel": 1_055,
+    "kernels": 531,
+    "model": 1_168,
+    "pipeline": 318,
+    "training": 2_522,
     "predict": 2_755,
     "planner": 2_009,
     "draw": 2_797,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_457,
-    "statements": 28_154,
+    "statements of the compact package": 6_389,
+    "statements": 28_086,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

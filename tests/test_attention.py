@@ -153,7 +153,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
     draw = lambda *heads: rng.standard_normal((len(at), 8, *heads, 8)).astype(np.float32)
     q, k, v = draw(2, 2), draw(2), draw(2)
     attend = partial(attention.attend_by_plan, par, mask)
-    run = lambda at, of, *qkv: (attention.ids_are_valid(par, mask, at, of), attend(*qkv, at, of, at, of))
+    run = lambda at, of, *qkv: (attention.ids_are_valid(par, mask, at, of), attend(*qkv, ids_of(at, of)))
     kept, out = map(np.asarray, jax.jit(run)(at, of, q, k, v))
     error = np.abs(out - oracle((q, k, v), ids_of(at, of), mask)[0]).max((1, 2, 3, 4))
     trusted = TRUSTED_WHOLE - ({"with gaps"} if window else set()) if whole else TRUSTED

@@ -66,11 +66,11 @@ def test_a_layer_says_what_travels_and_what_is_kept():
     flash = layers("XiaomiMiMo--MiMo-V2-Flash")[:2]
     assert [(kind.num_kv_heads, kind.described.value_width) for kind in flash] == [(4, 128), (8, 128)]
     delta, *_, full = layers("Qwen--Qwen3.5-27B")[:4]
-    assert (delta.described.mixer, delta.described.state_size) == ("recurrent", 48 * 128 * 128)
-    assert (full.described.mixer, full.num_kv_heads, full.head_width) == ("attention", 4, 256)
+    assert (delta.mixer, delta.state_size) == ("recurrent", 48 * 128 * 128)
+    assert (full.mixer, full.num_kv_heads, full.head_width) == ("attention", 4, 256)
     hybrid = layers("nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8")[:8]
-    assert [kind.described.mixer[0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
-    assert hybrid[0].described.state_size == 128 * 64 * 128 and hybrid[1].ffn_width == 2688
+    assert [kind.mixer[0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
+    assert hybrid[0].state_size == 128 * 64 * 128 and hybrid[1].ffn_width == 2688
     widths = [kind.described.cache_width for kind in layers("deepseek-ai--DeepSeek-V4-Flash")]
     assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
 

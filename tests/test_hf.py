@@ -18,7 +18,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from parity import full_rows, logits_of
 
-from llmpar.model.weights import of_weights
+from llmpar.model.weights import weights_tree
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan.model_config import ExpertConfig, RopeScaling
 from llmpar.plan.plan import Plan
@@ -288,7 +288,7 @@ def test_each_device_reads_its_own_shard_once():
     whole = random_params(config)
     tensors = {name: Spy(x) for name, x in state_dict(whole, config).items()}
     mesh = make_mesh(plan.mesh)
-    shardings = of_weights(config, lambda w: sharding(mesh, plan.resolve().stored(w.dims)))
+    shardings = weights_tree(config, lambda w: sharding(mesh, plan.resolve().stored(w.dims)))
     params = hf.from_state_dict(tensors, config, shardings)
     assert same(params, whole)
     assert jax.tree.map(lambda x: x.sharding, params) == shardings
@@ -311,7 +311,7 @@ def test_no_more_than_one_tensor_of_a_file_is_in_host_memory(tmp_path, monkeypat
         return block
 
     monkeypatch.setattr(hf._Weight, "read", watched)
-    shardings = of_weights(config, lambda w: sharding(mesh, plan.resolve().stored(w.dims)))
+    shardings = weights_tree(config, lambda w: sharding(mesh, plan.resolve().stored(w.dims)))
     found = hf.load(tmp_path, config, shardings)
     assert same(found, params) and jax.tree.map(lambda x: x.sharding, found) == shardings
     assert len(most) >= len(state_dict(params, config)) and max(most) <= 0

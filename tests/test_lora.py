@@ -19,7 +19,7 @@ from test_planner import question
 from llmpar import Plan, make_mesh
 from llmpar.cli.commands import parse
 from llmpar.cli.export import Export
-from llmpar.model.weights import joined, of_weights, trainable_params
+from llmpar.model.weights import joined, trainable_params, weights_tree
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, matrix_dims
 from llmpar.plan.presets import from_hugging_face, preset
@@ -87,10 +87,10 @@ def test_adapters_start_without_effect_and_the_base_never_moves():
         losses.append(float(metrics["loss"]))
     alone, tokens, *_ = base.evaluate(put(weights(LLAMA), base.shardings.params), data)
     assert alone / tokens == pytest.approx(losses[0], rel=1e-3) and losses[0] > losses[1]
-    kinds = of_weights(config, lambda w: "bfloat16" if w.frozen else "float32")
+    kinds = weights_tree(config, lambda w: "bfloat16" if w.frozen else "float32")
     assert jax.tree.map(lambda w: str(w.dtype), state.params) == kinds
     same = jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b)), begin, state.params)
-    assert same == of_weights(config, lambda w: w.frozen)
+    assert same == weights_tree(config, lambda w: w.frozen)
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
     assert len(moments) == 2 * len(jax.tree.leaves(trainable_params(begin, config)))
 
@@ -102,7 +102,7 @@ def test_merged_or_beside_their_weights_adapters_give_the_same_logits():
     plan = Plan("fsdp=2 sp=2 tp=2")
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
     one = merged(jax.device_put(params, step.shardings.params), config)
-    assert jax.tree.structure(one) == jax.tree.structure(of_weights(base))
+    assert jax.tree.structure(one) == jax.tree.structure(weights_tree(base))
     assert one["blocks"]["attention"]["q"].sharding == step.shardings.params["blocks"]["attention"]["q"]
     want, got = logits_of(config)(params, some_batch()), logits_of(base)(one, some_batch())
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)

@@ -14,7 +14,7 @@ from shared import CASES
 
 from llmpar import Plan, Step
 from llmpar.inspect.census import compiled_memory, executed_flops
-from llmpar.model.weights import of_weights
+from llmpar.model.weights import weights_tree
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import matrix_dims
 from llmpar.predict import memory
@@ -37,7 +37,7 @@ def numbers(dims: str):
 def test_on_one_device_it_is_muon_of_optax_in_updates_and_state():
     """Two updates, with weight decay, of all weights of a model with experts; 1e-5 of the largest update."""
     config = ROUTED
-    dims, params = of_weights(config, lambda w: w.dims, learned=True), weights(config)
+    dims, params = weights_tree(config, lambda w: w.dims, trainable=True), weights(config)
     given = dict(weight_decay=0.1, muon_weight_dimension_numbers=jax.tree.map(numbers, dims))
     rate = optax.linear_schedule(0.0, 1e-2, 1)
     rules = muon(rate, config, 0.1), optax.contrib.muon(rate, **given)

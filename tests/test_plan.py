@@ -154,7 +154,7 @@ def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(me
         same = plan != base and counted(plan, config) == before
         if field not in UNSEEN and (field, value) != ("zero", 0):  # 0 asks that nothing be cut
             assert named == same, (field, value, decided.notes)
-        before_devices = *plain.notes, *plain.unused_of([field])
+        before_devices = *plain.notes, *plain.notes_on_defaults([field])
         assert any(line.startswith(f"{field}=") for line in before_devices) >= named, field
 
 

@@ -27,7 +27,7 @@ from steps import train
 from llmpar import Plan, make_mesh
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
-from llmpar.model.weights import of_weights
+from llmpar.model.weights import weights_tree
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
@@ -605,7 +605,7 @@ def test_the_rate_may_fall_along_a_line_or_stay(decay):
 
 def test_weight_decay_is_for_matrices():
     """With zero gradients AdamW's update is its decay."""
-    params = of_weights(SMALL, lambda _: np.ones(1, np.float32))
+    params = weights_tree(SMALL, lambda _: np.ones(1, np.float32))
     options = OptimizerConfig(learning_rate=1.0, warmup=0, weight_decay=0.5)
     optimizer = make_optimizer(options, 5, SMALL)
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)

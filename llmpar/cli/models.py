@@ -38,7 +38,7 @@ def document(config: ModelConfig) -> dict[str, Any]:
     """Return a model's fields and counts as JSON has them; of a planned one what was read, kind by kind of
     its layers."""
     fields = asdict(config)
-    for name in ("kinds", "lead", "period", "described"):
+    for name in "kinds lead period described mixer state_size runs why_planned num_further".split():
         del fields[name]
     if config.described:
         sizes = "name vocab_size width num_layers tied context_length experts".split()

@@ -236,7 +236,7 @@ class StepOptions(Adapters):
         resolved = plan.resolve(config, devices, batch_size, self.seq_len)
         idle = f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
         few = plan.mesh.size < num_devices
-        inform(idle if few else None, *resolved.notes, *resolved.unused_of(self.given))
+        inform(idle if few else None, *resolved.notes, *resolved.notes_on_defaults(self.given))
         return resolved
 
 

@@ -141,7 +141,7 @@ def _mover(step: Any, serving: Any, sampler: Any) -> Any:
     """Return what carries all weights from the mesh of a step to the sampler's."""
     import jax
 
-    from llmpar.model.weights import of_weights
+    from llmpar.model.weights import weights_tree
     from llmpar.parallel.mesh import platform_of, split_axes
     from llmpar.plan.serving import serving_plan
     from llmpar.plan.two_meshes import two_meshes
@@ -149,7 +149,7 @@ def _mover(step: Any, serving: Any, sampler: Any) -> Any:
 
     config, devices = step.config, platform_of(sampler)
     served = serving_plan(serving, config, PROMPTS * GROUP, 2 * DIGITS, devices)
-    wanted = of_weights(config, lambda weight: served.stored(weight.dims))
+    wanted = weights_tree(config, lambda weight: served.stored(weight.dims))
     arrows = jax.tree.map(lambda a, b: f"{a} @train -> {b} @serve", step.stored, wanted)
     shapes = [weight.shape for weight in jax.tree.leaves(step.abstract_state.params)]
     meshes = {"train": step.mesh, "serve": split_axes(sampler, served.mesh)}

@@ -122,7 +122,7 @@ class ModelOptions:
     ):
         """Return the engine with its weights; refuse what does not fit before they are read."""
 
-        from llmpar.model.weights import of_weights
+        from llmpar.model.weights import weights_tree
         from llmpar.parallel.mesh import make_mesh, sharding, split_axes
         from llmpar.serve.engine import Engine
 
@@ -132,7 +132,7 @@ class ModelOptions:
         inform(*notes)
         mesh = make_mesh(plan.mesh)
         place = lambda w: sharding(split_axes(mesh, serving.mesh), serving.stored(w.dims))
-        params = load(of_weights(config, place), self.dtype)
+        params = load(weights_tree(config, place), self.dtype)
         inform("compiling …")
         return Engine(config, plan, mesh, params, slots, length)
 

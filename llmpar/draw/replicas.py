@@ -177,9 +177,8 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     and a backward take as long as ``takes`` says, in any unit."""
     message, link, done, lines, low, tall = takes[0], 0.0, [0.0, 0.0], [], 36 / devices, 36
     uses = [(n, takes[1]) for n in range(layers)] + [(n, takes[2]) for n in reversed(range(layers))]
-    lives: list[
-        tuple[int, float, float, float]
-    ] = []  # a layer, and its weights: on their way, there, in use
+    # a layer, and its weights: on their way, there, in use
+    lives: list[tuple[int, float, float, float]] = []
     sums: dict[int, float] = {}  # when a layer's gradient goes
     # the last two turns are for what is left over
     for k, (layer, lasts) in enumerate([*uses, *uses[:2]]):

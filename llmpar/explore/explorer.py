@@ -59,9 +59,8 @@ class Explorer:
     controls: list[dict[str, Any]] = []
     areas: list[list[str]] = [["picture", "", "middle"]]
     limits: answers.Limits = {}
-    given: Any = (
-        None  # what `by_kind` makes it of: what was read from an array, the one control; plain data
-    )
+    # what `by_kind` makes it of: what was read from an array, the one control; plain data
+    given: Any = None
 
     def __init__(self, **state):
         self.state = _State(self.start)

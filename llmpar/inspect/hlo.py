@@ -40,9 +40,8 @@ class Instruction(NamedTuple):
 
     type: str
     opcode: str
-    inside: (
-        str  # in parentheses: operands, or the value of a constant, or the number of a parameter
-    )
+    # in parentheses: operands, or the value of a constant, or the number of a parameter
+    inside: str
     attrs: str
 
     @property

@@ -16,8 +16,6 @@ Dims: b batch, s query positions, t key positions, k KV heads, r query heads per
 are ``[b, 2, s]``: positions, then segments.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,9 +37,8 @@ _LEAST = float(np.finfo(np.float32).min) / 2
 # of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
 _L2_BYTES = 2**25
 ENOUGH = 512  # programs: some for each of a GPU's 132 multiprocessors (H100), so that none waits for the last
-_NO_SEGMENT = np.iinfo(
-    np.int32
-).min  # of padded queries; of padded keys one more: they see each other never
+# of padded queries; of padded keys one more: they see each other never
+_NO_SEGMENT = np.iinfo(np.int32).min
 
 Q = Float[Array, "b s k r h"]
 KV = Float[Array, "b t k h"]

@@ -7,8 +7,6 @@ present one is multiplied; tiles behind a span's end are neither fetched nor com
 memory, 16 bytes a tile. Compiled without a TPU, and interpreted; timed on none.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

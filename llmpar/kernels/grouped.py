@@ -21,8 +21,6 @@ expert's width. (Slots: Lepikhin et al. 2020, GShard, which drops the rows beyon
 expert: Gale et al. 2022, MegaBlocks.)
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -40,9 +38,8 @@ from llmpar.plan.model_config import LLAMA, ExpertConfig, Variant
 Weights = tuple[Array, ...]
 """Gate and up, ``l d m`` each, and down, ``l m d``; then their biases, if any: ``l m``, ``l m``, ``l d``."""
 
-OVERFLOW = (
-    "overflow"  # the scope of the loops over all parts but the first: a census counts no iteration
-)
+# the scope of the loops over all parts but the first: a census counts no iteration
+OVERFLOW = "overflow"
 FEW = 2048  # rows beyond the first part, multiplied together: fewer leave most of a large GPU idle
 
 
@@ -99,7 +96,7 @@ def arrange(
     return BlockSizes(first + num_more * more, block, own, first, more, split, eight_bits)
 
 
-def count(key: Int[Array, ...], num_keys: int) -> Int[Array, " i"]:
+def count(key: Int[Array, "..."], num_keys: int) -> Int[Array, " i"]:
     """Count the items of each key."""
     return (key.reshape(-1, 1) == jnp.arange(num_keys)[None]).sum(0, dtype=jnp.int32)
 
@@ -117,7 +114,7 @@ def item_in(slot_p: Int[Array, " p"], num_slots: int) -> Int[Array, " q"]:
     return none_q.at[slot_p].set(jnp.arange(len(slot_p)), mode="drop")
 
 
-def take_rows(z: Array, index: Int[Array, ...]) -> Array:
+def take_rows(z: Array, index: Int[Array, "..."]) -> Array:
     """Return the rows ``z[index]``, zeros where an index is past the end."""
     return z.at[index].get(mode="fill", fill_value=0)
 
@@ -125,11 +122,8 @@ def take_rows(z: Array, index: Int[Array, ...]) -> Array:
 def lay_out(blocks: BlockSizes, expert_rk: Int[Array, "r k"], num_experts: int) -> SlotMap:
     """Give choices slots in order of their experts (``num_experts`` for none that is local): first in the
     blocks that are an expert's own, then from a new block on."""
-    num_slots, own, n = (
-        blocks.num_blocks * blocks.block,
-        blocks.own * blocks.block,
-        jnp.arange(blocks.num_blocks),
-    )
+    num_slots, own = blocks.num_blocks * blocks.block, blocks.own * blocks.block
+    n = jnp.arange(blocks.num_blocks)
     expert_p = expert_rk.reshape(-1)
     more_l = jnp.maximum(-(-count(expert_p, num_experts) // blocks.block) - blocks.own, 0)
     end_l = num_experts * blocks.own + jnp.cumsum(more_l)

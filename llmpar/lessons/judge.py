@@ -496,9 +496,8 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         answer = getattr(answer, "id", answer)  # of a device
         return as_number(answer, right, exercise) if isinstance(answer, str) else answer
     if callable(answer) and callable(right):
-        own = (
-            getattr(answer, "__wrapped__", answer) if hasattr(answer, "lower") else answer
-        )  # of a jit
+        # of a jit: the function in it
+        own = getattr(answer, "__wrapped__", answer) if hasattr(answer, "lower") else answer
         return functools.update_wrapper(lambda *given: _result(own(*given)), answer)
     return _as_text(answer, right, exercise.spelt) if isinstance(right, str) else answer
 

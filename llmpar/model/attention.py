@@ -48,7 +48,7 @@ from llmpar.kernels.flash import KV, Q  # b s k r h, and b t k h
 from llmpar.parallel.collectives import after, at, hop, put, vary_alike, zeros_like
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import LSE, OUT
-from llmpar.plan.backend import OF_JAX
+from llmpar.plan.backend import KERNELS_OF_JAX
 from llmpar.plan.sequence_order import (
     CAUSAL,
     FEW_KEYS,
@@ -96,32 +96,46 @@ class Ids(NamedTuple):
 
 
 def attend_by_plan(
-    par: Solo, mask: Mask, q, k, v, q_positions, q_segments, k_positions, k_segments, sinks=None
+    par: Solo,
+    mask: Mask,
+    q: Q,
+    k: KV | Latents,
+    v: V | Up,
+    ids: Ids,
+    sinks: Float[Array, "k r"] | None = None,
 ) -> Out:
-    """Attend as the plan asks for, with ``sinks`` if the model has any
-    (`with_sinks`). In a ring `Latents` and `Up` may take the places of k and v. (Ids
-    come one by one because `par.local` takes a flat list.)"""
+    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`)."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
-    ring: dict[str, Any] = dict(
+    ring_args: dict[str, Any] = dict(
         axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
         hop=plan.hop,
         order=plan.sequence_order,
+        mask=mask,
     )
-    if kernel in OF_JAX:
-        run: Callable = partial(
-            by_kernel, kernel=kernel, in_order=plan.in_order, whole=plan.documents == "whole"
+    if kernel in KERNELS_OF_JAX:
+        out, lse = by_kernel(
+            q,
+            k,
+            v,
+            ids,
+            kernel=kernel,
+            in_order=plan.same_positions,
+            whole=plan.documents == "whole",
+            mask=mask,
         )
     elif kernel == "flash":
-        run = partial(flash_attention, platform=str(plan.platform), **ring)
+        out, lse = flash_attention(q, k, v, ids, platform=str(plan.platform), **ring_args)
     else:
-        run = partial(
-            ring_attention,
+        out, lse = ring_attention(
+            q,
+            k,
+            v,
+            ids,
             tile=plan.attention_block,
-            in_order=plan.in_order and not axes,
+            in_order=plan.same_positions and not axes,
             branch=plan.platform != "gpu",
-            **ring,
+            **ring_args,
         )
-    out, lse = run(q, k, v, Ids(q_positions, q_segments, k_positions, k_segments), mask=mask)
     return out if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -302,7 +316,8 @@ class Tiles:
 
         start = partials or _no_keys_yet(q, v)
         # (): the forward pass has no results for tiles of keys
-        return self.over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())[0]
+        partials, _ = self.over_pairs(merge_pair, (q,), q_ids, (k, v), k_ids, start, ())
+        return partials
 
     def attend_grad(
         self,
@@ -326,34 +341,45 @@ class Tiles:
         dq, dkv = self.over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
         return dq, *dkv
 
-    def over_pairs(self, add_pair, queries, q_ids, keys, k_ids, of_queries, of_keys):
-        """Run this for pairs of a tile of queries and one of keys, and return ``(of_queries, of_keys)``:
+    def over_pairs(
+        self,
+        add_pair: Callable,
+        queries: tuple[Array, ...],
+        q_ids: QIds,
+        keys: tuple[Array, ...],
+        k_ids: KIds,
+        q_sums: Any,
+        k_sums: Any,
+    ) -> tuple[Any, Any]:
+        """Run a double loop over tiles i of queries and j of keys. For each pair of which some query may see
+        some key, add what the pair contributes to the results of i and of j:
 
-            of_queries[i], of_keys[j] = add_pair(*queries_i, *keys_j, seen, of_queries[i], of_keys[j])
+            q_sums[i], k_sums[j] = add_pair(*queries[i], *keys[j], seen, q_sums[i], k_sums[j])
 
-        ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j.
-        ``of_queries`` has results for each tile of queries; ``of_keys`` has them for each tile of keys, and
-        is () where there are none."""
-        may_see = seen_tiles(self.mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
+        ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j. The results
+        ``q_sums`` and ``k_sums`` are trees of arrays; a tree () has none. Return both."""
+        live, _ = seen_tiles(self.mask, q_ids, k_ids)
+        may_see = live.any(-1)  # i j, in any row
 
-        def add(i, j, of_i, of_j):
+        def add(i, j, q_sum, k_sum):
             (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
             seen = lambda: sees(self.mask, q_ids_i, k_ids_j)
-            added = lambda: add_pair(*queries_i, *keys_j, seen(), of_i, of_j)
-            return lax.cond(may_see[i, j], added, lambda: (of_i, of_j)) if self.branch else added()
+            added = lambda: add_pair(*queries_i, *keys_j, seen(), q_sum, k_sum)
+            unchanged = lambda: (q_sum, k_sum)
+            return lax.cond(may_see[i, j], added, unchanged) if self.branch else added()
 
         def add_in_loop(pair, sums):
             i, j = divmod(pair, may_see.shape[1])
-            of_queries, of_keys = sums
-            of_i, of_j = add(i, j, at(of_queries, i), at(of_keys, j))
-            return put(of_queries, i, of_i), put(of_keys, j, of_j)
+            q_sums, k_sums = sums
+            q_sum, k_sum = add(i, j, at(q_sums, i), at(k_sums, j))
+            return put(q_sums, i, q_sum), put(k_sums, j, k_sum)
 
         if self.pairs is None:
-            return lax.fori_loop(0, may_see.size, add_in_loop, (of_queries, of_keys))
+            return lax.fori_loop(0, may_see.size, add_in_loop, (q_sums, k_sums))
         unstack = lambda tree, n: [at(tree, i) for i in range(n)]
         stack = lambda tiles: jax.tree.map(lambda *x: jnp.stack(x), *tiles)
         num_i, num_j = may_see.shape
-        by_query, by_key = unstack(of_queries, num_i), unstack(of_keys, num_j)
+        by_query, by_key = unstack(q_sums, num_i), unstack(k_sums, num_j)
         for i, j in self.pairs:
             by_query[i], by_key[j] = add(i, j, by_query[i], by_key[j])
         return stack(by_query), stack(by_key)
@@ -362,11 +388,12 @@ class Tiles:
 def few_pairs(
     mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys to unroll: all, if there
-    are at most `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys, else None. Where
-    queries and keys are the same positions in order, return those that the mask admits,
-    of up to `FEW_TILES` tiles of queries. (Unrolled the loop is 20 % faster on a CPU,
-    and each pair takes 0.03 s to compile.)"""
+    """Return the pairs (i, j) of tiles of queries and of keys that are unrolled; None: a
+    loop takes all pairs. ``in_order`` (queries and keys are the same positions in
+    order), with at most `FEW_TILES` tiles of queries: the pairs that the mask admits.
+    Else, with at most `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys: all pairs.
+    Else None. (Unrolled the loop is 20 % faster on a CPU, and each pair takes 0.03 s to
+    compile.)"""
     pairs = itertools.product(range(num_queries), range(num_keys))
     if in_order and num_queries <= FEW_TILES:
         admits = lambda i, j: mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
@@ -398,9 +425,9 @@ class _Ring:
     attend: Callable  # `Tiles.attend` or a kernel, with its settings
     attend_grad: Callable
     expand: Callable  # (latents, up) -> (K, V)
-    # Whether the block is sent on only after dK and dV are computed. It is for flash,
-    # whose backward pass has two kernels: while one computes dK and dV, the sum of dK
-    # and dV arrives; while the other computes dQ, the block is sent.
+    # Whether the block is sent on only after dK and dV are computed. True for flash,
+    # whose backward pass is two kernels: one computes dK and dV (meanwhile the sum of
+    # the ranks before arrives), then one dQ (meanwhile the block is sent).
     block_waits: bool = False
 
     def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
@@ -423,8 +450,8 @@ def expand_latents(
     has a latent, then the token's rotary key. Axis 2 is the one head of whole arrays,
     ``b t 1 _``, and of tiles, ``j b 1 d _``; the results have all heads there. K has
     the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
-    latents, shared = jnp.split(latents, [len(up)], -1)
-    kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latents.squeeze(2), up), -2, 2)
+    latent, shared = jnp.split(latents, [len(up)], -1)
+    kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latent.squeeze(2), up), -2, 2)
     k, v = keys_and_values(kv, shared, width)
     return k, padded_to(v, width) if padded else v
 
@@ -463,9 +490,9 @@ def ring_attention(
         k, v: or latents, and what expands them (`expand_latents`): then v has 3 dims.
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
-        in_order: there is one rank, and its queries and keys are the same positions, in order. It is not
-            checked here (`ids_are_valid`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside
-            the mask. (`Resolved.in_order` may also hold in a ring.)
+        in_order: there is one rank, and its queries and keys are the same positions, in order (trusted:
+            `ids_are_valid` checks it). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
+            mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
         branch: as of `Tiles`.
@@ -474,9 +501,9 @@ def ring_attention(
     assert s == t or not in_order
     q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In a ring a tile has at most half of a rank's positions, the choice of
-    # ``tile=None``: in zigzag order a rank has two distant parts of the sequence, and a
-    # tile that spans both could never be skipped.
+    # In a ring no tile has all of a rank's positions. (With ``tile=None`` it has half or
+    # less, and a tile's length divides s.) In zigzag order a rank has two distant parts
+    # of the sequence, and a tile of both could never be skipped.
     tile = None if axis and tile and tile >= s else tile
     c, d = tile_length(tile, s), tile_length(tile, t)
     pairs = few_pairs(mask, in_order, s // c, t // d, c)
@@ -484,12 +511,13 @@ def ring_attention(
     expand = partial(expand_latents, width=q.shape[-1])
     ring = _Ring(axis, hop, hops, tiles.attend, tiles.attend_grad, expand)
     # cut:      b (i c) … h -> i b … c h
-    # cut_ids:  _ 2 (i c) -> i _ 2 c, and for the keys of all ranks n _ 2 (j d) -> n j _ 2 d
+    # cut_ids:  _ 2 (i c) -> i _ 2 c, and for the keys of all ranks n _ 2 (j d) -> n j _ 2 d:
+    #           the dim of tiles goes before the dims _ 2
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-    q_tiles, k_tiles = cut(q, c), cut(k, d)
-    block, up = (k_tiles, v) if v.ndim == 3 else ((k_tiles, cut(v, d)), None)
-    arrays = q_tiles, block, up, cut_ids(q_ids, c), cut_ids(k_ids, d)
+    latent = v.ndim == 3  # then k are latents, and v the matrix that expands them
+    block, up = (cut(k, d), v) if latent else ((cut(k, d), cut(v, d)), None)
+    arrays = cut(q, c), block, up, cut_ids(q_ids, c), cut_ids(k_ids, d)
     out, lse = ring_forward(ring, *vary_alike(arrays))
     out, lse = jnp.moveaxis(out, (0, -2), (1, 2)), jnp.moveaxis(lse, (0, -1), (1, 2))
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
@@ -512,11 +540,12 @@ def flash_attention(
     q_ids, k_ids = ids_of(ids, mask, axis, k.shape[1])
     hops, width = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1]
     value_width = v.shape[-1]
+    latent = v.ndim == 3  # then k are latents, and v the matrix that expands them
     # the kernels need values as wide as keys: narrower ones are padded
-    block, up = (k, v) if v.ndim == 3 else ((k, padded_to(v, width)), None)
-    if up is not None:  # its last dim has a head's own part of a key, then its value
-        rotary = k.shape[-1] - len(up)
-        value_width -= width - rotary
+    block, up = (k, v) if latent else ((k, padded_to(v, width)), None)
+    if latent:  # the last dim of v has a head's own part of a key, then its value
+        shared_width = k.shape[-1] - len(v)  # the rest of a key, which all heads share
+        value_width -= width - shared_width
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=width**-0.5, platform=platform, launch=launches[platform])
     forward, backward = (
@@ -553,6 +582,7 @@ def ring_forward(ring, q, block, up, q_ids, k_ids):
     partials: Any = None
     if ring.hops:
         _, v = ring.keys_of(block, up)  # only its width is read
+        # from here on the block is one array, K and V stacked; `keys_of` takes it apart
         start = _message(block), _no_keys_yet(q, v)
         (block, partials), _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
     kv = ring.keys_of(block, up)
@@ -571,7 +601,7 @@ def _ring_forward_saving(ring, q, block, up, q_ids, k_ids):
 def ring_backward(ring, saved, grads):
     """Return the gradients of q, block and up.
 
-        dq, dk, dv = 0; keys = the previous rank's
+        dq, dk, dv = 0; if hops: keys = the previous rank's
         repeat hops times:
             add what these keys contribute to dq, dk, dv
             keys, dk, dv = the previous rank's   (the last time dk, dv alone, straight to their own rank)
@@ -668,7 +698,7 @@ def by_kernel(
     in_order: bool,
     whole: bool,
     mask: Mask = CAUSAL,
-) -> tuple[Q, None]:
+) -> tuple[Q, Any]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
     whole score matrix).
 
@@ -678,7 +708,8 @@ def by_kernel(
     0.12).
     """
     if whole and in_order:
-        options: dict[str, Any] = dict(local_window_size=mask.window and (mask.window - 1, 0))
+        window = (mask.window - 1, 0) if mask.window else None
+        options: dict[str, Any] = dict(local_window_size=window)
     else:
         q_ids, (k_ids,) = ids_of(ids, mask, None, k.shape[1])
         options = dict(mask=sees(mask, q_ids, k_ids)[:, None])

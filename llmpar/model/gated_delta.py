@@ -31,7 +31,7 @@ convolution, z numbers of a position.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,27 +39,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.parallel.collectives import hop, vary_alike
+from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CHUNK, CHUNKS
 
+_POSITIONS = "attention s"
+"""The dim that ranks of sp cut."""
 
-class Along(NamedTuple):
-    """The ranks that cut the sequence: their mesh axes, none if nothing cuts it, and `Plan.hop`."""
 
-    axes: tuple[str, ...]
-    method: str
-
-    @property
-    def rank(self) -> int | Int[Array, ""]:
-        return lax.axis_index(self.axes) if self.axes else 0
-
-    def hop(self, x: Array, arrow: str) -> Array:
-        """Return what the rank before sends; zeros on the first."""
-        arrived = hop(x, self.axes, self.method, arrow)
-        return jnp.where(self.rank == 0, jnp.zeros_like(x), arrived)
+def from_rank_before(par: Solo, x: Array, arrow: str) -> Array:
+    """Return what the rank with the positions before sends; zeros on the first."""
+    arrived = hop(x, par.axes(_POSITIONS), par.plan.hop, arrow)
+    return jnp.where(par.index(_POSITIONS) == 0, jnp.zeros_like(x), arrived)
 
 
 def mix(
-    along: Along,
+    par: Solo,
     q: Float[Array, "b s k h"],
     k: Float[Array, "b s k h"],
     v: Float[Array, "b s n w"],
@@ -81,21 +75,22 @@ def mix(
     within a segment, gives NaN."""
     taps, num, dtype = q_conv.shape[-1], q.shape[1], v.dtype
     padded = jnp.concatenate([jnp.repeat(segments[:, :1] - 1, taps, 1), segments], 1)
-    documents = lax.dynamic_slice_in_dim(padded, along.rank * num, num + taps, 1)
+    documents = lax.dynamic_slice_in_dim(padded, par.index(_POSITIONS) * num, num + taps, 1)
     x = numbers_of(q, k, v)
     before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
-    if along.axes:  # in one message
-        before = along.hop(x[:, num - taps + 1 :], "halo b s -> the next rank")
+    if par.axes(_POSITIONS):  # in one message
+        before = from_rank_before(par, x[:, num - taps + 1 :], "halo b s -> the next rank")
     x = jnp.concatenate([before, x], 1)
     weights = q_conv, k_conv, v_conv, a_log, dt_bias
     tokens = tokens_of(x, (q, k, v, rate_logit, forget), weights, documents)
-    out, _ = by_chunks(along, tokens, documents[:, taps - 1 :])
+    out, _ = by_chunks(par, tokens, documents[:, taps - 1 :])
     next_document, next_position = jnp.diff(segments), jnp.diff(positions)
     in_order = (next_document > 0) | (next_document == 0) & (next_position > 0)
     return jnp.where(in_order.all(1)[:, None, None, None], out, jnp.nan).astype(dtype)
 
 
 def resume(
+    par: Solo,
     before: Float[Array, "b _ z"],
     state: Float[Array, "b n h w"],
     is_token: Bool[Array, "b s"],
@@ -111,7 +106,7 @@ def resume(
     documents = jnp.zeros((len(x), x.shape[1] + 1), int)
     *qkv, log_decay, beta = tokens_of(x, inputs, weights, documents)
     rates = (jnp.where(is_token[..., None], rate, 0) for rate in (log_decay, beta))
-    out, state = by_chunks(Along((), ""), (*qkv, *rates), documents[:, before.shape[1] :], state)
+    out, state = by_chunks(par, (*qkv, *rates), documents[:, before.shape[1] :], state)
     return out.astype(inputs[2].dtype), (kept, state)
 
 
@@ -164,7 +159,7 @@ def weighted(
 
 
 def by_chunks(
-    along: Along,
+    par: Solo,
     tokens: tuple[Array, ...],
     documents: Int[Array, "b _"],
     entering: Float[Array, "b n h w"] | None = None,
@@ -185,7 +180,9 @@ def by_chunks(
     of, of_last = cut(documents[:, 1:]), cut(documents[:, :-1])[..., 0]
     shape = b, *v.shape[4:6], height, width
     state = jnp.zeros(shape, jnp.float32) if entering is None else entering.reshape(shape)
-    if along.axes:  # further columns, which become the matrix that a state is multiplied by
+    if par.axes(
+        _POSITIONS
+    ):  # further columns, which become the matrix that a state is multiplied by
         eye = jnp.eye(height)
         state = jnp.concatenate([state, jnp.broadcast_to(eye, (*state.shape[:-1], height))], -1)
 
@@ -197,8 +194,8 @@ def by_chunks(
     state, groups = vary_alike((state, (q, k, v, jnp.cumsum(log_decay, 3), beta, of, of_last)))
     state, out = lax.scan(jax.checkpoint(group), state, groups)
     out = out.reshape(-1, *out.shape[2:])
-    if along.axes:
-        out = handed_on(along, state, out, width)
+    if par.axes(_POSITIONS):
+        out = handed_on(par, state, out, width)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # c b k r i w -> b c i k r w
     out = out.reshape(b, -1, heads * v.shape[5], width)[:, :num]
     return out, state.reshape(b, -1, *state.shape[3:])
@@ -262,12 +259,12 @@ def inverse_of(below: Float[Array, "*dims i i"]) -> Float[Array, "*dims i i"]:
     return inverse
 
 
-def handed_on(along: Along, state: Any, out: Array, width: int) -> Float[Array, "c b k r i w"]:
+def handed_on(par: Solo, state: Any, out: Array, width: int) -> Float[Array, "c b k r i w"]:
     """Return what tokens read with the state that enters this rank: that of the rank before, behind all of
     its own tokens. There are as many hops as ranks, less one; after i hops the states of the first i + 1
     ranks are right."""
     own, passes = state[..., :width], state[..., width:]
     entering = jnp.zeros_like(own)
-    for _ in range(lax.axis_size(along.axes) - 1):
-        entering = along.hop(own + passes @ entering, "state b -> the next rank")
+    for _ in range(par.parts(_POSITIONS) - 1):
+        entering = from_rank_before(par, own + passes @ entering, "state b -> the next rank")
     return out[..., :width] + out[..., width:] @ entering[None]

@@ -7,10 +7,10 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight ready for a matmul; `used_weights` yields several, each with its LoRA adapters if it has
-              any. ``par.move_matmul`` is a move and the matmuls after it, and ``par.matmul_move`` a matmul
-              and the move after it; they are one call so that a ring may send one block while it multiplies
-              another
+              weight ready for a matmul; `used_weights` yields several, each an array, or an object that
+              multiplies itself: with LoRA adapters, or in float8. ``par.move_matmul`` is a move and the
+              matmuls after it, and ``par.matmul_move`` a matmul and the move after it; they are one call so
+              that a ring may send one block while it multiplies another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
@@ -45,7 +45,7 @@ from llmpar.kernels import grouped
 from llmpar.model import attention, gated_delta, moe
 from llmpar.model.attention import Ids
 from llmpar.model.lora import adapt, used_weights
-from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
+from llmpar.model.rope import Rope, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import Solo
@@ -55,7 +55,7 @@ from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
-"""A pytree of arrays, or of one description for each: nested dicts like the model's."""
+"""A nested dict like the model's, of its arrays or of something for each of them (a layout, a shape)."""
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
@@ -112,10 +112,10 @@ class Norm(nnx.Module):
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            term = lambda par, x: (x * x).sum((-2, -1)) / self.size
+            term = lambda _, x: (x * x).sum((-2, -1)) / self.size
             finish = f"attention b s +{heads} -> attention b s"
-            square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
-            x32 = x32 * jax.lax.rsqrt(square_bs[..., None, None] + self.eps)
+            mean_square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
+            x32 = x32 * jax.lax.rsqrt(mean_square_bs[..., None, None] + self.eps)
         else:
             x32 = unit(x32, self.eps)
         offset = self.variant.norm_offset
@@ -126,44 +126,43 @@ class Norm(nnx.Module):
 class Part(nnx.Module):
     """A block, or a part of it. Its attributes are the parameters directly under its
     path: in ``attention`` the parameter ``attention.q`` is ``q``, and
-    ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. If ``params`` lacks a
-    weight that only some models have, the class's attribute of its name is None, or
-    there is no such attribute (``getattr(self, name, None)``)."""
+    ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. Weights that only some
+    models have are read by `optional`."""
 
     eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
 
     def __init__(self, config: ModelConfig, params: Params, path: str):
         self.config = config
-        for name, weight in params.items():
-            owner, _, own = name.removesuffix(".scale").rpartition(".")
-            if owner == path:
-                is_norm, eps = name.endswith(".scale"), self.eps or config.norm_eps
-                setattr(self, own, Norm(weight, eps, config.variant) if is_norm else weight)
-        adapt(self, config.lora, params, path)
+        norm = functools.partial(Norm, eps=self.eps or config.norm_eps, variant=config.variant)
+        for path_of_weight, weight in params.items():
+            parent, _, name = path_of_weight.removesuffix(".scale").rpartition(".")
+            if parent == path:  # else a weight of another part
+                setattr(self, name, norm(weight) if path_of_weight.endswith(".scale") else weight)
+        adapt(self, params, path)
+
+    def optional(self, name: str) -> Any:
+        """Return a parameter, or a `Norm`, that only some models have; None if this one lacks it."""
+        return getattr(self, name, None)
 
 
 class Attention(Part):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    o_bias: nnx.Param | None = None
-    sinks: nnx.Param | None = None
-    gate: nnx.Param | None = None
-
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        names = ["q", "k", "v"] if self.gate is None else ["q", "k", "v", "gate"]
-        biases = [getattr(self, f"{name}_bias", None) for name in names]
-        arrow, weights = "stream b s d -> attention b s d", used_weights(self, par, *names)
-        q_bsnh, k_bskh, v_bskh, *gate = par.move_matmul(x, arrow, *weights, biases=biases)
-        if self.q_norm and self.k_norm:
+        names = ["q", "k", "v"] if self.optional("gate") is None else ["q", "k", "v", "gate"]
+        biases = [self.optional(f"{name}_bias") for name in names]
+        weights = used_weights(self, par, *names)
+        arrow = "stream b s d -> attention b s d"
+        q_bsnh, k_bskh, v_bskh, *gates = par.move_matmul(x, arrow, *weights, biases=biases)
+        q_norm, k_norm = self.optional("q_norm"), self.optional("k_norm")
+        if q_norm:  # and so a norm of keys
             over_all = variant.qk_norm == "all"
-            q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
-            k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0: `rotate` only multiplies queries by the factor of
-        # `Variant.query_scale` that `rope_table` has put into the table, and keys are left alone.
+            q_bsnh = q_norm(q_bsnh, par, "n" if over_all else "")
+            k_bskh = k_norm(k_bskh, par, "k" if over_all else "")
+        # `rope_table` has put `Variant.query_scale` into the table. So queries are rotated also where all
+        # angles are 0 (rope "none"); keys are not.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -172,7 +171,8 @@ class Attention(Part):
         if variant.score_scale:  # every kernel divides scores by the root of h
             q_bsnh = scaled_by(q_bsnh, variant.score_scale * h**0.5)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
-        sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
+        sinks = self.optional("sinks")
+        sinks_kr = None if sinks is None else par.weight(sinks).reshape(k, -1)
         if par.cache:
             y_bskrh = par.cache.attend(
                 q_bskrh, k_bskh, v_bskh, ids.q_positions, config.mask, sinks_kr
@@ -181,8 +181,8 @@ class Attention(Part):
             arrow = "attention b s k h -> keys b s k h"
             k_btkh, v_btkh = par.move(k_bskh, arrow), par.move(v_bskh, arrow)
             y_bskrh = attend_sharded(q_bskrh, k_btkh, v_btkh, ids, config.mask, par, sinks_kr)
-        if gate:
-            y_bskrh = y_bskrh * jax.nn.sigmoid(gate[0]).reshape(y_bskrh.shape)
+        if gates:
+            y_bskrh = y_bskrh * jax.nn.sigmoid(gates[0]).reshape(y_bskrh.shape)
         return self.to_stream(y_bskrh, par)
 
     def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
@@ -191,7 +191,7 @@ class Attention(Part):
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.plus(y, self.o_bias)
+        return par.plus(y, self.optional("o_bias"))
 
 
 class LatentAttention(Attention):
@@ -209,8 +209,8 @@ class LatentAttention(Attention):
         and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]  # the table has one angle for two numbers
         x = par.move(x, "stream b s d -> attention b s d")
-        if self.q_norm:  # queries are computed from a latent, too
-            q_latent = self.q_norm(self.projected("q_down", x, par), par)
+        if q_norm := self.optional("q_norm"):  # queries are computed from a latent, too
+            q_latent = q_norm(self.projected("q_down", x, par), par)
             q_bsnh = self.projected("q_up", q_latent, par)
         else:
             q_bsnh = self.projected("q", x, par)
@@ -233,7 +233,7 @@ class LatentAttention(Attention):
         """Multiply by one of the matrices, and add its bias, if it has one."""
         (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
-        return par.plus(y, getattr(self, f"{name}_bias", None))
+        return par.plus(y, self.optional(f"{name}_bias"))
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
@@ -247,7 +247,7 @@ class LatentAttention(Attention):
             # `par.weight`: this matrix has no bias and no adapters (`ADAPTABLE`)
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
             # z: the one head of a latent; c: its width, with its rotary key
-            return attend_sharded(*args, layouts=("keys b s z c", "attention c n h"))[..., 0, :]
+            return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
         return attend_sharded(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
@@ -262,15 +262,16 @@ class GatedDelta(Attention):
     @jax.named_scope("gated_delta")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         arrow = "stream b s d -> attention b s d"
-        # z gates the result; b and a give a token's rate, and how much of the state it forgets
-        q, k, v, gate, rate, forget = par.move_matmul(x, arrow, *used_weights(self, par, *"qkvzba"))
+        # by the letters of checkpoints: queries, keys, values, the result's gate, a token's rate, and how
+        # much of the state it forgets
+        weights = used_weights(self, par, "q", "k", "v", "z", "b", "a")
+        q, k, v, gate, rate, forget = par.move_matmul(x, arrow, *weights)
         values = q, k, v, rate, forget
         names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
-        weights = [par.weight(getattr(self, name)) for name in names]
+        of_mix = [par.weight(getattr(self, name)) for name in names]
         if par.cache:
-            y = par.cache.resume(ids.q_positions, values, weights)
+            y = par.cache.resume(ids.q_positions, values, of_mix)
         else:
-            along = gated_delta.Along(par.axes("attention s"), par.plan.hop)
             # n: key heads in q and k, value heads in the rest; tp cuts both. u is a dim of 1, t the taps
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
@@ -279,8 +280,8 @@ class GatedDelta(Attention):
                 *["attention n"] * 2,
                 *["ids b s"] * 2,  # of whole rows: a document may begin on another rank
             ]
-            mix = par.local(functools.partial(gated_delta.mix, along), layouts, layouts[0])
-            y = mix(*values, *weights, ids.k_positions, ids.k_segments)
+            mix = par.local(functools.partial(gated_delta.mix, par.island), layouts, layouts[0])
+            y = mix(*values, *of_mix, ids.k_positions, ids.k_segments)
         y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
@@ -295,12 +296,13 @@ def attend_sharded(
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
-    layouts: tuple[str, str] = ("keys b s k h",) * 2,
+    kv_layouts: tuple[str, str] = ("keys b s k h",) * 2,
 ) -> Float[Array, "b s k r w"]:
     """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
     region ``keys`` already, in which a device may have fewer KV heads, ``_``, than ``q`` before its move.
-    ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss). ``layouts`` are those of
-    ``k`` and ``v``: of latent attention in a ring these are latents, and what expands them.
+    ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss). ``kv_layouts`` are those
+    of ``k`` and ``v``: of latent attention in a ring these are latents, and what expands them. (Layouts write
+    s for the positions of keys, shapes t.)
 
     `Plan.context_parallel` decides how the regions queries and keys are cut, and so what arrows to these
     regions move (the caller has moved the keys):
@@ -312,23 +314,19 @@ def attend_sharded(
         usp        as ulysses within a group of ranks; the groups form a ring
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
-    q_layout, args = "queries b s k r h", [q, k, v, *ids]
-    # that of each of ``args``; layouts write s, not t, for the positions of keys
-    given = [q_layout, *layouts, "queries b s", "queries b s", "ids b s", "ids b s"]
+    q_layout = "queries b s k r h"
+    ids_layouts = Ids("queries b s", "queries b s", "ids b s", "ids b s")  # type: ignore[arg-type]
+    args, arg_layouts = [q, k, v, ids], [q_layout, *kv_layouts, ids_layouts]
     if sinks is not None:
-        given.append("queries k r")
         args.append(par.move(sinks, "attention k r -> queries k r"))
+        arg_layouts.append("queries k r")
     attend_by_plan = functools.partial(attention.attend_by_plan, par, mask)
-    y = par.local(attend_by_plan, given, q_layout)(*args)
+    y = par.local(attend_by_plan, arg_layouts, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
 class FeedForward(Part):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
-
-    gate_bias: nnx.Param | None = None
-    up_bias: nnx.Param | None = None
-    down_bias: nnx.Param | None = None
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -338,14 +336,15 @@ class FeedForward(Part):
         before: str = "stream b s d -> ffn b s d",
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Run three matmuls. ``before`` moves ``x`` to them; ``after`` by default
-        finishes the sum over m. It must finish it if there is a ``down_bias``: to an
-        unfinished sum each rank of tp would add this bias. (So `ModelConfig` refuses
-        one of a shared expert.)"""
+        """Run three matmuls. The arrow ``before`` moves ``x`` to them. The arrow
+        ``after`` finishes the sum over m, or leaves it for the caller to finish. The
+        second goes only without a ``down_bias``, which each rank of tp would add. (So
+        `ModelConfig` refuses a bias in a shared expert.)"""
         gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
         # `reduce="layer"` their gradients would be summed over devices once for each piece.
-        biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
+        own = self.optional("gate_bias"), self.optional("up_bias")
+        biases = [None if bias is None else par.weight(bias) for bias in own]
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
@@ -353,18 +352,15 @@ class FeedForward(Part):
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
-        return par.plus(y, self.down_bias)
+        return par.plus(y, self.optional("down_bias"))
 
 
 class Experts(Part):
-    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
+    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token. Its
+    ``router_bias`` is learned by gradients; its ``bias`` balances the load of experts by a rule
+    (`Step._balance_experts`)."""
 
     router: nnx.Param
-    # ``router_bias`` is learned by gradients; ``bias`` balances the load of experts by a rule
-    # (`Step._balance_experts`)
-    router_bias: nnx.Param | None = None
-    bias: nnx.Param | None = None
-    shared_gate: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params):
         super().__init__(config, params, "experts")
@@ -380,10 +376,11 @@ class Experts(Part):
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
-        logits_bse = par.plus(logits_bse, self.router_bias)
+        logits_bse = par.plus(logits_bse, self.optional("router_bias"))
         bias = []  # the optional argument of `moe.route`: no bias, or one
-        if self.bias is not None:
-            bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
+        if (learned := self.optional("bias")) is not None:
+            constant = learned.replace(jax.lax.stop_gradient(learned[...]))
+            bias = [par.weight(constant)]
         # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
         # write e for this dim of choices, since k is KV heads in layouts.
         route = par.local(
@@ -396,7 +393,7 @@ class Experts(Part):
         choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
         # in the order of `grouped.Weights`
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
-        weights = [w for name in names if (w := getattr(self, name, None)) is not None]
+        weights = [w for name in names if (w := self.optional(name)) is not None]
         visit = par.local(
             functools.partial(moe.visit_experts, experts, par.island, variant=self.config.variant),
             ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
@@ -409,8 +406,8 @@ class Experts(Part):
             # ``shared`` to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
-            if self.shared_gate is not None:
-                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(self.shared_gate)))
+            if (gate := self.optional("shared_gate")) is not None:
+                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(gate)))
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
         return par.move(y, "tokens b s d +m -> stream b s d"), aux
 
@@ -419,11 +416,6 @@ class Block(Part):
     """One layer: attention, then feed-forward or experts, each added to the residual stream. Each has a norm
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
     are parallel: both read its result."""
-
-    attention_norm: Norm | None = None
-    attention_post_norm: Norm | None = None
-    ffn_norm: Norm | None = None
-    ffn_post_norm: Norm | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
@@ -440,21 +432,28 @@ class Block(Part):
 
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
-        normed = lambda norm, x: norm(x, par) if norm else x
-        y = normed(self.attention_norm, x)
         mix = self.mixer if self.config.mixer == "recurrent" else self.attention
-        x = self.added(x, mix(y, ids, rope, par), self.attention_post_norm, par)
-        if self.ffn_norm or self.ffn_post_norm:  # else attention and feed-forward are parallel
-            if not self.attention_post_norm:
+        attention_in = self.normed("attention_norm", x, par)
+        x = self.added(x, mix(attention_in, ids, rope, par), "attention_post_norm", par)
+        if self.optional("ffn_norm") or self.optional("ffn_post_norm"):
+            if not self.optional("attention_post_norm"):
+                # for `Plan.remat`; with that norm `added` names the norm's input
                 x = checkpoint_name(x, STREAM)
-            y = normed(self.ffn_norm, x)
-        y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
-        return self.added(x, y, self.ffn_post_norm, par), aux
+            ffn_in = self.normed("ffn_norm", x, par)
+        else:  # parallel: the feed-forward reads what attention read
+            ffn_in = attention_in
+        y, aux = self.experts(ffn_in, par) if self.config.experts else (self.ffn(ffn_in, par), None)
+        return self.added(x, y, "ffn_post_norm", par), aux
 
-    def added(self, x: Stream, y: Stream, norm: Norm | None, par: Solo) -> Stream:
+    def normed(self, name: str, x: Stream, par: Solo) -> Stream:
+        """Return ``x`` after this norm, or ``x`` itself if the block lacks it."""
+        norm = self.optional(name)
+        return norm(x, par) if norm else x
+
+    def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
         """Return ``x`` plus a result ``y``, which is normed first if the block has this norm."""
-        if norm:
-            y = norm(checkpoint_name(y, STREAM), par)
+        if self.optional(norm):
+            y = self.normed(norm, checkpoint_name(y, STREAM), par)
         return x + scaled_by(y, self.config.variant.residual_scale)
 
 
@@ -506,7 +505,8 @@ class Llama(nnx.Module):
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
-            # a custom gradient must have the type of its argument, so both vary over the same axes
+            # A custom gradient must have the type of its argument, so both vary over the axes of either. The
+            # gradient of the head is summed over those that are new.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -526,7 +526,9 @@ class Llama(nnx.Module):
         once more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
-        loops = [(loop, par.layers) for loop in self.config.loops]
+        loops = [
+            (loop, par.layers) for loop in self.config.loops
+        ]  # a stage runs its own (`run_chunk`)
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
         return self.before_head(x, par), head, aux
 
@@ -559,16 +561,17 @@ class Llama(nnx.Module):
         blocks, stacks = self.blocks_by_kind(batch, par)
         outputs, done = list[Any](), Counter[int]()  # done: for each kind, how many layers have run
         for loop, run_layers in loops:
-            kinds, times = loop.kinds, loop.times
-            counts = Counter(kinds * times)
-            stack = {k: some_layers(stacks[k], done[k], n) for k, n in counts.items()}
-            # the index of a layer among those of its kind in an iteration; None: an iteration is one layer
-            indices: list[int | None] = [None]
-            if len(kinds) > 1:
-                stack = {k: par.periods(w, times) for k, w in stack.items()}
-                indices = [kinds[:i].count(k) for i, k in enumerate(kinds)]
-            pairs = zip(kinds, indices, strict=True)
-            x, aux = run_layers([in_iteration(blocks[k], k, i) for k, i in pairs], x, stack)
+            kinds, times = loop.kinds, loop.times  # iterations, each of len(kinds) layers
+            counts = Counter(kinds * times)  # layers of each kind in this loop
+            weights = {kind: some_layers(stacks[kind], done[kind], n) for kind, n in counts.items()}
+            several = len(kinds) > 1
+            if several:  # layers, … -> iterations, layers of the kind in one iteration, …
+                weights = {kind: par.periods(w, times) for kind, w in weights.items()}
+            # which of its kind in the iteration each layer is
+            nth = [kinds[:i].count(kind) if several else None for i, kind in enumerate(kinds)]
+            pairs = zip(kinds, nth, strict=True)
+            layers = [in_iteration(blocks[kind], kind, n) for kind, n in pairs]
+            x, aux = run_layers(layers, x, weights)
             if aux is not None:
                 outputs.append(aux)
             done += counts
@@ -589,12 +592,13 @@ class Llama(nnx.Module):
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
-            # NaN in the table of angles makes the loss NaN if a row's ids are not as attention needs them
             is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
             # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
             row_positions = None if par.cache else k_ids[0]
-            rope = rope_table(config, batch["positions"], row_positions)
-            rope = nan_in_broken_rows(rope, is_valid_b)
+            cos, sin = rope_table(config, batch["positions"], row_positions)
+            # a compiled step cannot raise: a row whose ids are not as attention needs them, which only a
+            # batch made by hand has, gets NaN angles, and so the loss is NaN
+            rope = jnp.where(is_valid_b[:, None, None, None], cos, jnp.nan), sin
             ids = Ids(*q_ids, *k_ids)
             return lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
 

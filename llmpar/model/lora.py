@@ -18,7 +18,6 @@ from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.float8 import Float8
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import PROJECTED
-from llmpar.plan.model_config import LoraConfig
 
 
 @jax.tree_util.register_dataclass
@@ -38,13 +37,12 @@ class Adapted:
         return matmul(x, self.w, **sharding) + matmul(x_bsz, self.b, **sharding)
 
 
-def adapt(part: Any, lora: LoraConfig | None, params: dict[str, nnx.Param], path: str) -> None:
-    """Give the part of the model at a path the adapters that its config asks for."""
+def adapt(part: Any, params: dict[str, nnx.Param], path: str) -> None:
+    """Give the part of the model at a path its adapters, if it has any."""
     under = f"{path}.lora."
     own = {name: weight for name, weight in params.items() if name.startswith(under)}
-    if lora and own:
+    if own:
         part.lora = nnx.Dict({name.removeprefix(under): weight for name, weight in own.items()})
-        part.lora_scale = lora.scale
 
 
 def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted | Float8]:
@@ -57,5 +55,5 @@ def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted 
         w = Float8(w, param.dims, par) if par.plan.matmul_dtype == "float8" else w
         if f"{name}_a" in adapters:
             a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
-            w = Adapted(w, a, b, part.lora_scale)
+            w = Adapted(w, a, b, part.config.lora.scale)
         yield w

@@ -155,9 +155,8 @@ def visit_experts(
     if len(matrices) > 3:
         matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")
     visit = functools.partial(multiply, experts, variant)
-    senders = par.parts(
-        "slots c"
-    )  # ranks of tp whose tokens are gathered (`Plan.tp_dispatch`), or 1
+    # ranks of tp whose tokens are gathered (`Plan.tp_dispatch`), or 1
+    senders = par.parts("slots c")
     blocks = arrange(senders * num_tokens, senders * num_pieces, num_ranks)
     if num_ranks == 1:
         return visit(blocks, x_td, weights_tk, chosen_tk, matrices).reshape(x.shape)

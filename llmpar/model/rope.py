@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from llmpar.plan.model_config import ModelConfig
 
@@ -64,13 +64,6 @@ def rope_frequencies(config: ModelConfig, is_long: bool = False) -> Float[np.nda
     first, last = max(ends[0], 0), min(ends[1], width - 1)
     stretched = np.clip((np.arange(width // 2) - first) / max(last - first, 1e-3), 0, 1)
     return frequency * (1 - stretched + stretched / scaling.factor)
-
-
-def nan_in_broken_rows(rope: Rope, is_valid_b: Bool[Array, " b"]) -> Rope:
-    """Return the table with NaN for rows that break what attention relies on (`attention.ids_are_valid`).
-    Such a row, which only a batch made by hand has, then gives NaN and no plausible number."""
-    cos, sin = rope
-    return jnp.where(is_valid_b[:, None, None, None], cos, jnp.nan), sin
 
 
 def rotate(

@@ -16,16 +16,17 @@ from llmpar.model.llama import Llama, Tree
 from llmpar.plan.model_config import ModelConfig, Weight
 
 
-def of_weights(
+def weights_tree(
     config: ModelConfig,
     f: Callable[[Weight], Any] = lambda weight: weight,
-    learned: bool = False,
+    trainable: bool = False,
     counts: Sequence[int] | None = None,
 ) -> Tree:
-    """Return the tree of ``f`` of every `model_config.Weight`, by default of the weight itself; ``learned``:
-    only of those that gradients change (`trainable_params`); ``counts``: with so many layers of each kind."""
+    """Return the tree of ``f`` of every `model_config.Weight`, by default of the weight itself;
+    ``trainable``: only of those that gradients change (`trainable_params`); ``counts``: with so many layers
+    of each kind."""
     rows = config.weights(counts).items()
-    flat = {path: f(weight) for path, weight in rows if not (learned and weight.frozen)}
+    flat = {path: f(weight) for path, weight in rows if not (trainable and weight.frozen)}
     return unflatten_dict(flat, sep=".")
 
 
@@ -33,8 +34,8 @@ def trainable_params(tree: Tree, config: ModelConfig) -> Tree:
     """Return what gradients change, of a tree like the model's or of a part: all, or with LoRA the
     adapters."""
     weights, flat = config.weights(), flatten_dict(tree, sep=".")
-    learned = {path: leaf for path, leaf in flat.items() if not weights[path].frozen}
-    return unflatten_dict(learned, sep=".")
+    trainable = {path: leaf for path, leaf in flat.items() if not weights[path].frozen}
+    return unflatten_dict(trainable, sep=".")
 
 
 def joined(tree: Tree, part: Tree) -> Tree:

@@ -28,9 +28,8 @@ import numpy as np
 
 # --------------------------------------------------------------------------------------------- how JAX lowers
 
-_BETWEEN_DEVICES = (
-    "type = 1>"  # the end of a collective's channel handle; host callbacks have other types
-)
+# the end of a collective's channel handle; host callbacks have other types
+_BETWEEN_DEVICES = "type = 1>"
 
 
 @functools.cache

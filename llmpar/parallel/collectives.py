@@ -29,6 +29,7 @@ def scope(text: str) -> AbstractContextManager:
 def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]) -> Array:
     """Run a move: one lax call. ``letters`` are the dims of ``x``; ``to`` tells whether results of a gather
     may differ or are equal on all devices."""
+    # the index of "" is 0: a move that names no dim ignores it
     cuts, gathers = letters.index(move.cuts), letters.index(move.gathers)
     if move.kind == "all-reduce":
         return lax.psum(x, move.axes)
@@ -44,8 +45,8 @@ def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]
 
 
 def hop(x: Array, axis: str | tuple[str, ...], method: str, text: str, by: int = 1) -> Array:
-    """Return the value of the rank before on a ring, or of that so many before, sent by the method
-    `Plan.hop`, in the `scope` of a text."""
+    """Return the value of the rank before on a ring, or ``by`` ranks before, sent by the method `Plan.hop`,
+    in the `scope` of a text."""
     with scope(text):
         n, me = lax.axis_size(axis), lax.axis_index(axis)
         if method != "exchange":

@@ -16,13 +16,13 @@ names a mesh axis:
                                        then the arrow finishes the sum
              par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
                                        which `Step` finishes
-    islands  par.local(f, …)           f on a device's own blocks, an *island*. `Auto` and `Explicit` have
-                                       global arrays: they enter a shard_map, in which the mode is `Manual`
-                                       (`par.island`). `Solo` and `Manual` call f directly
-             par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh
-                                       axes; par.index(layout), the index of this device's block.
-                                       An island calls par.index of par.island: outside, in `Auto` and
-                                       `Explicit`, arrays are global, and it gives 0
+    islands  par.local(f, …)           f on a device's own blocks, an *island*. `Solo` and `Manual` have them
+                                       already. `Auto` and `Explicit` have global arrays, and enter a
+                                       shard_map. A function that needs a mode inside takes par.island,
+                                       which is `Manual` there
+             par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh axes
+             par.index(layout)         the index of this device's block of a dim; in `Auto` and `Explicit`
+                                       outside an island 0, since arrays are global
     loops    par.layers(fs, x, ws)     a scan over layers. Where kinds of layers alternate (window, full), an
                                        iteration runs one period; par.periods(ws, times) groups the stacked
                                        weights by period
@@ -41,11 +41,11 @@ own shards (but `over_devices` is called with global arrays), in the other modes
 
 `Manual` runs each of an arrow's `moves` as a collective or a slice, in a named scope with the arrow's text.
 By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
-Autodiff writes the backward collectives, except those of ring attention, of `tp_comm_overlap`, `ragged` and
-`wire`, which have gradients of their own. All-gather and reduce-scatter are each other's transpose.
-`lax.pcast` types a value as varying over an axis, free in the forward pass; its transpose is an all-reduce
-(operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are right only with shard_map's
-check of varying axes, which stays on.
+Autodiff writes the backward collectives, except those in custom gradients: ring attention, the rings of
+`tp_comm_overlap`, `ragged`, and narrow dtypes (`llmpar.parallel.wire`). All-gather and reduce-scatter are
+each other's transpose. `lax.pcast` types a value as varying over an axis, free in the forward pass; its
+transpose is an all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are
+right only with shard_map's check of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ from llmpar.parallel import wire
 from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
 from llmpar.parallel.collectives import MOVED, WEIGHT, ragged, scope, send, vary, varying
 from llmpar.parallel.mesh import spec
-from llmpar.parallel.remat import HIDDEN, OF_REGION, saving
+from llmpar.parallel.remat import HIDDEN, NAME_OF_REGION, with_remat
 from llmpar.plan.layout import METRICS, WHOLE, Arrow, Layout, parse_arrow, parse_layout
 from llmpar.plan.model_config import Weight
 from llmpar.plan.plan import Plan, Resolved
@@ -73,8 +73,8 @@ class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
 
-    # None, or when serving ``self``, a mode with further methods, which store keys and values and attend to
-    # them (`serve.decode._Cached`)
+    # When serving, the mode is a `serve.decode._Cached`, which has further methods: they store keys and
+    # values, and attend to them. Then this is that mode itself, else None.
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -115,15 +115,15 @@ class Solo:
         self, x: Array, arrow: str, *weights: Any, biases: Sequence[Any] = ()
     ) -> list[Array]:
         """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add that weight's bias,
-        if there is one. Give the results the checkpoint name of the new region (`OF_REGION`), for
+        if there is one. Give the results the checkpoint name of the new region (`NAME_OF_REGION`), for
         `Plan.remat`."""
-        ring = self.ring(arrow, "all-gather")
+        ring = self.ring(arrow, "all-gather")  # only `Manual` has one (`Plan.tp_comm_overlap`)
         results = (
             gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
         )
         pairs = zip(results, biases or [None] * len(weights), strict=True)
         results = [self.plus(y, bias) for y, bias in pairs]
-        name = OF_REGION[parse_arrow(arrow).after.region]
+        name = NAME_OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results  # without a checkpoint name: the hidden values of chunks are not saved
         return [checkpoint_name(y, name) for y in results]
@@ -148,9 +148,11 @@ class Solo:
         the sum, which `Step` finishes."""
         return x.sum()
 
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+    def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
         """Return a function that runs ``f`` on each device's own blocks. ``layouts`` are those of its
-        arguments, and ``result`` is that of its result: a layout, or a tree of them."""
+        arguments, and ``result`` is that of its result; each is a layout, or a tree of them. Sums that ``f``
+        leaves unfinished are so in `Solo` and `Manual`, and in the types of `Explicit`; `Auto` finishes
+        them."""
         return f
 
     @property
@@ -171,12 +173,13 @@ class Solo:
         return self.plan.place(layout).axes
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
-        """Scan over the leading dim of ``stack``. An iteration calls ``x, aux = block(x, weights)`` for each
-        of ``blocks``, one after the other, and each call is one layer. Return the last x, and the auxiliary
-        results stacked in the order of the layers; None if there are none."""
+        """Scan over the leading dim of ``stack``. An iteration runs ``blocks``, one layer each: it calls ``x,
+        aux = block(x, weights)`` with the weights of the whole iteration, and a block takes its own. For its
+        backward pass a block saves what `Plan.remat` says (`with_remat`). Return the last x, and the
+        auxiliary results stacked in the order of the layers; None if there are none."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
-        blocks = [saving(self.plan, block, no_loop) for block in blocks]
+        blocks = [with_remat(self.plan, block, no_loop) for block in blocks]
         x, outputs = lax.scan(chain(blocks), x, stack, unroll=self.plan.unroll or length)
         # from one array for each block, by iteration, to one array in the order of the layers
         interleave = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
@@ -192,13 +195,13 @@ class Solo:
         """Cut ``xs`` along dim 1 into ``num_chunks`` pieces, apply ``f`` to one after the other, and join the
         results along dim 1. So intermediate values of ``f``, such as logits, exist for one piece only.
 
-        A piece has every ``num_chunks``-th position, not neighbouring ones, so that
-        each device has an equal part of every piece. The backward pass recomputes each
-        piece, in `Manual` and `Explicit` without its moves (`MOVED`). With
-        ``recompute`` a single piece is checkpointed, too: autodiff then saves none of
-        its values, which for the loss are several arrays as large as the logits.
-        `prevent_cse` is False on purpose, also where there is no loop: XLA may keep a
-        value that costs it little, in place of computing it again.
+        A piece has every ``num_chunks``-th position, not neighbouring ones: where arrays
+        are global, each device then has an equal part of every piece. (The pieces are
+        the same in all modes.) The backward pass recomputes each piece, in `Manual` and
+        `Explicit` without its moves (`MOVED`). With ``recompute`` a single piece is
+        checkpointed, too: autodiff then saves none of its values, which for the loss
+        are several arrays as large as the logits. `prevent_cse` is False: a scan needs
+        no barrier, and without one XLA may keep what costs it little.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -248,6 +251,7 @@ class Manual(Solo):
         region = parse_layout(param.dims).region
         with scope(param.dims):  # names the all-reduce that the backward pass makes of `vary`
             x = vary(param[...], self.plan.varying(region))
+        # once a step: the executor has cast and gathered it
         used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
 
@@ -266,8 +270,8 @@ class Manual(Solo):
         result as varying over the axes of the region where the arrow ends (`Arrow.varying`). ``text`` names
         the arrow in the scope and in messages: its logical arrow, or what moves, such as ``gradient ffn d
         m``; without one it is the physical arrow.
-        ``invariant``: type gathered results as not varying over the gathered axes, since they are equal on
-        all devices along these."""
+        ``invariant``: type what an all-gather returns as the same on all devices (JAX's ``to="invarying"``).
+        It is for values of which no gradient is taken, such as updated weights."""
         # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp ->``)
         # has none, and fits any value: it is an all-reduce, which needs no dim.
         letters = arrow.before.letters or arrow.after.letters
@@ -281,6 +285,7 @@ class Manual(Solo):
         with scope(arrow.named(text)):
             for move in arrow.moves:
                 if (arrow.wire or arrow.gradient_wire) and move.kind != "slice":
+                    # an all-reduce names no dim, and ignores this: the index of "" is 0
                     dim = letters.index(move.gathers or move.cuts)
                     x = wire.send_narrow(x, move, dim, arrow, arrow.named(text, backward=True))
                 else:
@@ -324,14 +329,12 @@ class Manual(Solo):
             return None
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f``. On simulated devices its arguments pass a barrier. It keeps XLA
-        from hoisting an argument that no layer changes, and the collectives that ``f``
-        runs on it, out of the loop over layers. (XLA for CPUs drops barriers, but only
-        after it has hoisted; so this one works, and `collectives.after` cannot use
-        one.) JAX 0.10.2 crashes when collectives that were hoisted run beside a loop
-        with others: a rendezvous counts too many participants. Accelerators get no
-        barrier: it would make all of ``f`` wait until its weights are gathered."""
+    def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
+        """Return ``f``; on simulated devices with a barrier before it. Without the barrier
+        XLA moves what no layer changes out of the loop over layers, and with it the
+        collectives that ``f`` runs on it. There JAX 0.10.2 crashes: a rendezvous counts
+        too many participants. (XLA for CPUs drops barriers, but later.) Accelerators
+        need none, and it would make ``f`` wait until all its weights are gathered."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f
 

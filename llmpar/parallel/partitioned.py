@@ -2,7 +2,7 @@
 constraint, and `Explicit`, where a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,9 @@ class Auto(Solo):
         """Constrain ``x`` to the arrow's last layout; the partitioner chooses where a sum is finished."""
         return self.constrain(x, self.plan.physical(arrow).after) if x.ndim else x
 
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+    def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
         """Run ``f`` inside shard_map, on each device's blocks, and finish its unfinished sums."""
-        given = tuple(spec(self.plan.place(x)) for x in layouts)
+        given = jax.tree.map(lambda x: spec(self.plan.place(x)), tuple(layouts))
         ends = jax.tree.map(self.plan.place, result)
         block = self.island.local(f, layouts, result)
 
@@ -178,7 +178,7 @@ class Explicit(Auto):
         total = lax.reduce_sum(x, range(x.ndim), out_sharding=as_type(sums))
         return self.carry_out(total, Arrow(sums, WHOLE), METRICS)
 
-    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+    def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
         """Run ``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished stay so."""
         ends = jax.tree.map(self.plan.place, result)
 
@@ -186,12 +186,14 @@ class Explicit(Auto):
             return lax.pcast(vary(y, end.sums), end.sums, to="unreduced") if end.sums else y
 
         def call(*args):
-            marks = [jax.typeof(x).sharding.spec.reduced for x in map(self.note, args, layouts)]
-            given = tuple(
-                as_type(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True)
+            noted = jax.tree.map(self.note, args, tuple(layouts))
+            marks = jax.tree.map(lambda x: jax.typeof(x).sharding.spec.reduced, noted)
+            given = jax.tree.map(
+                lambda x, mark: as_type(self.plan.place(x), mark), tuple(layouts), marks
             )
             block = self.island.local(f, layouts, result)
-            inside = lambda *args: jax.tree.map(unfinished, block(*map(vary, args, marks)), ends)
+            varying = lambda args: jax.tree.map(vary, args, marks)
+            inside = lambda *args: jax.tree.map(unfinished, block(*varying(args)), ends)
             types = jax.tree.map(as_type, ends)
             island = jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=types)
             return jax.tree.map(self.note, island(*args), result)

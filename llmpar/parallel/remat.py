@@ -27,14 +27,14 @@ bytes a number):
 
 With norms behind attention and feed-forward (`attention_post_norm`), STREAM is what goes into these norms.
 """
-OF_REGION = {"attention": PROJECTED, "ffn": HIDDEN}
+NAME_OF_REGION = {"attention": PROJECTED, "ffn": HIDDEN}
 """The name of the results of a region's first matmuls."""
 SAVED = {"block": (), "ffn": (PROJECTED, STREAM, OUT, LSE)}
 SAVED["selective"] = *SAVED["ffn"], HIDDEN
 """What a block's forward pass saves for its backward pass, by `Plan.remat`."""
 
 
-def saving(plan: Resolved, block: Callable, no_loop: bool) -> Callable:
+def with_remat(plan: Resolved, block: Callable, no_loop: bool) -> Callable:
     """Return a block that saves for its backward pass what the plan says, and recomputes the rest.
     ``no_loop``: it is not the body of a loop over layers."""
     # at ZeRO 3: do gathered weights stay until the backward pass, or are they gathered again there?

@@ -46,7 +46,7 @@ from jax import lax
 from jaxtyping import Array
 
 from llmpar.model.llama import Batch, LossAndTally, Stream
-from llmpar.model.weights import Tree, of_weights
+from llmpar.model.weights import Tree, weights_tree
 from llmpar.parallel.collectives import at, put, scope, vary, zeros_like
 from llmpar.parallel.modes import Manual
 from llmpar.pipeline.stage import Stage, add, embed, programs, when
@@ -101,7 +101,7 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     assert (schedule := par.plan.pipeline)
     table, alive = _table(schedule, config), slots(lockstep(schedule))
     if par.plan.gather_per == "step":
-        dims = of_weights(config, lambda weight: weight.dims)
+        dims = weights_tree(config, lambda weight: weight.dims)
         params = jax.tree.map(par.gather, params, dims)
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
     chunks = jax.tree.map(in_chunks, params["blocks"])
@@ -144,7 +144,6 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     table = {name: np.array(getattr(kept, name)) for name in names}
     enters = table["read"] < 0
     leaves = (table["send"] == 0) & (table["keep"] < 0)
-    table |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
     kinds, positions = config.layer_kinds, np.array(places.positions(schedule))
     on_route = positions[np.arange(schedule.num_stages), chunk]
     filled = np.array([loop.filled for loop in places.chunk_loops(kinds, schedule.cells)])
@@ -154,8 +153,15 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     own = [place for place in places.chunk_places(kinds, schedule.cells) if has_experts[place.kind]]
     layers = np.array([[rank.get(x, len(rank)) for x in place.layers] for place in own])
     layers = layers.reshape(-1, schedule.cells)
-    table |= {"filled": filled.T[on_route], "layers": layers.T[on_route]}
-    return table | {"kind": kind, "microbatch": microbatch, "chunk": chunk}
+    return table | {
+        "first": np.where(kind, leaves, enters),
+        "last": np.where(kind, enters, leaves),
+        "filled": filled.T[on_route],
+        "layers": layers.T[on_route],
+        "kind": kind,
+        "microbatch": microbatch,
+        "chunk": chunk,
+    }
 
 
 @dataclass(frozen=True)
@@ -184,10 +190,8 @@ class _Executor:
             state = sums, at(kept[fills], now.get(fills)), y
             sums, new, y = when(kind, now["kind"] == OP_KINDS.index(kind), run, state, kept, now)
             kept = kept | {fills: put(kept[fills], now.get(fills), new)}
-        for name, slot in {
-            "right": "left",
-            "left": "right",
-        }.items():  # sent right, it comes from left
+        # sent right, it comes from left
+        for name, slot in (("right", "left"), ("left", "right")):
             if (self.table["send"] == DIRECTIONS[name]).any():
                 messages = put(messages, now[slot], self.send(y, name, is_sent[name]))
         if (self.table["keep"] >= 0).any():

@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
-from llmpar.model.weights import Tree, joined, model_graph, of_weights, trainable_params
+from llmpar.model.weights import Tree, joined, model_graph, trainable_params, weights_tree
 from llmpar.parallel.collectives import at, zeros_like
 from llmpar.parallel.modes import Manual, Solo, chain
 from llmpar.pipeline.split_backward import split_backward, trace
@@ -111,7 +111,7 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
 
 
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
-    """Run layers one after the other, without a loop and without `remat.saving`: so every matmul is an
+    """Run layers one after the other, without a loop and without `remat.with_remat`: so every matmul is an
     equation to cut at."""
     outputs, run = list[Any](), chain(blocks)
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
@@ -168,7 +168,7 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`WeightLayouts.accumulate`)."""
-    par, rows = stage.par, of_weights(stage.config, learned=True)
+    par, rows = stage.par, weights_tree(stage.config, trainable=True)
 
     def add_one(done: Array, g: Array, weight: Weight) -> Array:
         arrow = par.plan.layouts_of(weight.dims).accumulate

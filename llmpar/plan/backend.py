@@ -13,7 +13,10 @@ SUITS = {
 }
 """What a platform can do in reasonable time; first what ``auto`` means. (Simulated devices round to float8,
 and multiply in the wider dtype.)"""
-OF_JAX = "cudnn", "xla"  # JAX's own attention: no log of sums in float32 to merge by, as rings do
+KERNELS_OF_JAX = (
+    "cudnn",
+    "xla",
+)  # JAX's own attention: no log of sums in float32 to merge by, as rings do
 AMPERE = 8.0
 """NVIDIA's compute capability since which XLA has Triton. (JAX's own attention needs it, too: older GPUs lack
 the products of 16 bits that it asks for.)"""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from llmpar.plan.backend import OF_JAX, fits_cudnn
+from llmpar.plan.backend import KERNELS_OF_JAX, fits_cudnn
 from llmpar.plan.layout import SCALED
 from llmpar.plan.lockstep import lockstep
 from llmpar.plan.mesh_shape import USER_AXIS, divisors
@@ -215,7 +215,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
     gpu = plan.devices if plan.platform == "gpu" else "gpu"
     masked = kernel == "xla" or cudnn and plan.documents == "packed"
     mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.place("queries s").axes)
-    whole = ", or documents='whole'" if cudnn and plan.in_order else ""
+    whole = ", or documents='whole'" if cudnn and plan.same_positions else ""
     lacks = kernels_refused(plan.config).get(kernel, "")
     rows = [
         (cudnn and plan.dtype == "float32", "computes in 16 bits; use dtype='bfloat16'"),
@@ -224,7 +224,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
             "chooses its own blocks; leave attention_block out",
         ),
         (
-            kernel in OF_JAX and plan.place("keys s").axes,
+            kernel in KERNELS_OF_JAX and plan.place("keys s").axes,
             "gives no log of sums in float32 to merge by, which a ring needs;"
             " use context_parallel='ulysses' or 'gather'",
         ),
@@ -272,7 +272,7 @@ def why_not_run(plan: Any) -> str:
             " positions, and a latent has none; use context_parallel='ring' or 'gather'",
         ),
         (
-            plan.hands_on_states and plan.sequence_order != "contiguous",
+            plan.passes_states and plan.sequence_order != "contiguous",
             f"sequence_order='{plan.sequence_order}' does not run with a recurrent state, which a rank of sp"
             " hands on to the rank with the next positions; use sequence_order='contiguous'",
         ),
@@ -291,15 +291,15 @@ def kernels_refused(config: Any) -> dict[str, str]:
     rules: list[tuple[Any, tuple[str, ...], str]] = [
         (
             lambda block: "attention.sinks" in block.block_weights(),
-            OF_JAX,
+            KERNELS_OF_JAX,
             "gives no log of sums, which sinks need; use 'flash'",
         ),
         (
             lambda block: block.variant.chunked,
-            OF_JAX,
+            KERNELS_OF_JAX,
             "sees keys in windows, not in chunks (attention_chunk_size); use 'flash'",
         ),
-        (narrow, OF_JAX, "needs values as wide as keys; use 'flash'"),
+        (narrow, KERNELS_OF_JAX, "needs values as wide as keys; use 'flash'"),
         (
             lambda block: block.value_width > block.head_width,
             ("flash",),
@@ -307,7 +307,7 @@ def kernels_refused(config: Any) -> dict[str, str]:
         ),
         (
             lambda block: block.variant.score_cap,
-            ("flash", *OF_JAX),
+            ("flash", *KERNELS_OF_JAX),
             "does not cap scores (attn_logit_softcapping)",
         ),
     ]
@@ -495,7 +495,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
     not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
-    cudnn = plan.requested.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
+    cudnn = plan.requested.attention_kernel == "cudnn" and plan.same_positions or plan.takes_cudnn
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     written_out = order is not None and (order.split_backward or plan.stage_saves == "residuals")

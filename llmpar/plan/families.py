@@ -240,13 +240,12 @@ def read_family(
     kinds = [kind | model for kind in kinds]
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
     further = 0 if reader.get(TABLES["mtp_of_kinds"]) else _optional(reader, TABLES["mtp"]) or 0
-    described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
-    described["further"] = further
+    described = kinds[largest]["described"] | {"ends": ends, "notes": notes, "further": further}
     if family["runs"]:
         running.check_file(raw, family, _unread(reader, runs=True))
         described["ends"] = running.started(ends, kinds[largest], num_layers)
         described["file"] = json.dumps(raw)
-    main = kinds[largest] | {"num_layers": num_layers, "described": described}
+    main = kinds[largest] | {"num_layers": num_layers, "described": described, "why_planned": why}
     if len(kinds) == 1:
         return main
     lead, period = repeated(tuple(order))
@@ -291,8 +290,9 @@ def _kinds(
             kind = _kind(layer, family, *pair)
             if family["runs"]:
                 kind |= running.fields(layer, family, pair[0], kind)
+                kind["runs"] = True
                 rows = running.started(kind["described"]["rows"], kind, num_layers)
-                kind["described"] |= {"runs": True, "rows": rows}
+                kind["described"]["rows"] = rows
             kinds += [kind] * (kind not in kinds)
             known[key] = kinds.index(kind)
         order.append(known[key])
@@ -346,13 +346,13 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
         "ffn_width": layer.number("m", "the width of the feed-forward") if parts[1] else 0,
         "window": _optional(layer, facts.get("window", "")),
         "experts": experts,
+        "runs": False,
+        "mixer": facts["mixer"],
+        "state_size": _optional(layer, facts.get("state", "")) or 0,
         "described": {
-            "why": "",
             "rows": _rows(layer, [*_parts(layer, family["layer"]), *parts[0], *parts[1]]),
-            "mixer": facts["mixer"],
             "value_width": _optional(layer, facts.get("value", "")),
             "cache_width": _optional(layer, facts.get("cache", "")),
-            "state_size": _optional(layer, facts.get("state", "")) or 0,
         },
     }
 

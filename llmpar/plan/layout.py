@@ -78,8 +78,8 @@ class Layout:
     mesh: str = ""
 
     def __str__(self) -> str:
-        words = [self.region, *map(str, self.dims), *("+" + s for s in self.sums)]
-        words.append("@" + self.mesh if self.mesh else "")
+        mesh = "@" + self.mesh if self.mesh else ""
+        words = [self.region, *map(str, self.dims), *("+" + s for s in self.sums), mesh]
         return " ".join(filter(None, words)) or "whole"
 
     @property

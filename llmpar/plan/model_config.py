@@ -51,8 +51,6 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("short_factors", "long_factors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(
@@ -255,32 +253,22 @@ class Described(CheckedFields):
     """What a block needs and `ModelConfig` has no field for: its weights, row by row.
 
     Attributes:
-        runs: the model's text computes it; else it is planned alone.
-        why: what is not implemented.
         file: the text of the ``config.json`` that it was read from, which an export writes again.
         rows: the weights of a block, by their paths.
         ends: its weights outside of blocks, besides embedding, last norm and head.
-        mixer: what mixes positions: attention, a recurrent state, or nothing.
         value_width: of a head's values; None: as wide as its keys.
         cache_width: the numbers that a token leaves in the cache of a layer, where heads share them (latent
             attention); None: keys and values of each KV head.
-        state_size: the numbers that a sequence leaves in a layer instead of a cache.
         further: the layers that predict further tokens (MTP), by the file.
-        num_counted: those of them that are counted, as the last layers (`ModelConfig.with_further`).
         notes: what a reader of the plan should know, in sentences.
     """
 
-    why: str
-    runs: bool = False
     file: str = ""
     rows: tuple[tuple[str, Weight], ...] = ()
     ends: tuple[tuple[str, Weight], ...] = ()
-    mixer: Literal["attention", "recurrent", "none"] = "attention"
     value_width: Length = None
     cache_width: Length = None
-    state_size: Annotated[int, Allowed(int, 0)] = 0
     further: Count = 0
-    num_counted: Count = 0
     notes: tuple[str, ...] = ()
 
 
@@ -297,6 +285,12 @@ class ModelConfig:
     ``lead``, by their index, and the others repeat ``period``. Its own fields are those of the kind with
     most parameters, of those with experts if there are some. ``described`` has the weights of what is no
     Llama, and ``variant`` what its layers compute.
+
+    ``mixer`` is what mixes positions in a layer. A recurrent one leaves a state of ``state_size`` numbers of
+    a sequence, in place of a cache. The model's text computes a model that ``runs``; any other is planned
+    alone, and ``why_planned`` says what of it is not implemented. The last ``num_further`` layers predict
+    further tokens (`with_further`): each looks the next tokens up, and computes their logits, by the model's
+    embedding and head.
     """
 
     name: str
@@ -324,6 +318,11 @@ class ModelConfig:
     period: tuple[int, ...] = (0,)
     variant: Variant = LLAMA
     described: Described | None = field(default=None, hash=False)
+    mixer: Literal["attention", "recurrent", "none"] = "attention"
+    state_size: Annotated[int, Allowed(int, 0)] = 0
+    runs: bool = True
+    why_planned: str = ""
+    num_further: Count = 0
 
     def __post_init__(self):
         check_fields(self)
@@ -431,11 +430,6 @@ class ModelConfig:
         return loops(self.layer_kinds, len(self.lead), len(self.period), self.num_further)
 
     @property
-    def mixer(self) -> str:
-        """What mixes positions in a layer: ``attention``, a ``recurrent`` state, or ``none``."""
-        return self.described.mixer if self.described else "attention"
-
-    @property
     def mask(self) -> Mask:
         """Which keys a layer's queries see, and how its scores are capped."""
         return Mask(self.window, self.variant.score_cap, self.variant.chunked)
@@ -457,17 +451,6 @@ class ModelConfig:
             return 0
         own = self.described and self.described.cache_width
         return own or self.num_kv_heads * (self.head_width + self.value_width)
-
-    @functools.cached_property
-    def routed_params(self) -> int:
-        """The parameters of the experts of a layer that tokens are sent to."""
-        rows = self.block_weights().values()
-        return sum(math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
-
-    @property
-    def state_size(self) -> int:
-        """The numbers that a sequence leaves in a layer instead of a cache."""
-        return self.described.state_size if self.described else 0
 
     @property
     def has_long_rope(self) -> bool:
@@ -519,23 +502,12 @@ class ModelConfig:
         """The kinds of the layers with experts, in the order of these layers."""
         return [kind for kind in self.layer_kinds if self.blocks[kind][1].experts]
 
-    @property
-    def runs(self) -> bool:
-        """Whether the model's text computes it; else it is planned alone."""
-        return self.described is None or self.described.runs
-
-    @property
-    def num_further(self) -> int:
-        """How many of the last layers predict further tokens. Each looks the next tokens up, and computes
-        their logits, by the model's embedding and head."""
-        return self.described.num_counted if self.described else 0
-
     def with_further(self) -> "ModelConfig":
         """Return the model with the layers that predict further tokens (MTP), if its file has some, as its
         last ones. Each is like the last layer, and joins a state and a token by a matrix, with norms of both
         and of its result (DeepSeek-V3 2024, section 2.2). It is for planning: nothing runs them."""
         described, d = self.described, self.width
-        if not described or not described.further or described.num_counted:
+        if not described or not described.further or self.num_further:
             return self
         count = described.further
         join = Weight("stream z d t", (count, d, 2 * d), self.init_scale)
@@ -543,11 +515,12 @@ class ModelConfig:
         counted = "(MTP) are counted in memory, FLOPs and time, and training here leaves them out"
         described = dataclasses.replace(
             described,
-            num_counted=count,
             ends=(*described.ends, ("further.join", join), ("further.norms.scale", norms)),
             notes=tuple(x.replace("(MTP) are not counted", counted) for x in self.own_notes),
         )
-        return dataclasses.replace(self, num_layers=self.num_layers + count, described=described)
+        return dataclasses.replace(
+            self, num_layers=self.num_layers + count, num_further=count, described=described
+        )
 
     @property
     def end_products(self) -> int:
@@ -599,11 +572,6 @@ class ModelConfig:
         return self
 
     @property
-    def why_planned(self) -> str:
-        """What of a planned model is not implemented."""
-        return self.described.why if self.described else ""
-
-    @property
     def params_of_a_layer(self) -> int:
         """The parameters of one layer."""
         return _count(self.block_weights(), self.runs)
@@ -625,7 +593,9 @@ class ModelConfig:
         idle = 0
         for count, block in self.blocks:
             if experts := block.experts:
-                each = block.routed_params // experts.num_experts
+                rows = block.block_weights().values()
+                routed = (math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
+                each = sum(routed) // experts.num_experts
                 idle += count * each * (experts.num_experts - experts.top_k)
         return self.num_params - idle
 
@@ -645,17 +615,19 @@ def kind_of(path: str) -> int:
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
-    parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "lora": LoraConfig}
-    parts |= {"variant": Variant}
+    parts = {
+        "rope_scaling": RopeScaling,
+        "experts": ExpertConfig,
+        "lora": LoraConfig,
+        "variant": Variant,
+    }
     made = {
         name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None
     }
-    made |= {name: tuple(kept[name]) for name in ("lead", "period") if name in kept}
     made["kinds"] = tuple(map(from_dict, kept.get("kinds", ())))
     if kept.get("described"):
         rows = {name: _weights(kept["described"].get(name, ())) for name in ("rows", "ends")}
-        notes = tuple(kept["described"].get("notes", ()))
-        made["described"] = _made(Described, kept["described"] | rows | {"notes": notes})
+        made["described"] = _made(Described, kept["described"] | rows)
     return _made(ModelConfig, kept | made)
 
 
@@ -674,7 +646,8 @@ def _made(part: type, kept: Any) -> Any:
         n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept
     ]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    return part(**{name: value for name, value in kept.items() if name in fields})
+    immutable = lambda value: tuple(value) if isinstance(value, list) else value  # JSON has lists
+    return part(**{name: immutable(value) for name, value in kept.items() if name in fields})
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,10 @@ between them. An arrow moves nothing where its two layouts are equal. The optimi
     gradient   unreduced -accumulate-> accumulated -finish-> reduced
     weight     reduced -restore-> stored
 
-The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. ZeRO cuts the dim
-``d`` (with ``muon="layer"`` a matrix's ``l``), else ``h``, else ``e``, but not the e of experts, which ep
-cuts; a weight with none of them it does not cut (``ffn m`` is ``m/tp`` at every stage). ``ffn d m`` on ``dp=2
+The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts, always in one dim:
+``d`` if a weight has it, else ``h``, else ``e`` (that of a router's bias; the e of experts' own weights is
+ep's). It does not cut a weight without these dims: ``ffn m`` is ``m/tp`` at every stage. With
+``muon="layer"`` the gradient and the optimizer state of a matrix are cut in ``l``. ``ffn d m`` on ``dp=2
 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
@@ -60,8 +61,8 @@ fsdp=2 tp=2``:
 
 At the stages 0 to 2 (unless ``reduce="layer"``) the backward pass sends nothing over dp and fsdp: each device
 has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: weights are all-gathered for use. Where each
-block gathers its own, autodiff transposes the all-gather into a reduce-scatter; where all are gathered once a
-step (`Resolved.gather_per`), ``finish`` reduce-scatters their gradients.
+block gathers its weights when it runs, autodiff transposes the all-gather into a reduce-scatter; where those
+of all blocks are gathered once a step (`Resolved.gather_per`), ``finish`` reduce-scatters their gradients.
 
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
 except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
@@ -70,17 +71,17 @@ Llama 3 2024, section 3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert i
 ``e/ep d/fsdp,sp m``.
 
 `Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node` and by the model's
-numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name
-(`MeshShape.sizes`):
+numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name: with
+sp=4 cut in two, `MeshShape.sizes` has sp=2 and ul=2, and the field ``mesh.sp`` stays the user's 4.
 
     sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
-    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Tokens go in two hops,
-            in buffers without b. Over ep to a node, ``u/ep e c d -> u e/ep c d``: u is the node that sends, e
-            the node that receives. Then over near inside it, ``n/near e/ep c d -> n e/ep,near c d``: n is the
-            rank that sends, e the one that receives. Where a value has b, ``ep,near`` takes the place of ep
-            in all rows of the first table.
+    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In all rows of the
+            first table read ``ep,near`` for ep. Tokens go to their experts in two all-to-alls, each of a
+            buffer with slots for each sender and receiver. In these, two letters count senders and receivers:
+            to the node    ``u/ep e c d -> u e/ep c d``            u: nodes that send, e: that receive
+            inside it      ``n/near e/ep c d -> n e/ep,near c d``  n: ranks that send, e: that receive
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
             have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight
@@ -105,7 +106,7 @@ from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask
 
 BATCH_AXES = ("dp", "fsdp", "ep", "near")
-"""The axes that cut the batch. ``ep`` and its inner part count as batch for dense layers."""
+"""The axes that cut the batch. ``ep`` and ``near``, its inner part, are batch axes in dense layers."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +195,12 @@ class Plan:
         ep_node: how many neighbouring ranks of ep form one node. If more than 1, tokens go to their experts
             in two hops (DeepSeek-V3 2024, section 3.2.2). The first sends a token once to each node that has
             one of its experts: to the rank that has the sender's number in that node. The second sends it
-            from there once to each rank of the node that has one. What is sent between nodes then has one
-            slot for each token and node, instead of one for each token and rank.
-        expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch those
-            that most tokens of these ranks chose. These tokens stay on their rank, so no rank waits for one
-            with a popular expert. A copy costs two all-reduces over ep: of the expert's weights, and of their
-            gradient.
+            from there to each rank of that node which has one of its experts. What is sent between nodes
+            then has one slot for each token and node, instead of one for each token and rank.
+        expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch the
+            most popular ones, which got most tokens of these ranks. These tokens stay on their rank, so no
+            rank waits for one with a popular expert. A copy costs two all-reduces over ep: of the expert's
+            weights, and of their gradient.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
@@ -207,10 +208,11 @@ class Plan:
         bucket_bytes: a bucket takes no more gradients once it has this size.
         microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
             are summed. A pipeline needs several, so that its stages work at the same time.
-        remat: what the backward pass recomputes: ``none``; ``selective``, all but attention and large matmuls
-            (small ones are recomputed: a router's, a shared expert's gate's, those inside a recurrent mixer;
-            Korthikanti et al. 2022, section 5, recompute attention too); ``ffn``, the feed-forward's
-            matmuls too, most of what ``selective`` saves; or the whole ``block``.
+        remat: what the backward pass recomputes. ``none``: nothing. ``selective``: all but attention and
+            large matmuls. Small ones are recomputed: a router's, that of a shared expert's gate, those inside
+            a recurrent mixer. (Korthikanti et al. 2022, section 5, recompute attention too.) ``ffn``: as
+            ``selective``, and the feed-forward's matmuls, whose results are most of the memory that
+            ``selective`` needs. ``block``: the whole block.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
             pass. In a pipeline False keeps them for the whole step: gradients are accumulated unsharded in
@@ -247,13 +249,16 @@ class Plan:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs plain JAX, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``. These two do not run in a ring, and take a mask of
-            queries times keys, which cudnn does not need where `documents` takes effect. ``auto`` is cudnn on
-            GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs from Ampere
-            on; portable elsewhere, for a model that flash cannot run, or where attention_block is set.
+            queries times keys; with `documents` ``whole`` and positions in order cudnn takes none. ``auto``
+            is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs
+            from Ampere on; portable elsewhere, for a model that flash cannot run, or where attention_block is
+            set.
         attention_block: positions per tile of blockwise attention (in `llmpar.model.attention` a block is
             all keys of a rank); None: `sequence_order.tile_length` chooses.
-        documents: ``whole`` promises that each row is one document: cudnn then needs no mask, if positions
-            are in order (`Resolved.in_order`). A row that breaks the promise then gives NaN.
+        documents: ``packed``: a row may have several documents, and attention is masked between them.
+            ``whole``: the user promises that each row is one document. Then cudnn needs no mask, if positions
+            are in order (`Resolved.same_positions`). Where attention relies on the promise
+            (`attention.ids_are_valid`), a row that breaks it makes the loss NaN.
         dispatch: what the all-to-all to the ranks of ep sends. ``padded``: the whole buffer of tokens, with
             its empty slots. ``ragged``: only the full slots; XLA for CPUs cannot. ``auto``: ragged on GPUs
             and TPUs.
@@ -324,12 +329,12 @@ class Plan:
         batch_size: int | None = None,
         seq_len: int | None = None,
     ) -> Resolved:
-        """Check the plan, and decide every ``auto``. (A plan that is resolved for this model and these
-        devices already is only checked again, `Resolved.resolve`.)
+        """Check the plan, and decide every ``auto``.
 
         Given a model, it resets fields without effect (`Resolved.unused`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
-        gcd(sp, KV heads of a tp rank) ranks run Ulysses; the groups form a ring (exactly: `exchanged_heads`).
+        groups of gcd(sp, heads) ranks run Ulysses, and the groups form a ring; ``heads`` is
+        `ModelConfig.exchanged_heads`, mostly the KV heads of a rank of tp.
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
@@ -344,10 +349,10 @@ class Plan:
         if config is not None:
             given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, requested=self, model=config, devices=devices)
-        # resetting an unused field may make another one unused
-        while config and (unused := checks.unused(plan)):
-            defaults = {name: getattr(Plan, name) for name in unused}
-            plan = dataclasses.replace(plan, **defaults, unused=plan.unused | unused)
+        # a field that was reset has its default, so it is not found again; another one may be unused now
+        while config and (no_effect := checks.unused(plan)):
+            defaults = {name: getattr(Plan, name) for name in no_effect}
+            plan = dataclasses.replace(plan, **defaults, unused=plan.unused | no_effect)
         plan.check(batch_size, seq_len)
         return plan._decided() if devices else plan
 
@@ -461,10 +466,10 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """Return the axes that cut some dim of the region, those of slow links first. `Manual` types every
-        value of the region as varying over all of them. A value without a dim that an axis cuts, such as x in
-        ``ffn b s d`` for tp, is equal on that axis's devices, but each uses it with other weights, so its
-        gradients differ. For a physical layout, which has no region, the result is ()."""
+        """Return the axes over which `Manual` types every value of the region as varying, so that gradients
+        are summed over them: all axes that cut some dim of the region, those of slow links first. A value may
+        still be equal along one of them, as x in ``ffn b s d`` along tp: each device uses it with other
+        weights, so its gradients differ. For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -515,7 +520,7 @@ class Resolved(Plan):
         region = parse_layout(dims).region
         varying_axes = self.varying(region)  # dp fsdp tp
         # ZeRO cuts the first of these dims that a weight has, but not the e of experts: ep cuts it
-        candidates = "dh" if dims.startswith("experts") else "dhe"
+        candidates = "dh" if region == "experts" else "dhe"
         zero_dim = next((x for x in candidates if x in used.letters), "")  # d
         may_cut = self.zero_cuts(zero_dim) if zero_dim else ()
         zero_axes = tuple(a for a in may_cut if a in varying_axes and a not in used.axes)  # fsdp
@@ -538,8 +543,8 @@ class Resolved(Plan):
         # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,
         # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
         # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
-        outside = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
-        is_matrix = matrix_dims(dims) or outside
+        outside_blocks = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
+        is_matrix = outside_blocks or matrix_dims(dims) is not None
         return WeightLayouts(
             dims=dims,
             stored=stored,
@@ -555,8 +560,8 @@ class Resolved(Plan):
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:
         """Return the layout `WeightLayouts.whole`. The dims l and e count matrices, so they stay cut. The
-        axes that cut other dims cut nothing with ``gather``; else they cut l: ``l d/fsdp m/tp`` becomes
-        ``l/fsdp,tp d m``."""
+        axes that cut other dims cut nothing with ``muon="gather"``; else they cut l: ``l d/fsdp m/tp``
+        becomes ``l/fsdp,tp d m``."""
         if self.muon == "none" or not matrix_dims(dims):
             return reduced
         matrices = Layout(tuple(d if d.name in "le" else Dim(d.name) for d in reduced.dims))
@@ -591,7 +596,7 @@ class Resolved(Plan):
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
         all stages, also those that are empty (`places_per_stage`)."""
-        layouts_of = _layouts(self._pattern)
+        layouts_of = _cached_layouts_of(self._same_layouts)
         layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
         for path, weight in _weights(self.config, layers).items():
@@ -602,11 +607,14 @@ class Resolved(Plan):
         return table
 
     @property
-    def _pattern(self) -> Resolved:
-        """A plan with the same layouts: they name axes, not their sizes, so each of more devices has 2."""
-        live = self.mesh.live(*self.mesh.sizes)
-        sizes: dict[str, Any] = {part: 1 + (part in live) for part in INNER_AXES.values()}
-        sizes |= {axis: 2 ** sum(x in live for x in (axis, INNER_AXES.get(axis))) for axis in AXES}
+    def _same_layouts(self) -> Resolved:
+        """A plan with the same layouts as this one and few different values, to be a key of a cache. Layouts
+        name axes, not their sizes: so each axis of more than one device has 2 here, and fields that change no
+        layout have fixed values."""
+        two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
+        sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
+        # the fields of a `MeshShape` have the sizes of both parts together
+        sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
         return dataclasses.replace(
             self,
             mesh=MeshShape(**sizes),
@@ -635,17 +643,18 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A chunk is one of a stage's pieces of the model (`virtual_stages`). `cells` counts the chunks of one
-        # copy of the model, `visits` those that a stage has of it. Every chunk has the same places.
+        # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` counts all chunks,
+        # `visits` those of one stage; with two copies of the model (DualPipe) both count those of one copy.
+        # All chunks have equal numbers of places (rows of a stacked array, some without a layer) of a kind.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property
-    def in_order(self) -> bool:
-        """Whether a device's queries and keys are the same neighbouring positions, in order: sp is 1, or cuts
-        in contiguous order. If they are, and keys do not travel in a ring, the program may leave out the
-        tiles that the causal mask hides. (With ``gather`` they are not: the keys are the whole row, and the
-        queries a part of it.)"""
+    def same_positions(self) -> bool:
+        """Whether a device's queries and keys have the same positions, and these are neighbours in order: sp
+        is 1, or cuts in contiguous order. If so, and if keys do not travel in a ring, the program may leave
+        out the tiles that the causal mask hides. (With ``gather`` the keys are the whole row, and the queries
+        a part of it.)"""
         alike = self.place("queries s").axes == self.place("keys s").axes
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -660,17 +669,17 @@ class Resolved(Plan):
         n = self.mesh.along(self.place("keys s").axes)
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
-        return self.in_order and self.attention_kernel != "flash"
+        return self.same_positions and self.attention_kernel != "flash"
 
     @property
     def rings(self) -> bool:
         """Whether values hop from rank to rank in a layer: keys, recurrent states, or what matmuls read
         (`tp_comm_overlap`)."""
-        return any((self.tp_comm_overlap, self.hands_on_states, self.place("keys s").axes))
+        return any((self.tp_comm_overlap, self.passes_states, self.place("keys s").axes))
 
     @property
-    def hands_on_states(self) -> bool:
-        """Whether ranks of sp hand on the recurrent states of some layers."""
+    def passes_states(self) -> bool:
+        """Whether ranks of sp pass the recurrent states of some layers on."""
         return self.mesh.sp > 1 and self.model is not None and self.model.has_states
 
     # ------------------------------------------------------------------------------------- how it is decided
@@ -717,7 +726,7 @@ class Resolved(Plan):
         """Return the fields that a pipeline needs on simulated devices. Two things could deadlock there:
 
         - a permute inside a stage, because it waits for every device of the mesh;
-        - where the layers of a stage are written out (a backward pass in two parts, or
+        - where the layers of a stage are unrolled (a backward pass in two parts, or
           ``stage_saves="residuals"``), gathers of experts and gathers of other weights: they run over
           different groups of devices, and nothing orders them."""
         if self.rings and self.hop == "permute":
@@ -758,7 +767,7 @@ class Resolved(Plan):
             and self.dtype == "bfloat16"
             # no mask is needed: whole documents, positions in order, all keys on the device
             and self.documents == "whole"
-            and self.in_order
+            and self.same_positions
             and not self.place("keys s").axes
             # JAX offers cuDNN for these heads and layers
             and self.model is not None
@@ -771,9 +780,9 @@ class Resolved(Plan):
         """Sentences for the user: which fields have no effect, and what the devices change."""
         return [*checks.unused_notes(self.requested, self.unused), *self.device_notes]
 
-    def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return a note for each field that the user gave explicitly (``given``) at its default, and that has
-        no effect: `unused`, and so `notes`, has only fields that differ from their default."""
+    def notes_on_defaults(self, given: Iterable[str]) -> list[str]:
+        """Return a note for each field that the user gave explicitly (``given``), that has its default and no
+        effect. (`notes` has only those that differ from their default.)"""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
@@ -790,10 +799,10 @@ def _cut_more(layout: Layout, name: str, axes: tuple[str, ...]) -> Layout:
     return Layout(tuple(Dim(d.name, more(d)) for d in layout.dims), layout.sums)
 
 
-@functools.lru_cache(maxsize=512)  # plans by the thousand have the same few
-def _layouts(pattern: Resolved) -> Callable[[str], WeightLayouts]:
-    """Return its `Resolved.layouts_of`, which makes each once."""
-    return functools.cache(pattern.layouts_of)
+@functools.lru_cache(maxsize=512)  # a planner makes thousands of plans, but few `_same_layouts`
+def _cached_layouts_of(plan: Resolved) -> Callable[[str], WeightLayouts]:
+    """Return ``plan.layouts_of`` with a cache of its own."""
+    return functools.cache(plan.layouts_of)
 
 
 @functools.lru_cache(maxsize=64)

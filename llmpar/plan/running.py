@@ -56,7 +56,7 @@ def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any])
     """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
     if mixer not in ("full_attention", "sliding_attention", family.get("runs_also")):
         raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
-    is_recurrent = kind["described"]["mixer"] == "recurrent"
+    is_recurrent = kind["mixer"] == "recurrent"
     if is_recurrent and layer.get("linear_num_value_heads % linear_num_key_heads"):
         what = "linear_num_value_heads is no multiple of linear_num_key_heads"
         raise NotImplementedHere(f"{what}, so that heads do not share keys evenly")

@@ -223,10 +223,16 @@ def _dualpipe_rows(p: int, half: int) -> list[_Row]:
         if r == h - 1:  # the middle pair turns its first microbatch round at once
             main = main.replace("&", " ", 1)
         ends = ("B1 B0 " * (r + 1)).split()
-        text = "F0 " * 2 * (h - r - 1) + "F0 F1 " * (r + 1) + "B1 W1 F1 " * (h - r - 1) + main
-        text += "B1&W1 F1&B0&W0 " * (h - r - 1)
-        text += " ".join(b + f"&W{b[1]}" * (k <= r) for k, b in enumerate(ends))
-        text += " W B0" * (h - r - 1) + " W" * (r + 1)
+        text = (
+            "F0 " * 2 * (h - r - 1)
+            + "F0 F1 " * (r + 1)
+            + "B1 W1 F1 " * (h - r - 1)
+            + main
+            + "B1&W1 F1&B0&W0 " * (h - r - 1)
+            + " ".join(b + f"&W{b[1]}" * (k <= r) for k, b in enumerate(ends))
+            + " W B0" * (h - r - 1)
+            + " W" * (r + 1)
+        )
         return _row(text if i < h else text.translate(str.maketrans("01", "10")), half)
 
     return [stage(i) for i in range(p)]

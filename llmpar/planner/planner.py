@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from llmpar.plan.backend import OF_JAX
+from llmpar.plan.backend import KERNELS_OF_JAX
 from llmpar.plan.checks import why_not_run, widths_cut_by_tp
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig
@@ -89,9 +89,8 @@ class Question:
     num_devices: int
     batch_size: int
     seq_len: int
-    fixed: dict[str, Any] = dataclasses.field(
-        default_factory=dict, hash=False
-    )  # fields of the plan and axes
+    # fields of the plan and axes
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     model: str = ""  # how the user named it, for the lines that train and compile
     share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
     local_steps: int = 0  # of workers, the ranks of dp, between two outer steps; 0: no workers
@@ -328,7 +327,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"sequence_order": "contiguous"}]
     if q.config.runs and q.config.has_states and mesh.sp > 1:
         sequences = [one | {"sequence_order": "contiguous"} for one in sequences]
-    if given.get("attention_kernel") in OF_JAX:  # no log of sums, which a ring needs
+    if given.get("attention_kernel") in KERNELS_OF_JAX:  # no log of sums, which a ring needs
         rings = "ring", "usp"
         sequences = [x for x in sequences if x.get("context_parallel", "ring") not in rings] or [{}]
     if strategy := given.get("context_parallel"):

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from llmpar.kernels.flash import KV, Q
 from llmpar.model import attention, gated_delta
 from llmpar.model.llama import logits_of
-from llmpar.model.weights import Tree, model_graph, of_weights
+from llmpar.model.weights import Tree, model_graph, weights_tree
 from llmpar.parallel.collectives import at, scope, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
@@ -67,7 +67,7 @@ class Decoder:
     ):
         self.plan = plan = serving_plan(plan, config, num_rows, length, platform_of(mesh))
         place = partial(sharding, split_axes(mesh, plan.mesh))
-        stored = of_weights(config, lambda weight: plan.stored(weight.dims))
+        stored = weights_tree(config, lambda weight: plan.stored(weight.dims))
         caches = plan.caches(num_rows, length)
         cut = tuple(plan.place(cache.dims) for cache in caches)
         zeros = lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in caches)
@@ -174,7 +174,7 @@ class _Cached(Manual):
         own, begins = self.caches[self.kind], positions[:, 0] == 0
         fresh = lambda x: jnp.where(begins[:, *[None] * (x.ndim - 1)], 0, x)
         before, state = map(fresh, at(own, self.layer))
-        y, new = gated_delta.resume(before, state, self.is_token, inputs, weights)
+        y, new = gated_delta.resume(self, before, state, self.is_token, inputs, weights)
         own = [cache.at[self.layer].set(x) for cache, x in zip(own, new, strict=True)]
         self.caches = self.caches | {self.kind: own}
         return y

@@ -36,9 +36,8 @@ class Request(CheckedFields):
     top_k: Count = 0  # 0: all
     seed: Annotated[int | None, Allowed(int, none=True)] = None  # draws the same again; None: any
     ends: frozenset[int] = frozenset()  # tokens that end the answer; they are reported too
-    logprobs: Annotated[int | None, Allowed(int, 0, BEST, none=True)] = (
-        None  # so many of the likeliest
-    )
+    # so many of the likeliest
+    logprobs: Annotated[int | None, Allowed(int, 0, BEST, none=True)] = None
     echo: bool = False  # report the prompt's tokens too
 
 
@@ -48,9 +47,8 @@ class Event:
 
     ticket: int
     token: int | None = None  # None: cancelled, or nothing was to be added
-    logprob: float | None = (
-        None  # natural; None for a prompt's first token, which nothing comes before
-    )
+    # natural; None for a prompt's first token, which nothing comes before
+    logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
     finish: Literal[None, "stop", "length", "cancelled"] = None
     of_prompt: bool = False
@@ -121,9 +119,8 @@ class Engine:
     params: InitVar[Tree]
     slots: int = 8  # requests that run at a time, a multiple of dp·fsdp·ep
     length: int = 512  # positions of each: prompt and answer, but for the last token
-    chunk: int = (
-        32  # tokens of a prompt that a step takes: with more it is faster, and others wait longer
-    )
+    # tokens of a prompt that a step takes: with more it is faster, and others wait longer
+    chunk: int = 32
     queue: int = 64  # requests that may wait for a slot
 
     def __post_init__(self, params: Tree) -> None:

@@ -16,9 +16,8 @@ from llmpar.files import read_text
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
-_MARK = (
-    "\ud800"  # stands around a special token that a message spells out; itself no message holds it
-)
+# stands around a special token that a message spells out; itself no message holds it
+_MARK = "\ud800"
 # What a template writes at most: four letters for each byte that the server reads of a request.
 _MOST_LETTERS = 1 << 24
 

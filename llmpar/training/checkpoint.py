@@ -112,10 +112,6 @@ class Checkpoints:
             )
         return best
 
-    def due(self, step: int, last: int) -> bool:
-        """Tell whether to save after ``step`` steps."""
-        return step % self.every == 0 or step == last
-
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Let no other process write into the folder (`FolderLock`); refuse where one does, or where nothing

@@ -21,9 +21,8 @@ from llmpar.training.tokenizers import Tokenizer, open_tokenizer
 
 _Batch = dict[str, Int32[np.ndarray, "b s"]]
 
-DOCUMENT_S = (
-    60.0  # processor time that a chat template and a tokenizer may take for one conversation
-)
+# processor time that a chat template and a tokenizer may take for one conversation
+DOCUMENT_S = 60.0
 
 
 @dataclass(frozen=True)

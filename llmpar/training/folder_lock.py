@@ -43,9 +43,8 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self._file = stack.enter_context(open(self.folder / "lock", "a+"))
             stack.callback(setattr, self, "_file", None)
-            with contextlib.suppress(
-                ImportError, OSError
-            ):  # no Unix, or no locks on this file system
+            # no Unix, or no locks on this file system
+            with contextlib.suppress(ImportError, OSError):
                 import fcntl
 
                 try:

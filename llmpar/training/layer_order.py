@@ -38,8 +38,8 @@ class LayerOrder:
             the layers of that kind. An empty place has the count of these layers, an
             index that no layer has (`places.layer_orders`).
         is_model_order: whether the two orders are one.
-        in_stages: shapes and shardings of the state in the order of the stages.
-        in_model: the same in the model's order.
+        abstract_state: shapes and shardings of the state in the order of the stages.
+        abstract_in_model_order: the same in the model's order.
     """
 
     def __init__(
@@ -57,28 +57,34 @@ class LayerOrder:
         self._shapes = functools.partial(state_shapes, config, plan, optimizer)
         in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
         weights = trainable_params(in_model.params, config)
-        check_empty_places(optimizer, weights, config.num_layers, sum(map(len, orders)))
+        num_layers, num_places = config.num_layers, sum(map(len, orders))
+        if num_layers < num_places and _counts_zeros(optimizer, weights):
+            raise ValueError(
+                f"{num_layers} layers leave {num_places - num_layers} of the pipeline's places empty, zeros"
+                " that this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
+                f" {num_places} layers, or AdamW"
+            )
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
         abstract = lambda x, layout: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=sharding(mesh, layout)
         )
-        self.in_stages = jax.tree.map(abstract, in_stages, layouts)
-        self.in_model = jax.tree.map(abstract, in_model, model_layouts)
+        self.abstract_state = jax.tree.map(abstract, in_stages, layouts)
+        self.abstract_in_model_order = jax.tree.map(abstract, in_model, model_layouts)
 
-    def to_stages(self, state: State, donate: bool = False) -> State:
+    def from_model_order(self, state: State, donate: bool = False) -> State:
         """Reorder the layers of a state from the model's order, which checkpoints have, to the order of the
         pipeline's stages. ``donate``: delete each leaf once it is moved, because two states may not fit into
         memory."""
-        return self._reorder(state, self.layer_orders, self.in_stages, donate)
+        return self._reorder(state, self.layer_orders, self.abstract_state, donate)
 
-    def to_model(self, state: State, donate: bool = False) -> State:
-        """Reorder the layers of a state to the model's order, the inverse of `to_stages`."""
+    def to_model_order(self, state: State, donate: bool = False) -> State:
+        """Reorder the layers of a state to the model's order, the inverse of `from_model_order`."""
         pairs = zip(self.layer_orders, self._counts, strict=True)
         # The inverse permutations: argsort says at which place each layer is. Empty places, whose number is
         # larger than any layer's, come last, and are left out.
         orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
-        return self._reorder(state, orders, self.in_model, donate)
+        return self._reorder(state, orders, self.abstract_in_model_order, donate)
 
     def _reorder(
         self, state: State, orders: Sequence[np.ndarray], like: State, donate: bool
@@ -87,8 +93,12 @@ class LayerOrder:
         check_alive(state)
         if self.is_model_order:
             return state
-        # the dim of layers in each leaf: the one that is longer in a model with one more layer
-        dims = layer_dims(self.in_model, self._shapes([count + 1 for count in self._counts]))
+        # the dim of each leaf that counts layers: the one that a layer more makes longer; -1: none does
+        one_more = self._shapes([count + 1 for count in self._counts])
+        longer = lambda leaf, more: next(
+            (i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1
+        )
+        dims = jax.tree.map(longer, self.abstract_in_model_order, one_more)
 
         def reorder_leaf(path, x, dim: int, like):
             if dim < 0:
@@ -118,14 +128,6 @@ def take_in_order(x: Array, order: Any, dim: int) -> Array:
     return jnp.take(x, order, dim, mode="fill", fill_value=0)
 
 
-def layer_dims(state: Tree, one_more: Tree) -> Tree:
-    """Return the dim of each leaf that counts layers: the one that a layer more makes longer; -1 for none."""
-    longer = lambda leaf, more: next(
-        (i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1
-    )
-    return jax.tree.map(longer, state, one_more)
-
-
 def model_order_layout(leaf: jax.ShapeDtypeStruct, layout: Layout, plan: Resolved) -> Layout:
     """Return a leaf's layout in the model's order: pp cuts the layers, or the first dim that it divides."""
     pp = layout.cut("l")
@@ -135,18 +137,6 @@ def model_order_layout(leaf: jax.ShapeDtypeStruct, layout: Layout, plan: Resolve
             dims[i] = Dim(dim.name, dim.axes + pp)
             break
     return Layout(tuple(dims))
-
-
-def check_empty_places(
-    optimizer: optax.GradientTransformation, weights: Tree, num_layers: int, num_places: int
-) -> None:
-    """Refuse an optimizer that would count the zeros of empty places."""
-    if num_layers < num_places and _counts_zeros(optimizer, weights):
-        raise ValueError(
-            f"{num_layers} layers leave {num_places - num_layers} of the pipeline's places empty, zeros that"
-            " this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
-            f" {num_places} layers, or AdamW"
-        )
 
 
 def _counts_zeros(optimizer: optax.GradientTransformation, weights: Tree) -> bool:

@@ -21,10 +21,11 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
+from llmpar.files import Allowed, CheckedFields
 from llmpar.model import moe
 from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import platform_of
-from llmpar.plan.model_config import ModelConfig, OptimizerConfig
+from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Size
 from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints, agreed
@@ -111,46 +112,38 @@ def made_of(
             plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1)
         )
         run["sequence_order"] = plan.sequence_order
-    run["data"] = {"name": corpus.source, "fingerprint": corpus.fingerprint}
-    run |= {
+    return run | {
+        "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
         "tokenizer": corpus.tokenizer.identity,
         "seed": seed,
         "data_seed": config.seed,
         "steps": steps,
+        "held_out": config.held_out,
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "workers": plan.mesh.dp if options.local_steps else 1,
+        **dataclasses.asdict(options),
     }
-    run |= {name: getattr(config, name) for name in ("held_out", "batch_size", "seq_len")}
-    run["workers"] = plan.mesh.dp if options.local_steps else 1
-    return run | dataclasses.asdict(options)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(CheckedFields):
     """Held-out text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
     and after the last step."""
 
     held_out: Batches | None = None
-    eval_every: int = 0
-    eval_batches: int = 1
+    eval_every: Count = 0
+    eval_batches: Size = 1
 
     def check(self) -> None:
         """Refuse an evaluation of nothing."""
         held_out, batches = self.held_out, self.eval_batches
-        if self.eval_every < 0 or batches < 1:
-            raise ValueError(
-                f"evaluation every {self.eval_every} steps of {batches} batches: use 0 (never) or more, and"
-                " 1 or more"
-            )
         if held_out and self.eval_every:
             if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
                 raise ValueError(
                     f"no answer is in the first {batches} held-out batches; use more --eval-batches, or a"
                     " smaller --held-out"
                 )
-
-    def is_due(self, done: int, steps: int) -> bool:
-        """Tell whether to evaluate after ``done`` of all steps."""
-        every = self.eval_every if self.held_out else 0
-        return every > 0 and (done % every == 0 or done == steps)
 
     def score(self, step: Step | LocalSteps, state: State) -> dict[str, Any]:
         """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and
@@ -195,9 +188,12 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("stream", "held_out"):
         if stream := settings[name]:
             corpus = stream.corpus
-            text = {"text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)"}
-            text["tokenizer"] = corpus.tokenizer.identity["fingerprint"]
-            settings[name] = text | {"part": stream.part, "config": stream.config}
+            settings[name] = {
+                "text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)",
+                "tokenizer": corpus.tokenizer.identity["fingerprint"],
+                "part": stream.part,
+                "config": stream.config,
+            }
     if keep := settings["checkpoints"]:
         # Orbax waits for processes that see none
         seen = {"every": keep.every, "exists": keep.folder.is_dir()}
@@ -257,8 +253,7 @@ def train(
     plan = fitted(plan, options)
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     evaluation.check()
-    if steps < 1:
-        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
+    Allowed(int, 1).check("steps", steps)
     made = dict[str, Any]()
     if checkpoints or tracker:  # its sums read the whole text
         made = made_of(config, plan.requested, stream, steps, options, seed)
@@ -300,15 +295,16 @@ def train(
                     # and one process may compile longer than that.
                     callbacks.barrier()
                 if max(first, start) == number <= last:
-                    run.read_all()
+                    run.read()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
                 run.state, metrics = program(run.state, batch)
                 run.done = number + 1
-                run.add(number, metrics)
+                run.waiting.append((number, metrics))
+                run.read(but=1)
                 if number == last:
-                    run.read_all()
+                    run.read()
                     traced.close()
-                    run.restart_clock()
+                    run.clock = time.perf_counter()
                 # one of several processes that failed has signalled all, as a scheduler does
                 stopped = bool(run.failed and jax.process_count() == 1) or callbacks.stop()
                 run.evaluate_and_save(steps, stopped)
@@ -376,6 +372,7 @@ class _Run:
     Attributes:
         done: the number of steps that were sent.
         waiting: the steps that were sent and not yet read, each with its metrics.
+        clock: the time from which the next step's seconds count.
         failed: why the log can no longer be written: training is to save, and to end with that.
     """
 
@@ -394,7 +391,7 @@ class _Run:
     def __post_init__(self):
         self.done = self._saved = self.report.start = int(self.state.step)
         self._in_order = False
-        self.restart_clock()
+        self.clock = time.perf_counter()
 
     def in_order(self) -> State:
         """Return the state with its layers in the model's order, from now on."""
@@ -405,11 +402,15 @@ class _Run:
 
     def evaluate_and_save(self, steps: int, stopped: bool) -> None:
         """Do what is due after this step; then the state has its layers in the stages' order again."""
-        evaluates = self.evaluation.is_due(self.done, steps)
-        saves = self.checkpoints is not None and (stopped or self.checkpoints.due(self.done, steps))
+
+        def is_due(every: int) -> bool:
+            return every > 0 and (self.done % every == 0 or self.done == steps)
+
+        evaluates = self.evaluation.held_out is not None and is_due(self.evaluation.eval_every)
+        saves = self.checkpoints is not None and (stopped or is_due(self.checkpoints.every))
         if not evaluates and not saves:
             return
-        self.read_all()  # never keep what a bad step has spoiled
+        self.read()  # never keep what a bad step has spoiled
         score = None
         if evaluates:
             score = self.evaluation.score(self.step, self.in_order())
@@ -423,7 +424,7 @@ class _Run:
             self.save(score)
         self.state = self.step.from_model_order(self.in_order(), donate=True)
         self._in_order = False
-        self.restart_clock()
+        self.clock = time.perf_counter()
 
     def save(self, score: dict[str, Any] | None = None) -> None:
         """Save it, once: what could not be saved is not tried again on the way out."""
@@ -448,32 +449,21 @@ class _Run:
 
     # ------------------------------------------------------------------------------------- what was measured
 
-    def restart_clock(self) -> None:
-        """Leave what was done since the last step out of the next step's seconds."""
-        self.clock = time.perf_counter()
-
-    def add(self, number: int, metrics: dict) -> None:
-        """Remember a step that was sent, and read the one before it."""
-        self.waiting.append((number, metrics))
-        if len(self.waiting) > 1:
-            self._read()
-
-    def read_all(self) -> None:
-        """Read the steps that were sent and not yet read."""
-        while self.waiting:
-            self._read()
-
     def finish(self) -> None:
         """Read all steps, and end with what kept the log from being written, if anything did."""
-        self.read_all()
+        self.read()
         if self.failed:
             raise self.failed
         if jax.process_count() > 1:  # of the fullest process; in MiB: JAX sends no 64 bits
             peaks = multihost_utils.process_allgather(np.int32(self.report.memory_bytes >> 20))
             self.report.memory_bytes = int(peaks.max()) << 20
 
-    def _read(self) -> None:
-        number, metrics = self.waiting.pop(0)
+    def read(self, but: int = 0) -> None:
+        """Read the steps that were sent and not yet read, ``but`` so many of the last."""
+        while len(self.waiting) > but:
+            self._read(*self.waiting.pop(0))
+
+    def _read(self, number: int, metrics: dict) -> None:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         if not _is_finite(metrics):
             self._refuse(number, loss, norm)
@@ -484,8 +474,14 @@ class _Run:
         report.grad_norms.append(norm)
         report.memory_bytes = _memory(self.step.mesh)
         seconds, ideal = report.seconds[-1], report.ideal_step_s
-        row = {"step": number, "loss": loss, "grad_norm": norm, "targets": int(metrics["tokens"])}
-        row |= {"seconds": seconds, "tokens_per_s": report.tokens_per_step / seconds}
+        row = {
+            "step": number,
+            "loss": loss,
+            "grad_norm": norm,
+            "targets": int(metrics["tokens"]),
+            "seconds": seconds,
+            "tokens_per_s": report.tokens_per_step / seconds,
+        }
         row |= {"mfu": ideal / seconds} if ideal else {}
         if number == report.start > 0:
             row["resumed"] = report.start

@@ -22,7 +22,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from llmpar.model.weights import Tree, of_weights
+from llmpar.model.weights import Tree, weights_tree
 from llmpar.plan.model_config import ModelConfig, matrix_dims
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -74,7 +74,7 @@ def scale_by_muon(config: ModelConfig) -> optax.GradientTransformationExtraArgs:
 
     Its update takes ``on_matrices``, which calls a function of a leaf and its dims on whole matrices; without
     it the leaves are taken for whole."""
-    dims = of_weights(config, lambda weight: weight.dims, learned=True)
+    dims = weights_tree(config, lambda weight: weight.dims, trainable=True)
 
     def update(grads, state, params=None, *, on_matrices=None, **_):
         count = state.count + 1
@@ -98,5 +98,5 @@ def muon(rate: optax.ScalarOrSchedule, config: ModelConfig, weight_decay: float 
     )
     rest = optax.adamw(rate, eps=EPSILON, weight_decay=0.0, nesterov=True)
     name = lambda weight: "muon" if matrix_dims(weight.dims) else "adam"
-    names = of_weights(config, name, learned=True)
+    names = weights_tree(config, name, trainable=True)
     return Muon(*optax.partition({"muon": matrices, "adam": rest}, names))

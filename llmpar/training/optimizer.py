@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from llmpar.model.weights import of_weights
+from llmpar.model.weights import weights_tree
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.training.muon import muon
@@ -15,16 +15,16 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Make the Optax optimizer that ``options`` name, with its schedule of rates; :class:`Step` clips."""
     rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
-    first, steps = 0.0 if warmup else rate, max(steps, warmup + 1)
-    schedule = optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, rate / 10)
-    if options.decay != "cosine":
-        last = rate / 10 if options.decay == "linear" else rate
-        rising = optax.linear_schedule(first, rate, warmup)
-        schedule = optax.join_schedules(
-            [rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup]
-        )
+    first, rest = 0.0 if warmup else rate, max(steps - warmup, 1)
+    falling = {
+        "cosine": optax.cosine_decay_schedule(rate, rest, alpha=0.1),
+        "linear": optax.linear_schedule(rate, rate / 10, rest),
+        "constant": optax.linear_schedule(rate, rate, rest),
+    }
+    rising = optax.linear_schedule(first, rate, warmup)
+    schedule = optax.join_schedules([rising, falling[options.decay]], [warmup])
     if options.optimizer == "adamw":
-        decays = of_weights(config, lambda weight: not weight.is_vector, learned=True)
+        decays = weights_tree(config, lambda weight: not weight.is_vector, trainable=True)
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)

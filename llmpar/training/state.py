@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from llmpar.model.weights import Tree, of_weights, trainable_params
+from llmpar.model.weights import Tree, trainable_params, weights_tree
 from llmpar.plan.layout import WHOLE, Layout
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
@@ -42,7 +42,7 @@ def state_shapes(
     """Return the leaves by shape and dtype of a state with so many layers of each kind."""
     dtype = lambda w: plan.dtype if w.frozen else "float32"
     shape = lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w))
-    params = of_weights(config, shape, counts=counts)
+    params = weights_tree(config, shape, counts=counts)
     return jax.eval_shape(lambda params: initial_state(params, config, optimizer), params)
 
 
@@ -50,7 +50,7 @@ def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
     """Lay out the state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
     like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
     paths = jax.tree_util.tree_leaves_with_path(trainable_params(state.params, config))
-    learned = jax.tree.leaves(of_weights(config, learned=True))
+    learned = jax.tree.leaves(weights_tree(config, trainable=True))
     known = {
         path: (leaf.shape, plan.layouts_of(weight.dims).reduced)
         for (path, leaf), weight in zip(paths, learned, strict=True)
@@ -62,7 +62,7 @@ def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
         return layout if leaf.shape == shape else WHOLE
 
     optimizer = jax.tree_util.tree_map_with_path(layout_of, state.optimizer)
-    return State(of_weights(config, lambda weight: plan.stored(weight.dims)), optimizer, WHOLE)
+    return State(weights_tree(config, lambda weight: plan.stored(weight.dims)), optimizer, WHOLE)
 
 
 def placed_weights(params: Tree, like: Tree, model: str) -> dict[str, Array]:

@@ -32,14 +32,15 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
+from llmpar.files import Allowed
 from llmpar.model.llama import Batch, LossAndTally
 from llmpar.model.weights import (
     Tree,
     init_params,
     joined,
     model_graph,
-    of_weights,
     trainable_params,
+    weights_tree,
 )
 from llmpar.parallel.collectives import varying
 from llmpar.parallel.mesh import explicit, platform_of, sharding, split_axes
@@ -57,13 +58,14 @@ from llmpar.training.state import Checked, State, check_mesh, initial_state, pla
 
 # The dims of the routers' tally (`LossAndTally`). The second has e+2 entries.
 _TALLY = (Dim("l"), Dim("e"))
-_MAX_SEED = 2**32 - 1  # JAX drops the upper bits of larger seeds
+_SEED = Allowed(int, 0, 2**32 - 1)  # JAX drops the upper bits of larger ones
 MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explicit": Explicit}
 """The class of ``par``, by `Plan.mode`."""
 
 
-class Step:
-    """The compiled training step of a model under a plan on a mesh.
+class Step(LayerOrder):
+    """The compiled training step of a model under a plan on a mesh. It is a `LayerOrder`: its state has its
+    layers in the order of the pipeline's stages, checkpoints have them in the model's order.
 
     Args:
         config, plan, mesh: ``mesh`` may be abstract, for tracing and lowering.
@@ -74,9 +76,6 @@ class Step:
         par, mesh: the mode that the model calls (`MODES`), and its mesh.
         stored, reduced: layouts of weights between steps, and of gradients.
         weight_layouts: all layouts of the trained weights.
-        order: the orders of layers in the state. Of it are ``layer_orders``,
-            ``abstract_state`` and ``abstract_in_model_order`` (shapes and
-            shardings), ``from_model_order`` and ``to_model_order``.
         shardings, batch_sharding: of the state, and of a batch's arrays.
         run: `train_step`, compiled. It checks its arguments (`state.Checked`), and donates the state: the new
             state takes its memory.
@@ -97,18 +96,18 @@ class Step:
             raise ValueError(why)
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
-        # two meshes of the same devices: the mode Explicit needs explicit axes, the optimizer automatic ones
+        # two meshes of the same devices, with the plan's inner axes (near, ul, kv): the mode Explicit needs
+        # explicit axes, the optimizer automatic ones
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = MODES[plan.mode](plan, self.mesh)
-        self.stored = of_weights(config, lambda weight: plan.stored(weight.dims))
+        self.stored = weights_tree(config, lambda weight: plan.stored(weight.dims))
         # these two trees have only trainable weights: with LoRA the adapters
-        self.weight_layouts = of_weights(config, lambda w: plan.layouts_of(w.dims), learned=True)
+        self.weight_layouts = weights_tree(
+            config, lambda w: plan.layouts_of(w.dims), trainable=True
+        )
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
-        self.order = order = LayerOrder(config, plan, self.mesh, self.optimizer)
-        self.layer_orders, self.abstract_state = order.layer_orders, order.in_stages
-        self.abstract_in_model_order = order.in_model
-        self.from_model_order, self.to_model_order = order.to_stages, order.to_model
+        super().__init__(config, plan, self.mesh, self.optimizer)
         if plan.muon != "none" and not isinstance(optimizer, Muon):
             raise ValueError(
                 f"muon='{plan.muon}' moves whole matrices for Muon, and this optimizer takes none; use"
@@ -148,6 +147,7 @@ class Step:
         # for the types of `Explicit`, and for kernels, which ask for their device;
         # once more, because this function is also called alone
         with use_abstract_mesh(self.mesh.abstract_mesh):
+            # one layout stands for all arrays of the batch, and for all metrics (a prefix of the tree)
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
             return self.par.over_devices(self._gradients, layouts, results)(params, batch)
 
@@ -155,8 +155,8 @@ class Step:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
         # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
-        # (`WeightLayouts.unreduced`)
-        params = jax.tree.map(self.par.unfinished, params, of_weights(self.config))
+        # (`WeightLayouts.unreduced`): only the types of weights change
+        params = jax.tree.map(self.par.unfinished, params, weights_tree(self.config))
         # `check` refuses stages in other modes
         if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
@@ -171,7 +171,7 @@ class Step:
             (sums, grads), _ = lax.scan(add, self._zeros(), parts)
         buckets = self.plan.reduce == "bucket"
         grads = self._in_buckets(grads) if buckets else self._carry_out(grads, lambda w: w.finish)
-        return self._per_token(*self._sums_over_devices(sums, grads, batch), grads)
+        return self._per_target(sums, grads, batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
         """Return the sums of loss and tally, and the gradients, of a microbatch. At ZeRO 2 reduce-scatter the
@@ -194,8 +194,8 @@ class Step:
     def _update(
         self, trainable: Tree, grads: Tree, moments: Tree, metrics: dict
     ) -> tuple[Tree, Tree]:
-        """Return the updated weights, with the layouts of the gradients, and the optimizer's new state, the
-        ``moments``."""
+        """Return the updated weights, and the optimizer's new state, the ``moments``. Weights come in their
+        stored layout, and are updated where the gradients are: at ZeRO 1 and 2 in a slice."""
         trainable = self._constrain(trainable)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
@@ -208,8 +208,8 @@ class Step:
         """Apply ``f(matrices, dims)`` to each leaf that Muon updates, a stack of matrices: move it to a
         layout in which its matrices are whole (`Plan.muon`), call ``f``, and move the result back to the
         gradient's layout. In every mode the plan's own collectives move it: XLA's partitioner would make the
-        matrices of all layers whole at once, and their gradients, too (9.0 GiB of temporaries, not 3.4: seed
-        60022 in `tests/fixtures/missed_memory.json`)."""
+        matrices of all layers whole at once, and their gradients, too (in one plan 9.0 GiB of temporaries in
+        place of 3.4)."""
         par = Manual(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts) -> Array:
@@ -246,6 +246,7 @@ class Step:
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
+        # the loss is each device's term of a sum over the axes of the region data
         loss, tally = self.par.zeros((), Layout((), self.plan.varying("data"))), None
         if self.config.experts:
             # one entry for each layer with experts
@@ -273,32 +274,27 @@ class Step:
                 leaves[j] = piece
         return jax.tree.unflatten(tree, leaves)
 
-    def _sums_over_devices(
-        self, sums: LossAndTally, grads: Tree, batch: Batch
-    ) -> tuple[Array, Array | None, Array, Array]:
-        """Return sums over all devices: of the loss, of the routers' tally, of targets
-        that are not negative, of the gradients' squares. In `Auto` and `Explicit`
-        global arrays have them already; in `Explicit` all but the tally."""
-        (loss, tally), tokens = sums, (batch["targets"] >= 0).sum()
+    def _per_target(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
+        """Sum over all devices: the loss, the targets that are not negative, the
+        gradients' squares, the routers' tally. Divide gradients, their norm and the
+        loss by the number of targets. Return gradients and metrics. In `Auto` and
+        `Explicit` global arrays have the sums already; in `Explicit` all but the tally."""
+        loss, tally = sums
+        targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
             # each leaf is replicated over axes of its own; `count_once` keeps one replica of it in the sum
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-            values = loss, tokens.astype(jnp.float32), square, tally
-            loss, tokens, square, tally = self.par.sum_over_devices(values)
-            return loss, tally, tokens, square
-        if tally is not None:
-            arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
-            tally = self.par.carry_out(tally, arrow, METRICS)
-        return loss, tally, tokens, optax.tree.norm(grads, squared=True)
-
-    def _per_token(
-        self, loss: Array, tally: Array | None, tokens: Array, square: Array, grads: Tree
-    ) -> tuple[Tree, dict]:
-        """Divide gradients, their norm and the loss by the number of tokens. Return gradients and metrics."""
-        tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
-        grads = jax.tree.map(lambda g: g / tokens, grads)
-        norm = jnp.sqrt(square) / tokens
-        metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
+            values = loss, targets.astype(jnp.float32), square, tally
+            loss, targets, square, tally = self.par.sum_over_devices(values)
+        else:
+            square = optax.tree.norm(grads, squared=True)
+            if tally is not None:
+                arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
+                tally = self.par.carry_out(tally, arrow, METRICS)
+        targets = jnp.maximum(targets, 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda g: g / targets, grads)
+        norm = jnp.sqrt(square) / targets
+        metrics = {"loss": loss / targets, "grad_norm": norm, "tokens": targets}
         # choices per expert ``l e``, dropped choices ``l``, sums of tokens' router entropies ``l``
         if tally is not None:
             metrics |= {
@@ -339,7 +335,7 @@ class Step:
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
                 # the layers of this kind, in the model's order
                 own_le = direction_le[kinds == kind]
-                if not self.order.is_model_order:
+                if not self.is_model_order:
                     own_le = take_in_order(own_le, self.layer_orders[kind], 0)
                 flat[path] = bias_le + rate * own_le
         return unflatten_dict(flat, sep=".")
@@ -356,8 +352,7 @@ class Step:
                 donated: the state takes its memory and the caller's array is deleted, so that no weight
                 exists twice. Other arrays are copied.
         """
-        if not 0 <= seed <= _MAX_SEED:
-            raise ValueError(f"seed is {seed}; use 0 to {_MAX_SEED:,}")
+        _SEED.check("seed", seed)
         like = self.abstract_in_model_order.params
         given = placed_weights(params or {}, like, self.config.name)
 
@@ -393,9 +388,9 @@ class Step:
     def evaluate(self) -> Checked:
         """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of targets):
         forward only, without the routers' own losses. Weights are as in ``abstract_in_model_order``
-        (`to_model_order`). With a pipeline or in the mode Auto it runs under XLA's partitioner, else under
-        `Manual`. With a pipeline every stage receives the layers of all others, which may need memory for all
-        of them."""
+        (`to_model_order`). With a pipeline or in the mode Auto it runs under XLA's partitioner, else (in the
+        mode Explicit, too) under `Manual`. With a pipeline every stage receives the layers of all others,
+        which may need memory for all of them."""
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):

@@ -152,9 +152,8 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
     try:
         with open(file, "rb") as opened:
             raw = opened.read(-1 if lines else min(limit_bytes + 4, os.path.getsize(file)))
-            decoder = codecs.getincrementaldecoder(
-                "utf-8"
-            )()  # does not mind a last character that is cut
+            # does not mind a last character that is cut
+            decoder = codecs.getincrementaldecoder("utf-8")()
             text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(
