@@ -16,10 +16,10 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_765,
-    "parallel": 1_055,
+    "plan": 2_771,
+    "parallel": 1_071,
     "kernels": 531,
-    "model": 1_168,
+    "model": 1_195,
     "pipeline": 318,
     "training": 2_522,
     "predict": 2_755,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_389,
-    "statements": 28_086,
+    "statements of the compact package": 6_438,
+    "statements": 28_135,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -7,10 +7,10 @@ Four terms are needed to read it:
     arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
               ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
     par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight ready for a matmul; `used_weights` yields several, each an array, or an object that
-              multiplies itself: with LoRA adapters, or in float8. ``par.move_matmul`` is a move and the
-              matmuls after it, and ``par.matmul_move`` a matmul and the move after it; they are one call so
-              that a ring may send one block while it multiplies another
+              weight ready for a matmul. `used_weights` yields several in a form that `matmul` takes: an
+              array, or an object with adapters or in float8. ``par.move_matmul`` is a move and the matmuls
+              after it, and ``par.matmul_move`` a matmul and the move after it; they are one call so that a
+              ring may send one block while it multiplies another
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
@@ -55,7 +55,7 @@ from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
-"""A nested dict like the model's, of its arrays or of something for each of them (a layout, a shape)."""
+"""A nested dict like the model's, of its arrays or of something for each of them: a layout, a shape."""
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
@@ -112,7 +112,7 @@ class Norm(nnx.Module):
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            term = lambda _, x: (x * x).sum((-2, -1)) / self.size
+            term = lambda _, own: (own * own).sum((-2, -1)) / self.size
             finish = f"attention b s +{heads} -> attention b s"
             mean_square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
             x32 = x32 * jax.lax.rsqrt(mean_square_bs[..., None, None] + self.eps)
@@ -126,43 +126,50 @@ class Norm(nnx.Module):
 class Part(nnx.Module):
     """A block, or a part of it. Its attributes are the parameters directly under its
     path: in ``attention`` the parameter ``attention.q`` is ``q``, and
-    ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. Weights that only some
-    models have are read by `optional`."""
+    ``attention.q_norm.scale`` is in the `Norm` ``q_norm``. A weight that only some
+    models have is None in the others."""
 
     eps: float | None = None  # the epsilon of its norms; None: ``norm_eps`` of the model
 
     def __init__(self, config: ModelConfig, params: Params, path: str):
         self.config = config
-        norm = functools.partial(Norm, eps=self.eps or config.norm_eps, variant=config.variant)
-        for path_of_weight, weight in params.items():
-            parent, _, name = path_of_weight.removesuffix(".scale").rpartition(".")
-            if parent == path:  # else a weight of another part
-                setattr(self, name, norm(weight) if path_of_weight.endswith(".scale") else weight)
+        for weight_path, weight in params.items():
+            parent, _, name = weight_path.removesuffix(".scale").rpartition(".")
+            if parent != path:
+                continue
+            is_norm = weight_path.endswith(".scale")
+            norm = Norm(weight, self.eps or config.norm_eps, config.variant)
+            setattr(self, name, norm if is_norm else weight)
         adapt(self, params, path)
-
-    def optional(self, name: str) -> Any:
-        """Return a parameter, or a `Norm`, that only some models have; None if this one lacks it."""
-        return getattr(self, name, None)
 
 
 class Attention(Part):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    q_bias: nnx.Param | None = None
+    k_bias: nnx.Param | None = None
+    v_bias: nnx.Param | None = None
+    o_bias: nnx.Param | None = None
+    sinks: nnx.Param | None = None
+    gate: nnx.Param | None = None
+    gate_bias: nnx.Param | None = None
+
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
-        names = ["q", "k", "v"] if self.optional("gate") is None else ["q", "k", "v", "gate"]
-        biases = [self.optional(f"{name}_bias") for name in names]
+        names = ["q", "k", "v"] if self.gate is None else ["q", "k", "v", "gate"]
+        biases = [getattr(self, f"{name}_bias") for name in names]
         weights = used_weights(self, par, *names)
         arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh, *gates = par.move_matmul(x, arrow, *weights, biases=biases)
-        q_norm, k_norm = self.optional("q_norm"), self.optional("k_norm")
-        if q_norm:  # and so a norm of keys
+        if self.q_norm and self.k_norm:
             over_all = variant.qk_norm == "all"
-            q_bsnh = q_norm(q_bsnh, par, "n" if over_all else "")
-            k_bskh = k_norm(k_bskh, par, "k" if over_all else "")
-        # `rope_table` has put `Variant.query_scale` into the table. So queries are rotated also where all
-        # angles are 0 (rope "none"); keys are not.
+            q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
+            k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
+        # The table has the factor `Variant.query_scale`, too. So queries are rotated also where all angles
+        # are 0 (rope "none"), and keys are not.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -171,8 +178,7 @@ class Attention(Part):
         if variant.score_scale:  # every kernel divides scores by the root of h
             q_bsnh = scaled_by(q_bsnh, variant.score_scale * h**0.5)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
-        sinks = self.optional("sinks")
-        sinks_kr = None if sinks is None else par.weight(sinks).reshape(k, -1)
+        sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
         if par.cache:
             y_bskrh = par.cache.attend(
                 q_bskrh, k_bskh, v_bskh, ids.q_positions, config.mask, sinks_kr
@@ -191,7 +197,7 @@ class Attention(Part):
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.plus(y, self.optional("o_bias"))
+        return par.plus(y, self.o_bias)
 
 
 class LatentAttention(Attention):
@@ -201,6 +207,10 @@ class LatentAttention(Attention):
 
     kv_norm: Norm
     kv_up: nnx.Param
+    q_down_bias: nnx.Param | None = None
+    q_up_bias: nnx.Param | None = None
+    kv_down_bias: nnx.Param | None = None
+    kv_up_bias: nnx.Param | None = None
     eps = 1e-6  # of its own norms; other norms use ``norm_eps``
 
     @jax.named_scope("attention")
@@ -209,8 +219,8 @@ class LatentAttention(Attention):
         and values of each head (`expanded`). A cache stores the latents."""
         config, r = self.config, 2 * rope[0].shape[-1]  # the table has one angle for two numbers
         x = par.move(x, "stream b s d -> attention b s d")
-        if q_norm := self.optional("q_norm"):  # queries are computed from a latent, too
-            q_latent = q_norm(self.projected("q_down", x, par), par)
+        if self.q_norm:  # queries are computed from a latent, too
+            q_latent = self.q_norm(self.projected("q_down", x, par), par)
             q_bsnh = self.projected("q_up", q_latent, par)
         else:
             q_bsnh = self.projected("q", x, par)
@@ -233,7 +243,7 @@ class LatentAttention(Attention):
         """Multiply by one of the matrices, and add its bias, if it has one."""
         (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
-        return par.plus(y, self.optional(f"{name}_bias"))
+        return par.plus(y, getattr(self, f"{name}_bias"))
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
@@ -262,15 +272,15 @@ class GatedDelta(Attention):
     @jax.named_scope("gated_delta")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         arrow = "stream b s d -> attention b s d"
-        # by the letters of checkpoints: queries, keys, values, the result's gate, a token's rate, and how
-        # much of the state it forgets
-        weights = used_weights(self, par, "q", "k", "v", "z", "b", "a")
+        names = "q", "k", "v", "z", "b", "a"  # as checkpoints name them
+        weights = used_weights(self, par, *names)
+        # the gate is of the result; a token's rate and how much of the state it forgets are of the delta rule
         q, k, v, gate, rate, forget = par.move_matmul(x, arrow, *weights)
         values = q, k, v, rate, forget
-        names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
-        of_mix = [par.weight(getattr(self, name)) for name in names]
+        inner_names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
+        inner = [par.weight(getattr(self, name)) for name in inner_names]
         if par.cache:
-            y = par.cache.resume(ids.q_positions, values, of_mix)
+            y = par.cache.resume(ids.q_positions, values, inner)
         else:
             # n: key heads in q and k, value heads in the rest; tp cuts both. u is a dim of 1, t the taps
             layouts = [
@@ -281,7 +291,7 @@ class GatedDelta(Attention):
                 *["ids b s"] * 2,  # of whole rows: a document may begin on another rank
             ]
             mix = par.local(functools.partial(gated_delta.mix, par.island), layouts, layouts[0])
-            y = mix(*values, *of_mix, ids.k_positions, ids.k_segments)
+            y = mix(*values, *inner, ids.k_positions, ids.k_segments)
         y = unit(checkpoint_name(y, OUT), self.config.norm_eps)
         y = par.with_weight(lambda y, scale: y * scale, y, self.out_norm)
         y = y * jax.nn.silu(gate.astype(jnp.float32)).astype(y.dtype)
@@ -316,17 +326,21 @@ def attend_sharded(
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     q_layout = "queries b s k r h"
     ids_layouts = Ids("queries b s", "queries b s", "ids b s", "ids b s")  # type: ignore[arg-type]
-    args, arg_layouts = [q, k, v, ids], [q_layout, *kv_layouts, ids_layouts]
+    args, layouts = [q, k, v, ids], [q_layout, *kv_layouts, ids_layouts]
     if sinks is not None:
         args.append(par.move(sinks, "attention k r -> queries k r"))
-        arg_layouts.append("queries k r")
+        layouts.append("queries k r")
     attend_by_plan = functools.partial(attention.attend_by_plan, par, mask)
-    y = par.local(attend_by_plan, arg_layouts, q_layout)(*args)
+    y = par.local(attend_by_plan, layouts, q_layout)(*args)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
 class FeedForward(Part):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
+
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -336,15 +350,14 @@ class FeedForward(Part):
         before: str = "stream b s d -> ffn b s d",
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Run three matmuls. The arrow ``before`` moves ``x`` to them. The arrow
-        ``after`` finishes the sum over m, or leaves it for the caller to finish. The
-        second goes only without a ``down_bias``, which each rank of tp would add. (So
-        `ModelConfig` refuses a bias in a shared expert.)"""
+        """Run three matmuls. The arrow ``before`` moves ``x`` to them. The arrow ``after``
+        finishes the sum over m, or leaves it to the caller. With a ``down_bias`` it must
+        finish it: to an unfinished sum each rank of tp would add this bias. (So
+        `ModelConfig` refuses this bias in a shared expert.)"""
         gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
         # `reduce="layer"` their gradients would be summed over devices once for each piece.
-        own = self.optional("gate_bias"), self.optional("up_bias")
-        biases = [None if bias is None else par.weight(bias) for bias in own]
+        biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
@@ -352,15 +365,22 @@ class FeedForward(Part):
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
-        return par.plus(y, self.optional("down_bias"))
+        return par.plus(y, self.down_bias)
 
 
 class Experts(Part):
-    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token. Its
-    ``router_bias`` is learned by gradients; its ``bias`` balances the load of experts by a rule
-    (`Step._balance_experts`)."""
+    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     router: nnx.Param
+    # ``router_bias`` is learned by gradients; ``bias`` balances the load of experts by a rule
+    # (`Step._balance_experts`)
+    router_bias: nnx.Param | None = None
+    bias: nnx.Param | None = None
+    shared_gate: nnx.Param | None = None
+    gate: nnx.Param | None = None
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params):
         super().__init__(config, params, "experts")
@@ -376,10 +396,10 @@ class Experts(Part):
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
-        logits_bse = par.plus(logits_bse, self.optional("router_bias"))
+        logits_bse = par.plus(logits_bse, self.router_bias)
         bias = []  # the optional argument of `moe.route`: no bias, or one
-        if (learned := self.optional("bias")) is not None:
-            constant = learned.replace(jax.lax.stop_gradient(learned[...]))
+        if self.bias is not None:
+            constant = self.bias.replace(jax.lax.stop_gradient(self.bias[...]))
             bias = [par.weight(constant)]
         # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
         # write e for this dim of choices, since k is KV heads in layouts.
@@ -393,7 +413,7 @@ class Experts(Part):
         choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
         # in the order of `grouped.Weights`
         names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
-        weights = [w for name in names if (w := self.optional(name)) is not None]
+        weights = [w for name in names if (w := getattr(self, name)) is not None]
         visit = par.local(
             functools.partial(moe.visit_experts, experts, par.island, variant=self.config.variant),
             ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
@@ -406,8 +426,8 @@ class Experts(Part):
             # ``shared`` to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
-            if (gate := self.optional("shared_gate")) is not None:
-                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(gate)))
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(matmul(x, par.weight(self.shared_gate)))
             y = y + par.move(shared, "ffn b s d +m -> tokens b s d +m")
         return par.move(y, "tokens b s d +m -> stream b s d"), aux
 
@@ -416,6 +436,11 @@ class Block(Part):
     """One layer: attention, then feed-forward or experts, each added to the residual stream. Each has a norm
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
     are parallel: both read its result."""
+
+    attention_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    ffn_norm: Norm | None = None
+    ffn_post_norm: Norm | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         params = {path: param(rngs, row) for path, row in config.block_weights().items()}
@@ -432,29 +457,33 @@ class Block(Part):
 
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
+        normed = lambda norm, x: norm(x, par) if norm else x
         mix = self.mixer if self.config.mixer == "recurrent" else self.attention
-        attention_in = self.normed("attention_norm", x, par)
-        x = self.added(x, mix(attention_in, ids, rope, par), "attention_post_norm", par)
-        if self.optional("ffn_norm") or self.optional("ffn_post_norm"):
-            if not self.optional("attention_post_norm"):
-                # for `Plan.remat`; with that norm `added` names the norm's input
+        to_mix = normed(self.attention_norm, x)
+        x = self.added(x, mix(to_mix, ids, rope, par), self.attention_post_norm, par)
+        if self.ffn_norm or self.ffn_post_norm:
+            if not self.attention_post_norm:  # with that norm `added` names what goes into it
                 x = checkpoint_name(x, STREAM)
-            ffn_in = self.normed("ffn_norm", x, par)
-        else:  # parallel: the feed-forward reads what attention read
-            ffn_in = attention_in
-        y, aux = self.experts(ffn_in, par) if self.config.experts else (self.ffn(ffn_in, par), None)
-        return self.added(x, y, "ffn_post_norm", par), aux
+            to_ffn = normed(self.ffn_norm, x)
+        else:  # parallel: the feed-forward reads what attention has read
+            to_ffn = to_mix
+        if self.config.experts:
+            y, aux = self.experts(to_ffn, par)
+        else:
+            y, aux = self.ffn(to_ffn, par), None
+        return self.added(x, y, self.ffn_post_norm, par), aux
 
-    def normed(self, name: str, x: Stream, par: Solo) -> Stream:
-        """Return ``x`` after this norm, or ``x`` itself if the block lacks it."""
-        norm = self.optional(name)
-        return norm(x, par) if norm else x
-
-    def added(self, x: Stream, y: Stream, norm: str, par: Solo) -> Stream:
+    def added(self, x: Stream, y: Stream, norm: Norm | None, par: Solo) -> Stream:
         """Return ``x`` plus a result ``y``, which is normed first if the block has this norm."""
-        if self.optional(norm):
-            y = self.normed(norm, checkpoint_name(y, STREAM), par)
+        if norm:
+            y = norm(checkpoint_name(y, STREAM), par)
         return x + scaled_by(y, self.config.variant.residual_scale)
+
+
+def stacked_blocks(config: ModelConfig, count: int, rngs: nnx.Rngs) -> Block:
+    """Return ``count`` blocks as one, each made with keys of its own, their weights stacked along l."""
+    make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=count)(make)(rngs)
 
 
 class Llama(nnx.Module):
@@ -464,11 +493,7 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         weights = config.must_run().weights()
         self.embedding = param(rngs, weights["embedding"])
-        # ``count`` layers of one kind, with stacked weights
-        stacked = lambda block: nnx.vmap(lambda keys: Block(block, keys), in_axes=0, out_axes=0)
-        stacks = [
-            nnx.split_rngs(splits=count)(stacked(block))(rngs) for count, block in config.blocks
-        ]
+        stacks = [stacked_blocks(block, count, rngs) for count, block in config.blocks]
         self.blocks: Any = (
             nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
         )
@@ -505,8 +530,8 @@ class Llama(nnx.Module):
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
-            # A custom gradient must have the type of its argument, so both vary over the axes of either. The
-            # gradient of the head is summed over those that are new.
+            # A custom gradient must have the type of its argument. So both arguments are typed as varying
+            # over the same axes, and autodiff sums the gradient of one over the axes that are new to it.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -526,9 +551,8 @@ class Llama(nnx.Module):
         once more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
-        loops = [
-            (loop, par.layers) for loop in self.config.loops
-        ]  # a stage runs its own (`run_chunk`)
+        # a pipeline's stages have other functions that run a loop
+        loops = [(loop, par.layers) for loop in self.config.loops]
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
         return self.before_head(x, par), head, aux
 
@@ -559,18 +583,19 @@ class Llama(nnx.Module):
         kind 0, then one of kind 1. It uses the next 8 layers of the stack of kind 0, and the next 4 of
         kind 1."""
         blocks, stacks = self.blocks_by_kind(batch, par)
-        outputs, done = list[Any](), Counter[int]()  # done: for each kind, how many layers have run
+        outputs = list[Any]()
+        done = Counter[int]()  # for each kind, how many layers have run
         for loop, run_layers in loops:
-            kinds, times = loop.kinds, loop.times  # iterations, each of len(kinds) layers
+            kinds, times = loop.kinds, loop.times
             counts = Counter(kinds * times)  # layers of each kind in this loop
             weights = {kind: some_layers(stacks[kind], done[kind], n) for kind, n in counts.items()}
-            several = len(kinds) > 1
-            if several:  # layers, … -> iterations, layers of the kind in one iteration, …
+            if len(kinds) == 1:
+                layers = [of_kind(blocks[kinds[0]], kinds[0])]
+            else:  # l … -> iterations, layers of this kind in one iteration, …
                 weights = {kind: par.periods(w, times) for kind, w in weights.items()}
-            # which of its kind in the iteration each layer is
-            nth = [kinds[:i].count(kind) if several else None for i, kind in enumerate(kinds)]
-            pairs = zip(kinds, nth, strict=True)
-            layers = [in_iteration(blocks[kind], kind, n) for kind, n in pairs]
+                nth = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+                pairs = zip(kinds, nth, strict=True)
+                layers = [of_kind(blocks[kind], kind, n) for kind, n in pairs]
             x, aux = run_layers(layers, x, weights)
             if aux is not None:
                 outputs.append(aux)
@@ -596,8 +621,8 @@ class Llama(nnx.Module):
             # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
             row_positions = None if par.cache else k_ids[0]
             cos, sin = rope_table(config, batch["positions"], row_positions)
-            # a compiled step cannot raise: a row whose ids are not as attention needs them, which only a
-            # batch made by hand has, gets NaN angles, and so the loss is NaN
+            # A compiled step cannot raise: rows whose ids break what attention relies on get NaN angles, so
+            # that the loss is NaN.
             rope = jnp.where(is_valid_b[:, None, None, None], cos, jnp.nan), sin
             ids = Ids(*q_ids, *k_ids)
             return lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
@@ -626,11 +651,11 @@ def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array,
     )
 
 
-def in_iteration(block: Callable, kind: int, index: int | None) -> Callable:
+def of_kind(block: Callable, kind: int, nth: int | None = None) -> Callable:
     """Return a block that takes the weights of a whole iteration, a dict from kind to weights, and uses those
-    of its ``kind``. Where an iteration has several layers these are stacked, and ``index`` says which row is
-    this block's."""
-    return lambda x, w: block(x, w[kind] if index is None else at(w[kind], index))
+    of its ``kind``. Where an iteration has several layers these are stacked, and this block is the ``nth`` of
+    its kind."""
+    return lambda x, w: block(x, w[kind] if nth is None else at(w[kind], nth))
 
 
 def some_layers(stack: Tree, begin: int, length: int) -> Tree:

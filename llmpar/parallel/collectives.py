@@ -26,11 +26,15 @@ def scope(text: str) -> AbstractContextManager:
     return jax.named_scope(f"arrow[{text}]")
 
 
+def dim_of(letter: str, letters: str) -> int:
+    """Return the dim of a value with these letters; 0 for "": a move that names no dim needs none."""
+    return letters.index(letter) if letter else 0
+
+
 def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]) -> Array:
     """Run a move: one lax call. ``letters`` are the dims of ``x``; ``to`` tells whether results of a gather
     may differ or are equal on all devices."""
-    # the index of "" is 0: a move that names no dim ignores it
-    cuts, gathers = letters.index(move.cuts), letters.index(move.gathers)
+    cuts, gathers = dim_of(move.cuts, letters), dim_of(move.gathers, letters)
     if move.kind == "all-reduce":
         return lax.psum(x, move.axes)
     if move.kind == "reduce-scatter":

@@ -51,6 +51,8 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
+        for name in ("short_factors", "long_factors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(
@@ -326,6 +328,13 @@ class ModelConfig:
 
     def __post_init__(self):
         check_fields(self)
+        of_families = "mixer", "state_size", "runs", "why_planned", "num_further"
+        given = [x for x in of_families if getattr(self, x) != getattr(ModelConfig, x)]
+        if given and not self.described:
+            raise ValueError(
+                f"'{self.name}' is a Llama, with attention in each layer, and sets {', '.join(given)}; leave"
+                " these out, or read a model's config.json, which describes what is no Llama"
+            )
         if self.lora:
             parts = ("attention.",) if self.experts else ("attention.", "ffn.")
             own = [
@@ -641,7 +650,9 @@ def _made(part: type, kept: Any) -> Any:
         raise ValueError(f"{json.dumps(kept):.40} is no {part.__name__}")
     fields = {f.name: f for f in dataclasses.fields(part)}
     if unknown := sorted(name for name in kept.keys() - fields if kept[name]):  # unset is not there
-        raise ValueError(f"made by a newer llmpar: it has {', '.join(unknown)}; update llmpar")
+        raise ValueError(
+            f"made by another version of llmpar: it has {', '.join(unknown)}; use that version"
+        )
     if missing := [
         n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept
     ]:
