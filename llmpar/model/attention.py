@@ -25,10 +25,11 @@ gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the pla
 `Tiles`. `by_kernel` calls JAX's own attention, without a ring.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
-head, h head width, w the width of a head's values. Ids are arrays `b 2 s`, whose dim of
-2 has positions, then segments. Queries are cut into i tiles of c positions, keys into j
-tiles of d positions (in this file d is not the model's width). Tiles have heads before
-positions, which suits matmuls: `i b k r c h` and `j b k d h`.
+head, h head width, w the width of a head's values. `ids_of` makes of `Ids` arrays `b 2 s`,
+named q_ids and k_ids, whose dim of 2 has positions, then segments. Queries are cut into
+i tiles of c positions, keys into j tiles of d positions (in this file d is not the
+model's width). Tiles have heads before positions, which suits matmuls: `i b k r c h`
+and `j b k d h`.
 """
 
 import itertools
@@ -156,7 +157,7 @@ def ids_are_valid(
     - with a cache;
     - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
     - where a rank has all keys, and the kernel is `flash`;
-    - where a rank has all keys, and its queries are not the same positions in order.
+    - where a rank has all keys, and its queries have other positions, or not in order.
 
     Elsewhere tiles or hops may be left out without comparing ids. Then the ids must satisfy one of these:
     positions rise along the row; or segments never fall, and positions rise within each segment. With
@@ -179,9 +180,9 @@ def ids_are_valid(
 def ids_of(
     ids: Ids, mask: Mask, axis: str | None, t: int
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
-    """Return the ids of this rank's queries, and of the `t` keys of each of the n ranks along an axis. Ids of
-    keys are given for all ranks. If the mask cuts documents into chunks, each chunk becomes a segment, so
-    that a query sees only keys of its chunk."""
+    """Return the ids of this rank's queries, and of the `t` keys of each of the n ranks along an axis.
+    ``ids`` has those of all ranks' keys already. If the mask cuts documents into chunks, each chunk becomes a
+    segment, so that a query sees only keys of its chunk."""
     n = lax.axis_size(axis) if axis else 1
     both = lambda positions, segments: jnp.stack(jnp.broadcast_arrays(positions, segments), 1)
     q_ids, k_ids = both(*ids[:2]), both(*ids[2:])
@@ -487,7 +488,7 @@ def ring_attention(
     and the result is that of `full`, in memory linear in the sequence.
 
     Args:
-        k, v: or latents, and what expands them (`expand_latents`): then v has 3 dims.
+        k, v: keys and values; or latents, and what expands them (`expand_latents`), a matrix of 3 dims.
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order (trusted:
@@ -570,7 +571,7 @@ def ring_forward(ring, q, block, up, q_ids, k_ids):
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
     dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many zeros to each
-    further rank). Latents hop in place of K and V: b t numbers of their width. A hop may run while a rank
+    other rank). Latents hop in place of K and V: b t numbers of their width. A hop may run while a rank
     attends to its keys. The backward pass needs q, block, up, ids, out and lse."""
 
     def attend_and_hop(carry, done):
@@ -613,6 +614,7 @@ def ring_backward(ring, saved, grads):
     n - hops ranks on. So the sum makes ``hops`` hops, too, each of 2 b t k h float32 elements."""
     (q, block, up, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq: Any = None
+    # the block's gradient, a message that hops after the block; and the gradient of ``up``, which stays
     sums: Any = None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # For a query that saw no key any finite lse will do: `attend_tile_grad` masks its weights to 0.

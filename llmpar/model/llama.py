@@ -58,9 +58,9 @@ Tree = Any
 """A nested dict like the model's, of its arrays or of something for each of them: a layout, a shape."""
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
-(numbers of documents). The loss is NaN if positions and segments of a row are not in the order that attention
-relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and ``logprobs``,
-float32, too (`clipped_surrogate`)."""
+(the number of each token's document). The loss is NaN if positions and segments of a row are not in the order
+that attention relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and
+``logprobs``, float32, too (`clipped_surrogate`)."""
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts how many
@@ -137,10 +137,11 @@ class Part(nnx.Module):
             parent, _, name = weight_path.removesuffix(".scale").rpartition(".")
             if parent != path:
                 continue
-            is_norm = weight_path.endswith(".scale")
-            norm = Norm(weight, self.eps or config.norm_eps, config.variant)
-            setattr(self, name, norm if is_norm else weight)
-        adapt(self, params, path)
+            if weight_path.endswith(".scale"):
+                setattr(self, name, Norm(weight, self.eps or config.norm_eps, config.variant))
+            else:
+                setattr(self, name, weight)
+        adapt(self, params, path)  # its LoRA weights, if it has any
 
 
 class Attention(Part):
@@ -168,8 +169,8 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # The table has the factor `Variant.query_scale`, too. So queries are rotated also where all angles
-        # are 0 (rope "none"), and keys are not.
+        # Layers that do not rotate (rope "none") may have a `Variant.query_scale`: it is a factor of their
+        # table, whose angles are 0. So queries are always "rotated", and keys only in layers that rotate.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -210,7 +211,7 @@ class LatentAttention(Attention):
     q_down_bias: nnx.Param | None = None
     q_up_bias: nnx.Param | None = None
     kv_down_bias: nnx.Param | None = None
-    kv_up_bias: nnx.Param | None = None
+    kv_up_bias = None
     eps = 1e-6  # of its own norms; other norms use ``norm_eps``
 
     @jax.named_scope("attention")
@@ -254,9 +255,9 @@ class LatentAttention(Attention):
         num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
-            # `par.weight`: this matrix has no bias and no adapters (`ADAPTABLE`)
+            # `par.weight`: this matrix has no bias (`kv_up_bias`) and no adapters (`ADAPTABLE`)
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
-            # z: the one head of a latent; c: its width, with its rotary key
+            # z: the one head of a latent; c: its width, in the first layout with its rotary key
             return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
@@ -274,7 +275,7 @@ class GatedDelta(Attention):
         arrow = "stream b s d -> attention b s d"
         names = "q", "k", "v", "z", "b", "a"  # as checkpoints name them
         weights = used_weights(self, par, *names)
-        # the gate is of the result; a token's rate and how much of the state it forgets are of the delta rule
+        # the gate multiplies the result; rate and forget, of each token, are for the update of the state
         q, k, v, gate, rate, forget = par.move_matmul(x, arrow, *weights)
         values = q, k, v, rate, forget
         inner_names = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
@@ -462,7 +463,7 @@ class Block(Part):
         to_mix = normed(self.attention_norm, x)
         x = self.added(x, mix(to_mix, ids, rope, par), self.attention_post_norm, par)
         if self.ffn_norm or self.ffn_post_norm:
-            if not self.attention_post_norm:  # with that norm `added` names what goes into it
+            if not self.attention_post_norm:  # else `added` gives the norm's input this name
                 x = checkpoint_name(x, STREAM)
             to_ffn = normed(self.ffn_norm, x)
         else:  # parallel: the feed-forward reads what attention has read
@@ -481,7 +482,7 @@ class Block(Part):
 
 
 def stacked_blocks(config: ModelConfig, count: int, rngs: nnx.Rngs) -> Block:
-    """Return ``count`` blocks as one, each made with keys of its own, their weights stacked along l."""
+    """Return ``count`` blocks as one, made with different random keys, their weights stacked along l."""
     make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
     return nnx.split_rngs(splits=count)(make)(rngs)
 
@@ -531,7 +532,7 @@ class Llama(nnx.Module):
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
             # A custom gradient must have the type of its argument. So both arguments are typed as varying
-            # over the same axes, and autodiff sums the gradient of one over the axes that are new to it.
+            # over the same axes, and autodiff sums the gradient of each over the axes that are new to it.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]

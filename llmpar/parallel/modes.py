@@ -150,9 +150,9 @@ class Solo:
 
     def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
         """Return a function that runs ``f`` on each device's own blocks. ``layouts`` are those of its
-        arguments, and ``result`` is that of its result; each is a layout, or a tree of them. Sums that ``f``
-        leaves unfinished are so in `Solo` and `Manual`, and in the types of `Explicit`; `Auto` finishes
-        them."""
+        arguments, and ``result`` is that of its result; each is a layout, or a tree of them. A ``+`` in
+        ``result`` is a sum that ``f`` leaves unfinished: it stays so in `Manual`, and in the types of
+        `Explicit`; `Auto` finishes it."""
         return f
 
     @property
@@ -199,9 +199,9 @@ class Solo:
         are global, each device then has an equal part of every piece. (The pieces are
         the same in all modes.) The backward pass recomputes each piece, in `Manual` and
         `Explicit` without its moves (`MOVED`). With ``recompute`` a single piece is
-        checkpointed, too: autodiff then saves none of its values, which for the loss
-        are several arrays as large as the logits. `prevent_cse` is False: a scan needs
-        no barrier, and without one XLA may keep what costs it little.
+        checkpointed, too: autodiff then saves only what it has moved, and not the
+        several arrays as large as the logits that a loss has. `prevent_cse` is False: a
+        scan needs no barrier, and of a single piece XLA may keep what costs it little.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -272,7 +272,7 @@ class Manual(Solo):
         m``; without one it is the physical arrow.
         ``invariant``: type what an all-gather returns as the same on all devices (JAX's ``to="invarying"``).
         It is for values of which no gradient is taken, such as updated weights."""
-        # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp ->``)
+        # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp -> whole``)
         # has none, and fits any value: it is an all-reduce, which needs no dim.
         letters = arrow.before.letters or arrow.after.letters
         for axis in arrow.before.sums + arrow.before.axes:
@@ -307,7 +307,7 @@ class Manual(Solo):
     ) -> Array:
         """Run an all-to-all ``b/a e c … -> b e/a c …`` or back. With ``dispatch="ragged"`` this rank sends
         only the first ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the
-        rows after these are undefined. XLA has that for GPUs and TPUs, not for CPUs."""
+        rows after these are undefined. XLA has this collective for GPUs and TPUs, not for CPUs."""
         if self.plan.dispatch != "ragged":
             return self.move(x, arrow)
         physical = self.plan.physical(arrow)
@@ -345,11 +345,11 @@ class Manual(Solo):
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
     def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
-        """Return ``f``; on simulated devices with a barrier before it. Without the barrier
-        XLA moves what no layer changes out of the loop over layers, and with it the
-        collectives that ``f`` runs on it. There JAX 0.10.2 crashes: a rendezvous counts
-        too many participants. (XLA for CPUs drops barriers, but later.) Accelerators
-        need none, and it would make ``f`` wait until all its weights are gathered."""
+        """Return ``f``; on simulated devices with a barrier before it. Without it XLA hoists
+        values that no layer changes out of the loop over layers, together with the
+        collectives that ``f`` runs on them, and these crash JAX 0.10.2: a rendezvous
+        counts too many participants. (XLA for CPUs drops barriers only after that.)
+        Accelerators need none, and it would make ``f`` wait for all its weights."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f
 

@@ -33,8 +33,8 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
 
 With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp cuts s in the regions
-tokens, routing and slots, or c (the dim of slots) in a value that has c in place of s, and it does not cut m.
-Experts stay cut along m, so what arrives is first gathered over tp.
+tokens, routing and slots, or c (places in a buffer of tokens) in a value that has c in place of s, and it
+does not cut m. Experts stay cut along m, so what arrives is first gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
@@ -78,8 +78,8 @@ sp=4 cut in two, `MeshShape.sizes` has sp=2 and ul=2, and the field ``mesh.sp`` 
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In all rows of the
-            first table read ``ep,near`` for ep. Tokens go to their experts in two all-to-alls, each of a
-            buffer with slots for each sender and receiver. In these, two letters count senders and receivers:
+            first table but nodes read ``ep,near`` for ep. Tokens go to their experts in two all-to-alls, each
+            of a buffer with slots for each sender and receiver, which two letters count:
             to the node    ``u/ep e c d -> u e/ep c d``            u: nodes that send, e: that receive
             inside it      ``n/near e/ep c d -> n e/ep,near c d``  n: ranks that send, e: that receive
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
@@ -194,7 +194,7 @@ class Plan:
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
         ep_node: how many neighbouring ranks of ep form one node. If more than 1, tokens go to their experts
             in two hops (DeepSeek-V3 2024, section 3.2.2). The first sends a token once to each node that has
-            one of its experts: to the rank that has the sender's number in that node. The second sends it
+            one of its experts: to the rank whose number in it is the sender's in its own. The second sends it
             from there to each rank of that node which has one of its experts. What is sent between nodes
             then has one slot for each token and node, instead of one for each token and rank.
         expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch the
@@ -242,7 +242,7 @@ class Plan:
             every sp-th position. ``contiguous``: neighbouring positions, most work for the last rank.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
-        virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
+        virtual_stages: pieces of the model per stage (Megatron's word), for schedules that leave it free.
         stage_saves: what a pipeline stage keeps for its backward pass. ``input``: only its input, and the
             rest is recomputed. ``residuals``: everything, and nothing is recomputed. On CPUs ``input`` takes
             half the memory and no more time: copying residuals takes as long as recomputing them.
@@ -468,7 +468,7 @@ class Resolved(Plan):
     def varying(self, region: str) -> tuple[str, ...]:
         """Return the axes over which `Manual` types every value of the region as varying, so that gradients
         are summed over them: all axes that cut some dim of the region, those of slow links first. A value may
-        still be equal along one of them, as x in ``ffn b s d`` along tp: each device uses it with other
+        still be equal along one of them, as x in ``ffn b s d`` along tp: each device multiplies it by its own
         weights, so its gradients differ. For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
@@ -638,14 +638,15 @@ class Resolved(Plan):
 
     @functools.cached_property
     def places_per_stage(self) -> list[int]:
-        """For each kind of layers, how many of them fit into the stack of one stage. Some of these places may
-        be empty (`llmpar.plan.places`). Without a pipeline it is the model's number of layers."""
+        """For each kind of layers, how many rows of a stage's stacked weights are for it. A row is a *place*
+        for a layer. All chunks of a pipeline have the same places, so some may be empty
+        (`llmpar.plan.places`). Without a pipeline it is the model's number of layers."""
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
         # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` counts all chunks,
         # `visits` those of one stage; with two copies of the model (DualPipe) both count those of one copy.
-        # All chunks have equal numbers of places (rows of a stacked array, some without a layer) of a kind.
+        # All chunks have equally many places of a kind.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
@@ -717,7 +718,7 @@ class Resolved(Plan):
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
         if self.hop == "auto":
-            decided["hop"] = "permute"  # on simulated stages an exchange
+            decided["hop"] = "permute"  # `_on_simulated_stages` may replace it
         if self.platform == "cpu" and self.mesh.pp > 1:
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
@@ -760,7 +761,7 @@ class Resolved(Plan):
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` means cuDNN's attention: it needs no mask, and JAX offers it for this model."""
         return (
-            # of the request: `checks` asks before ``auto`` is decided, and after
+            # the request's: in this plan it may be decided already
             self.requested.attention_kernel == "auto"
             and not self.attention_block
             and self.platform in (None, "gpu")  # None: planned for accelerators

@@ -12,8 +12,8 @@ state and weights.
     restore the weights    at ZeRO 1 and 2, all-gather the updated shards
 
 `Step.train_step` is this list as code. The optimizer runs on global arrays under jit.
-So an optimizer that needs whole matrices (Adafactor, Muon) is right although weights
-and gradients are sharded, and the compiled update of an elementwise optimizer such as
+So an optimizer that needs whole matrices (Adafactor, Muon) gives the right update
+although weights and gradients are sharded, and the compiled update of an elementwise optimizer such as
 AdamW has no collective.
 """
 
@@ -64,8 +64,9 @@ MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explic
 
 
 class Step(LayerOrder):
-    """The compiled training step of a model under a plan on a mesh. It is a `LayerOrder`: its state has its
-    layers in the order of the pipeline's stages, checkpoints have them in the model's order.
+    """The compiled training step of a model under a plan on a mesh. Its base, `LayerOrder`, has shapes and
+    shardings of the state, in the order of the pipeline's stages (``abstract_state``) and in the model's
+    (``abstract_in_model_order``); ``layer_orders``; and the moves from one order to the other.
 
     Args:
         config, plan, mesh: ``mesh`` may be abstract, for tracing and lowering.
@@ -144,8 +145,8 @@ class Step(LayerOrder):
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         self.plan.check(*batch["tokens"].shape)
-        # for the types of `Explicit`, and for kernels, which ask for their device;
-        # once more, because this function is also called alone
+        # The types of `Explicit` need the mesh, and kernels ask it for their device. `train_step` sets it,
+        # too, but this function is also called alone.
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # one layout stands for all arrays of the batch, and for all metrics (a prefix of the tree)
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
@@ -154,8 +155,8 @@ class Step(LayerOrder):
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        # unless reduce="layer", the backward pass leaves the sums of gradients over replicas unfinished
-        # (`WeightLayouts.unreduced`): only the types of weights change
+        # Change only the types of weights, so that the backward pass leaves the sums of gradients over
+        # replicas unfinished (`WeightLayouts.unreduced`), unless reduce="layer".
         params = jax.tree.map(self.par.unfinished, params, weights_tree(self.config))
         # `check` refuses stages in other modes
         if self.plan.pipeline and isinstance(self.par, Manual):
@@ -275,10 +276,10 @@ class Step(LayerOrder):
         return jax.tree.unflatten(tree, leaves)
 
     def _per_target(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Sum over all devices: the loss, the targets that are not negative, the
-        gradients' squares, the routers' tally. Divide gradients, their norm and the
-        loss by the number of targets. Return gradients and metrics. In `Auto` and
-        `Explicit` global arrays have the sums already; in `Explicit` all but the tally."""
+        """Sum over all devices the loss, the number of targets (negative ones do not
+        count), the gradients' squares and the routers' tally. Divide gradients, their norm
+        and the loss by the number of targets. Return gradients and metrics. In `Auto` and
+        `Explicit` sums of global arrays are finished; the tally's by its arrow."""
         loss, tally = sums
         targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
@@ -322,7 +323,7 @@ class Step(LayerOrder):
         The new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean,
         minus `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
-        if experts is None or experts.bias_rate is None or self.config.lora:
+        if experts is None or experts.bias_rate is None or self.config.lora:  # LoRA freezes them
             return after
         load_le = metrics["load"]
         # sign(mean - load) = sign(sum - E load): both are whole numbers, exact in float32 up to 2**24. With a
