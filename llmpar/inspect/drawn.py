@@ -32,9 +32,7 @@ def moves_html(rows: list[dict[str, Any]], sizes: Mapping[str, int]) -> str:
         if scene:
             is_open = " open" * (i == 0)
             summary = f"<summary>{icon}{arrow}</summary>"
-            # a hatch is looked up by its name, and not seen where the first of that name is hidden
-            svg = re.sub("llmpar-(?=dots|lines)", f"llmpar{next(_NUMBERS)}-", scene._repr_svg_())
-            move = f"<details{is_open}>{summary}{svg}</details>"
+            move = f"<details{is_open}>{summary}{_svg(scene)}</details>"
         if row.get("measured"):
             move += f"<p>{', '.join(filter(None, words_of_time(row)))}</p>"
         cells.append((f"<code>{line}</code>", move, sent, times, num_bytes))
@@ -53,7 +51,7 @@ def schedule_html(read: dict[str, Any], sizes: Mapping[str, int], memory: Mappin
         f"So at most {size_text(most)} are alive, {than or 'equal to'} the {size_text(reserved)} that the"
         " compiler reserves for arguments, results and temporaries." * bool(reserved),
     ]
-    svg = draw.program_order(read, dict(sizes), reserved)._repr_svg_()
+    svg = _svg(draw.program_order(read, dict(sizes), reserved))
     title = "<h2>In the order of the compiled program</h2>"
     return f'{title}<div class="scroll">{svg}</div><p>{escape(" ".join(words))}</p>'
 
@@ -80,6 +78,12 @@ def words_of_time(row: dict[str, Any]) -> tuple[str, ...]:
         rate(it["bytes_per_s"] or 0) + (f" of {rate(link)}" if link else ""),
         f"predicted {time_text(predicted)}" if predicted else "",
     )
+
+
+def _svg(scene: Scene) -> str:
+    """Return a drawing whose hatches have names of its own: one is looked up by its name, and not seen where
+    the first of that name is hidden."""
+    return re.sub("llmpar-(?=dots|lines)", f"llmpar{next(_NUMBERS)}-", scene._repr_svg_())
 
 
 def _drawings(row: dict[str, Any], sizes: Mapping[str, int]) -> tuple[str, Scene | None]:

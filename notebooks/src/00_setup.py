@@ -365,7 +365,7 @@ text.observe(redraw, "value")
 choice.observe(redraw, "value")
 choice.value = "dp=2 fsdp=2 tp=2"
 png = base64.b64encode(drawing()._repr_png_()).decode()
-words = {"image/png": png, "text/plain": drawing().text}
+words = {"image/svg+xml": picture.value, "image/png": png, "text/plain": drawing().text}
 size = {"image/png": {"width": drawing().width}}
 widget = widgets.VBox([text, choice, picture])._repr_mimebundle_()
 display(widget | words, raw=True, metadata=size)

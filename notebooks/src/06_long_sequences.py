@@ -644,7 +644,7 @@ else:
 # depends on the heads, the degree and the links. How many numbers of 2 bytes a device sends, for each layer and each position that it holds,
 # in bfloat16 (n = k·r query heads):
 #
-# | | forward | in a training step | limit | waits for |
+# | variant | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
 # | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops longer than the work on a piece |
 # | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | here N divides k | four all-to-alls, with nothing to do meanwhile |

@@ -179,9 +179,9 @@ if opened("10.pipeline"):
 # %% [markdown]
 # ## What fsdp sends in a pipeline
 #
-# A stage has half of the layers, but it gathers their weights **again for each microbatch**: ZeRO-3 does not keep them. Of a first stage:
+# A stage has half of the layers, but gathers their weights **again for each microbatch**: ZeRO-3 does not keep them. Of a first stage:
 #
-# | | without `pp` | `pp=2`, 4 microbatches | bytes (½ the layers) |
+# | count | without `pp` | `pp=2`, 4 microbatches | bytes (½ the layers) |
 # |---|---|---|---|
 # | layers | 2 | 1 | |
 # | gathers of a layer | 2 | 3 · 4 = 12 | × 3 |

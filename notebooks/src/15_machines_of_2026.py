@@ -80,7 +80,7 @@ show(reach(CHIPS))
 # A gather of weights overlaps with matmuls (it is *hidden*) if a device computes with more than **C/β** tokens (lesson 03): C are its
 # FLOPs per second, β the bytes per second that leave it. Does a newer GPU need fewer tokens, or more? **Compute C/β for the four chips.**
 #
-# | | H100 | MI355X | GB200 | TPU v5p |
+# | chip | H100 | MI355X | GB200 | TPU v5p |
 # |---|---|---|---|---|
 # | C, 1e12 FLOPs per second | 989.4 | 2,516.6 | 2,398 | 459 |
 # | β, 1e9 bytes per second | 450 | 537.6 | 900 | 600 |
@@ -117,10 +117,10 @@ assert round(more("MI355X", peak), 1) == 2.5 and round(more("MI355X", rate), 1) 
 # %% [markdown]
 # Newer GPUs need **more** tokens. From an H100 to a GB200, C grew 2.4 times and β 2 times; to an MI355X 2.5 and 1.2 times.
 #
-# The chips that fast links join are a *domain*. At best a gather brings the weights into a domain once, for all its chips, by all its
+# The chips that fast links join are a *domain*. At best a gather brings the weights into a domain once, for all its chips, by all
 # network ports:
 #
-# | | into the domain, by all ports of 50 GB/s | into one GPU, by fast links | the slower one limits |
+# | domain | into the domain, by all ports of 50 GB/s | into one GPU, by fast links | the slower one limits |
 # |---|---|---|---|
 # | node of 8 H100s | 400 GB/s | 450 GB/s | the ports |
 # | rack of 72 GB200s | 3,600 GB/s | 900 GB/s | the fast links |

@@ -204,7 +204,7 @@ show(
         names=("Q, K, V", "all positions", "of its heads", "output"),
     )
 )
-Markdown(f"""| | sent | hidden behind work | holds |
+Markdown(f"""| variant | sent | hidden behind work | holds |
 |---|--:|---|---|
 | ring | {7 * hop / MIB:.0f} MiB | yes, with long pieces | two pieces of K and V |
 | Ulysses | **{ulysses / MIB:.0f} MiB** | no | all positions, of its heads |

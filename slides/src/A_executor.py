@@ -55,7 +55,9 @@ lines = [
     f" {keeps[name]} |"
     for name, found in names.items()
 ]
-Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines]))
+Markdown(
+    "\n".join(["| part | matmuls | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines])
+)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which equations can be in neither? Those that no result needs: tracing drops them. And none is in both: six matmuls, as in
