@@ -481,12 +481,11 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
     write(seed=plan_seed, ok=False, plan=text, why="raised, or did not come back")
     found = compare(plan_seed, asked)
     wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
-    near = 1e-4 if asked["dtype"] == "float32" else math.inf
-    if wrong and near == math.inf and found.get("load"):  # in bfloat16 a router chose another expert
+    if wrong and asked["dtype"] != "float32" and found.get("load"):  # a router chose another expert
         asked = asked | {"dtype": "float32"}
         found = compare(plan_seed, asked)
         wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
-    elif wrong and all(k != "sent" and v < near for k, v in wrong.items()):
+    if wrong and all(k != "sent" and v < 10 * allowed(asked, k) for k, v in wrong.items()):
         # an ill-conditioned model? ask one device
         lonely = compare(plan_seed, asked, alone=True)
         wrong = {k: v for k, v in wrong.items() if v > 3 * lonely[k]}
