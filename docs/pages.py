@@ -150,8 +150,7 @@ def on_site(what: str, doc: dict, inner: str, docname: str) -> str:
     python = up(docname) + PYTHON
     head = f'<link rel="stylesheet" href="{python}/explorer.css">'
     head += f'<script type="module" src="{python}/site.js"></script>'
-    words = json.dumps(doc).replace("<", "\\u003c")  # they stay inside their element
-    told = f'<script type="application/json">{words}</script>'
+    told = f'<script type="application/json">{page.as_json(doc)}</script>'
     return f'{head}<div data-llmpar="{what}">{told}{inner}</div>'
 
 

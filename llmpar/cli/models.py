@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import tyro
 
 from llmpar.cli.options import OptionalText, Output, give
-from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.model_config import OF_FAMILIES, ModelConfig
 from llmpar.plan.presets import PRESETS, maker_of, preset
 
 
@@ -38,7 +38,7 @@ def document(config: ModelConfig) -> dict[str, Any]:
     """Return a model's fields and counts as JSON has them; of a planned one what was read, kind by kind of
     its layers."""
     fields = asdict(config)
-    for name in "kinds lead period described mixer state_size runs why_planned num_further".split():
+    for name in ("kinds", "lead", "period", "described", *OF_FAMILIES):
         del fields[name]
     if config.described:
         sizes = "name vocab_size width num_layers tied context_length experts".split()

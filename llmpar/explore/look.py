@@ -170,8 +170,8 @@ def _launched(state: dict) -> dict:
 def _preset_name(model: str) -> str:
     """Return the preset that a preset's name with dims behind it is, or the text as it is."""
     dims = lambda text: dataclasses.replace(preset(text), name="")
-    names = (x for x in (model.split()[0], *PRESETS) if x in PRESETS)
-    return next((x for x in names if dims(x) == dims(model)), model)
+    own, names = dims(model), (x for x in (model.split()[0], *PRESETS) if x in PRESETS)
+    return next((x for x in names if dims(x) == own), model)
 
 
 def own_model(text: str) -> ModelConfig:

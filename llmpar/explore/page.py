@@ -100,7 +100,7 @@ def html(explorer: Any, small: bool = False) -> str:
         "light": doc["theme"]["light"]["paper"],
         "dark": doc["theme"]["dark"]["paper"],
         "style": STYLE.read_text(encoding="utf-8"),
-        "doc": json.dumps(whole).replace("<", "\\u003c"),  # it stays inside its element
+        "doc": as_json(whole),
         "stored": packed(stored) if small else "",
         "module": as_script(MODULE),
         "worker": as_script(STATIC / "worker.js"),
@@ -114,6 +114,11 @@ def html(explorer: Any, small: bool = False) -> str:
 def packed(value: Any) -> str:
     """Return a value as JSON for a page to unpack: gzip'd, in letters."""
     return base64.b64encode(gzip.compress(json.dumps(value).encode(), mtime=0)).decode()
+
+
+def as_json(doc: Any) -> str:
+    """Return a document for a script element, which no text in it can end."""
+    return json.dumps(doc).replace("<", "\\u003c")
 
 
 def as_script(path: Path) -> str:

@@ -113,25 +113,17 @@ def attend_by_plan(
         order=plan.sequence_order,
         mask=mask,
     )
+    args = q, k, v, ids
+    out: Out
+    lse: Any  # None of JAX's kernels, which `checks` refuses with sinks
     if kernel in KERNELS_OF_JAX:
-        out, lse = by_kernel(
-            q,
-            k,
-            v,
-            ids,
-            kernel=kernel,
-            in_order=plan.same_positions,
-            whole=plan.documents == "whole",
-            mask=mask,
-        )
+        in_order, whole = plan.same_positions, plan.documents == "whole"
+        out, lse = by_kernel(*args, kernel=kernel, in_order=in_order, whole=whole, mask=mask)
     elif kernel == "flash":
-        out, lse = flash_attention(q, k, v, ids, platform=str(plan.platform), **ring_args)
+        out, lse = flash_attention(*args, platform=str(plan.platform), **ring_args)
     else:
         out, lse = ring_attention(
-            q,
-            k,
-            v,
-            ids,
+            *args,
             tile=plan.attention_block,
             in_order=plan.same_positions and not axes,
             branch=plan.platform != "gpu",
@@ -700,7 +692,7 @@ def by_kernel(
     in_order: bool,
     whole: bool,
     mask: Mask = CAUSAL,
-) -> tuple[Q, Any]:
+) -> tuple[Q, None]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
     whole score matrix).
 

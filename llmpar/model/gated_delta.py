@@ -78,7 +78,7 @@ def mix(
     documents = lax.dynamic_slice_in_dim(padded, par.index(_POSITIONS) * num, num + taps, 1)
     x = numbers_of(q, k, v)
     before = jnp.repeat(jnp.zeros_like(x[:, :1]), taps - 1, 1)
-    if par.axes(_POSITIONS):  # in one message
+    if par.parts(_POSITIONS) > 1:  # in one message
         before = from_rank_before(par, x[:, num - taps + 1 :], "halo b s -> the next rank")
     x = jnp.concatenate([before, x], 1)
     weights = q_conv, k_conv, v_conv, a_log, dt_bias
@@ -180,9 +180,8 @@ def by_chunks(
     of, of_last = cut(documents[:, 1:]), cut(documents[:, :-1])[..., 0]
     shape = b, *v.shape[4:6], height, width
     state = jnp.zeros(shape, jnp.float32) if entering is None else entering.reshape(shape)
-    if par.axes(
-        _POSITIONS
-    ):  # further columns, which become the matrix that a state is multiplied by
+    is_cut = par.parts(_POSITIONS) > 1
+    if is_cut:  # further columns, which become the matrix that a state is multiplied by
         eye = jnp.eye(height)
         state = jnp.concatenate([state, jnp.broadcast_to(eye, (*state.shape[:-1], height))], -1)
 
@@ -194,7 +193,7 @@ def by_chunks(
     state, groups = vary_alike((state, (q, k, v, jnp.cumsum(log_decay, 3), beta, of, of_last)))
     state, out = lax.scan(jax.checkpoint(group), state, groups)
     out = out.reshape(-1, *out.shape[2:])
-    if par.axes(_POSITIONS):
+    if is_cut:
         out = handed_on(par, state, out, width)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # c b k r i w -> b c i k r w
     out = out.reshape(b, -1, heads * v.shape[5], width)[:, :num]

@@ -290,7 +290,6 @@ def _kinds(
             kind = _kind(layer, family, *pair)
             if family["runs"]:
                 kind |= running.fields(layer, family, pair[0], kind)
-                kind["runs"] = True
                 rows = running.started(kind["described"]["rows"], kind, num_layers)
                 kind["described"]["rows"] = rows
             kinds += [kind] * (kind not in kinds)
@@ -346,7 +345,7 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
         "ffn_width": layer.number("m", "the width of the feed-forward") if parts[1] else 0,
         "window": _optional(layer, facts.get("window", "")),
         "experts": experts,
-        "runs": False,
+        "runs": family["runs"],
         "mixer": facts["mixer"],
         "state_size": _optional(layer, facts.get("state", "")) or 0,
         "described": {

@@ -274,6 +274,10 @@ class Described(CheckedFields):
     notes: tuple[str, ...] = ()
 
 
+OF_FAMILIES = "mixer", "state_size", "runs", "why_planned", "num_further"
+"""Fields of a `ModelConfig` that only a description sets: a Llama has their defaults."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms.
@@ -328,8 +332,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check_fields(self)
-        of_families = "mixer", "state_size", "runs", "why_planned", "num_further"
-        given = [x for x in of_families if getattr(self, x) != getattr(ModelConfig, x)]
+        given = [x for x in OF_FAMILIES if getattr(self, x) != getattr(ModelConfig, x)]
         if given and not self.described:
             raise ValueError(
                 f"'{self.name}' is a Llama, with attention in each layer, and sets {', '.join(given)}; leave"

@@ -65,9 +65,11 @@ class TwoMeshes:
 
     @functools.cached_property
     def bound(self) -> int:
-        """The bytes that devices of the second mesh lack, in all. No plan sends fewer; this one sends each
-        once."""
-        return sum(self.matrix.values())
+        """The bytes that devices of the second mesh lack, in all: no plan sends fewer."""
+        lacks = lambda had, box: volume(box) - (volume(common(box, had)) if had else 0)
+        values = zip(self.before, self.after, strict=True)
+        each = (lacks(had.get(n), box) for had, wanted in values for n, box in wanted.items())
+        return sum(each) * self.itemsize
 
     def is_far(self, pair: Pair) -> bool:
         """Return whether sender and receiver are on different nodes."""

@@ -868,6 +868,7 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
         "it may be a little faster": lambda x: x.time.step_s,
     }
     because = next((why for why, rank in ranks.items() if rank(one) != rank(other)), "")
+    reason = because or "it is alike"
     better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])
     return {
         "plans": [
@@ -882,7 +883,7 @@ def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
         "because": because,
         "says": "neither fits; " * (not fits(better))
         + (
-            f"a tie within {band:.0%}; {better.plan.mesh} {(because or 'it is alike')[3:]}"
+            f"a tie within {band:.0%}; {better.plan.mesh} {reason.removeprefix('it ')}"
             if tie
             else f"better is {better.plan.mesh}: {because}"
         ),
