@@ -19,7 +19,7 @@ BUDGETS = {
     "plan": 2_774,
     "parallel": 1_071,
     "kernels": 531,
-    "model": 1_200,
+    "model": 1_201,
     "pipeline": 318,
     "training": 2_522,
     "predict": 2_755,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_447,
-    "statements": 28_149,
+    "statements of the compact package": 6_448,
+    "statements": 28_150,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

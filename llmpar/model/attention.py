@@ -15,7 +15,7 @@ al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
 Which keys a query may see is computed from ids: the position and the segment (the
 number of its document) of each query and of each key. Every rank knows the ids of all
 keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
-result is the same, and only the work and the hops that are saved change.
+order does not change the result, only how much work and how many hops are saved.
 
 The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into
 tiles; `ring_forward` loops over the ranks' blocks of keys; `Tiles.attend` calls
@@ -25,11 +25,11 @@ gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the pla
 `Tiles`. `by_kernel` calls JAX's own attention, without a ring.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
-head, h head width, w the width of a head's values. `ids_of` makes of `Ids` arrays `b 2 s`,
-named q_ids and k_ids, whose dim of 2 has positions, then segments. Queries are cut into
-i tiles of c positions, keys into j tiles of d positions (in this file d is not the
-model's width). Tiles have heads before positions, which suits matmuls: `i b k r c h`
-and `j b k d h`.
+head, h head width, w the width of a head's values. `ids_of` turns `Ids` into two arrays:
+q_ids, `b 2 s`, and k_ids, `n b 2 t` for the keys of n ranks. Their dim of 2 has
+positions, then segments. Queries are cut into i tiles of c positions, keys into j tiles
+of d positions (in this file d is not the model's width). Tiles have heads before
+positions, which suits matmuls: `i b k r c h` and `j b k d h`.
 """
 
 import itertools
@@ -45,7 +45,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.kernels import flash, flash_tpu
-from llmpar.kernels.flash import KV, Q  # b s k r h, and b t k h
+from llmpar.kernels.flash import KV, Q  # KV: b t k h; Q: b s k r h
 from llmpar.parallel.collectives import after, at, hop, put, vary_alike, zeros_like
 from llmpar.parallel.modes import Solo
 from llmpar.parallel.remat import LSE, OUT
@@ -87,8 +87,8 @@ IN = "attention_in"
 
 
 class Ids(NamedTuple):
-    """The ids of queries and of keys, which decide with the mask which keys a query sees. Each may have batch
-    1; where rows are one document, their segments may be 0."""
+    """The ids of queries and of keys, which decide with the mask which keys a query sees. Each array may have
+    batch 1. Where each row is one document, segments may be the number 0 in place of an array."""
 
     q_positions: Int[Array, "_ s"]
     q_segments: Int[Array, "_ s"] | int
@@ -115,7 +115,7 @@ def attend_by_plan(
     )
     args = q, k, v, ids
     out: Out
-    lse: Any  # None of JAX's kernels, which `checks` refuses with sinks
+    lse: Any  # it is None from JAX's kernels; `checks` refuses these for models with sinks
     if kernel in KERNELS_OF_JAX:
         in_order, whole = plan.same_positions, plan.documents == "whole"
         out, lse = by_kernel(*args, kernel=kernel, in_order=in_order, whole=whole, mask=mask)
@@ -149,7 +149,7 @@ def ids_are_valid(
     - with a cache;
     - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
     - where a rank has all keys, and the kernel is `flash`;
-    - where a rank has all keys, and its queries have other positions, or not in order.
+    - where a rank has all keys, and not `Resolved.same_positions`.
 
     Elsewhere tiles or hops may be left out without comparing ids. Then the ids must satisfy one of these:
     positions rise along the row; or segments never fall, and positions rise within each segment. With
@@ -182,8 +182,8 @@ def ids_of(
         # `many` is more than the chunks of any document, so no two chunks of a row get the same number, and
         # the numbers rise from document to document
         many = 2 + n * t // length
-        chunks = lambda ids: many * ids[:, 1] + ids[:, 0] // length
-        q_ids, k_ids = (jnp.stack((ids[:, 0], chunks(ids)), 1) for ids in (q_ids, k_ids))
+        chunks = lambda x: many * x[:, 1] + x[:, 0] // length
+        q_ids, k_ids = (jnp.stack((x[:, 0], chunks(x)), 1) for x in (q_ids, k_ids))
     return q_ids, jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], n, t), 2, 0)
 
 
@@ -239,7 +239,9 @@ def attend_tile_grad(
     query, the sum of dO O over w, minus the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = einsum("bkrsh,bkth->bkrst", q, k) * scale  # S; with a cap not yet, but scale X
+    scores = (
+        einsum("bkrsh,bkth->bkrst", q, k) * scale
+    )  # S without a cap; with one scale X, from which S is made below
     slope: Any = scale
     if cap is not None:
         tanh = jnp.tanh(scores / cap)
@@ -330,7 +332,7 @@ class Tiles:
             dq, *dkv = attend_tile_grad(*given, self.scale, self.mask.cap)
             return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
 
-        sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
+        sums = (_zeros(q) if dq is None else dq), (_zeros(k), _zeros(v))
         dq, dkv = self.over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
         return dq, *dkv
 
@@ -379,19 +381,19 @@ class Tiles:
 
 
 def few_pairs(
-    mask: Mask, in_order: bool, num_queries: int, num_keys: int, c: int
+    mask: Mask, in_order: bool, num_q_tiles: int, num_k_tiles: int, c: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the pairs (i, j) of tiles of queries and of keys that are unrolled; None: a
-    loop takes all pairs. ``in_order`` (queries and keys are the same positions in
-    order), with at most `FEW_TILES` tiles of queries: the pairs that the mask admits.
-    Else, with at most `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys: all pairs.
-    Else None. (Unrolled the loop is 20 % faster on a CPU, and each pair takes 0.03 s to
-    compile.)"""
-    pairs = itertools.product(range(num_queries), range(num_keys))
-    if in_order and num_queries <= FEW_TILES:
+    """Return the pairs (i, j) of tiles of queries and of keys that are unrolled, or None
+    if a loop takes all pairs. If ``in_order`` (queries and keys are the same positions,
+    in order) and there are at most `FEW_TILES` tiles of queries, of ``c`` positions
+    each, these are the pairs that the mask admits. Else, if there are at most
+    `FEW_QUERIES` tiles of queries and `FEW_KEYS` of keys, they are all pairs. (Unrolled
+    the loop is 20 % faster on a CPU, and each pair takes 0.03 s to compile.)"""
+    pairs = itertools.product(range(num_q_tiles), range(num_k_tiles))
+    if in_order and num_q_tiles <= FEW_TILES:
         admits = lambda i, j: mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         return tuple((i, j) for i, j in pairs if admits(i, j))
-    return tuple(pairs) if num_queries <= FEW_QUERIES and num_keys <= FEW_KEYS else None
+    return tuple(pairs) if num_q_tiles <= FEW_QUERIES and num_k_tiles <= FEW_KEYS else None
 
 
 _zeros = partial(zeros_like, dtype=jnp.float32)
@@ -419,12 +421,12 @@ class _Ring:
     attend_grad: Callable
     expand: Callable  # (latents, up) -> (K, V)
     # Whether the block is sent on only after dK and dV are computed. True for flash,
-    # whose backward pass is two kernels: one computes dK and dV (meanwhile the sum of
-    # the ranks before arrives), then one dQ (meanwhile the block is sent).
+    # whose backward pass is two kernels: the first computes dK and dV, while the sum of
+    # the ranks before arrives; the second computes dQ, while the block is sent.
     block_waits: bool = False
 
     def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
-        """Return K and V of a block, or of one in a message (`_message`)."""
+        """Return K and V of a block, which may also be one array (`_message`)."""
         return tuple(block) if up is None else self.expand(block, up)
 
     def block_grad(self, block: Any, up: Up | None, dkv: list[Array]) -> tuple[Any, Array | None]:
@@ -450,8 +452,8 @@ def expand_latents(
 
 
 def keys_and_values(kv: Array, shared: Array, width: int) -> tuple[Array, Array]:
-    """Return keys, ``width`` wide, and values of all heads. ``kv`` has of each head its own part of a key,
-    then its value; the rest of a key is ``shared``, an array of one head."""
+    """Return keys, ``width`` wide, and values of all heads. For each head ``kv`` has the head's own part
+    of the key, then the value; the rest of a key is ``shared``, an array of one head."""
     own = width - shared.shape[-1]
     shared = jnp.broadcast_to(shared, (*kv.shape[:-1], shared.shape[-1]))
     return jnp.concatenate([kv[..., :own], shared], -1), kv[..., own:]
@@ -483,9 +485,9 @@ def ring_attention(
         k, v: keys and values; or latents, and what expands them (`expand_latents`), a matrix of 3 dims.
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
-        in_order: there is one rank, and its queries and keys are the same positions, in order (trusted:
-            `ids_are_valid` checks it). Then up to `FEW_TILES` tiles are unrolled, without pairs outside the
-            mask.
+        in_order: there is one rank, and its queries and keys are the same positions, in order (not checked
+            here, but by `ids_are_valid`). Then up to `FEW_TILES` tiles are unrolled, without pairs outside
+            the mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
         branch: as of `Tiles`.
@@ -494,10 +496,11 @@ def ring_attention(
     assert s == t or not in_order
     q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # In a ring no tile has all of a rank's positions. (With ``tile=None`` it has half or
-    # less, and a tile's length divides s.) In zigzag order a rank has two distant parts
-    # of the sequence, and a tile of both could never be skipped.
-    tile = None if axis and tile and tile >= s else tile
+    # In zigzag order a rank has two distant parts of the sequence, and a tile with both
+    # could never be skipped. So in a ring a tile as long as a rank's positions is not
+    # taken: `tile_length` chooses (at most half, if their number is even).
+    if axis and tile and tile >= s:
+        tile = None
     c, d = tile_length(tile, s), tile_length(tile, t)
     pairs = few_pairs(mask, in_order, s // c, t // d, c)
     tiles = Tiles(mask, q.shape[-1] ** -0.5, pairs, branch)
@@ -538,7 +541,7 @@ def flash_attention(
     block, up = (k, v) if latent else ((k, padded_to(v, width)), None)
     if latent:  # the last dim of v has a head's own part of a key, then its value
         shared_width = k.shape[-1] - len(v)  # the rest of a key, which all heads share
-        value_width -= width - shared_width
+        value_width -= width - shared_width  # what remains is the value
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=width**-0.5, platform=platform, launch=launches[platform])
     forward, backward = (
@@ -584,7 +587,7 @@ def ring_forward(ring, q, block, up, q_ids, k_ids):
 
 
 def _ring_forward_saving(ring, q, block, up, q_ids, k_ids):
-    """Run `ring_forward`, and name what `ring_backward` reads for remat policies."""
+    """Run `ring_forward`, and give names, for remat policies, to what `ring_backward` reads."""
     q, block = jax.tree.map(lambda x: checkpoint_name(x, IN), (q, block))
     out, lse = ring_forward(ring, q, block, up, q_ids, k_ids)
     out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
@@ -600,10 +603,11 @@ def ring_backward(ring, saved, grads):
             keys, dk, dv = the previous rank's   (the last time dk, dv alone, straight to their own rank)
         add what this rank's own keys contribute to dq, dk, dv
 
-    Scores are recomputed, and K and V make the same hops again. A block's sum of dK and dV travels after the
-    block: the first rank that the block visits starts it, every further rank adds its part, and the last hop
-    returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
-    n - hops ranks on. So the sum makes ``hops`` hops, too, each of 2 b t k h float32 elements."""
+    Scores are recomputed, and K and V make the same hops again. A block's gradient, dK and dV, travels after
+    the block: the first rank that the block visits starts it, every further rank adds its part, and the last
+    hop returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
+    n - hops ranks on. So the gradient makes ``hops`` hops, too, each of 2 b t k h float32 elements. Where
+    latents hop, it is their gradient that travels: b t float32 numbers of their width."""
     (q, block, up, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq: Any = None
     # the block's gradient, a message that hops after the block; and the gradient of ``up``, which stays
@@ -613,10 +617,10 @@ def ring_backward(ring, saved, grads):
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, done, last=False):
-        """Add what these keys, after the hops that are done, contribute to dq, and to
-        the gradient of their block, summed over the ranks that they visited. That sum
-        is received one hop behind the keys; sums are None at the first rank, which
-        starts it. The gradient of ``up`` stays on its rank."""
+        """Take the block that is here after ``done`` hops. Add its keys' part to dq, and
+        this rank's part to ``sums``: the gradients of the block and of ``up``. The first
+        is received one hop after the block itself; the second stays on its rank. At the
+        first rank ``sums`` is None. In the ``last`` call do not send the block on."""
         block, dq, sums = carry
         if sums is not None:
             sums = _hop(ring, sums[0]), sums[1]

@@ -59,8 +59,8 @@ Tree = Any
 Batch = dict[str, jax.Array]
 """The input of a step, each ``b s`` int32: tokens, targets (below 0: not counted), positions, segments
 (the number of each token's document). The loss is NaN if positions and segments of a row are not in the order
-that attention relies on (`attention.ids_are_valid`). A batch for learning by rewards has ``advantages`` and
-``logprobs``, float32, too (`clipped_surrogate`)."""
+that attention relies on (`attention.ids_are_valid`). A batch for reinforcement learning has ``advantages``
+and ``logprobs``, float32, too (`clipped_surrogate`)."""
 # The auxiliary outputs of a router (`moe.route`); None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tally, ``l (e+2)``: for each layer with experts how many
@@ -95,7 +95,8 @@ def unit(x: Float[Array, "*dims d"], eps: float) -> Float[Array, "*dims d"]:
 
 class Norm(nnx.Module):
     """Divide by the root mean square, in float32 (Zhang & Sennrich 2019), or normalise to mean 0 and
-    deviation 1 (Ba et al. 2016); then multiply by a scale, to which `Variant.norm_offset` is added."""
+    standard deviation 1 (Ba et al. 2016); then multiply by a scale, to which `Variant.norm_offset` is
+    added."""
 
     def __init__(self, scale: nnx.Param, eps: float, variant: Variant):
         self.scale, self.eps, self.variant = scale, eps, variant
@@ -112,7 +113,7 @@ class Norm(nnx.Module):
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         if heads:
-            term = lambda _, own: (own * own).sum((-2, -1)) / self.size
+            term = lambda par, x: (x * x).sum((-2, -1)) / self.size
             finish = f"attention b s +{heads} -> attention b s"
             mean_square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
             x32 = x32 * jax.lax.rsqrt(mean_square_bs[..., None, None] + self.eps)
@@ -226,7 +227,7 @@ class LatentAttention(Attention):
         else:
             q_bsnh = self.projected("q", x, par)
         rotated = lambda y: rotate(y, rope, config.variant.rope)
-        if scale := config.variant.score_scale:
+        if scale := config.variant.score_scale:  # every kernel divides scores by the root of h
             q_bsnh = scaled_by(q_bsnh, scale * config.head_width**0.5)
         q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
         down = self.projected("kv_down", x, par)  # b s (c + r)
@@ -252,12 +253,13 @@ class LatentAttention(Attention):
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
         has one letter a dim."""
+        # Every query head has keys of its own: k = n, and r is 1.
         num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
-            # `par.weight`: this matrix has no bias (`kv_up_bias`) and no adapters (`ADAPTABLE`)
+            # `par.weight` is enough: this matrix never has a bias or adapters (`ADAPTABLE`)
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
-            # z: the one head of a latent; c: its width, in the first layout with its rotary key
+            # z is the one head of a latent; c is its width (with the rotary key in the first layout)
             return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
@@ -310,10 +312,10 @@ def attend_sharded(
     kv_layouts: tuple[str, str] = ("keys b s k h",) * 2,
 ) -> Float[Array, "b s k r w"]:
     """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
-    region ``keys`` already, in which a device may have fewer KV heads, ``_``, than ``q`` before its move.
-    ``sinks``: for each head the logit of one more key, whose value is 0 (gpt-oss). ``kv_layouts`` are those
-    of ``k`` and ``v``: of latent attention in a ring these are latents, and what expands them. (Layouts write
-    s for the positions of keys, shapes t.)
+    region ``keys`` already. Ulysses cuts heads there, so their number on a device, ``_``, may be smaller than
+    that of ``q`` before its move. ``sinks``: for each head the logit of one more key, whose value is 0
+    (gpt-oss). ``kv_layouts`` are those of ``k`` and ``v``; with latent attention in a ring ``k`` are latents,
+    and ``v`` is the matrix that expands them. (Layouts write s for the positions of keys, shapes t.)
 
     `Plan.context_parallel` decides how the regions queries and keys are cut, and so what arrows to these
     regions move (the caller has moved the keys):
@@ -353,7 +355,7 @@ class FeedForward(Part):
     ) -> Stream:
         """Run three matmuls. The arrow ``before`` moves ``x`` to them. The arrow ``after``
         finishes the sum over m, or leaves it to the caller. With a ``down_bias`` it must
-        finish it: to an unfinished sum each rank of tp would add this bias. (So
+        finish it: else each rank of tp would add this bias to its term of the sum. (So
         `ModelConfig` refuses this bias in a shared expert.)"""
         gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
@@ -594,6 +596,7 @@ class Llama(nnx.Module):
                 layers = [of_kind(blocks[kinds[0]], kinds[0])]
             else:  # l … -> iterations, layers of this kind in one iteration, …
                 weights = {kind: par.periods(w, times) for kind, w in weights.items()}
+                # the number of each layer of an iteration among those of its kind
                 nth = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
                 pairs = zip(kinds, nth, strict=True)
                 layers = [of_kind(blocks[kind], kind, n) for kind, n in pairs]
@@ -654,8 +657,8 @@ def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array,
 
 def of_kind(block: Callable, kind: int, nth: int | None = None) -> Callable:
     """Return a block that takes the weights of a whole iteration, a dict from kind to weights, and uses those
-    of its ``kind``. Where an iteration has several layers these are stacked, and this block is the ``nth`` of
-    its kind."""
+    of its ``kind``. Where an iteration has several layers, the weights of a kind are stacked, and this block
+    uses the ``nth``."""
     return lambda x, w: block(x, w[kind] if nth is None else at(w[kind], nth))
 
 

@@ -16,10 +16,10 @@ names a mesh axis:
                                        then the arrow finishes the sum
              par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
                                        which `Step` finishes
-    islands  par.local(f, …)           f on a device's own blocks, an *island*. `Solo` and `Manual` have them
-                                       already. `Auto` and `Explicit` have global arrays, and enter a
-                                       shard_map. A function that needs a mode inside takes par.island,
-                                       which is `Manual` there
+    islands  par.local(f, …)           f on a device's own blocks, an *island*. In `Solo` and `Manual` values
+                                       are such blocks already. `Auto` and `Explicit` have global arrays, and
+                                       enter a shard_map. A function that needs a mode inside takes
+                                       par.island, which is `Manual` there
              par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh axes
              par.index(layout)         the index of this device's block of a dim; in `Auto` and `Explicit`
                                        outside an island 0, since arrays are global
@@ -29,7 +29,7 @@ names a mesh axis:
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
 `Solo` lacks these, which the training step and pipelines call. In `Manual` they take and return a device's
-own shards (but `over_devices` is called with global arrays), in the other modes global arrays:
+own shards, in the other modes global arrays (and what `over_devices` returns takes global arrays in all):
 
     par.carry_out(x, arrow)    x moved by an arrow over mesh axes
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
@@ -74,7 +74,7 @@ class Solo:
     modes: an argument ``par: Solo`` may be any of them."""
 
     # When serving, the mode is a `serve.decode._Cached`, which has further methods: they store keys and
-    # values, and attend to them. Then this is that mode itself, else None.
+    # values, and attend to them. `cache` is then the mode itself (`par.cache is par`), otherwise None.
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -199,9 +199,9 @@ class Solo:
         are global, each device then has an equal part of every piece. (The pieces are
         the same in all modes.) The backward pass recomputes each piece, in `Manual` and
         `Explicit` without its moves (`MOVED`). With ``recompute`` a single piece is
-        checkpointed, too: autodiff then saves only what it has moved, and not the
-        several arrays as large as the logits that a loss has. `prevent_cse` is False: a
-        scan needs no barrier, and of a single piece XLA may keep what costs it little.
+        checkpointed, too: autodiff then saves only the results of its moves, not a
+        loss's several arrays as large as the logits. `prevent_cse` is False: a scan needs
+        no barrier, and for a single piece XLA may save what is cheap to keep.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -245,13 +245,13 @@ class Manual(Solo):
 
         - With ``reduce="layer"``, in the backward pass. `vary` types the shard as varying over these axes,
           and the transpose of that is an all-reduce of the shard's gradient in float32.
-        - Else at the end of the step. `Step` has typed the parameter as varying already, `vary` changes
-          nothing, and `Step` sums the gradient.
+        - Else by `Step`, at the end of the step; at ZeRO 2 over ZeRO's axes after each microbatch. `Step`
+          has typed the parameter as varying already (`unfinished`), so `vary` changes nothing here.
         """
         region = parse_layout(param.dims).region
         with scope(param.dims):  # names the all-reduce that the backward pass makes of `vary`
             x = vary(param[...], self.plan.varying(region))
-        # once a step: the executor has cast and gathered it
+        # gathered once a step: the executor has done it, and the cast
         used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
 
@@ -268,8 +268,8 @@ class Manual(Solo):
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in order, then type the
         result as varying over the axes of the region where the arrow ends (`Arrow.varying`). ``text`` names
-        the arrow in the scope and in messages: its logical arrow, or what moves, such as ``gradient ffn d
-        m``; without one it is the physical arrow.
+        the arrow in the scope and in messages: its logical arrow, or what moves, such as
+        ``gradient ffn d m``; without one it is the physical arrow.
         ``invariant``: type what an all-gather returns as the same on all devices (JAX's ``to="invarying"``).
         It is for values of which no gradient is taken, such as updated weights."""
         # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp -> whole``)
@@ -305,9 +305,10 @@ class Manual(Solo):
     def ragged(
         self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
-        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back. With ``dispatch="ragged"`` this rank sends
-        only the first ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the
-        rows after these are undefined. XLA has this collective for GPUs and TPUs, not for CPUs."""
+        """Run an all-to-all over an axis a, ``b/a e c … -> b e/a c …`` or the reverse. With
+        ``dispatch="ragged"`` this rank sends only the first ``sent[j]`` rows of the block for rank j, and
+        receives ``received[j]`` from it; the rows after these are undefined. XLA has this collective for GPUs
+        and TPUs, not for CPUs."""
         if self.plan.dispatch != "ragged":
             return self.move(x, arrow)
         physical = self.plan.physical(arrow)
@@ -348,7 +349,7 @@ class Manual(Solo):
         """Return ``f``; on simulated devices with a barrier before it. Without it XLA hoists
         values that no layer changes out of the loop over layers, together with the
         collectives that ``f`` runs on them, and these crash JAX 0.10.2: a rendezvous
-        counts too many participants. (XLA for CPUs drops barriers only after that.)
+        counts too many participants. (XLA for CPUs drops barriers, too, but after it hoists.)
         Accelerators need none, and it would make ``f`` wait for all its weights."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f

@@ -31,21 +31,23 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ring       as in the table
     gather     keys are not cut along s
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
+    usp        both, by an outer and an inner axis: see sp,ul below
 
-With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp cuts s in the regions
-tokens, routing and slots, or c (places in a buffer of tokens) in a value that has c in place of s, and it
-does not cut m. Experts stay cut along m, so what arrives is first gathered over tp.
+With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp does not cut m in the
+regions tokens, routing and slots. It cuts s; in a value that has c (slots of a buffer of tokens) in place of
+s, it cuts c. Experts stay cut along m, so what arrives is first gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
 
 The second table is of weights. In one step a weight and its gradient have five layouts, and four arrows
-between them. An arrow moves nothing where its two layouts are equal. The optimizer updates the weight's
-``reduced`` slice:
+between them. An arrow moves nothing where its two layouts are equal:
 
     weight     stored -gather-> used
     gradient   unreduced -accumulate-> accumulated -finish-> reduced
     weight     reduced -restore-> stored
+
+The optimizer updates the ``reduced`` slice of a weight.
 
 The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts, always in one dim:
 ``d`` if a weight has it, else ``h``, else ``e`` (that of a router's bias; the e of experts' own weights is
@@ -77,15 +79,15 @@ sp=4 cut in two, `MeshShape.sizes` has sp=2 and ul=2, and the field ``mesh.sp`` 
     sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
-    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In all rows of the
-            first table but nodes read ``ep,near`` for ep. Tokens go to their experts in two all-to-alls, each
-            of a buffer with slots for each sender and receiver, which two letters count:
+    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In the first table
+            read ``ep,near`` for ep, except in the row nodes. Tokens go to their experts in two all-to-alls.
+            A buffer has a part for each pair of sender and receiver; its first two letters count these:
             to the node    ``u/ep e c d -> u e/ep c d``            u: nodes that send, e: that receive
             inside it      ``n/near e/ep c d -> n e/ep,near c d``  n: ranks that send, e: that receive
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
-            and share the query heads that use it. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows
-            have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight
-            has one more unfinished sum, ``+kv``.
+            and divide the query heads that use it among them. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the
+            other rows have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a
+            copied weight has one more unfinished sum, ``+kv``.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class WeightLayouts:
     )
     finish = property(
         lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire),
-        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both, over its axes of sums.",
+        doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both.",
     )
     restore = property(
         lambda self: Arrow(self.reduced, self.stored), doc="At ZeRO 1 and 2 an all-gather."
@@ -194,17 +196,17 @@ class Plan:
             too, is gathered over tp, and its results reduce-scattered. It pays where ep has slower links.
         ep_node: how many neighbouring ranks of ep form one node. If more than 1, tokens go to their experts
             in two hops (DeepSeek-V3 2024, section 3.2.2). The first sends a token once to each node that has
-            one of its experts: to the rank whose number in it is the sender's in its own. The second sends it
-            from there to each rank of that node which has one of its experts. What is sent between nodes
-            then has one slot for each token and node, instead of one for each token and rank.
+            one of its experts: rank i of the sender's node sends to rank i of that node. The second sends it
+            on to each rank of that node which has one of its experts. What is sent between nodes then has
+            one slot for each token and node, instead of one for each token and rank.
         expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch the
-            most popular ones, which got most tokens of these ranks. These tokens stay on their rank, so no
+            ones that most tokens of these ranks chose. These tokens stay on their rank, so no
             rank waits for one with a popular expert. A copy costs two all-reduces over ep: of the expert's
             weights, and of their gradient.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
-            gradients in one flat array, which XLA may send as soon as these exist.
+            gradients in one flat array. XLA may send it as soon as all of its gradients are computed.
         bucket_bytes: a bucket takes no more gradients once it has this size.
         microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
             are summed. A pipeline needs several, so that its stages work at the same time.
@@ -220,12 +222,13 @@ class Plan:
         dtype: of matmuls and activations. Master weights and accumulated gradients stay float32.
         gather_dtype: what ZeRO 3 gathers weights in: the ``same`` as dtype, ``bfloat16``, or ``float8``, e4m3
             with a float32 scale for each 32 numbers. Norms and other vectors are gathered in ``dtype``.
-        reduce_dtype: the dtype in which matrices' gradients are sent to be summed (vectors': ``same``): the
-            ``same`` as they are computed in; or ``bfloat16``, with the sum taken in float32.
-        matmul_dtype: of the operands of a block's matmuls, attention's projections, the feed-forward's and
-            the experts': the ``same`` as dtype; or ``float8``: e4m3, for incoming gradients e5m2, each with
-            one scale (`llmpar.parallel.float8`). Attention itself, norms, routers, embedding and head stay in
-            ``dtype``.
+        reduce_dtype: the dtype in which gradients of matrices are sent to be summed: the ``same`` as they are
+            computed in, or ``bfloat16``, with the sum taken in float32. Gradients of vectors are always sent
+            in the ``same``.
+        matmul_dtype: the dtype of the operands of a block's matmuls (attention's projections, feed-forward,
+            experts). ``same``: as dtype. ``float8``: e4m3, and e5m2 for incoming gradients, with one scale
+            for each operand (`llmpar.parallel.float8`). Attention itself, norms, routers, embedding and head
+            stay in ``dtype``.
         loss_chunks: number of pieces of the sequence whose logits are computed one after the other, so that
             only one piece's logits are in memory.
         ffn_chunks: number of pieces of the sequence that go through a feed-forward one after the other (Liu
@@ -264,11 +267,12 @@ class Plan:
             and TPUs.
         hop: the collective by which a ring passes blocks from rank to rank: a ``permute``; or an
             ``exchange``, an all-to-all in which every block but one is zeros. A permute of simulated devices
-            waits for all devices of the mesh, so it would deadlock in a pipeline; an exchange waits for its
-            ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a permute.
+            waits for all devices of the mesh, so it would deadlock inside a stage of a pipeline; an exchange
+            waits for its ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a
+            permute.
         unroll: how many iterations of the scan over layers are unrolled; 0 unrolls all.
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: all-gathers give a device
-            all matrices of its stage (of experts: of its own), and it orthogonalises all. ``owner``:
+            all matrices of its stage, but only of its own experts, and it orthogonalises all. ``owner``:
             all-to-alls give it the whole matrices of some layers, and all-to-alls return the results.
             ``layer``, for ZeRO 1 and 2: ZeRO cuts gradients and optimizer state of matrices along the layers,
             not inside a matrix, so that only ranks of tp exchange parts of matrices. ``none``, for other
@@ -543,8 +547,8 @@ class Resolved(Plan):
         # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,
         # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
         # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
-        outside_blocks = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
-        is_matrix = outside_blocks or matrix_dims(dims) is not None
+        is_other_matrix = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
+        is_matrix = is_other_matrix or matrix_dims(dims) is not None
         return WeightLayouts(
             dims=dims,
             stored=stored,
@@ -608,12 +612,12 @@ class Resolved(Plan):
 
     @property
     def _same_layouts(self) -> Resolved:
-        """A plan with the same layouts as this one and few different values, to be a key of a cache. Layouts
-        name axes, not their sizes: so each axis of more than one device has 2 here, and fields that change no
-        layout have fixed values."""
+        """A plan with the same layouts, as a key of a cache. Many plans have the same key: layouts name axes,
+        not their sizes, so each axis of more than one device has size 2 here; and the fields set below, which
+        change no layout, have fixed values."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
-        # the fields of a `MeshShape` have the sizes of both parts together
+        # a field of `MeshShape` has the size of both parts of an axis together; None is no part: size 1
         sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
         return dataclasses.replace(
             self,
@@ -630,7 +634,8 @@ class Resolved(Plan):
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
         """Round each dim of a weight up to a multiple of the number of devices that cut it. It is for models
-        that are only planned, never run (`ModelConfig.runs`): sizes that do not divide have a price, too."""
+        that are only planned, never run (`ModelConfig.runs`): their cost is predicted even where axes do not
+        divide their sizes."""
         parts = [self.mesh.along(dim.axes) for dim in layouts.reduced.dims]
         pairs = zip(weight.shape, parts, strict=True)
         shape = tuple(-(-size // n) * n for size, n in pairs)
@@ -652,8 +657,8 @@ class Resolved(Plan):
 
     @property
     def same_positions(self) -> bool:
-        """Whether a device's queries and keys have the same positions, and these are neighbours in order: sp
-        is 1, or cuts in contiguous order. If so, and if keys do not travel in a ring, the program may leave
+        """Whether a device's queries and keys have the same positions, consecutive and in order: sp is 1, or
+        `sequence_order` is contiguous. If so, and if keys do not travel in a ring, the program may leave
         out the tiles that the causal mask hides. (With ``gather`` the keys are the whole row, and the queries
         a part of it.)"""
         alike = self.place("queries s").axes == self.place("keys s").axes
@@ -674,8 +679,8 @@ class Resolved(Plan):
 
     @property
     def rings(self) -> bool:
-        """Whether values hop from rank to rank in a layer: keys, recurrent states, or what matmuls read
-        (`tp_comm_overlap`)."""
+        """Whether values hop from rank to rank in a layer: keys, recurrent states, or inputs and partial sums
+        of matmuls (`tp_comm_overlap`)."""
         return any((self.tp_comm_overlap, self.passes_states, self.place("keys s").axes))
 
     @property

@@ -56,17 +56,18 @@ from llmpar.training.layer_order import LayerOrder, take_in_order
 from llmpar.training.muon import Muon, on_leaves
 from llmpar.training.state import Checked, State, check_mesh, initial_state, placed_weights
 
-# The dims of the routers' tally (`LossAndTally`). The second has e+2 entries.
+# The dims of the routers' tally (`LossAndTally`). Its dim e has two entries more than there are experts.
 _TALLY = (Dim("l"), Dim("e"))
-_SEED = Allowed(int, 0, 2**32 - 1)  # JAX drops the upper bits of larger ones
+_SEED = Allowed(int, 0, 2**32 - 1)  # JAX drops the upper bits of a larger seed
 MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explicit": Explicit}
 """The class of ``par``, by `Plan.mode`."""
 
 
 class Step(LayerOrder):
-    """The compiled training step of a model under a plan on a mesh. Its base, `LayerOrder`, has shapes and
-    shardings of the state, in the order of the pipeline's stages (``abstract_state``) and in the model's
-    (``abstract_in_model_order``); ``layer_orders``; and the moves from one order to the other.
+    """The compiled training step of a model under a plan on a mesh. Its base, `LayerOrder`, adds shapes and
+    shardings of the state, with layers in the order of the pipeline's stages (``abstract_state``) or in that
+    of the model (``abstract_in_model_order``); the two orders (``layer_orders``); and the moves from one to
+    the other.
 
     Args:
         config, plan, mesh: ``mesh`` may be abstract, for tracing and lowering.
@@ -74,7 +75,7 @@ class Step(LayerOrder):
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        par, mesh: the mode that the model calls (`MODES`), and its mesh.
+        par, mesh: the object that the model calls, of a class of `MODES`, and its mesh.
         stored, reduced: layouts of weights between steps, and of gradients.
         weight_layouts: all layouts of the trained weights.
         shardings, batch_sharding: of the state, and of a batch's arrays.
@@ -145,7 +146,7 @@ class Step(LayerOrder):
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         self.plan.check(*batch["tokens"].shape)
-        # The types of `Explicit` need the mesh, and kernels ask it for their device. `train_step` sets it,
+        # The types of `Explicit` need the mesh, and kernels read their device from it. `train_step` sets it,
         # too, but this function is also called alone.
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # one layout stands for all arrays of the batch, and for all metrics (a prefix of the tree)
@@ -158,7 +159,7 @@ class Step(LayerOrder):
         # Change only the types of weights, so that the backward pass leaves the sums of gradients over
         # replicas unfinished (`WeightLayouts.unreduced`), unless reduce="layer".
         params = jax.tree.map(self.par.unfinished, params, weights_tree(self.config))
-        # `check` refuses stages in other modes
+        # `Resolved.check` refuses a pipeline in other modes; isinstance tells the type checker
         if self.plan.pipeline and isinstance(self.par, Manual):
             sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
         elif self.plan.microbatches == 1:
@@ -196,7 +197,7 @@ class Step(LayerOrder):
         self, trainable: Tree, grads: Tree, moments: Tree, metrics: dict
     ) -> tuple[Tree, Tree]:
         """Return the updated weights, and the optimizer's new state, the ``moments``. Weights come in their
-        stored layout, and are updated where the gradients are: at ZeRO 1 and 2 in a slice."""
+        stored layout, and are updated in that of the gradients: at ZeRO 1 and 2 a slice of it."""
         trainable = self._constrain(trainable)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
@@ -238,7 +239,7 @@ class Step(LayerOrder):
         self, tree: Tree, arrow_of: Callable, what: str = "gradient", invariant: bool = False
     ) -> Tree:
         """Carry out for each leaf the arrow that ``arrow_of`` takes from its `WeightLayouts`. ``what`` is for
-        the names of scopes."""
+        the names of scopes, and ``invariant`` is that of `Manual.carry_out`."""
         one = lambda x, layouts: self.par.carry_out(
             x, arrow_of(layouts), f"{what} {layouts.dims}", invariant
         )
@@ -279,7 +280,8 @@ class Step(LayerOrder):
         """Sum over all devices the loss, the number of targets (negative ones do not
         count), the gradients' squares and the routers' tally. Divide gradients, their norm
         and the loss by the number of targets. Return gradients and metrics. In `Auto` and
-        `Explicit` sums of global arrays are finished; the tally's by its arrow."""
+        `Explicit` these sums of global arrays are finished already. Only the tally's sum in
+        `Explicit` is not: its arrow finishes it."""
         loss, tally = sums
         targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
@@ -326,8 +328,8 @@ class Step(LayerOrder):
         if experts is None or experts.bias_rate is None or self.config.lora:  # LoRA freezes them
             return after
         load_le = metrics["load"]
-        # sign(mean - load) = sign(sum - E load): both are whole numbers, exact in float32 up to 2**24. With a
-        # rounded mean the sign could be wrong for an expert whose load is the mean.
+        # sign(mean - load) = sign(sum - E load). Sum and E load are whole numbers, exact in float32 up to
+        # 2**24. With a rounded mean the sign could be wrong for an expert whose load is the mean.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
         kinds = np.array(self.config.routed_kinds)
         flat, rate = flatten_dict(after, sep="."), experts.bias_rate
