@@ -13,6 +13,7 @@ import random
 import tomllib
 from pathlib import Path
 
+import pytest
 from parity import BATCH, LLAMA, MOE, SEQ, family
 
 from llmpar.plan.model_config import ExpertConfig, LoraConfig
@@ -40,12 +41,19 @@ ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
 AT_NIGHT = {ONCE[1], ONCE[3], ONCE[-1]}
 """A kernel, rounding and adapters once more, with stages, experts, and experts (tests/nightly.md)."""
 FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp", "deepseek_v3 fsdp"
+FEW += "gemma2 dp", "gpt_oss sp", "llama4_text fsdp", "deepseek_v3 ep"
 AT_NIGHT |= {line for line in ONCE if line.startswith(FEW)}
 """Families that differ little from another one on the same axes."""
 AT_NIGHT |= {line for line in ONCE if "breadth-first" in line or line.startswith("experts pp")}
 """Orders whose executor other lines have."""
 
 NOT_HERE = {name: {*values} for name, values in TABLE["not_in_array"].items()}
+
+
+def by_mark(lists: dict[str, list[str]]) -> list:
+    """Return lines as parameters of a test, each with the mark that its list is named by; ``gate``: none."""
+    marks = {name: [] if name == "gate" else [getattr(pytest.mark, name)] for name in lists}
+    return [pytest.param(line, marks=marks[name]) for name, lines in lists.items() for line in lines]
 
 
 def parse(line: str) -> dict:

@@ -29,7 +29,6 @@ from llmpar.predict.time import step_time
 from llmpar.predict.tolerance import tolerance
 from llmpar.predict.traffic import MATMULS
 
-PLANS = [pytest.param(x, marks=[pytest.mark.long] * (i > 1)) for i, x in enumerate(CASES["float8_plans"])]
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 EIGHT = Plan(dtype="bfloat16", matmul_dtype="float8")
 
@@ -85,7 +84,7 @@ def test_experts_round_the_same_operands():
         assert np.abs(got - want).max() < 1e-5 * np.abs(want).max() < 1e-2 * np.abs(want - exact).max()
 
 
-@pytest.mark.parametrize("line", PLANS)
+@pytest.mark.parametrize("line", plans.by_mark(CASES["float8_plans"]))
 def test_a_mesh_computes_what_one_device_does_and_sends_what_is_predicted(line):
     """Scales of parts move exponents alone. (But a value between two numbers may go to the other one.)"""
     config, plan = plans.build(line)
@@ -130,7 +129,10 @@ def test_check_knows_how_far_float8_rounds(standard_promotion):
 
 @pytest.mark.compilers
 @gpu_compiler
-@pytest.mark.parametrize("words, count", [(["fsdp=2", "tiny"], 26), (["ep=2", "tiny-moe"], 44)])
+@pytest.mark.parametrize(
+    "words, count",
+    [(["ep=2", "tiny-moe"], 44), pytest.param(["fsdp=2", "tiny"], 26, marks=pytest.mark.nightly)],
+)
 def test_all_matmuls_but_those_of_the_loss_and_routers_are_in_float8_on_an_h100(words, count):
     """Forward and backward, in Triton's kernels, and in a program without these as calls of cuBLASLt."""
     found = aside(program_text("float8"), *words).splitlines()[-2:]

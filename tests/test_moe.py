@@ -310,14 +310,7 @@ def test_every_layout_gives_the_same_output_and_gradients(way):
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
-OTHERWISE = [
-    pytest.param(line, marks=() if when == "gate" else getattr(pytest.mark, when))
-    for when, lines in CASES["experts_sent"].items()
-    for line in lines
-]
-
-
-@pytest.mark.parametrize("line", OTHERWISE)
+@pytest.mark.parametrize("line", plans.by_mark(CASES["experts_sent"]))
 def test_two_hops_own_tokens_of_tp_and_copies_give_one_devices_answer(line):
     """Over ep, to the byte: each rank of tp sends its own part; two hops send a buffer for each node."""
     config, plan = plans.build(line)

@@ -74,10 +74,7 @@ def one_device(config):
     return after_two_steps(step, compiled)
 
 
-FIRST, MORE = CASES["muon_plans"][:3], CASES["muon_plans"][3:]
-
-
-@pytest.mark.parametrize("line", FIRST + [pytest.param(p, marks=pytest.mark.long) for p in MORE])
+@pytest.mark.parametrize("line", plans.by_mark(CASES["muon_plans"]))
 def test_on_every_mesh_it_sends_and_holds_what_is_predicted_and_is_what_one_device_does(line):
     config, plan = plans.build(line)
     step, compiled, text = compiled_step(config, plan, muon(RATE, config), 1.0)

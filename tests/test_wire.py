@@ -20,10 +20,9 @@ from llmpar.plan.layout import SCALED, WIRES, parse_arrow
 from llmpar.predict.tolerance import tolerance
 
 HALF = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
-FEW, MORE = CASES["wire_plans"][:3], CASES["wire_plans"][3:]
+LINES = plans.by_mark(CASES["wire_plans"])
 BIASES = QWEN, Plan("fsdp=4 dp=2", **HALF)  # they have heads, and are vectors
-PLANS = [pytest.param(*plans.build(line), id=line) for line in FEW]
-PLANS += [pytest.param(*plans.build(line), id=line, marks=pytest.mark.long) for line in MORE]
+PLANS = [pytest.param(*plans.build(*one.values), id=str(one.values[0]), marks=one.marks) for one in LINES]
 PLANS += [pytest.param(*BIASES, id="biases", marks=pytest.mark.long)]
 
 
