@@ -507,9 +507,17 @@ def note_run(source: Path, modules: list[str]) -> None:
     notebook, folder = target(source), source.parent.parent
     code = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     modules = ["llmpar.*"] if any(map(COMMAND.search, code)) else modules
-    noted = runs(folder) | {source.stem: {"digest": digest(notebook, modules), "modules": modules}}
-    known = {name: noted[name] for name in sorted(noted) if (source.parent / f"{name}.py").exists()}
-    (folder / "runs.json").write_text(json.dumps(known, indent=1) + "\n")
+    new = {source.stem: {"digest": digest(notebook, modules), "modules": modules}}
+    with open(folder / "runs.json", "a+") as file:
+        with contextlib.suppress(ImportError, OSError):  # two builders may run side by side
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        noted = json.loads(file.read() or "{}") | new
+        known = {name: noted[name] for name in sorted(noted) if (source.parent / f"{name}.py").exists()}
+        file.truncate(0)
+        file.write(json.dumps(known, indent=1) + "\n")
 
 
 def has_run(source: Path) -> bool:

@@ -498,7 +498,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     cudnn = plan.requested.attention_kernel == "cudnn" and plan.same_positions or plan.takes_cudnn
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
-    written_out = order is not None and (order.split_backward or plan.stage_saves == "residuals")
+    unrolled = order is not None and (order.split_backward or plan.stage_saves == "residuals")
     cutter = (
         f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     )
@@ -550,7 +550,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
         ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
-        ("remat unroll", written_out, f"with {cutter} the layers of a stage are written out"),
+        ("remat unroll", unrolled, f"with {cutter} the layers of a stage are unrolled"),
         (
             "reduce",
             not shared,

@@ -749,15 +749,15 @@ class Resolved(Plan):
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         order = self.pipeline
-        written_out = order and (order.split_backward or self.stage_saves == "residuals")
+        unrolled = order and (order.split_backward or self.stage_saves == "residuals")
         # most weights are gathered over all of ``cuts``, experts over ``cuts`` without ep: other groups
         cuts = self.zero_cuts()
         groups_differ = "ep" in cuts and len(cuts) > 1
-        if written_out and groups_differ and self.gather_per == "block":
+        if unrolled and groups_differ and self.gather_per == "block":
             decided["reshard_after_forward"] = False
             notes.append(
                 "on simulated devices weights are gathered once a step, and kept: where a stage's layers are"
-                " written out, nothing orders the gathers of experts and of other weights, and they could"
+                " unrolled, nothing orders the gathers of experts and of other weights, and they could"
                 " deadlock"
             )
         return decided | {"device_notes": tuple(notes)}

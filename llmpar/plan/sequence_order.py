@@ -87,10 +87,10 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
 
 
 FEW_TILES = 8
-"""Up to so many tiles of queries the pairs of tiles are written out, not looped over, where queries and keys
-are the same positions in order."""
+"""Up to so many tiles of queries the loop over pairs of tiles is unrolled, where queries and keys are the
+same positions in order."""
 FEW_QUERIES, FEW_KEYS = 2, 4
-"""Elsewhere they are written out up to so many tiles of queries and of keys."""
+"""Elsewhere it is unrolled up to so many tiles of queries and of keys."""
 CHUNK, CHUNKS = 64, 4
 """Of layers with a state: positions of a chunk, and chunks that are prepared at once."""
 

@@ -214,14 +214,13 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
-    text, and follows what compilers do with it. For GPUs: weights are gathered
-    for the next block while one runs, and the logits' gradient, in the dtype of matmuls, or with pieces of
-    the loss the gathered head and its gradient, stays until the blocks are done. Of blocks that are written
-    out in an iteration of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For
-    TPUs: weights are converted in all layers at once, to bfloat16 even for float32; of the loss the head's
-    gradient stays, and with pieces of the loss, outside of microbatches, the gathered head; what a block
-    holds for attention and for its feed-forward does not add up; gradients outside the blocks are summed over
-    microbatches whole.
+    text, and follows what compilers do with it. For GPUs: weights are gathered for the next block while one
+    runs, and the logits' gradient, in the dtype of matmuls, or with pieces of the loss the gathered head and
+    its gradient, stays until the blocks are done. Of blocks that are unrolled in an iteration of their loop,
+    what their weights' gradients read waits for the last (GPUs, TPUs). For TPUs: weights are converted in all
+    layers at once, to bfloat16 even for float32; of the loss the head's gradient stays, and with pieces of
+    the loss, outside of microbatches, the gathered head; what a block holds for attention and for its
+    feed-forward does not add up; gradients outside the blocks are summed over microbatches whole.
     With LoRA the head has no gradient, and no logits wait for it; of such steps none is recorded.
     With Muon a fourth moment is its update: all whole matrices of a device, and the orthogonal ones, since
     XLA gathers the next while it works on one.
@@ -386,7 +385,7 @@ def _staged_parts(
         ("a message between stages, and the one in work", num_messages + 1, stream),
         ("what weights' gradients wait for", num_left + fresh * (num_left > 0), waiting),
     ]
-    # F, in a branch of a branch, is given a copy of its chunk, of which XLA cuts layers that are written out
+    # F, in a branch of a branch, is given a copy of its chunk, of which XLA cuts layers that are unrolled
     sliced = weights["blocks stored"] // order.visits * (order.visits > 1 and repeats)
     sliced += (1 if _looped(plan) else one) * _narrow(plan, weights["layer used"])
     # B, in a branch, keeps a copy of the weights that a loop over pieces of a feed-forward reads
@@ -421,7 +420,7 @@ def _loops(plan: Resolved) -> tuple[LayerLoop, ...]:
 
 
 def _looped(plan: Resolved) -> list[LayerLoop]:
-    """Return those that a loop runs: the others are written out."""
+    """Return those that a loop runs: the others are unrolled."""
     return [loop for loop in _loops(plan) if loop.times > plan.unroll > 0]
 
 
@@ -487,7 +486,7 @@ def _scores(
     local = max(seq_len // apart, 1)
     length = min(plan.attention_block or tile_length(None, local), local)
     num_tiles = local // length
-    # of pairs that are written out, XLA for GPUs has the scores of about half at once, of all where no pair
+    # of pairs that are unrolled, XLA for GPUs has the scores of about half at once, of all where no pair
     # is left out
     unrolled = plan.attention_kernel == "portable" and plan.platform == "gpu"
     if unrolled and apart == 1 and plan.same_positions and num_tiles <= FEW_TILES:
