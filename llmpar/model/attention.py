@@ -149,7 +149,7 @@ def ids_are_valid(
     - with a cache;
     - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
     - where a rank has all keys, and the kernel is `flash`;
-    - where a rank has all keys, and not `Resolved.same_positions`.
+    - where a rank has all keys, and `Resolved.same_positions` is false.
 
     Elsewhere tiles or hops may be left out without comparing ids. Then the ids must satisfy one of these:
     positions rise along the row; or segments never fall, and positions rise within each segment. With
@@ -241,7 +241,7 @@ def attend_tile_grad(
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = (
         einsum("bkrsh,bkth->bkrst", q, k) * scale
-    )  # S without a cap; with one scale X, from which S is made below
+    )  # scale X: it is S if there is no cap; else S is made of it below
     slope: Any = scale
     if cap is not None:
         tanh = jnp.tanh(scores / cap)
@@ -490,7 +490,7 @@ def ring_attention(
             the mask.
         order: `Plan.sequence_order`; in contiguous order a window needs fewer hops (`ring_hops`).
         hop: `Plan.hop`.
-        branch: as of `Tiles`.
+        branch: as in `Tiles`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not in_order
@@ -566,8 +566,8 @@ def ring_forward(ring, q, block, up, q_ids, k_ids):
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
     dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many zeros to each
-    other rank). Latents hop in place of K and V: b t numbers of their width. A hop may run while a rank
-    attends to its keys. The backward pass needs q, block, up, ids, out and lse."""
+    other rank). Latents hop in place of K and V: b t vectors, each a latent and its rotary key. A hop may run
+    while a rank attends to its keys. The backward pass needs q, block, up, ids, out and lse."""
 
     def attend_and_hop(carry, done):
         block, partials = carry
@@ -607,7 +607,7 @@ def ring_backward(ring, saved, grads):
     the block: the first rank that the block visits starts it, every further rank adds its part, and the last
     hop returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
     n - hops ranks on. So the gradient makes ``hops`` hops, too, each of 2 b t k h float32 elements. Where
-    latents hop, it is their gradient that travels: b t float32 numbers of their width."""
+    latents hop, their gradient travels instead: b t float32 vectors as wide as these latents."""
     (q, block, up, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq: Any = None
     # the block's gradient, a message that hops after the block; and the gradient of ``up``, which stays
@@ -618,9 +618,9 @@ def ring_backward(ring, saved, grads):
 
     def add_and_hop(carry, done, last=False):
         """Take the block that is here after ``done`` hops. Add its keys' part to dq, and
-        this rank's part to ``sums``: the gradients of the block and of ``up``. The first
-        is received one hop after the block itself; the second stays on its rank. At the
-        first rank ``sums`` is None. In the ``last`` call do not send the block on."""
+        this rank's part to ``sums``: the gradients of the block and of ``up``. That of the
+        block is received one hop after the block itself; that of ``up`` stays on its
+        rank. In the first call ``sums`` is None. In the ``last`` call do not send the block on."""
         block, dq, sums = carry
         if sums is not None:
             sums = _hop(ring, sums[0]), sums[1]

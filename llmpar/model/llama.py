@@ -253,7 +253,7 @@ class LatentAttention(Attention):
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
         has one letter a dim."""
-        # Every query head has keys of its own: k = n, and r is 1.
+        # Every query head has keys of its own: below queries are b s n 1 h, n KV heads of one query head.
         num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
@@ -393,7 +393,7 @@ class Experts(Part):
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
-        """Return the sum of the chosen experts, weighed by the router, and of the shared ones; and the
+        """Return the sum of the chosen experts, weighted by the router, and of the shared ones; and the
         router's outputs."""
         assert (experts := self.config.experts)
         logits_bse = jnp.einsum(
@@ -438,7 +438,7 @@ class Experts(Part):
 class Block(Part):
     """One layer: attention, then feed-forward or experts, each added to the residual stream. Each has a norm
     of its input, of its result, or both. If ``attention_norm`` is the only norm, attention and feed-forward
-    are parallel: both read its result."""
+    are parallel: both read the normed input."""
 
     attention_norm: Norm | None = None
     attention_post_norm: Norm | None = None
@@ -477,7 +477,8 @@ class Block(Part):
         return self.added(x, y, self.ffn_post_norm, par), aux
 
     def added(self, x: Stream, y: Stream, norm: Norm | None, par: Solo) -> Stream:
-        """Return ``x`` plus a result ``y``, which is normed first if the block has this norm."""
+        """Return ``x`` plus a result ``y``, which is normed first if the block has this norm, and multiplied
+        by `Variant.residual_scale`."""
         if norm:
             y = norm(checkpoint_name(y, STREAM), par)
         return x + scaled_by(y, self.config.variant.residual_scale)
@@ -675,8 +676,8 @@ def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Ar
 @jax.custom_vjp
 def logits_with_rounded_grad(x, head):
     """Return `logits_of`, with gradients rounded to the dtype of ``x`` before they are multiplied: a GPU
-    takes more than twice as long for matmuls of float32, which were 15 % of a step of a 1B model on an H100
-    (`docs/accelerators.md`)."""
+    takes more than twice as long for matmuls of float32. In float32 these two were 15 % of a step of a 1B
+    model on an H100 (`docs/accelerators.md`)."""
     return logits_of(x, head)
 
 

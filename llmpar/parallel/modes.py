@@ -29,7 +29,8 @@ names a mesh axis:
              par.chunked(f, xs, n)     a scan over pieces of a sequence
 
 `Solo` lacks these, which the training step and pipelines call. In `Manual` they take and return a device's
-own shards, in the other modes global arrays (and what `over_devices` returns takes global arrays in all):
+own shards, in the other modes global arrays (the function that `over_devices` returns takes global arrays in
+every mode):
 
     par.carry_out(x, arrow)    x moved by an arrow over mesh axes
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
@@ -349,8 +350,9 @@ class Manual(Solo):
         """Return ``f``; on simulated devices with a barrier before it. Without it XLA hoists
         values that no layer changes out of the loop over layers, together with the
         collectives that ``f`` runs on them, and these crash JAX 0.10.2: a rendezvous
-        counts too many participants. (XLA for CPUs drops barriers, too, but after it hoists.)
-        Accelerators need none, and it would make ``f`` wait for all its weights."""
+        counts too many participants. (XLA for CPUs also drops the barriers, but only
+        after it has hoisted.) Accelerators need none, and it would make ``f`` wait for
+        all its weights."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f
 

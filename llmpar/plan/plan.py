@@ -23,7 +23,7 @@ lists the dims that tp cuts:
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
     nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`); ep cuts its e
-    balance                                         biases that a rule moves, to balance experts
+    balance                                         biases that a rule updates, to balance experts
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
 The rows queries and keys depend on `Plan.context_parallel`:
@@ -31,11 +31,11 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ring       as in the table
     gather     keys are not cut along s
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
-    usp        both, by an outer and an inner axis: see sp,ul below
+    usp        a ring over an outer axis, Ulysses over an inner one: see sp,ul below
 
 With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp does not cut m in the
-regions tokens, routing and slots. It cuts s; in a value that has c (slots of a buffer of tokens) in place of
-s, it cuts c. Experts stay cut along m, so what arrives is first gathered over tp.
+regions tokens and slots. In these and in routing it cuts s; in a value that has c (slots of a buffer of
+tokens) in place of s, it cuts c. Experts stay cut along m, so what arrives is first gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
@@ -64,7 +64,8 @@ fsdp=2 tp=2``:
 At the stages 0 to 2 (unless ``reduce="layer"``) the backward pass sends nothing over dp and fsdp: each device
 has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: weights are all-gathered for use. Where each
 block gathers its weights when it runs, autodiff transposes the all-gather into a reduce-scatter; where those
-of all blocks are gathered once a step (`Resolved.gather_per`), ``finish`` reduce-scatters their gradients.
+of all blocks are gathered once a step (`Resolved.gather_per`), gradients are as at stage 1, and ``finish``
+reduce-scatters them.
 
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
 except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
@@ -81,9 +82,9 @@ sp=4 cut in two, `MeshShape.sizes` has sp=2 and ul=2, and the field ``mesh.sp`` 
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In the first table
             read ``ep,near`` for ep, except in the row nodes. Tokens go to their experts in two all-to-alls.
-            A buffer has a part for each pair of sender and receiver; its first two letters count these:
-            to the node    ``u/ep e c d -> u e/ep c d``            u: nodes that send, e: that receive
-            inside it      ``n/near e/ep c d -> n e/ep,near c d``  n: ranks that send, e: that receive
+            A buffer has a part for each pair of sender and receiver, which its first two dims count:
+            to the node    ``u/ep e c d -> u e/ep c d``            u: sending nodes, e: receiving nodes
+            inside it      ``n/near e/ep c d -> n e/ep,near c d``  n: sending ranks, e: receiving ranks
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and divide the query heads that use it among them. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the
             other rows have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a
@@ -249,7 +250,7 @@ class Plan:
         stage_saves: what a pipeline stage keeps for its backward pass. ``input``: only its input, and the
             rest is recomputed. ``residuals``: everything, and nothing is recomputed. On CPUs ``input`` takes
             half the memory and no more time: copying residuals takes as long as recomputing them.
-        attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
+        attention_kernel: ``portable``, the tiles of :mod:`llmpar.model.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs plain JAX, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``. These two do not run in a ring, and take a mask of
             queries times keys; with `documents` ``whole`` and positions in order cudnn takes none. ``auto``
@@ -342,8 +343,8 @@ class Plan:
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
-            devices: ``cpu`` (the default: simulated devices), ``gpu`` (of compute capability 7.5: ``gpu
-                7.5``) or ``tpu``. None keeps every ``auto``, and predictions then assume accelerators.
+            devices: ``cpu`` (the default: simulated devices), ``gpu`` (or with its compute capability,
+                such as ``gpu 7.5``) or ``tpu``. None keeps every ``auto``, and predictions then assume accelerators.
             batch_size, seq_len: rows and positions of a step, to check that the mesh cuts them evenly.
 
         Raise ValueError for what the devices cannot do. With both a batch size and a sequence length, also
@@ -466,7 +467,7 @@ class Resolved(Plan):
             "experts": {"b": shared, "s": s, "e": ranks, "m": tp},
             "copies": {"b": b, "s": s, "m": tp},
             "routing": {"b": shared, "s": tokens["s"]},
-            "balance": {},  # no gradient: a rule moves these biases, the same on all devices
+            "balance": {},  # no gradient: a rule updates these biases, the same on all devices
         }
 
     def varying(self, region: str) -> tuple[str, ...]:

@@ -66,8 +66,8 @@ MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explic
 class Step(LayerOrder):
     """The compiled training step of a model under a plan on a mesh. Its base, `LayerOrder`, adds shapes and
     shardings of the state, with layers in the order of the pipeline's stages (``abstract_state``) or in that
-    of the model (``abstract_in_model_order``); the two orders (``layer_orders``); and the moves from one to
-    the other.
+    of the model (``abstract_in_model_order``); for each kind of layers, which layer is in which place of the
+    stages' order (``layer_orders``); and the moves from one order to the other.
 
     Args:
         config, plan, mesh: ``mesh`` may be abstract, for tracing and lowering.
@@ -104,7 +104,7 @@ class Step(LayerOrder):
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = MODES[plan.mode](plan, self.mesh)
         self.stored = weights_tree(config, lambda weight: plan.stored(weight.dims))
-        # these two trees have only trainable weights: with LoRA the adapters
+        # both have only trainable weights; with LoRA these are the adapters
         self.weight_layouts = weights_tree(
             config, lambda w: plan.layouts_of(w.dims), trainable=True
         )
@@ -321,9 +321,9 @@ class Step(LayerOrder):
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """Return the weights ``after`` an update, with each ``experts.bias`` replaced, which has no gradient.
-        The new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean,
-        minus `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
+        """Return the weights ``after`` an update, but replace each ``experts.bias``: it has no gradient. The
+        new bias of an expert is the one ``before``, plus `bias_rate` if its load is less than the mean, minus
+        `bias_rate` if it is more (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
         if experts is None or experts.bias_rate is None or self.config.lora:  # LoRA freezes them
             return after
