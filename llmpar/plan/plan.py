@@ -344,7 +344,8 @@ class Plan:
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
             devices: ``cpu`` (the default: simulated devices), ``gpu`` (or with its compute capability,
-                such as ``gpu 7.5``) or ``tpu``. None keeps every ``auto``, and predictions then assume accelerators.
+                such as ``gpu 7.5``) or ``tpu``. None keeps every ``auto``, and predictions then assume
+                accelerators.
             batch_size, seq_len: rows and positions of a step, to check that the mesh cuts them evenly.
 
         Raise ValueError for what the devices cannot do. With both a batch size and a sequence length, also
