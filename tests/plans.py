@@ -41,7 +41,7 @@ ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
 AT_NIGHT = {ONCE[1], ONCE[3], ONCE[-1]}
 """A kernel, rounding and adapters once more, with stages, experts, and experts (tests/nightly.md)."""
 FEW = "gemma2 fsdp", "gemma3_text pp", "glm4_moe ep", "deepseek_v3 pp", "deepseek_v3 fsdp"
-FEW += "gemma2 dp", "gpt_oss sp", "llama4_text fsdp", "deepseek_v3 ep"
+FEW += "gemma2 dp", "gpt_oss sp", "llama4_text fsdp", "deepseek_v3 ep", "deepseek_v2 sp"
 AT_NIGHT |= {line for line in ONCE if line.startswith(FEW)}
 """Families that differ little from another one on the same axes."""
 AT_NIGHT |= {line for line in ONCE if "breadth-first" in line or line.startswith("experts pp")}
