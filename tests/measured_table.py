@@ -90,7 +90,7 @@ def rows(file: Path) -> str:
     for g in document["groups"]:
         choice = "" if g["choice_over_best"] is None else f"{g['choice_over_best']:.3f}"
         error = f"{g['step_mean_abs_error']:.1%}"
-        lines.append(f"| {g['id']} | {g['runs']} | {g['spearman']:.3f} | {choice} | {error} |")
+        lines.append(f"| {g['id']} | {g['runs']} | {g['spearman']:.2f} | {choice} | {error} |")
     lines += ["", "| run | chip | mesh | recompute | predicted | measured | error | GB | measured | error |"]
     lines.append("|---|---|---|---|---|---|---|---|---|---|")
     for row in document["rows"]:
