@@ -78,6 +78,7 @@ LENGTHS = {1: 9, 2: 3, 3: 7, 11: 6, 7: 2, 6: 1}
 """Of prompts, and how many tokens are added. A convolution has 4 positions, a piece of a prompt too."""
 
 
+@pytest.mark.long
 def test_slots_with_a_state_begin_anew_and_end_at_different_times():
     """Two slots for six requests, prompts in pieces of 4 positions, in chunks of 3 and of 1; first from a
     cache that is not empty."""

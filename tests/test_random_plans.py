@@ -541,7 +541,7 @@ def plain(**changes) -> dict:
 ANY_ORDER = {"a ring": (dict(sp=2), True), "one rank": (dict(dp=2, tp=2), False)}
 
 
-@pytest.mark.parametrize("case", ANY_ORDER)
+@pytest.mark.parametrize("case", [pytest.param("a ring", marks=pytest.mark.long), "one rank"])
 def test_positions_in_any_order_give_the_answer_or_no_number(case, monkeypatch):
     """Never another one without a word: what trusts their order gives NaN."""
     usual, (changes, taken) = batch_of, ANY_ORDER[case]

@@ -192,6 +192,7 @@ def test_the_clipped_surrogate_is_its_formula_and_the_same_on_meshes_with_stages
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_sampler_learns_from_a_trainer_and_the_same_again_by_the_program_between_processes(monkeypatch):
     """Just synchronised, advantages of mean 0 give no loss; one step later trainer and sampler differ."""
     rows, made = [*Rl(steps=40).learn()], Mover.__init__
