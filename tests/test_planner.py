@@ -611,7 +611,7 @@ def test_launch_lines_are_the_right_plan_or_the_right_complaint():
     for row in LINES:
         try:
             name, known, unread = frameworks.facts_in(row["text"])
-            given = row.get("devices", None if "each" in known else 16)
+            given = row.get("devices", None if {"each", "ranks"} & known.keys() else 16)
             devices, batch_size, plan = frameworks.planned_by(known, given)
         except ValueError as refusal:
             assert row.get("refuses", "none") in str(refusal), (row, refusal)

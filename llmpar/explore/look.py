@@ -156,7 +156,7 @@ def _launched(state: dict) -> dict:
     if had == read or not state["launch"].strip():
         return state
     name, known, _ = frameworks.facts_in(state["launch"])
-    devices = None if {"each", "serves"} & known.keys() else state["devices"]
+    devices = None if {"each", "ranks", "serves"} & known.keys() else state["devices"]
     sizes, plan = frameworks.sized(known, state["model"], devices, state["seq_len"])
     model = _preset_name(sizes.pop("model"))
     sizes |= {"config": model} if model != state["model"] else {}

@@ -64,6 +64,7 @@ def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
             "pipe_micro": local // m if pp > 1 else None,
             "micro": local // m,
             "each": q.num_devices,
+            "ranks": q.num_devices,
             "batch_size": q.batch_size,
             "seq_len": q.seq_len,
             "lora": lora is not None,
@@ -104,7 +105,7 @@ def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, An
     back = Plan()
     # an axis without a key leaves fewer devices to the others
     with contextlib.suppress(ValueError):
-        known = {x: y for x, y in facts_in(text, name)[1].items() if x != "each"}
+        known = {x: y for x, y in facts_in(text, name)[1].items() if x not in ("each", "ranks")}
         cut = math.prod(getattr(plan.mesh, x) for x in ("pp", "sp", "tp") if x not in known)
         sizes = {x: known.get(x) for x in sizes}
         _, sizes["batch_size"], back = planned_by(known, q.num_devices // cut)
@@ -150,7 +151,7 @@ def _key(name: str) -> str:
 def _yaml(text: str) -> dict[str, Any]:
     """Return YAML's values by their sections and names, joined by points; a list's items in one text."""
     out, path = dict[str, Any](), dict[int, str]()
-    text = re.sub(r"(?m)\n[ \t]*- +(?=[^\n:]+$)", " ", text)
+    text = re.sub(r"(?m)\n\s*- +(?=[^\n:]+$)|\n(?=[^\[\]{}:]*\])", " ", text)
     text = re.sub(TABLE["inline"], r"\n" + 60 * " " + r"\2: ", text)
     for indent, key, value in re.findall(TABLE["yaml_line"], text):
         path = {x: name for x, name in path.items() if x < len(indent)} | {len(indent): _key(key)}
@@ -162,13 +163,19 @@ def _yaml(text: str) -> dict[str, Any]:
 def _flags(words: list[str]) -> dict[str, Any]:
     """Return the keys of a command with the words behind each."""
     out, key = dict[str, list[str]](), ""
-    for word in (x for x in words if not re.fullmatch(TABLE["environment"], x, re.DOTALL)):
-        head, is_set, value = TABLE["short"].get(word, word.lstrip("+")).partition("=")
+    for word in (
+        re.sub(*TABLE["subcommand"], x)
+        for x in words
+        if not re.fullmatch(TABLE["environment"], x, re.DOTALL)
+    ):
+        head, is_set, value = (
+            TABLE["short"].get(word * ("srun" in words), word.lstrip("+")).partition("=")
+        )
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
             out[head] = [value] if is_set else []
             key = "" if is_set else head
-        elif word == "serve" and "vllm" in words:
-            key = "serve"
+        elif TABLE["commands"].get(word) in words:
+            key = word
         elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
             out.setdefault(key, []).append(word)
     return {x: " ".join(words) if words else True for x, words in out.items()}
@@ -376,8 +383,9 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
     """Return the devices, the sequences of a step and the plan that facts are of. Raise ValueError where
     the sizes do not go together: the framework refuses them too."""
     one = lambda name: math.prod(max(1, known.get(x + name) or 1) for x in ("", "dcn_", "more_"))
-    is_part = devices and "nodes" not in known  # then a text has the devices of a node alone
-    given = one("nodes") * known["each"] if "each" in known and not is_part else devices
+    # without nodes a text has the devices of one alone
+    told = one("nodes") * known.get("each", 0) if "nodes" in known or not devices else 0
+    given = known.get("ranks") or told or devices
     filled = [x for x in AXES if known.get(x, -1 if x == "fsdp" else 1) == -1 and "slices" in known]
     known = known | {x: (given or 0) // math.prod(map(one, AXES)) for x in filled if x != "fsdp"}
     ep, cut, dp = one("ep"), one("tp") * one("pp") * one("sp"), max(one("dp"), one("instances"))
@@ -385,7 +393,7 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         known.get("shard", -1),
         known.get("mics", -1),
         one("fsdp") * ep if known.get("fsdp", -1) > 0 or "slices" in known and not given else -1,
-        (given or 0) // cut // one("nodes") // one("machines") if "hybrid" in known else -1,
+        (given or 0) // cut // one("nodes") // one("machines") if known.get("hybrid") else -1,
     )
     data, rest = divmod(count := given or cut * dp * max(shard, ep), cut)
     copies = data // shard if shard > 0 else data // ep if known["zero"] == 0 else dp
@@ -403,6 +411,8 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
             f"{count} devices cannot be cut so: {cut} for a rank of data, {max(shard, ep)} of these for a"
             f" shard, {dp} copies{' (one size alone may be -1)' if filled else ''}; --devices says how many"
             " there are"
+            + "; here ranks of experts are ranks of data, none of tp or cp"
+            * (ep > data > 0)
         )
     mesh = MeshShape(one("pp"), copies, data // ep // copies, ep, one("sp"), one("tp"))
     pipes = known.get("pipe_microbatches", mesh.pp if "slices" in known else 1)

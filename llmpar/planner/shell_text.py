@@ -34,10 +34,11 @@ _PASTED = {
     r"(?<!\S)[\u2013\u2014](?=[a-z])": "--",
     r"(?m)^[ \t]*```[ \t]*\w*[ \t]*$": "",
     r"\\[ \t]+(?=\r?\n)": r"\\",
+    r"(?m)^([^#\n]*[^#\s\\])[ \t\r]*\n(?=[ \t]*--[A-Za-z])": r"\1 \\\n",
     r"(?m)^[ \t]*(?:\([\w.-]+\)[ \t]*)?(?:[$%+]|>(?=[ \t]+(?:-|\w+=))|\w+@[\w.-]+:\S*[$#])[ \t]+": "",
 }
-"""What pages add to a line: fences, blanks behind a backslash, prompts (bash -x's, too), dashes for two
-hyphens."""
+"""What pages add to a line, or take away: fences, blanks behind a backslash, the backslash before a line of
+flags, prompts (bash -x's, too), dashes for two hyphens."""
 _BLANKS = str.maketrans(" \n\t\1\2\3", "\1\2\3 \n\t")  # there and back
 _SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
 
