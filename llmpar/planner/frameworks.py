@@ -441,6 +441,7 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
     own |= {"schedule": known.get("looped", "interleaved")} if one("virtual_stages") > 1 else {}
     idle = {
         "context_parallel": mesh.sp,
+        "sequence_order": mesh.sp,
         "tp_sequence": mesh.tp,
         "schedule": mesh.pp,
         "virtual_stages": min(mesh.pp, one("virtual_stages")),
