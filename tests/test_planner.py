@@ -634,7 +634,10 @@ def test_configurations_that_a_line_names_are_read_where_they_are(tmp_path, call
     (tmp_path / "a.yaml").write_text(file)
     line = "accelerate launch --config_file a.yaml t.py --per_device_train_batch_size 1"
     name, known, unread = frameworks.facts_in(line, folders=("", str(tmp_path)))
-    assert (name, known["zero"], known["each"], unread) == ("accelerate", 1, 8, [])
+    assert (name, known["zero"], known["ranks"], unread) == ("accelerate", 1, 8, [])
+    (tmp_path / "l.yaml").write_text("stage: pt\nper_device_train_batch_size: 3\ncutoff_len: 512")
+    of_file = frameworks.facts_in("llamafactory-cli train l.yaml", folders=(str(tmp_path),))
+    assert (of_file[1]["micro"], of_file[1]["lora_rank"], of_file[2]) == (3, 8, [])
     out = call(
         "plan", f"--from-flags={line} --deepspeed z.json", "--model", "tiny", "--devices", "8", "--json"
     )[1]
