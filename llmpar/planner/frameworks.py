@@ -393,7 +393,7 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         known.get("shard", -1),
         known.get("mics", -1),
         one("fsdp") * ep if known.get("fsdp", -1) > 0 or "slices" in known and not given else -1,
-        (given or 0) // cut // one("nodes") // one("machines") if known.get("hybrid") else -1,
+        (given or 0) // cut // max(one("nodes"), one("machines")) if known.get("hybrid") else -1,
     )
     data, rest = divmod(count := given or cut * dp * max(shard, ep), cut)
     copies = data // shard if shard > 0 else data // ep if known["zero"] == 0 else dp
