@@ -291,11 +291,14 @@ def _unread(
         shown = value if rest in ([], _tokens(value)) else " ".join(rest)
         entry = f"{key}={shown}".lstrip("=")
         lacks = " or ".join(_lacks(row, key, on))
-        why = " (a file that was not opened)" if re.search(TABLE["file"], entry) else ""
-        why = f" (no effect without {lacks})" if lacks else why
+        why = {
+            f" (no effect without {lacks})": lacks,
+            " (a file that was not opened)": re.search(TABLE["file"], entry),
+            " (but for its model)": re.fullmatch(TABLE["recipe"], key),
+        }
         idle = not rest or re.fullmatch(TABLE["idle"], entry.lower())
         if not idle or re.fullmatch(row.get("near", ""), f"{key}={value}"):
-            out.append(entry.removesuffix("=True") + why)
+            out.append(entry.removesuffix("=True") + next((x for x in why if why[x]), ""))
     return out
 
 
