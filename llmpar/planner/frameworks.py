@@ -248,7 +248,7 @@ def _number(value: str, units: dict[str, int]) -> Any:
     if unit in units and re.fullmatch(r"[\d.]+", number):
         return round(float(number) * units[unit])
     with contextlib.suppress(ValueError):
-        return json.loads(re.sub(r"^0+(?=\d)", "", value.lower()))
+        return json.loads(re.sub(r"^0*(?=\.)", "0", re.sub(r"^0+(?=\d)", "", value.lower())))
     return value
 
 
