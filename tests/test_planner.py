@@ -676,10 +676,10 @@ def test_a_launch_line_is_priced_and_translated(call, document):
 
 
 def test_experts_that_tp_does_not_cut_are_named():
-    line = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --num-experts 8 --bf16"
+    line = "--tensor-model-parallel-size 2 --num-experts 8 --bf16 --expert-model-parallel-size"
     q = question("mixtral-8x7b", 16, 16)
-    for cut in (1, 2):
-        name, known, unread = frameworks.facts_in(f"{line} --expert-tensor-parallel-size {cut}")
+    for ep, cut in itertools.product((1, 4), (1, 2)):
+        name, known, unread = frameworks.facts_in(f"{line} {ep} --expert-tensor-parallel-size {cut}")
         plan = frameworks.planned_by(known, 16)[2]
         notes = frameworks.assumptions(name, known, unread, q, plan)
         assert any("cuts experts into 1" in note for note in notes) is (cut == 1)

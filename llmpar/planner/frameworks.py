@@ -356,7 +356,7 @@ def assumptions(
     fixes (`fixed_by`), ``plan`` is the one that was priced."""
     chosen = [f"{x}={y}" for x, y in planner.fields_of(plan).items() if x not in q.fixed]
     missing = [x for x, facts in TABLE["stated"].items() if not any(map(known.get, facts))]
-    tp = plan.mesh.tp if plan.mesh.ep > 1 else 1
+    tp = plan.mesh.tp if plan.mesh.ep > 1 or "num_experts" in known else 1
     cut = ["a plan in which tp cuts them too"] * (1 < tp != known.get("etp", tp))
     sizes = f"{q.model}, {q.seq_len:,} tokens, batch {q.batch_size}, {q.num_devices} devices"
     assumed = [f"{x}={known.get(x, getattr(plan, x))}" for x in ("zero", "remat", "dtype")]
