@@ -71,7 +71,7 @@ class _Script:
                 self.depth += _DEPTH.get(words.pop(0), 0)
             if all(map(_ASSIGNED.fullmatch, words)):
                 for word in words:
-                    self.assign(word, self.depth > 0 or joint.strip() in ("&&", "||"))
+                    self.assign(word, self.depth > 0 or joint.startswith(("&&", "||")))
             else:
                 self.run.append([x for word in words for x in self.fields(word)])
                 for script in filter(_SCRIPT.search, self.run[-1] if words[1:] else []):
@@ -116,7 +116,8 @@ class _Script:
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield what joins a command to the one before it, and its words as written."""
+    """Yield what joins a command to the one before it, and its words as written. After variables alone that
+    are set for sure, && is no condition."""
     joint, words = "", list[str]()
     for one in re.finditer(_PIECES, re.sub(_HERE_DOCUMENT, r"\2\n", text) + "\n"):
         if one.lastgroup == "rest":
@@ -125,4 +126,7 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
             words.append(one[0])
         elif one.lastgroup == "end":
             yield joint, words
-            joint, words = one[0], []
+            is_sure = not joint.startswith(("&&", "||")) and all(
+                x in _SKIPPED or _ASSIGNED.fullmatch(x) for x in words
+            )
+            joint, words = "" if is_sure and one[0].startswith("&&") else one[0], []
