@@ -164,7 +164,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
     """Return the keys of a command with the words behind each."""
     out, key = dict[str, list[str]](), ""
     for word in (
-        re.sub(*TABLE["subcommand"], x)
+        re.sub(TABLE["subcommand"], r"--\1.mode=", x)
         for x in words
         if not re.fullmatch(TABLE["environment"], x, re.DOTALL)
     ):
@@ -387,8 +387,8 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
     the sizes do not go together: the framework refuses them too."""
     one = lambda name: math.prod(max(1, known.get(x + name) or 1) for x in ("", "dcn_", "more_"))
     # without nodes a text has the devices of one alone
-    told = one("nodes") * known.get("each", 0) if "nodes" in known or not devices else 0
-    given = known.get("ranks") or told or devices
+    counted = one("nodes") * known.get("each", 0) if "nodes" in known or not devices else 0
+    given = known.get("ranks") or counted or devices
     filled = [x for x in AXES if known.get(x, -1 if x == "fsdp" else 1) == -1 and "slices" in known]
     known = known | {x: (given or 0) // math.prod(map(one, AXES)) for x in filled if x != "fsdp"}
     ep, cut, dp = one("ep"), one("tp") * one("pp") * one("sp"), max(one("dp"), one("instances"))
