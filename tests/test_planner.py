@@ -593,7 +593,7 @@ def test_what_is_exported_is_read_back_but_for_what_its_comments_say(name):
         mesh = plan.mesh
         shards = mesh.fsdp * mesh.ep * mesh.sp
         parts = {"context_parallel": mesh.sp, "tp_sequence": mesh.tp, "zero": shards, "schedule": mesh.pp}
-        parts["tp_comm_overlap"] = mesh.tp if plan.tp_sequence else 1
+        parts |= {"stage_saves": mesh.pp, "tp_comm_overlap": mesh.tp if plan.tp_sequence else 1}
         parts |= {"virtual_stages": mesh.pp, "reshard_after_forward": shards if plan.zero == 3 else 1}
         idle = {field for field, size in parts.items() if size == 1}
         for field in {x.name for x in dataclasses.fields(Plan)} - idle - lost:

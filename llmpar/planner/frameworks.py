@@ -358,6 +358,11 @@ def assumptions(
     missing = [x for x, facts in TABLE["stated"].items() if not any(map(known.get, facts))]
     tp = plan.mesh.tp if plan.mesh.ep > 1 or "num_experts" in known else 1
     cut = ["a plan in which tp cuts them too"] * (1 < tp != known.get("etp", tp))
+    saved = {
+        "input": "stage_saves=input, which keeps a stage's input alone, and runs it forward once more",
+        "residuals": "stage_saves=residuals, which keeps all, and recomputes nothing",
+    }
+    stage = [saved[plan.stage_saves]] * (plan.mesh.pp > 1 and known["remat"] != "none")
     sizes = f"{q.model}, {q.seq_len:,} tokens, batch {q.batch_size}, {q.num_devices} devices"
     assumed = [f"{x}={known.get(x, getattr(plan, x))}" for x in ("zero", "remat", "dtype")]
     lines = [
@@ -365,6 +370,10 @@ def assumptions(
         (assumed * any("was not opened" in x for x in unread), "is priced without that file: {}"),
         (missing, f"names no {{}} (see --model, --seq-len, --devices): priced are {sizes}"),
         (cut, f"cuts experts into {known.get('etp')} by tensor parallelism: priced is {{}}"),
+        (
+            stage,
+            f"recomputes (remat={known['remat']}) in stages that keep the rest; priced is {{}}",
+        ),
         (chosen, "has no key for {}: chosen, and not of the text"),
         ([q.model] * ("serves" in known), TABLE["serves"] + f" --devices {q.num_devices}"),
     ]
@@ -442,6 +451,9 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         "zero": known["zero"] if mesh.fsdp * ep * mesh.sp > 1 else 3,  # of one rank it says nothing
     }
     own |= {"schedule": known.get("looped", "interleaved")} if one("virtual_stages") > 1 else {}
+    # stages keep what their layers save; ours then recompute nothing (`checks.unused`)
+    keeps = mesh.pp > 1 and known["remat"] in ("none", "selective") and "serves" not in known
+    own |= {"stage_saves": "residuals"} if keeps else {}
     idle = {
         "context_parallel": mesh.sp,
         "sequence_order": mesh.sp,
