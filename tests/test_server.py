@@ -36,7 +36,7 @@ class Script:
 
     def __init__(self, slots=2, queue=4, step_s=0.0):
         self.slots, self.queue, self.step_s, self.error = slots, queue, step_s, None
-        self.jobs, self.gone, self.tickets = {}, set(), itertools.count()
+        self.jobs, self.gone, self.cancelled, self.tickets = {}, set(), set(), itertools.count()
 
     def submit(self, request):
         if len(self.jobs) >= self.slots + self.queue:
@@ -62,6 +62,7 @@ class Script:
 
     def cancel(self, ticket):
         self.gone.add(ticket)
+        self.cancelled.add(ticket)
 
     @property
     def busy(self):
@@ -310,6 +311,7 @@ def test_a_client_that_leaves_frees_its_slot(stream):
         until(lambda: len(engine.jobs) == 2)
         lines[1].close()
         until(lambda: not engine.jobs)
+        assert engine.cancelled >= {0, 1, 2, 3}, "answers that nobody reads end by themselves, after minutes"
         assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
 
 
@@ -321,6 +323,7 @@ def test_a_stop_string_frees_the_slot():
         line = send(port, {"prompt": ["dots", "say " + "x" * 900], "max_tokens": 1_000, "stop": "..."})
         until(lambda: 2 in engine.jobs)  # tickets count from 0; both have come
         until(lambda: engine.jobs.keys() == {2})  # and the other, which would end first, goes on
+        assert engine.cancelled >= {0, 1}
         line.close()
 
 
