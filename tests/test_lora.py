@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from make_hf_fixtures import FIXTURES
-from parity import LLAMA, dealt, full_rows, logits_of, put, weights
+from parity import LLAMA, dealt, family, full_rows, logits_of, put, weights
 from parity import batch as some_batch
 from shared import TABLES
 from test_planner import question
@@ -139,6 +139,12 @@ def test_a_command_exports_adapters_in_their_weights(tmp_path):
     got = logits_of(read)(hf.load(tmp_path / "out", read), some_batch())
     want = logits_of(config)(jax.tree.map(lambda w: np.asarray(w, "float32"), state.params), some_batch())
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_the_gate_of_a_feed_forward_is_not_attentions():
+    config = dataclasses.replace(family("qwen3_5_text"), lora=LoraConfig(2, targets=("gate",)))
+    assert any("attention.gate" in path for path in config.weights())
+    assert {path.split(".")[2] for path in config.weights() if ".lora." in path} == {"ffn"}
 
 
 def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():

@@ -135,7 +135,8 @@ class ExpertConfig:
         return pieces * self.capacity(tokens // pieces)
 
 
-ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")
+_PARTS = dict.fromkeys("qkvo", "attention") | dict.fromkeys(("gate", "up", "down"), "ffn")
+ADAPTABLE = tuple(_PARTS)
 """The matrices of a block that may have adapters: attention's, and those of its feed-forward."""
 
 
@@ -339,12 +340,8 @@ class ModelConfig:
                 " these out, or read a model's config.json, which describes what is no Llama"
             )
         if self.lora:
-            parts = ("attention.",) if self.experts else ("attention.", "ffn.")
-            own = [
-                {row.partition(".")[2] for row in kind.block_weights() if row.startswith(parts)}
-                for kind in self.kinds or (self,)
-            ]
-            fits = [name for name in ADAPTABLE if all(name in names for names in own)]
+            rows = [kind.block_weights() for kind in self.kinds or (self,)]
+            fits = [x for x, part in _PARTS.items() if all(f"{part}.{x}" in own for own in rows)]
             if missing := [name for name in self.lora.targets if name not in fits]:
                 why = "experts have no adapters, and it" if self.experts else "a layer of it"
                 raise ValueError(
@@ -417,7 +414,7 @@ class ModelConfig:
         rows = dict[str, Weight]()
         for path, weight in weights.items():
             part, _, name = path.rpartition(".")
-            if part in ("attention", "ffn") and name in lora.targets:
+            if name in lora.targets and part == _PARTS[name]:
                 region, *dims = weight.dims.split()
                 cut = 2 if name == "o" else 1  # dims of the input
                 into, out = weight.shape[:cut], weight.shape[cut:]
@@ -426,6 +423,12 @@ class ModelConfig:
                 rows[f"{part}.lora.{name}_a"] = Weight(a, (*into, lora.rank), std)
                 rows[f"{part}.lora.{name}_b"] = Weight(b, (lora.rank, *out), fill=0.0)
         return rows
+
+    @property
+    def trained(self) -> set[str]:
+        """Those of `ADAPTABLE` that are trained, or whose adapters are: gradients of them read what they
+        multiply."""
+        return set(self.lora.targets if self.lora else ADAPTABLE)
 
     @functools.cached_property
     def blocks(self) -> tuple[tuple[int, "ModelConfig"], ...]:

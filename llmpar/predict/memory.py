@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmpar.plan.lockstep import most_slots
-from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of, matrix_dims
+from llmpar.plan.model_config import ModelConfig, kind_of, matrix_dims
 from llmpar.plan.places import LayerLoop, chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
@@ -516,18 +516,17 @@ _GROUPS = "qkv", "o", ("gate", "up"), ("down",)
 def _waiting(
     plan: Resolved,
     config: ModelConfig,
-    trained: set[str],
     rows: int,
     whole: int,
     entering: int,
     of_norms: int,
     of_heads: list[int],
 ) -> int:
-    """Count the bytes that a block's input gradient leaves for those of its ``trained`` weights: what goes
+    """Count the bytes that a block's input gradient leaves for those of its trained weights: what goes
     into matmuls and norms, and its gradient. In W most of what goes in lies in what F saved. ``rows`` are of
     hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights;
     ``entering`` of what a feed-forward reads, ``of_heads`` of queries and of keys."""
-    again = plan.stage_saves == "input"
+    again, trained = plan.stage_saves == "input", config.trained
     attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
     in_ffn = rows
     if plan.ffn_chunks == 1 or config.experts:
@@ -629,13 +628,11 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     behind, latents, qk_norm = _extras(config)
     # Only gradients of weights that are trained read them.
-    trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
-    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    attends, leaves, enters, falls = (bool(config.trained & {*group}) for group in _GROUPS)
     rows, arrived = _rows_of_weights(plan, config, tokens, ffn, item)
     crossing = arrived + _waiting(
         plan,
         config,
-        trained,
         rows,
         whole,
         entering,

@@ -12,7 +12,7 @@ from llmpar.plan import places
 from llmpar.plan.layout import METRICS, SCALED, TRANSPOSES, Arrow
 from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import USER_AXIS, MeshShape
-from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
+from llmpar.plan.model_config import ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving
@@ -538,6 +538,11 @@ class Values:
         self.traffic.add(kind, axes, of, pieces * block_bytes, hops)
 
 
+def _are_parallel(config: ModelConfig) -> bool:
+    """Say whether attention and feed-forward read one norm (Cohere)."""
+    return not {"ffn_norm.scale", "ffn_post_norm.scale"} & config.block_weights().keys()
+
+
 def _is_merged(plan: Resolved, config: ModelConfig) -> bool:
     """Say whether XLA joins messages of attention and of a feed-forward that read one norm (Cohere): both
     gather it over tp, and backward both gather the gradient of their sum. Whose arrow the message then has
@@ -556,18 +561,17 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     stream, plan = (values.b, values.s, config.width), values.plan
     of = functools.partial(Transfer, "activations")
     # Where a policy keeps the matmuls' results, their inputs are needed again for gradients of weights alone.
-    targets = set(config.lora.targets if config.lora else ADAPTABLE)
-    attention = plan.remat not in ("selective", "ffn") or targets & set("qkv")
+    attention = plan.remat not in ("selective", "ffn") or config.trained & set("qkv")
     ffn = (
         plan.remat != "selective"
         or plan.ffn_chunks > 1
         or config.experts
-        or targets & {"gate", "up"}
+        or config.trained & {"gate", "up"}
     )
     values.carry(
         of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed
     )
-    beside = not {"ffn_norm.scale", "ffn_post_norm.scale"} & config.block_weights().keys()
+    beside = _are_parallel(config)
     merges = beside and _is_merged(plan, config)
     if config.mixer != "none":
         again = run.again * bool(attention)
@@ -725,11 +729,14 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         k = -(-k // ranks) * ranks
     queries = b, s, k, max(1, config.num_heads // k), h
     results = (*queries[:-1], config.value_width)
-    for arrow, value in {
-        "attention b s k r h -> queries b s k r h": queries,
-        "queries b s k r h -> attention b s k r h": results,
-    }.items():
-        values.carry(Transfer("queries and what attention gives", arrow), value, layers, again)
+    # The result is moved back again for the stream behind it, where this is not kept, or for gradients of
+    # ``o`` and of a gate, which read it.
+    reads = "o" in config.trained or "attention.gate" in config.block_weights()
+    repeated = run.again if reads else run.attention * (not _are_parallel(config))
+    of = Transfer("queries and what attention gives", "attention b s k r h -> queries b s k r h")
+    values.carry(of, queries, layers, again)
+    of = of._replace(arrow="queries b s k r h -> attention b s k r h")
+    values.carry(of, results, run.forward + repeated, again)
     gradients = "gradients of keys and values"
     of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)
     if config.has_latent_attention:  # instead of each head's keys and values
