@@ -424,7 +424,9 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     for stage in range(plan.mesh.pp) if plan.mode == "manual" else ():
         taken = branch_shares(plan.pipeline, config.layer_kinds)[stage]
         census = census_table(census_jaxpr(jaxpr, plan.resolve(config).mesh.sizes, taken))
-        want = traffic.step_traffic(plan.resolve(config), asked["batch"], asked["seq"], stage)
+        # XLA joins messages of Cohere's blocks, whose program has them all: test_plans compiles such blocks
+        with mock.patch.object(traffic, "_is_merged", lambda *_: False):
+            want = traffic.step_traffic(plan.resolve(config), asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
         want = {k: (v.count, v.bytes_sent) for k, v in want.items()}
         other = [k for k in want.keys() | table.keys() if want.get(k) != table.get(k)]
