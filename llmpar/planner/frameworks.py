@@ -163,14 +163,10 @@ def _yaml(text: str) -> dict[str, Any]:
 def _flags(words: list[str]) -> dict[str, Any]:
     """Return the keys of a command with the words behind each."""
     out, key = dict[str, list[str]](), ""
-    for word in (
-        re.sub(TABLE["subcommand"], r"--\1.mode=", x)
-        for x in words
-        if not re.fullmatch(TABLE["environment"], x, re.DOTALL)
-    ):
-        head, is_set, value = (
-            TABLE["short"].get(word * ("srun" in words), word.lstrip("+")).partition("=")
-        )
+    short = TABLE["short"] if "srun" in words else {}
+    plain = [x for x in words if not re.fullmatch(TABLE["environment"], x, re.DOTALL)]
+    for word in (re.sub(TABLE["subcommand"], r"--\1.mode=", x) for x in plain):
+        head, is_set, value = short.get(word, word.lstrip("+")).partition("=")
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
             out[head] = [value] if is_set else []
             key = "" if is_set else head
@@ -451,14 +447,15 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
         "zero": known["zero"] if mesh.fsdp * ep * mesh.sp > 1 else 3,  # of one rank it says nothing
     }
     own |= {"schedule": known.get("looped", "interleaved")} if one("virtual_stages") > 1 else {}
-    # stages keep what their layers save; ours then recompute nothing (`checks.unused`)
-    keeps = mesh.pp > 1 and known["remat"] in ("none", "selective") and "serves" not in known
-    own |= {"stage_saves": "residuals"} if keeps else {}
+    if known["remat"] in ("none", "selective") and "serves" not in known:
+        # stages keep what their layers save; ours then recompute nothing (`checks.unused`)
+        own |= {"stage_saves": "residuals"}
     idle = {
         "context_parallel": mesh.sp,
         "sequence_order": mesh.sp,
         "tp_sequence": mesh.tp,
         "schedule": mesh.pp,
+        "stage_saves": mesh.pp,
         "virtual_stages": min(mesh.pp, one("virtual_stages")),
     }
     return count, batch, Plan(mesh, **{x: y for x, y in own.items() if idle.get(x, 2) > 1})
