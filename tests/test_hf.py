@@ -14,6 +14,7 @@ import jax
 import make_hf_fixtures
 import numpy as np
 import oracle
+import plans
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from parity import full_rows, logits_of
@@ -106,7 +107,6 @@ def test_tensors_survive_the_round_trip_and_give_the_logits_of_transformers(kind
 
 
 GRADIENTS = "gpt_oss", "deepseek_v3"
-"""On the gate of these, of the other fixtures that have some at night."""
 
 
 @pytest.mark.parametrize("kind", by_cost(sorted(set(KINDS) - set(GRADIENTS))))
@@ -117,12 +117,10 @@ def test_the_oracle_computes_the_logits_of_transformers(kind):
     assert np.abs(in_float64(config, tensors, run, full_rows(ids, ids)) - theirs).max() < TOLERANCE
 
 
-at_night = lambda kind: [pytest.mark.nightly] * (kind not in GRADIENTS)
+OTHERS = sorted({*make_hf_fixtures.WITH_GRADIENTS} - {*GRADIENTS})
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=at_night(kind)) for kind in make_hf_fixtures.WITH_GRADIENTS]
-)
+@pytest.mark.parametrize("kind", plans.by_mark({"gate": GRADIENTS, "nightly": OTHERS}))
 def test_the_oracle_computes_the_gradients_of_transformers(kind):
     """Of the cross-entropy alone: what balances experts is left out."""
     config, tensors, ids, _ = fixture(kind)

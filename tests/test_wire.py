@@ -78,12 +78,6 @@ def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config
 
 
 TERMS = np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)
-ARROWS = [
-    "d/fsdp:e4m3 m -> d m",
-    "d/fsdp:bf16 m -> d m",
-    "d m +fsdp:bf16 -> d/fsdp m",
-    "d m +fsdp:bf16 -> d m",
-]
 
 
 def test_arrows_in_a_dtype_do_what_their_text_says():
@@ -93,7 +87,9 @@ def test_arrows_in_a_dtype_do_what_their_text_says():
     def run(x):
         term = vary(x[0], ["fsdp"])
         inputs = [term[:, :16], term, term, term[:13]]  # 13 · 24 numbers: no multiple of 8 · 32
-        out = [par.carry_out(y, parse_arrow(text)) for y, text in zip(inputs, ARROWS, strict=True)]
+        out = [
+            par.carry_out(y, parse_arrow(text)) for y, text in zip(inputs, CASES["wire_arrows"], strict=True)
+        ]
         return [y[None] for y in out[:3]] + out[3:]
 
     specs = [P("fsdp")] * 3 + [P()]
