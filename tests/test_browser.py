@@ -634,9 +634,12 @@ def test_jupyterlab_session(chromium, lab, tmp_path):
     page.close()
     # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
     page = opened()
-    page.goto(lab)
     cell = page.locator('[data-panel="grid"] [data-set]')
-    expect(cell).to_have_count(8, timeout=5 * shared.WAIT_MS)
+    for tolerated in (AssertionError, AssertionError, ()):  # busy, JupyterLab may give up until reloaded
+        page.goto(lab)
+        with contextlib.suppress(tolerated):
+            expect(cell).to_have_count(8, timeout=2 * shared.WAIT_MS)
+            break
     assert page.locator("text=model not found").count() == 0
     assert head in page.locator(".verdict").inner_text() and not page.locator(".lpx.waiting").count()
     for panel in ("memory", "step", "sent", "grid"):

@@ -49,15 +49,7 @@ def test_what_a_model_that_runs_is_offered_runs(name):
     assert offered and not {why_not_run(plan) for plan in offered} - {""}
 
 
-@pytest.mark.parametrize(
-    "name, devices, fixed",
-    [
-        ("llama3-8b lora_rank=16", 16, {}),
-        ("mixtral-8x7b", 8, {}),
-        ("gemma-3-27b", 16, {"pp": 2}),
-        ("llama3-8b", 8, {"sequence_order": "contiguous", "sp": 8}),
-    ],
-)
+@pytest.mark.parametrize("name, devices, fixed", CASES["least_times"])
 def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
     q = question(name, devices, 4 * devices, 32_768, **fixed)
     for mesh in planner.meshes(q):
