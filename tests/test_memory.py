@@ -121,6 +121,7 @@ def compiled(plan: Plan) -> int:
     return compiled_memory(step.lower(*SHAPE).compile())["temp_bytes"]
 
 
+@pytest.mark.long
 def test_a_policy_keeps_what_it_says_it_keeps():
     """All results of matmuls but those that nothing reads again: 11.5 times the stream of Llama 3 8B."""
     llama = Plan("fsdp=8", dtype="bfloat16").resolve(preset("llama3-8b"), "gpu")

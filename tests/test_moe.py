@@ -218,6 +218,7 @@ def temporary_bytes(tokens, num_layers):
     return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.long
 def test_memory_is_linear_in_the_tokens_and_of_a_layers_slots_two_products_are_held():
     """Nothing is tokens × tokens or tokens × experts × width. A layer more adds its rows, a quarter of an
     array of visits, and its products with gate and up, nine eighths each: no array of slots besides."""

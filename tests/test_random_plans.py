@@ -37,7 +37,7 @@ from llmpar.predict import traffic
 from llmpar.training import balance
 from llmpar.training.step import State, Step
 
-SEEDS = (35,)
+SEEDS = (pytest.param(35, marks=pytest.mark.long),)
 """On the gate no change is red for what a plan by lot finds: those of the day run at night."""
 OF_THE_DAY = range(start := 1000 * int(os.environ["LLMPAR_TEST_DAY"]), start + 200)
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh

@@ -44,6 +44,7 @@ def test_useful_flops_are_those_executed_but_for_what_is_recomputed_or_masked(co
     assert executed(config) == weights + attention * 2 * 7 / 6 * 3 / 4
 
 
+@pytest.mark.long
 def test_chunks_of_the_loss_make_the_logits_twice():
     assert executed(QWEN, loss_chunks=2) == executed(QWEN) + pieces(QWEN)[2]
 

@@ -174,6 +174,7 @@ def batch_with_advantages():
     return full_rows(**ids) | numbers
 
 
+@pytest.mark.long
 def test_the_clipped_surrogate_is_its_formula_and_the_same_on_meshes_with_stages():
     batch, results = batch_with_advantages(), []
     logs = np.random.default_rng(1).normal(-5.5, 0.3, (8, 16)).astype(np.float32)
