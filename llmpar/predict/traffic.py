@@ -729,9 +729,10 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         k = -(-k // ranks) * ranks
     queries = b, s, k, max(1, config.num_heads // k), h
     results = (*queries[:-1], config.value_width)
-    # The result is moved back again for the stream behind it, where this is not kept, or for gradients of
-    # ``o`` and of a gate, which read it.
-    reads = "o" in config.trained or "attention.gate" in config.block_weights()
+    # The result is moved back again for the stream behind it, where this is not kept, or for what reads it
+    # backward: gradients of ``o`` and of a gate, and a ring, which keeps what it multiplies.
+    gated = "attention.gate" in config.block_weights()
+    reads = "o" in config.trained or gated or plan.tp_comm_overlap
     repeated = run.again if reads else run.attention * (not _are_parallel(config))
     of = Transfer("queries and what attention gives", "attention b s k r h -> queries b s k r h")
     values.carry(of, queries, layers, again)
