@@ -58,6 +58,7 @@ def assert_as_whole(request, events, want):
         assert event.of_prompt or event.token == row.argmax()
 
 
+late = lambda cases: [pytest.param(*case, marks=pytest.mark.long) for case in cases]
 PLANS = [
     (COPIES, Plan("sp=2 tp=4", zero=0)),
     (TIGHT, Plan("ep=2 sp=2", zero=0)),
@@ -65,7 +66,7 @@ PLANS = [
     (dataclasses.replace(family("llama4_text"), num_layers=4), Plan("sp=2 tp=2")),
     (family("gpt_oss"), Plan("ep=2 tp=2", zero=0)),
 ]
-PLANS[2:] = [pytest.param(*case, marks=pytest.mark.long) for case in PLANS[2:]]
+PLANS[2:] = late(PLANS[2:])
 
 
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
@@ -95,7 +96,7 @@ STEPS = [
     (LORA, Plan("fsdp=2 sp=2 tp=2"), 4, False, 37),
     (family("qwen3_5_text"), Plan("fsdp=2 sp=2 tp=2"), 4, False, 37),
 ]
-STEPS[4:] = [pytest.param(*case, marks=pytest.mark.long) for case in STEPS[4:]]
+STEPS[4:] = late(STEPS[4:])
 
 
 @pytest.mark.parametrize(

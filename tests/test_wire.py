@@ -78,6 +78,7 @@ def test_a_plan_sends_what_is_predicted_and_computes_with_rounded_weights(config
 
 
 TERMS = np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)
+ARROWS = CASES["wire_arrows"]
 
 
 def test_arrows_in_a_dtype_do_what_their_text_says():
@@ -87,9 +88,7 @@ def test_arrows_in_a_dtype_do_what_their_text_says():
     def run(x):
         term = vary(x[0], ["fsdp"])
         inputs = [term[:, :16], term, term, term[:13]]  # 13 · 24 numbers: no multiple of 8 · 32
-        out = [
-            par.carry_out(y, parse_arrow(text)) for y, text in zip(inputs, CASES["wire_arrows"], strict=True)
-        ]
+        out = [par.carry_out(y, parse_arrow(text)) for y, text in zip(inputs, ARROWS, strict=True)]
         return [y[None] for y in out[:3]] + out[3:]
 
     specs = [P("fsdp")] * 3 + [P()]
