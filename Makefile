@@ -15,6 +15,8 @@ PYTHON ?= python3
 VENV ?= .venv
 STAMP := $(VENV)/.llmpar-installed
 BIN := $(VENV)/bin
+# Tests start llmpar a hundred times: a machine that keeps no bytecode compiles the package each time.
+unexport PYTHONDONTWRITEBYTECODE
 TESTS ?= tests
 
 .DEFAULT_GOAL := help

@@ -16,13 +16,13 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_777,
+    "plan": 2_780,
     "parallel": 1_071,
     "kernels": 531,
     "model": 1_201,
     "pipeline": 318,
     "training": 2_522,
-    "predict": 2_761,
+    "predict": 2_757,
     "planner": 2_016,
     "draw": 2_797,
     "inspect": 4_224,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_451,
-    "statements": 28_165,
+    "statements of the compact package": 6_454,
+    "statements": 28_164,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -257,8 +257,7 @@ def first_step(step: Step, compiled):
 def assert_sent(step: Step, text: str) -> None:
     """Each stage sends what is predicted, arrow by arrow, and a table adds arrows up."""
     config, plan = step.config, step.plan
-    norms = set().union(*(block.block_weights() for _, block in config.blocks))
-    rows = of_either if not {"ffn_norm.scale", "ffn_post_norm.scale"} & norms else dict
+    rows = of_either if all(block.reads_one_norm for _, block in config.blocks) else dict
     for stage in range(plan.mesh.pp):
         census = census_hlo(text, step.mesh, branch_shares(plan.pipeline, config.layer_kinds)[stage])
         want = predicted_by_arrow(traffic.step_traffic(plan, BATCH, SEQ, stage))

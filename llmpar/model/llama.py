@@ -464,12 +464,12 @@ class Block(Part):
         mix = self.mixer if self.config.mixer == "recurrent" else self.attention
         to_mix = normed(self.attention_norm, x)
         x = self.added(x, mix(to_mix, ids, rope, par), self.attention_post_norm, par)
-        if self.ffn_norm or self.ffn_post_norm:
+        if self.config.reads_one_norm:
+            to_ffn = to_mix
+        else:
             if not self.attention_post_norm:  # else `added` gives the norm's input this name
                 x = checkpoint_name(x, STREAM)
             to_ffn = normed(self.ffn_norm, x)
-        else:  # parallel: the feed-forward reads what attention has read
-            to_ffn = to_mix
         if self.config.experts:
             y, aux = self.experts(to_ffn, par)
         else:

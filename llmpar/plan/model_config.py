@@ -430,6 +430,11 @@ class ModelConfig:
         multiply."""
         return set(self.lora.targets if self.lora else ADAPTABLE)
 
+    @property
+    def reads_one_norm(self) -> bool:
+        """Whether attention and feed-forward of a layer read one norm, and are added side by side (Cohere)."""
+        return not {"ffn_norm.scale", "ffn_post_norm.scale"} & self.block_weights().keys()
+
     @functools.cached_property
     def blocks(self) -> tuple[tuple[int, "ModelConfig"], ...]:
         """How many layers there are of each kind, and a model of such layers; itself where all are alike."""

@@ -538,17 +538,12 @@ class Values:
         self.traffic.add(kind, axes, of, pieces * block_bytes, hops)
 
 
-def _are_parallel(config: ModelConfig) -> bool:
-    """Say whether attention and feed-forward read one norm (Cohere)."""
-    return not {"ffn_norm.scale", "ffn_post_norm.scale"} & config.block_weights().keys()
-
-
 def _is_merged(plan: Resolved, config: ModelConfig) -> bool:
-    """Say whether XLA joins messages of attention and of a feed-forward that read one norm (Cohere): both
-    gather it over tp, and backward both gather the gradient of their sum. Whose arrow the message then has
-    is XLA's choice in stages that save residuals, and the feed-forward's here."""
+    """Say whether XLA joins messages of attention and of a feed-forward that read one norm: both gather it
+    over tp, and backward both gather the gradient of their sum. Whose arrow the message then has is XLA's
+    choice in stages that save residuals, and the feed-forward's here."""
     whole = plan.ffn_chunks == 1 and not config.experts
-    return plan.tp_sequence and whole and config.mixer != "none"
+    return config.reads_one_norm and plan.tp_sequence and whole and config.mixer != "none"
 
 
 def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
@@ -571,8 +566,7 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry(
         of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed
     )
-    beside = _are_parallel(config)
-    merges = beside and _is_merged(plan, config)
+    merges = _is_merged(plan, config)
     if config.mixer != "none":
         again = run.again * bool(attention)
         layers = run.forward + again
@@ -580,7 +574,7 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
         read = of("stream b s d -> attention b s d")
         values.carry_by_ring(read, stream, layers, run.backward, merged)
         # of two results side by side nothing is computed but their sum
-        reduced = run.forward + run.attention * (not beside)
+        reduced = run.forward + run.attention * (not config.reads_one_norm)
         back = run.backward * (not merges or plan.tp_comm_overlap)
         values.carry_by_ring(of("attention b s d +n -> stream b s d"), stream, reduced, back)
     if config.variant.qk_norm == "all":  # a mean over the heads of all ranks
@@ -733,7 +727,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     # backward: gradients of ``o`` and of a gate, and a ring, which keeps what it multiplies.
     gated = "attention.gate" in config.block_weights()
     reads = "o" in config.trained or gated or plan.tp_comm_overlap
-    repeated = run.again if reads else run.attention * (not _are_parallel(config))
+    repeated = run.again if reads else run.attention * (not config.reads_one_norm)
     of = Transfer("queries and what attention gives", "attention b s k r h -> queries b s k r h")
     values.carry(of, queries, layers, again)
     of = of._replace(arrow="queries b s k r h -> attention b s k r h")
