@@ -1,6 +1,7 @@
 """The commands of a shell script with the variables that it sets put in, as bash expands them (Bash Reference
 Manual, 3.5); nothing is run."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 
@@ -25,6 +26,8 @@ _IF_EMPTY = re.compile(
     r"""if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+[;\s]+then\s+"""
     r"(?:export\s+)?(?:\1|\2)=(\S+)\s+fi\b"
 )
+_SUM = re.compile(r"\$\(\(([\s\S]*)\)\)|(?:\$\(|`)\s*expr\s+([\s\S]*?)[)`]")
+_OPTION = re.compile(r"-[aAgirx]+")  # of declare, which stands before an array
 _DEPTH = {"if": 1, "case": 1, "fi": -1, "esac": -1}
 _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
@@ -67,7 +70,7 @@ class _Script:
     def read(self, text: str) -> None:
         """Follow the commands of a text."""
         for joint, words in _commands(text):
-            while words and words[0] in {*_DEPTH, *_SKIPPED}:
+            while words and (words[0] in {*_DEPTH, *_SKIPPED} or _OPTION.fullmatch(words[0])):
                 self.depth += _DEPTH.get(words.pop(0), 0)
             if all(map(_ASSIGNED.fullmatch, words)):
                 for word in words:
@@ -101,18 +104,38 @@ class _Script:
         return [""] * (word in ("''", '""')) + [x.translate(_BLANKS) for x in whole.split()]
 
     def put(self, one: re.Match[str]) -> str:
-        """Return what stands for a variable or an escaped character; a command's answer is unknown."""
+        """Return what stands for a variable or an escaped character. A command's answer is unknown, but for
+        a sum's."""
         if one["escaped"] or one["answer"]:
-            return (one["escaped"] or re.sub(r"\s", "", one[0])).strip("\n")
+            return (one["escaped"] or self.result(one[0])).strip("\n")
         name = one["name"] or one["plain"]
         other = " ".join(self.fields(one["other"] or ""))
         self.used.add(name)
         value = {"#": "0", "@": "", "*": ""}.get(name, self.values.get(name))
+        if one["sign"] == "=" and not value:
+            self.values[name] = other
         if not value or re.fullmatch(r"\$\d", value):  # an argument of the script is none
             return (
                 one[0] if value is None and not one["sign"] else other * (one["sign"] in ("-", "="))
             )
         return other if one["sign"] == "+" else value
+
+    def result(self, answer: str) -> str:
+        """Return what a sum of whole numbers comes to, $((8 * N)) or $(expr 8 / $N); another command's
+        answer is its own text."""
+        if sum_of := _SUM.fullmatch(answer):
+            put = re.sub(_VARIABLE, self.put, sum_of[1] or sum_of[2])
+            terms = re.sub(r"[A-Za-z_]\w*", self.named, put)
+            # ast knows no sums; what is evaluated has digits and + - * / % ( ) alone, and no powers
+            if re.fullmatch(r"(?:[\d\s()+/%-]|\*(?!\s*\*))+", terms):
+                with contextlib.suppress(SyntaxError, ArithmeticError, TypeError, RecursionError):
+                    return str(eval(terms.replace("/", "//")))
+        return re.sub(r"\s", "", answer)
+
+    def named(self, word: re.Match[str]) -> str:
+        """Return the value of a variable that a sum names without a $."""
+        self.used.add(word[0])
+        return self.values.get(word[0], word[0])
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
