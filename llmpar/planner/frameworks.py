@@ -21,7 +21,9 @@ from llmpar.predict.hardware import package_table
 
 TABLE = package_table("planner/frameworks.toml")
 FRAMEWORKS: dict[str, dict[str, Any]] = {x: row for x, row in TABLE.items() if "keys" in row}
-EXPORTS = [name for name, row in FRAMEWORKS.items() if row["keys"] and "serves" not in row["implies"]]
+EXPORTS = [
+    name for name, row in FRAMEWORKS.items() if row["keys"] and "serves" not in row["implies"]
+]
 
 
 def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
@@ -126,8 +128,9 @@ def entries(text: str) -> list[dict[str, Any]]:
     if bare.startswith("{"):
         return [_flat(json.loads(bare))]
     if listed == bare and re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
-        scripts = [entries(x[0]) for x in re.findall(TABLE["block"], text) if re.search(TABLE["run"], x[0])]
-        return [_flat(_yaml(re.sub(TABLE["comments"], "", text))), *itertools.chain(*scripts)]
+        texts = [x[0] or x[2] for x in re.findall(TABLE["block"], text)]
+        scripts = [y for x in texts if re.search(TABLE["run"], x) for y in entries(x)]
+        return [_flat(_yaml(re.sub(TABLE["comments"], "", text))), *scripts]
     if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
         return [_flat(tomllib.loads(text))]
     return [
@@ -173,7 +176,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
             out[head] = [value] if is_set else []
             key = "" if is_set else head
-        elif TABLE["commands"].get(word) in words:
+        elif TABLE["commands"].get(word) in plain:
             key = word
         elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
             out.setdefault(key, []).append(word)
@@ -209,8 +212,6 @@ def facts_in(
         if framework in ("", name)
     }
     keys = {name: {key for key, *_ in row} - {*TABLE["alone"]} for name, row in rows.items()}
-    for name in rows:  # a program that is named, too
-        keys[name] |= FRAMEWORKS[name].get("brings", {}).keys() & TABLE["commands"].keys()
     # a module that is run tells, too
     score = lambda name, x: len(keys[name] & x.keys()) + (name in str(x.get("m")).lower())
     name, given = max(itertools.product(rows, commands), key=lambda x: score(*x))

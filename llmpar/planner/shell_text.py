@@ -33,6 +33,7 @@ _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
     *"env eval exec command".split(),
 }
+_LAUNCHED = ("NNODES", "NPROC_PER_NODE", "NGPU")  # variables that launchers read themselves
 _PASTED = {
     r"(?<!\S)[\u2013\u2014](?=[a-z])": "--",
     r"(?m)^[ \t]*```[ \t]*\w*[ \t]*$": "",
@@ -57,7 +58,9 @@ def script_commands(text: str) -> list[list[str]]:
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
-    return [*script.run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
+    sizes = [f"{x}={script.values[x]}" for x in _LAUNCHED if x in script.values]
+    run = [[*sizes, *words] for words in script.run]
+    return [*run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
 
 
 class _Script:
