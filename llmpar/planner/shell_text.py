@@ -27,11 +27,10 @@ _IF_EMPTY = re.compile(
     r"(?:export\s+)?(?:\1|\2)=(\S+)\s+fi\b"
 )
 _SUM = re.compile(r"\$\(\(([\s\S]*)\)\)|(?:\$\(|`)\s*expr\s+([\s\S]*?)[)`]")
-_OPTION = re.compile(r"-[aAgirx]+")  # of declare, which stands before an array
 _DEPTH = {"if": 1, "case": 1, "fi": -1, "esac": -1}
 _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
-    *"env eval exec command".split(),
+    *"env eval exec command -a -A -g -i -r -x".split(),  # and options of declare
 }
 _LAUNCHED = ("NNODES", "NPROC_PER_NODE", "NGPU")  # variables that launchers read themselves
 _PASTED = {
@@ -73,7 +72,7 @@ class _Script:
     def read(self, text: str) -> None:
         """Follow the commands of a text."""
         for joint, words in _commands(text):
-            while words and (words[0] in {*_DEPTH, *_SKIPPED} or _OPTION.fullmatch(words[0])):
+            while words and words[0] in {*_DEPTH, *_SKIPPED}:
                 self.depth += _DEPTH.get(words.pop(0), 0)
             if all(map(_ASSIGNED.fullmatch, words)):
                 for word in words:
@@ -127,18 +126,14 @@ class _Script:
         """Return what a sum of whole numbers comes to, $((8 * N)) or $(expr 8 / $N); another command's
         answer is its own text."""
         if sum_of := _SUM.fullmatch(answer):
-            put = re.sub(_VARIABLE, self.put, sum_of[1] or sum_of[2])
-            terms = re.sub(r"[A-Za-z_]\w*", self.named, put)
+            # a sum names variables without a $, too
+            written = re.sub(r"(?<![\w${])(?=[A-Za-z_])", "$", sum_of[1] or sum_of[2])
+            terms = re.sub(_VARIABLE, self.put, written)
             # ast knows no sums; what is evaluated has digits and + - * / % ( ) alone, and no powers
             if re.fullmatch(r"(?:[\d\s()+/%-]|\*(?!\s*\*))+", terms):
                 with contextlib.suppress(SyntaxError, ArithmeticError, TypeError, RecursionError):
                     return str(eval(terms.replace("/", "//")))
         return re.sub(r"\s", "", answer)
-
-    def named(self, word: re.Match[str]) -> str:
-        """Return the value of a variable that a sum names without a $."""
-        self.used.add(word[0])
-        return self.values.get(word[0], word[0])
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
