@@ -128,9 +128,11 @@ def entries(text: str) -> list[dict[str, Any]]:
     if bare.startswith("{"):
         return [_flat(json.loads(bare))]
     if listed == bare and re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
-        texts = [x[0] or x[2] for x in re.findall(TABLE["block"], text)]
-        scripts = [y for x in texts if re.search(TABLE["run"], x) for y in entries(x)]
-        return [_flat(_yaml(re.sub(TABLE["comments"], "", text))), *scripts]
+        entered = [_flat(_yaml(re.sub(TABLE["comments"], "", text)))]
+        for lines, _, line in re.findall(TABLE["block"], text):
+            with contextlib.suppress(ValueError):  # other texts are no scripts
+                entered += entries(lines or line) if re.search(TABLE["run"], lines or line) else []
+        return entered
     if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
         return [_flat(tomllib.loads(text))]
     return [
@@ -176,7 +178,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
             out[head] = [value] if is_set else []
             key = "" if is_set else head
-        elif TABLE["commands"].get(word) in plain:
+        elif out.get(key) != [] and TABLE["commands"].get(word) in plain:
             key = word
         elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
             out.setdefault(key, []).append(word)

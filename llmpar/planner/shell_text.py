@@ -57,7 +57,7 @@ def script_commands(text: str) -> list[list[str]]:
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
-    sizes = [f"{x}={script.values[x]}" for x in _LAUNCHED if x in script.values]
+    sizes = [f"{x}={script.values[x]}" for x in _LAUNCHED if script.values.get(x, "").isdigit()]
     run = [[*sizes, *words] for words in script.run]
     return [*run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
 
