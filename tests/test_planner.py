@@ -663,7 +663,8 @@ def test_a_launch_line_is_priced_and_translated(call, document):
     assert not found["plans"][0]["fits"] and found["rejected"][0]["change"]
     several = f"--from-flags=torchrun --nnodes 2 --nproc_per_node 4 x.py {line}"
     assert "megatron says 8 devices, not 16; leave out" in call("plan", several, "--devices", "16")[2]
-    out = call("plan", "--from-flags=t.py --fsdp hybrid_shard --model_name_or_path Qwen/None", "--json")[1]
+    hybrid = "--from-flags=--fsdp hybrid_shard --model_name_or_path Qwen/None --per_device_train_batch_size 1"
+    out = call("plan", hybrid, "--model", "tiny", "--json")[1]
     assert "=Qwen/None: not priced" in out and "number of machines (a hybrid" in out  # no preset has the name
 
 
