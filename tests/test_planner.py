@@ -663,8 +663,9 @@ def test_a_launch_line_is_priced_and_translated(call, document):
     assert not found["plans"][0]["fits"] and found["rejected"][0]["change"]
     several = f"--from-flags=torchrun --nnodes 2 --nproc_per_node 4 x.py {line}"
     assert "megatron says 8 devices, not 16; leave out" in call("plan", several, "--devices", "16")[2]
-    served = call("plan", "--from-flags=vllm serve Qwen/Unheard-Of -tp 8", "--model", "tiny", "--json")[1]
-    assert "model=Qwen/Unheard-Of: not priced" in served  # a name that no preset has
+    hybrid = "--from-flags=--fsdp hybrid_shard --model_name_or_path Qwen/None --per_device_train_batch_size 1"
+    out = call("plan", hybrid, "--model", "tiny", "--json")[1]
+    assert "=Qwen/None: not priced" in out and "number of machines (a hybrid" in out  # no preset has the name
 
 
 def test_experts_that_tp_does_not_cut_are_named():

@@ -21,7 +21,9 @@ from llmpar.predict.hardware import package_table
 
 TABLE = package_table("planner/frameworks.toml")
 FRAMEWORKS: dict[str, dict[str, Any]] = {x: row for x, row in TABLE.items() if "keys" in row}
-EXPORTS = [name for name, row in FRAMEWORKS.items() if "serves" not in row["implies"]]
+EXPORTS = [
+    name for name, row in FRAMEWORKS.items() if row["keys"] and "serves" not in row["implies"]
+]
 
 
 def facts(q: planner.Question, plan: Plan) -> dict[str, Any]:
@@ -120,13 +122,17 @@ def _lost(q: planner.Question, plan: Plan, name: str, text: str) -> dict[str, An
 
 def entries(text: str) -> list[dict[str, Any]]:
     """Return the keys and values of JSON, of TOML, or of YAML's plain lines, or those of each command of a
-    shell script."""
+    shell script, a text within YAML (`args: |`) being one, too."""
     bare = re.sub(TABLE["comments"], "", text).strip()
     listed = re.sub(TABLE["item"], " ", bare) if re.search(TABLE["listed"], bare) else bare
     if bare.startswith("{"):
         return [_flat(json.loads(bare))]
     if listed == bare and re.match(TABLE["yaml_line"], bare.lstrip("-\n")):
-        return [_flat(_yaml(re.sub(TABLE["comments"], "", text)))]
+        entered = [_flat(_yaml(re.sub(TABLE["comments"], "", text)))]
+        for lines, _, line in re.findall(TABLE["block"], text):
+            with contextlib.suppress(ValueError):  # other texts are no scripts
+                entered += entries(lines or line) if re.search(TABLE["run"], lines or line) else []
+        return entered
     if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", bare):
         return [_flat(tomllib.loads(text))]
     return [
@@ -165,12 +171,14 @@ def _flags(words: list[str]) -> dict[str, Any]:
     out, key = dict[str, list[str]](), ""
     short = TABLE["short"] if "srun" in words else {}
     plain = [x for x in words if not re.fullmatch(TABLE["environment"], x, re.DOTALL)]
-    for word in (re.sub(TABLE["subcommand"], r"--\1.mode=", x) for x in plain):
+    for pattern, flag in TABLE["spelled"].items():
+        plain = [re.sub(pattern, flag, x) for x in plain]
+    for word in plain:
         head, is_set, value = short.get(word, word.lstrip("+")).partition("=")
         if re.fullmatch(TABLE["flag"] + r"|[A-Za-z][\w.]*" * bool(is_set), head):
             out[head] = [value] if is_set else []
             key = "" if is_set else head
-        elif TABLE["commands"].get(word) in words:
+        elif out.get(key) != [] and TABLE["commands"].get(word) in plain:
             key = word
         elif not re.fullmatch(TABLE["launch"], word) and (key or re.search(TABLE["file"], word)):
             out.setdefault(key, []).append(word)
@@ -261,11 +269,11 @@ def _read(
     """Return the tokens of a value that are understood, each with what it is, the one that counts first.
     What decides the plan and cannot be read is refused."""
     tokens, kinds = _tokens(value), TABLE["kinds"] | row.get("kinds", {})
-    kind = re.compile(kinds.get(fact, kinds["count"]), re.ASCII)
+    kind = re.compile(kinds.get(key, kinds.get(fact, kinds["count"])), re.ASCII)
     read = {x: _number(x, row.get("units", {})) for x in tokens[:1] if kind.fullmatch(x)}
     for spelled in words:
         back = {y.lower(): x for x, word in reversed(spelled.items()) for y in _tokens(word)}
-        read = {x: _number(back[y], {}) for y in back for x in tokens if x.lower() == y}
+        read = {x: _number(back[y], {}) for y in back for x in tokens if y in (x.lower(), "*")}
         if fact in TABLE["lists"]:
             read = dict.fromkeys(read, ",".join(list(read.values())[::-1]))
     free = re.fullmatch(f"{TABLE['free']}|{row.get('free')}", f"{key}={value}")
@@ -288,7 +296,7 @@ def _unread(
         entry = f"{key}={shown}".lstrip("=")
         lacks = " or ".join(_lacks(row, key, on))
         why = {
-            f" (no effect without {lacks})": lacks,
+            f" (read only with {lacks})": lacks,
             " (a file that was not opened)": re.search(TABLE["file"], entry),
             " (but for its model)": re.fullmatch(TABLE["recipe"], key),
         }
@@ -423,6 +431,8 @@ def planned_by(known: dict[str, Any], devices: int | None) -> tuple[int, int, Pl
             * (ep > data > 0)
         )
     mesh = MeshShape(one("pp"), copies, data // ep // copies, ep, one("sp"), one("tp"))
+    if "least_batch" in known:  # of ms-swift, which counts all ranks
+        known = {"microbatches": -(-known["least_batch"] // (one("micro") * count))} | known
     pipes = known.get("pipe_microbatches", mesh.pp if "slices" in known else 1)
     m = one("microbatches") * one("accumulated") * (pipes if mesh.pp > 1 else 1)
     rows = known.get("micro") or known.get("pipe_micro" if mesh.pp > 1 else "local")

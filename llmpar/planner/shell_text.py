@@ -1,6 +1,7 @@
 """The commands of a shell script with the variables that it sets put in, as bash expands them (Bash Reference
 Manual, 3.5); nothing is run."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 
@@ -25,11 +26,13 @@ _IF_EMPTY = re.compile(
     r"""if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+[;\s]+then\s+"""
     r"(?:export\s+)?(?:\1|\2)=(\S+)\s+fi\b"
 )
+_SUM = re.compile(r"\$\(\(([\s\S]*)\)\)|(?:\$\(|`)\s*expr\s+([\s\S]*?)[)`]")
 _DEPTH = {"if": 1, "case": 1, "fi": -1, "esac": -1}
 _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
-    *"env eval exec command".split(),
+    *"env eval exec command -a -A -g -i -r -x".split(),  # and options of declare
 }
+_LAUNCHED = ("NNODES", "NPROC_PER_NODE", "NGPU")  # variables that launchers read themselves
 _PASTED = {
     r"(?<!\S)[\u2013\u2014](?=[a-z])": "--",
     r"(?m)^[ \t]*```[ \t]*\w*[ \t]*$": "",
@@ -54,7 +57,9 @@ def script_commands(text: str) -> list[list[str]]:
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
-    return [*script.run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
+    sizes = [f"{x}={script.values[x]}" for x in _LAUNCHED if script.values.get(x, "").isdigit()]
+    run = [[*sizes, *words] for words in script.run]
+    return [*run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
 
 
 class _Script:
@@ -101,18 +106,34 @@ class _Script:
         return [""] * (word in ("''", '""')) + [x.translate(_BLANKS) for x in whole.split()]
 
     def put(self, one: re.Match[str]) -> str:
-        """Return what stands for a variable or an escaped character; a command's answer is unknown."""
+        """Return what stands for a variable or an escaped character. A command's answer is unknown, but for
+        a sum's."""
         if one["escaped"] or one["answer"]:
-            return (one["escaped"] or re.sub(r"\s", "", one[0])).strip("\n")
+            return (one["escaped"] or self.result(one[0])).strip("\n")
         name = one["name"] or one["plain"]
         other = " ".join(self.fields(one["other"] or ""))
         self.used.add(name)
         value = {"#": "0", "@": "", "*": ""}.get(name, self.values.get(name))
+        if one["sign"] == "=" and not value:
+            self.values[name] = other
         if not value or re.fullmatch(r"\$\d", value):  # an argument of the script is none
             return (
                 one[0] if value is None and not one["sign"] else other * (one["sign"] in ("-", "="))
             )
         return other if one["sign"] == "+" else value
+
+    def result(self, answer: str) -> str:
+        """Return what a sum of whole numbers comes to, $((8 * N)) or $(expr 8 / $N); another command's
+        answer is its own text."""
+        if sum_of := _SUM.fullmatch(answer):
+            # a sum names variables without a $, too
+            written = re.sub(r"(?<![\w${])(?=[A-Za-z_])", "$", sum_of[1] or sum_of[2])
+            terms = re.sub(_VARIABLE, self.put, written)
+            # ast knows no sums; what is evaluated has digits and + - * / % ( ) alone, and no powers
+            if re.fullmatch(r"(?:[\d\s()+/%-]|\*(?!\s*\*))+", terms):
+                with contextlib.suppress(SyntaxError, ArithmeticError, TypeError, RecursionError):
+                    return str(eval(terms.replace("/", "//")))
+        return re.sub(r"\s", "", answer)
 
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
