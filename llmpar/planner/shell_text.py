@@ -131,7 +131,9 @@ class _Script:
             terms = re.sub(_VARIABLE, self.put, written)
             # ast knows no sums; what is evaluated has digits and + - * / % ( ) alone, and no powers
             if re.fullmatch(r"(?:[\d\s()+/%-]|\*(?!\s*\*))+", terms):
-                with contextlib.suppress(SyntaxError, ArithmeticError, TypeError, RecursionError):
+                with contextlib.suppress(
+                    SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError
+                ):
                     return str(eval(terms.replace("/", "//")))
         return re.sub(r"\s", "", answer)
 
