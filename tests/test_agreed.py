@@ -12,12 +12,12 @@ import pytest
 from llmpar.cli.generate import Generate
 from llmpar.cli.train import Train
 from llmpar.launch import agreed
-from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, surroundings
+from llmpar.launch.agreed import APART, FOLDERS, OWN, differences, flat, kept_in, settings_of, surroundings
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
 from llmpar.training.data import Batches, Corpus, DataConfig
-from llmpar.training.loop import APART, kept_in, settings_of, train
+from llmpar.training.loop import train
 from llmpar.training.tokenizers import ByteTokenizer
 
 MODEL = dataclasses.replace(

@@ -432,7 +432,7 @@ class ModelConfig:
 
     @property
     def reads_one_norm(self) -> bool:
-        """Whether attention and feed-forward of a layer read one norm and are added up (Cohere)."""
+        """Whether attention and feed-forward read one norm and are added side by side (Cohere)."""
         return not {"ffn_norm.scale", "ffn_post_norm.scale"} & self.block_weights().keys()
 
     @functools.cached_property

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import pathlib
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,6 @@ from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import platform_of
 from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Size
 from llmpar.plan.plan import Plan
-from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints, agreed
 from llmpar.training.data import Batches
 from llmpar.training.local_steps import LocalSteps
@@ -42,13 +40,6 @@ MFU = (
     "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak"
     " FLOP/s"
 )
-# Settings of `train` in which processes may differ, each with the reason.
-APART = {
-    **dict.fromkeys(
-        ("on_step", "tell", "stop", "barrier", "tracker", "log"), "what a process says, and to whom"
-    ),
-    **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
-}
 
 
 @dataclass
@@ -168,46 +159,14 @@ class Callbacks:
             ends. So it does where the log can no longer be written, and on every other way out but a step
             that failed.
         barrier: called where several processes should wait for one another: some compile longer than others.
-            At the beginning it is given what they must agree on (`launch.joined.barrier`).
+            At the beginning it is given the arguments of `train`, on which they must agree
+            (`launch.joined.barrier_of_train`).
     """
 
     on_step: Callable[[int, Report], None] = lambda number, report: None
     tell: Callable[[str], None] = lambda words: None
     stop: Callable[[], bool] = lambda: False
     barrier: Callable[..., None] = lambda settings=None: None
-
-
-def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """List what all processes must come to `train` with, by the names of its settings: all but those of
-    `APART`. Of texts, checkpoints and weights it is what is in them."""
-    settings = dict(given)
-    for name in ("evaluation", "callbacks"):
-        settings |= vars(settings.pop(name))
-    settings = {name: value for name, value in settings.items() if name not in APART}
-    settings["plan"] = getattr(settings["plan"], "requested", settings["plan"])
-    for name in ("stream", "held_out"):
-        if stream := settings[name]:
-            corpus = stream.corpus
-            settings[name] = {
-                "text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)",
-                "tokenizer": corpus.tokenizer.identity["fingerprint"],
-                "part": stream.part,
-                "config": stream.config,
-            }
-    if keep := settings["checkpoints"]:
-        # Orbax waits for processes that see none
-        seen = {"every": keep.every, "exists": keep.folder.is_dir()}
-        settings["checkpoints"] = seen | kept_in(keep.folder)
-    origin = settings["origin"] and hf.fingerprint(settings["origin"])
-    return settings | {"begin": settings["begin"] is not None, "origin": origin}
-
-
-def kept_in(folder: pathlib.Path) -> dict[str, str]:
-    """Return the steps of the checkpoints in a folder, as this process sees them, with a checksum of what is
-    written beside each. (Orbax itself would wait for processes that see others.)"""
-    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
-    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
-    return {step: sums[step] for step in sums if step.isdigit()}
 
 
 def train(
@@ -246,10 +205,10 @@ def train(
             measured seconds.
 
     Raises:
-        ValueError: the run is not possible, or processes that train together differ in it (`settings_of`).
+        ValueError: the run is not possible, or processes that train together differ in its arguments.
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
-    callbacks.barrier(settings_of(locals()) if jax.process_count() > 1 else {})
+    callbacks.barrier(locals())
     plan = fitted(plan, options)
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     evaluation.check()
