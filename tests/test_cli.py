@@ -26,6 +26,7 @@ from llmpar.cli.train import Stopper, progress
 from llmpar.plan.model_config import OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
+from llmpar.predict.parameters import notes_on
 from llmpar.training.data import DataConfig
 
 CARD = {"model_type": "llama", "vocab_size": 264, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
@@ -107,7 +108,7 @@ def test_models_lists_every_preset_and_describes_one_by_name_or_path(document, c
     models = document("models")["models"]
     assert [m["name"] for m in models] == list(PRESETS)
     assert all((m["active_params"] < m["params"]) == bool(m["experts"]) for m in models)
-    assert [bool(m["notes"]) for m in models] == [bool(PRESETS[m["name"]].notes) for m in models]
+    assert [bool(m["notes"]) for m in models] == [bool(notes_on(PRESETS[m["name"]])) for m in models]
     status, out, _ = call("models")
     makers = {m["maker"] for m in models}
     assert status == 0 and len(out.splitlines()) == len(PRESETS) + len(makers)

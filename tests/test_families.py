@@ -14,6 +14,7 @@ from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import ExpertConfig
 from llmpar.plan.places import repeated
 from llmpar.plan.presets import described_model
+from llmpar.predict.parameters import notes_on
 
 KEPT = json.loads((HERE / "families.json").read_text())
 CASES = {name: (case["config"], case["parameters"]) for name, case in KEPT["families"].items()}
@@ -49,7 +50,7 @@ def test_published_files_have_the_parameters_that_transformers_and_their_makers_
         rounding = 10 ** (len(str(makers)) - len(str(makers).rstrip("0"))) / 2
         is_near = abs(model.num_params - makers) <= max(rounding, 0.005 * makers)
         assert is_near != ("beyond" in case), case["names"]
-        assert not [note for note in model.notes if note.startswith("keys of")], "all keys are read"
+        assert not [note for note in notes_on(model) if note.startswith("keys of")], "all keys are read"
 
 
 def test_a_layer_says_what_travels_and_what_is_kept():
@@ -133,7 +134,7 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
 def test_a_model_says_its_parameters_as_its_maker_counts_them():
     """DeepSeek-V3 has 685 B with its MTP layer; its 37 B active, and gpt-oss' 5.1 B, have no embedding."""
     cases = {name: case["config"] for case in KEPT["published"] for name in case["names"]}
-    notes = {name: described_model(name, families.text_part(file)).notes for name, file in cases.items()}
+    notes = {name: notes_on(described_model(name, families.text_part(file))) for name, file in cases.items()}
     further = "with the MTP layers about 682.6 B parameters; 684.5 B where they have"
     deepseek = notes["deepseek-ai--DeepSeek-V3"]
     assert [note[:69] for note in deepseek if note.startswith("with")] == [further[:69]]

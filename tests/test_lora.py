@@ -27,6 +27,7 @@ from llmpar.planner import planner
 from llmpar.planner.planner import memory_verdict
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
+from llmpar.predict.parameters import trained_params
 from llmpar.predict.time import step_time
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
@@ -187,7 +188,7 @@ def test_a_model_with_adapters_is_planned(call, document):
     found = document(*flags, "--mesh", "fsdp=8", "--fix", "zero=3 loss_chunks=8")
     (row,) = found["plans"]
     model = "llama3-8b lora_rank=16 lora_targets=q,v"
-    adapters, config = preset(model).trained_params, preset(model)
+    adapters, config = trained_params(preset(model)), preset(model)
     assert found["model"] == model and "4 for each frozen one" in found["mfu_is"]
     held = row["memory_bytes"]
     assert held["params"] == (2 * (config.num_params - adapters) + 4 * adapters) / 8

@@ -17,6 +17,7 @@ from llmpar.plan.presets import PRESETS, described_model
 from llmpar.planner import planner
 from llmpar.predict import memory, serving, traffic
 from llmpar.predict.hardware import chip
+from llmpar.predict.parameters import notes_on, with_further
 from llmpar.predict.time import HEAD_AND_LOSS, step_time
 from llmpar.predict.workload import Run, of_plan
 
@@ -123,7 +124,7 @@ def test_a_planned_model_says_that_it_does_not_run(name):
     config = PRESETS[name]
     with pytest.raises(ValueError, match=rf"'{name}' cannot run here: .* not implemented; 'llmpar plan'"):
         config.must_run()
-    assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
+    assert notes_on(config)[0].startswith(f"'{name}' is planned, and does not run here: ")
 
 
 def sent(plan, value):
@@ -155,9 +156,9 @@ def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     raw = next(families.text_part(case["config"]) for case in PUBLISHED if name in case["names"])
     bare = {key: x for key, x in raw.items() if key not in FURTHER_KEYS}
     config, without = described_model(name, raw), described_model(name, bare)
-    assert without.with_further() is without and config.num_params == without.num_params
-    more, last, d = config.with_further(), config.blocks[config.layer_kinds[-1]][1], config.width
-    assert more.with_further() is more and more.layer_kinds[: config.num_layers] == config.layer_kinds
+    assert with_further(without) is without and config.num_params == without.num_params
+    more, last, d = with_further(config), config.blocks[config.layer_kinds[-1]][1], config.width
+    assert with_further(more) is more and more.layer_kinds[: config.num_layers] == config.layer_kinds
     new = [more.blocks[kind][1].block_weights() for kind in more.layer_kinds[config.num_layers :]]
     assert new == [last.block_weights()]
     added = last.params_of_a_layer + 2 * d * d + 3 * d
@@ -173,8 +174,8 @@ def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     assert 2 < two["seconds"][HEAD_AND_LOSS] / one["seconds"][HEAD_AND_LOSS] < 2.5
     assert two["memory"]["params"] - one["memory"]["params"] == pytest.approx(4 * added / 8, rel=1e-3)
     assert two["memory"]["activations"] > one["memory"]["activations"]
-    said = [[note for note in x.notes if "(MTP)" in note] for x in (config, more, without)]
-    others = [[note for note in x.notes if "(MTP)" not in note] for x in (config, more)]
+    said = [[note for note in notes_on(x) if "(MTP)" in note] for x in (config, more, without)]
+    others = [[note for note in notes_on(x) if "(MTP)" not in note] for x in (config, more)]
     assert others[0] == others[1]  # of parameters what it holds without them
     assert "are not counted" in said[0][0] and "training here leaves them out" in said[1][0] and not said[2]
 

@@ -8,6 +8,7 @@ import tyro
 from llmpar.cli.options import OptionalText, Output, give
 from llmpar.plan.model_config import OF_FAMILIES, ModelConfig
 from llmpar.plan.presets import PRESETS, maker_of, preset
+from llmpar.predict.parameters import notes_on
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Models(Output):
             lines.append(described(config))
         if self.name is not None:
             lines += [described_kind(*pair) for pair in configs[0].blocks if configs[0].described]
-            lines += configs[0].notes
+            lines += notes_on(configs[0])
         give({"models": list(map(document, configs))}, self.json, lines)
 
 
@@ -46,7 +47,7 @@ def document(config: ModelConfig) -> dict[str, Any]:
         fields["layers"] = [kind_document(*pair) for pair in config.blocks]
         fields["experts"] = max((kind["experts"] for kind in fields["layers"]), key=len)
     counts = {"params": config.num_params, "active_params": config.active_params}
-    return fields | counts | {"maker": maker_of(config.name), "notes": config.notes}
+    return fields | counts | {"maker": maker_of(config.name), "notes": notes_on(config)}
 
 
 def kind_document(count: int, block: ModelConfig) -> dict[str, Any]:

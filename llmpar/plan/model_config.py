@@ -296,8 +296,8 @@ class ModelConfig:
     ``mixer`` is what mixes positions in a layer. A recurrent one leaves a state of ``state_size`` numbers of
     a sequence, in place of a cache. The model's text computes a model that ``runs``; any other is planned
     alone, and ``why_planned`` says what of it is not implemented. The last ``num_further`` layers predict
-    further tokens (`with_further`): each looks the next tokens up, and computes their logits, by the model's
-    embedding and head.
+    further tokens (`predict.parameters.with_further`): each looks the next tokens up, and computes their
+    logits, by the model's embedding and head.
     """
 
     name: str
@@ -522,65 +522,11 @@ class ModelConfig:
         """The kinds of the layers with experts, in the order of these layers."""
         return [kind for kind in self.layer_kinds if self.blocks[kind][1].experts]
 
-    def with_further(self) -> "ModelConfig":
-        """Return the model with the layers that predict further tokens (MTP), if its file has some, as its
-        last ones. Each is like the last layer, and joins a state and a token by a matrix, with norms of both
-        and of its result (DeepSeek-V3 2024, section 2.2). It is for planning: nothing runs them."""
-        described, d = self.described, self.width
-        if not described or not described.further or self.num_further:
-            return self
-        count = described.further
-        join = Weight("stream z d t", (count, d, 2 * d), self.init_scale)
-        norms = Weight("stream z t d", (count, 3, d), is_vector=True)
-        counted = "(MTP) are counted in memory, FLOPs and time, and training here leaves them out"
-        described = dataclasses.replace(
-            described,
-            ends=(*described.ends, ("further.join", join), ("further.norms.scale", norms)),
-            notes=tuple(x.replace("(MTP) are not counted", counted) for x in self.own_notes),
-        )
-        return dataclasses.replace(
-            self, num_layers=self.num_layers + count, num_further=count, described=described
-        )
-
-    @property
-    def end_products(self) -> int:
-        """The weights outside of layers that multiply a token: of the head, once more for each layer that
-        predicts further tokens, and of its join."""
-        d, further = self.width, self.num_further
-        return (1 + further) * self.vocab_size * d + further * 2 * d**2
-
     def with_experts(self, **fields: Any) -> "ModelConfig":
         """Return the model with these fields of its experts, in every kind of layers."""
         experts = self.experts and dataclasses.replace(self.experts, **fields)
         kinds = tuple(kind.with_experts(**fields) for kind in self.kinds)
         return dataclasses.replace(self, experts=experts, kinds=kinds)
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader of a model's numbers should know, in sentences."""
-        alone = f"'{self.name}' is planned, and does not run here: {self.why_planned}"
-        return [alone] * (not self.runs) + self.own_notes
-
-    @property
-    def own_notes(self) -> list[str]:
-        """The notes without whether the model runs; on its parameters without further layers."""
-        described, d = self.described, self.width
-        if described is None or self.num_further:
-            return list(described.notes) if described else []
-        notes, total, looked_up = [*described.notes], self.num_params, self.vocab_size * d
-        if count := described.further:  # each like the last layer, with a join and norms
-            last = self.blocks[self.layer_kinds[-1]][1]
-            size = total + count * (last.params_of_a_layer + 2 * d**2 + 3 * d)
-            notes.append(
-                f"with the MTP layers about {size / 1e9:,.4g} B parameters;"
-                f" {(size + count * 2 * looked_up) / 1e9:,.4g} B where they have an embedding and a head of"
-                " their own"
-            )
-        active = self.active_params  # most makers give it without an embedding of its own
-        if active < total and not self.tied and looked_up >= active / 100:
-            without = (active - looked_up) / 1e9
-            notes.append(f"active parameters without the embedding: {without:.3g} billion")
-        return notes
 
     def must_run(self) -> "ModelConfig":
         """Return itself. Refuses a model that is planned, and not implemented."""
@@ -600,12 +546,6 @@ class ModelConfig:
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once (`_count`)."""
         return _count(self.weights(), self.runs)
-
-    @property
-    def trained_params(self) -> int:
-        """Parameters that gradients change: all, or those of the adapters."""
-        rows = self.weights().values() if self.lora else ()
-        return sum(math.prod(w.shape) for w in rows if not w.frozen) or self.num_params
 
     @property
     def active_params(self) -> int:

@@ -28,6 +28,7 @@ from llmpar.plan.presets import preset
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB, Chip
+from llmpar.predict.parameters import trained_params
 from llmpar.predict.time import ACCUMULATION, Time, beside_flops, least_time, step_time
 from llmpar.predict.traffic import WEIGHT_LINKS
 
@@ -756,7 +757,7 @@ def larger(q: Question) -> Iterator[int]:
     """Yield numbers of devices to try where those of the question are too few, from the first whose memory
     suffices for the state, cut evenly: four in each octave, and beyond the second doublings."""
     # weights, gradients and two moments in float32; of frozen weights 16 bits
-    state = 2.0 * q.config.num_params + 14.0 * q.config.trained_params
+    state = 2.0 * q.config.num_params + 14.0 * trained_params(q.config)
     many = max(q.num_devices + 1, math.ceil(state / q.capacity_bytes))
     for _ in range(8):
         step = max(1, 2 ** (many.bit_length() - 3))

@@ -16,6 +16,7 @@ from llmpar.plan.places import LayerLoop, chunk_loops
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import CHUNK, CHUNKS, FEW_KEYS, FEW_QUERIES, FEW_TILES, tile_length
+from llmpar.predict.parameters import trained_params
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
 
 PART_NAMES = {
@@ -707,7 +708,7 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     edge = config.vocab_size * config.width
     multiplied = config.active_params - edge * (not config.tied) + edge * config.num_further
     multiplied -= sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
-    constant = multiplied - config.trained_params if config.lora else 0
+    constant = multiplied - trained_params(config) if config.lora else 0
     attention = 0.0
     for count, block in config.blocks:
         heads = block.num_heads * (block.head_width + block.value_width)

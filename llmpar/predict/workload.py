@@ -15,6 +15,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import deal
 from llmpar.predict.hardware import Chip, package_table
+from llmpar.predict.parameters import end_products, trained_params
 
 POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
@@ -226,7 +227,7 @@ class Run:
         token, 4 where it is frozen, and attention, of which the causal mask takes nothing away (Chowdhery et
         al. 2022, appendix B)."""
         c, each = self.config, 4.0 if self.config.lora else 6.0
-        per_token = each * c.end_products + (6.0 * c.trained_params if c.lora else 0.0)
+        per_token = each * end_products(c) + (6.0 * trained_params(c) if c.lora else 0.0)
         for (count, block), s in zip(c.blocks, self.sizes, strict=True):
             experts = block.experts
             visits = experts.top_k / experts.num_experts if experts else 0
