@@ -16,27 +16,27 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_742,
+    "plan": 2_729,
     "parallel": 1_071,
     "kernels": 531,
     "model": 1_201,
     "pipeline": 318,
-    "training": 2_498,
-    "predict": 2_801,
+    "training": 2_488,
+    "predict": 2_814,
     "planner": 2_017,
     "draw": 2_797,
-    "inspect": 4_224,
+    "inspect": 4_228,
     "explore": 1_663,
     "serve": 934,
     "launch": 1_247,
     "lessons": 1_709,
-    "cli": 2_285,
+    "cli": 2_294,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_392,
-    "statements": 28_179,
+    "statements of the compact package": 6_369,
+    "statements": 28_182,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

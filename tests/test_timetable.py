@@ -11,10 +11,11 @@ from make_hf_fixtures import FIXTURES
 from shared import CASES, TABLES
 from shared import NUMBERS as ROWS
 
-from llmpar.plan.lockstep import most_slots, slots
-from llmpar.plan.schedules import SCHEDULES, STEADY, Op, from_text, make
+from llmpar.plan.lockstep import slots
+from llmpar.plan.schedules import SCHEDULES, Op, from_text, make
 from llmpar.plan.timetable import timetable
 from llmpar.predict.bubbles import closed_forms
+from llmpar.predict.memory import STEADY, most_slots
 
 GRID = [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 32)]
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (3, 5, 2), (1, 1, 0.5)]

@@ -141,7 +141,7 @@ class Train(Output):
 
             def on_step(number, report):
                 watchdog.feed()
-                show(number + 1, report.newest)
+                show(number + 1, newest(report))
 
             _, report = train(
                 config,
@@ -234,6 +234,19 @@ class Train(Output):
         )
         held_out = data.Batches(corpus, source, "held_out", order) if self.eval_every else None
         return data.Batches(corpus, source, order=order), held_out
+
+
+def newest(report: Any) -> str:
+    """Return the newest figures of a running training, of its `training.loop.Report`, in a line."""
+    mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
+    memory = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
+    evaluated = ""
+    if report.eval_losses:
+        evaluated = (
+            f", held-out {report.eval_losses[-1][1]:.3f} (perplexity {report.perplexity:.4g})"
+        )
+    figures = f"{evaluated}, {report.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
+    return f"loss {report.losses[-1]:.3f} nats{figures}"
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:

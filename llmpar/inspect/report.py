@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 from rich.table import Table
 
 from llmpar import draw
@@ -29,8 +30,13 @@ from llmpar.predict.muon import muon_flops
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 from llmpar.predict.traffic import Prediction, Traffic, outer_traffic, step_traffic
 from llmpar.training.local_steps import LocalSteps
-from llmpar.training.optimizer import priced_optimizer
+from llmpar.training.muon import muon
 from llmpar.training.step import Step
+
+
+def priced_optimizer(plan: Resolved) -> optax.GradientTransformation:
+    """Make the optimizer that the memory of a plan counts, at a constant rate: AdamW, or Muon."""
+    return optax.adamw(1e-3) if plan.muon == "none" else muon(1e-3, plan.config)
 
 
 def inspect(plan: Resolved, batch_size: int, seq_len: int) -> dict:

@@ -322,21 +322,6 @@ class Arrow:
                 )
 
 
-TRANSPOSES = {
-    "all-gather": "reduce-scatter",
-    "reduce-scatter": "all-gather",
-    "all-to-all": "all-to-all",
-    "slice": "all-reduce",
-    "vary": "all-reduce",
-}
-"""What the gradient does, in the backward pass, where the forward pass has this move.
-
-Each is the transpose of a linear map: a gathered value was used by everyone, so its gradient is summed and
-cut again; from where devices may differ on (`vary`, or a slice) their gradients are summed. An all-reduce is
-missing: the gradient of a sum is the same for all its terms, and every device has it.
-"""
-
-
 @functools.cache
 def parse_arrow(text: str) -> Arrow:
     """Read ``"b s d +tp -> b s/tp d"``."""

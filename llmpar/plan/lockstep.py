@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from llmpar.plan.schedules import OP_KINDS, STEADY, Op, Schedule, make
+from llmpar.plan.schedules import OP_KINDS, Op, Schedule
 
 DIRECTIONS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 Cell = tuple[int, tuple[Op, ...], list[tuple[int, int]]]
@@ -294,19 +294,3 @@ def slots(table: Lockstep) -> Slots:
         counts.append([1 + max(numbers, default=-1) for numbers in (saved, residual, letters)])
     num_saved, num_residual, num_messages = map(list, zip(*counts, strict=True))
     return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
-
-
-STEADY_ROUNDS = 4
-"""Microbatches for each stage after which an order of `schedules.STEADY` repeats itself: its buffers are all
-in use by then (test_timetable)."""
-
-
-@functools.lru_cache(maxsize=512)
-def most_slots(schedule: Schedule) -> tuple[int, int, int]:
-    """Return the most slots of any stage for microbatches, for what W reads and for messages (`Slots`). Of
-    orders that repeat themselves, from as few microbatches as show it."""
-    p, m, chunks = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    if schedule.name in STEADY and m > STEADY_ROUNDS * p and m % p == 0:
-        schedule = make(schedule.name, p, STEADY_ROUNDS * p, chunks)
-    table = slots(lockstep(schedule))
-    return max(table.num_saved), max(table.num_residual), max(table.num_messages)

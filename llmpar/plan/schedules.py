@@ -275,10 +275,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-STEADY = "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v"
-"""Orders whose stages hold no more for more microbatches."""
-
-
 @functools.lru_cache(maxsize=256)  # plans by the thousand ask for the same few
 def make(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None

@@ -16,6 +16,7 @@ from llmpar import draw
 from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.report import priced_optimizer
 from llmpar.inspect.roofline import Roofline, measured, roofline
 from llmpar.inspect.tables import rich_table
 from llmpar.kernels.tiles import kernel_tiles
@@ -30,7 +31,6 @@ from llmpar.planner.targets import Target, need_compiler
 from llmpar.predict import memory, ring
 from llmpar.predict.hardware import GIB
 from llmpar.predict.traffic import full_share
-from llmpar.training.optimizer import priced_optimizer
 from llmpar.training.step import Step
 
 

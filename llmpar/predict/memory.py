@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from llmpar.plan.lockstep import most_slots
+from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.model_config import ModelConfig, kind_of, matrix_dims
 from llmpar.plan.places import LayerLoop, chunk_loops
 from llmpar.plan.plan import Resolved
-from llmpar.plan.schedules import Schedule
+from llmpar.plan.schedules import Schedule, make
 from llmpar.plan.sequence_order import CHUNK, CHUNKS, FEW_KEYS, FEW_QUERIES, FEW_TILES, tile_length
 from llmpar.predict.parameters import trained_params
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
@@ -396,6 +396,24 @@ def _staged_parts(
         return [*parts, ("weights of a chunk in its forward pass", 1, sliced)]
     parts += [(f"{KEPT}: {what}", one, size) for what, size in kept.items() if repeats]
     return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
+
+
+STEADY = "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v"
+"""Orders whose stages hold no more for more microbatches."""
+STEADY_ROUNDS = 4
+"""Microbatches for each stage after which an order of `STEADY` repeats itself: its buffers are all
+in use by then (test_timetable)."""
+
+
+@functools.lru_cache(maxsize=512)
+def most_slots(schedule: Schedule) -> tuple[int, int, int]:
+    """Return the most slots of any stage for microbatches, for what W reads and for messages (`Slots`). Of
+    orders that repeat themselves, from as few microbatches as show it."""
+    p, m, chunks = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    if schedule.name in STEADY and m > STEADY_ROUNDS * p and m % p == 0:
+        schedule = make(schedule.name, p, STEADY_ROUNDS * p, chunks)
+    table = slots(lockstep(schedule))
+    return max(table.num_saved), max(table.num_residual), max(table.num_messages)
 
 
 def _layers(plan: Resolved) -> int:

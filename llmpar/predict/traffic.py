@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmpar.plan import places
-from llmpar.plan.layout import METRICS, SCALED, TRANSPOSES, Arrow
+from llmpar.plan.layout import METRICS, SCALED, Arrow
 from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import USER_AXIS, MeshShape
 from llmpar.plan.model_config import ExpertConfig, ModelConfig, Weight, kind_of
@@ -27,6 +27,19 @@ EXPERT_LINKS = "expert links"
 STAGE_LINKS = "pipeline sends"
 LATE = "gradients at the end"
 """The terms of a step's time that messages belong to. `LATE`: what a step sends once, at its end."""
+TRANSPOSES = {
+    "all-gather": "reduce-scatter",
+    "reduce-scatter": "all-gather",
+    "all-to-all": "all-to-all",
+    "slice": "all-reduce",
+    "vary": "all-reduce",
+}
+"""What the gradient does, in the backward pass, where the forward pass has this move.
+
+Each is the transpose of a linear map: a gathered value was used by everyone, so its gradient is summed and
+cut again; from where devices may differ on (`vary`, or a slice) their gradients are summed. An all-reduce is
+missing: the gradient of a sum is the same for all its terms, and every device has it.
+"""
 MATMULS, ATTENTION, WHOLE_PASS = "matmuls", "attention", "the whole pass"
 """What a message may travel beside (`Transfer.hidden_by`): a term of the same pass, or all of the pass."""
 NEXT_STAGE = "stream b s d -> the next stage"
@@ -141,7 +154,7 @@ class Traffic(dict[tuple[str, str], Prediction]):
         gradient comes back ``backward`` times. Return the bytes that each device has of it in the end.
 
         Forward the collectives are those of `Arrow.moves`. Backward they are their transposes
-        (`layout.TRANSPOSES`), on the same messages. ``itemsize`` is read for arrows with a dtype.
+        (`TRANSPOSES`), on the same messages. ``itemsize`` is read for arrows with a dtype.
         """
         if arrow.wire or arrow.gradient_wire:
             return self._carry_narrow(

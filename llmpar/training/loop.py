@@ -78,17 +78,6 @@ class Report:
         """The exponential of the last held-out loss; None where there is none."""
         return math.exp(min(self.eval_losses[-1][1], 700)) if self.eval_losses else None
 
-    @property
-    def newest(self) -> str:
-        """The newest figures of a running training in a line."""
-        mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
-        memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
-        loss = self.eval_losses[-1][1] if self.eval_losses else 0
-        evaluated = (
-            f", held-out {loss:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
-        )
-        return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
-
 
 def made_of(
     model: ModelConfig, plan: Plan, stream: Batches, steps: int, options: OptimizerConfig, seed: int

@@ -6,7 +6,7 @@ import optax
 
 from llmpar.model.weights import weights_tree
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
-from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.plan import Plan
 from llmpar.training.muon import muon
 
 
@@ -31,11 +31,6 @@ def make_optimizer(
     if options.optimizer == "muon":
         return muon(schedule, config, options.weight_decay)
     return optax.sgd(schedule, momentum=0.9)
-
-
-def priced_optimizer(plan: Resolved) -> optax.GradientTransformation:
-    """Make the optimizer that the memory of a plan counts, at a constant rate: AdamW, or Muon."""
-    return optax.adamw(1e-3) if plan.muon == "none" else muon(1e-3, plan.config)
 
 
 def fitted(plan: Plan, options: OptimizerConfig) -> Plan:
