@@ -15,6 +15,7 @@ from shared import CASES, HERE, TABLES
 from llmpar import Plan, preset
 from llmpar.cli import main
 from llmpar.cli.commands import parse
+from llmpar.cli.options import notes_of
 from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow
 from llmpar.plan.mesh_shape import MeshShape
@@ -154,7 +155,7 @@ def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(me
         same = plan != base and counted(plan, config) == before
         if field not in UNSEEN and (field, value) != ("zero", 0):  # 0 asks that nothing be cut
             assert named == same, (field, value, decided.notes)
-        before_devices = *plain.notes, *plain.notes_on_defaults([field])
+        before_devices = notes_of(plain, [field])
         assert any(line.startswith(f"{field}=") for line in before_devices) >= named, field
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import tyro
 
 from llmpar.files import Allowed, read_text
+from llmpar.plan import checks
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import LoraConfig, ModelConfig
 from llmpar.plan.plan import Plan, Resolved
@@ -236,8 +237,15 @@ class StepOptions(Adapters):
         resolved = plan.resolve(config, devices, batch_size, self.seq_len)
         idle = f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
         few = plan.mesh.size < num_devices
-        inform(idle if few else None, *resolved.notes, *resolved.notes_on_defaults(self.given))
+        inform(idle if few else None, *notes_of(resolved, self.given))
         return resolved
+
+
+def notes_of(plan: Resolved, given: Iterable[str]) -> list[str]:
+    """Return a plan's notes, and one for each field that the user gave explicitly (``given``), that has its
+    default and no effect. (`Resolved.notes` has only those that differ from their default.)"""
+    own = {k: why for k, why in checks.unused(plan, given).items() if k not in plan.unused}
+    return [*plan.notes, *checks.unused_notes(plan.requested, own)]
 
 
 def read_order(schedule: str) -> str:

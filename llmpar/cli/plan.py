@@ -27,6 +27,7 @@ from llmpar.cli.options import (
     check_range,
     give,
     inform,
+    notes_of,
     still_at_work,
 )
 from llmpar.files import Allowed, read_text
@@ -458,11 +459,7 @@ def notes(answer: Any) -> list[str]:
     on_links = best.time.terms.get(EXPERT_LINKS, 0.0) / best.time.step_s
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
     plan = q.resolved(replace(first, **own), None)
-    lines = [
-        line
-        for line in (*plan.notes, *plan.notes_on_defaults(own))
-        if line.partition("=")[0] in own
-    ]
+    lines = [line for line in notes_of(plan, own) if line.partition("=")[0] in own]
     why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
     lines += [f"the first plan is priced, and does not run here: {why}"] * bool(why)
     lines += [

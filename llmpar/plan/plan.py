@@ -96,7 +96,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -787,12 +787,6 @@ class Resolved(Plan):
     def notes(self) -> list[str]:
         """Sentences for the user: which fields have no effect, and what the devices change."""
         return [*checks.unused_notes(self.requested, self.unused), *self.device_notes]
-
-    def notes_on_defaults(self, given: Iterable[str]) -> list[str]:
-        """Return a note for each field that the user gave explicitly (``given``), that has its default and no
-        effect. (`notes` has only those that differ from their default.)"""
-        own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
-        return checks.unused_notes(self.requested, own)
 
     @property
     def effective(self) -> Plan:

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from llmpar.plan.torch_orders import from_torch
 
-Costs = tuple[float, float, float]
 OP_KINDS = "FBW"  # in a table of integers a kind is its index in this
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from llmpar.plan.lockstep import DIRECTIONS, Lockstep, lockstep, run_cells, slots, times
 from llmpar.plan.places import Kinds, chunk_loops
-from llmpar.plan.schedules import OP_KINDS, Costs, Op, Schedule
+from llmpar.plan.schedules import OP_KINDS, Op, Schedule
+
+Costs = tuple[float, float, float]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from llmpar.plan.schedules import Costs
+from llmpar.plan.timetable import Costs
 
 
 class ClosedForm(NamedTuple):
