@@ -17,7 +17,7 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
     "plan": 2_725,
-    "parallel": 1_071,
+    "parallel": 1_020,
     "kernels": 531,
     "model": 1_201,
     "pipeline": 318,
@@ -25,18 +25,18 @@ BUDGETS = {
     "predict": 2_814,
     "planner": 2_017,
     "draw": 2_797,
-    "inspect": 4_228,
+    "inspect": 4_274,
     "explore": 1_663,
     "serve": 934,
-    "launch": 1_247,
+    "launch": 1_260,
     "lessons": 1_709,
     "cli": 2_299,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_364,
-    "statements": 28_183,
+    "statements of the compact package": 6_313,
+    "statements": 28_191,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,
