@@ -1,4 +1,4 @@
-"""Loops and branches of simulated devices have their own channels; `_jax.py` alone has private names of JAX."""
+"""Loops and branches of simulated devices have channels of their own; `_jax.py` has private names."""
 
 import ast
 import json

@@ -39,9 +39,8 @@ from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, preset
 from llmpar.planner import advice, calibrate, frameworks, planner, service
 from llmpar.planner.targets import GPUS, TPUS
-from llmpar.predict import hardware, memory
+from llmpar.predict import hardware, memory, parameters
 from llmpar.predict.digits import banded, rounded
-from llmpar.predict.parameters import notes_on, with_further
 from llmpar.predict.time import beside_flops
 from llmpar.predict.traffic import EXPERT_LINKS
 from llmpar.predict.workload import Run
@@ -190,7 +189,7 @@ class PlanCommand(Adapters, Output):
                 raise NotHeld(f"--assert '{self.claims}' does not hold: {error}") from None
             raise
         document = planner.document(answer, budget, self.price)
-        document["notes"] = [*notes_on(answer.question.config), *notes(answer), *unread]
+        document["notes"] = [*parameters.notes_on(answer.question.config), *notes(answer), *unread]
         if self.measured:
             document["measured"] = self.calibration.document()
             document["notes"].append(str(self.calibration))
@@ -318,7 +317,7 @@ class PlanCommand(Adapters, Output):
     def question(self) -> planner.Question:
         """Return what is asked; refuse options that contradict each other."""
         model, (chip, devices) = self.model + self.adapter_dims, self.machine()
-        config = with_further(preset(model))
+        config = parameters.with_further(preset(model))
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
         chip = self.calibration.chip if self.measured else chip

@@ -49,8 +49,7 @@ from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Rate
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import folder_of, preset
 from llmpar.plan.timetable import timetable
-from llmpar.predict import hardware, memory
-from llmpar.predict.parameters import trained_params
+from llmpar.predict import hardware, memory, parameters
 from llmpar.training import data, tokenizers
 from llmpar.training.balance import row_orders
 from llmpar.training.trackers import Tracker
@@ -251,7 +250,7 @@ def newest(report: Any) -> str:
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
     """Print which model is trained on which devices and text."""
-    of = f" ({trained_params(config):,} of them trained)" if config.lora else ""
+    of = f" ({parameters.trained_params(config):,} of them trained)" if config.lora else ""
     inform(
         f"{config.name}: {config.num_params:,} parameters{of} on {plan.mesh} ({plan.mesh.size}"
         f" devices); {source}"

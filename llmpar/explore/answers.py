@@ -31,9 +31,8 @@ from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse
 from llmpar.plan.model_config import from_dict
 from llmpar.plan.presets import near_presets, preset
 from llmpar.planner import planner
-from llmpar.predict import hardware
+from llmpar.predict import hardware, parameters
 from llmpar.predict.digits import about, banded, rounded
-from llmpar.predict.parameters import notes_on
 
 Limits = dict[str, Allowed]
 """What values of a state may be, where their kind does not say it."""
@@ -172,7 +171,7 @@ def headline(seen: View) -> dict:
         rest = banded(f"{time_text(values['step_s'])} a step · {rates}, each", q.time_error)
         names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_sum[0].upper()}{q.capacity_sum[1:]}."
-    line += "".join(f" {note[0].upper()}{note[1:]}." for note in notes_on(q.config))
+    line += "".join(f" {note[0].upper()}{note[1:]}." for note in parameters.notes_on(q.config))
     return out | {"rest": rest, "line": line, "steps": steps(seen)}
 
 

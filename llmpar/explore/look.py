@@ -25,9 +25,8 @@ from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import frameworks, planner
 from llmpar.planner.advice import Change, advice
 from llmpar.planner.planner import Candidate, Question
-from llmpar.predict import hardware, memory
+from llmpar.predict import hardware, memory, parameters
 from llmpar.predict.layer import Segment, layer_segments
-from llmpar.predict.parameters import with_further
 
 _MACHINE = {"node_link": 0.0, "node_size": 0, "network": 0.0, "network_times": 0, "hbm": 0.0}
 _SEEN = {
@@ -200,7 +199,12 @@ def question_of(state: dict) -> Question:
     Plan(**fixed)  # refuses values
     numbers = state["devices"], state["batch_size"], state["seq_len"]
     return Question(
-        with_further(model_of(state)), own_machine(state)[1], *numbers, fixed, state["model"], share
+        parameters.with_further(model_of(state)),
+        own_machine(state)[1],
+        *numbers,
+        fixed,
+        state["model"],
+        share,
     )
 
 

@@ -25,10 +25,9 @@ from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.presets import preset
-from llmpar.predict import hardware, memory, workload
+from llmpar.predict import hardware, memory, parameters, workload
 from llmpar.predict.digits import about
 from llmpar.predict.hardware import GIB, Chip
-from llmpar.predict.parameters import trained_params
 from llmpar.predict.time import ACCUMULATION, Time, beside_flops, least_time, step_time
 from llmpar.predict.traffic import WEIGHT_LINKS
 
@@ -757,7 +756,7 @@ def larger(q: Question) -> Iterator[int]:
     """Yield numbers of devices to try where those of the question are too few, from the first whose memory
     suffices for the state, cut evenly: four in each octave, and beyond the second doublings."""
     # weights, gradients and two moments in float32; of frozen weights 16 bits
-    state = 2.0 * q.config.num_params + 14.0 * trained_params(q.config)
+    state = 2.0 * q.config.num_params + 14.0 * parameters.trained_params(q.config)
     many = max(q.num_devices + 1, math.ceil(state / q.capacity_bytes))
     for _ in range(8):
         step = max(1, 2 ** (many.bit_length() - 3))
