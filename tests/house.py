@@ -16,13 +16,13 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_725,
+    "plan": 2_712,
     "parallel": 1_020,
     "kernels": 531,
     "model": 1_201,
     "pipeline": 318,
-    "training": 2_488,
-    "predict": 2_814,
+    "training": 2_487,
+    "predict": 2_823,
     "planner": 2_016,
     "draw": 2_797,
     "inspect": 4_274,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_313,
-    "statements": 28_186,
+    "statements of the compact package": 6_299,
+    "statements": 28_181,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -17,7 +17,7 @@ from llmpar.plan.presets import PRESETS, described_model
 from llmpar.planner import planner
 from llmpar.predict import memory, serving, traffic
 from llmpar.predict.hardware import chip
-from llmpar.predict.parameters import notes_on, with_further
+from llmpar.predict.parameters import notes_on, params_of_a_layer, with_further
 from llmpar.predict.time import HEAD_AND_LOSS, step_time
 from llmpar.predict.workload import Run, of_plan
 
@@ -98,7 +98,7 @@ def test_the_parts_of_a_planned_model_add_up(name):
     """Layers, parameters, and the stages of a pipeline; what is trained is counted once on each mesh."""
     config, rng = PRESETS[name], random.Random(name)
     assert sum(count for count, _ in config.blocks) == config.num_layers == len(config.layer_kinds)
-    of_blocks = sum(count * block.params_of_a_layer for count, block in config.blocks)
+    of_blocks = sum(count * params_of_a_layer(block) for count, block in config.blocks)
     ends = sum(math.prod(w.shape) for p, w in config.weights().items() if not p.startswith("blocks."))
     assert of_blocks + ends == config.num_params >= config.active_params > 0
     start = rng.randrange(config.num_layers)
@@ -161,7 +161,7 @@ def test_layers_for_further_tokens_are_counted_where_the_file_has_some(name):
     assert with_further(more) is more and more.layer_kinds[: config.num_layers] == config.layer_kinds
     new = [more.blocks[kind][1].block_weights() for kind in more.layer_kinds[config.num_layers :]]
     assert new == [last.block_weights()]
-    added = last.params_of_a_layer + 2 * d * d + 3 * d
+    added = params_of_a_layer(last) + 2 * d * d + 3 * d
     assert more.num_params - config.num_params == added
     rows = [row for row in last.block_weights().values() if not row.is_vector]
     visited = last.experts.top_k / last.experts.num_experts if last.experts else 0

@@ -8,7 +8,7 @@ import tyro
 from llmpar.cli.options import OptionalText, Output, give
 from llmpar.plan.model_config import OF_FAMILIES, ModelConfig
 from llmpar.plan.presets import PRESETS, maker_of, preset
-from llmpar.predict.parameters import notes_on
+from llmpar.predict.parameters import notes_on, params_of_a_layer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def kind_document(count: int, block: ModelConfig) -> dict[str, Any]:
     sizes = {name: getattr(block, name) for name in names.split()}
     experts = ("num_experts", "top_k") if block.experts else ()
     sizes["experts"] = {name: getattr(block.experts, name) for name in experts}
-    return {"layers": count, "params": block.params_of_a_layer} | sizes
+    return {"layers": count, "params": params_of_a_layer(block)} | sizes
 
 
 def described_kind(count: int, block: ModelConfig) -> str:
@@ -72,7 +72,7 @@ def described_kind(count: int, block: ModelConfig) -> str:
         words.append(f"with {block.experts.top_k} of {block.experts.num_experts} experts")
     elif not block.ffn_width:
         words.append("without a feed-forward")
-    return f"  {count} layers of {block.params_of_a_layer:,} parameters: {' '.join(words)}"
+    return f"  {count} layers of {params_of_a_layer(block):,} parameters: {' '.join(words)}"
 
 
 def described(config: ModelConfig) -> str:

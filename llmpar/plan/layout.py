@@ -234,8 +234,6 @@ class Arrow:
     Attributes:
         varying: of a plan's arrow (`Resolved.physical`): the axes over which values differ in the region
             where it ends.
-        begin: those of them over which values did not differ before. Nothing moves, but the backward pass
-            sums the gradient over them.
         wire: the dtype in which it travels, of `WIRES`; empty: that in which it is computed.
         gradient_wire: the same of its gradient, in the backward pass.
     """
@@ -243,7 +241,6 @@ class Arrow:
     before: Layout
     after: Layout
     varying: tuple[str, ...] = field(default=(), compare=False)
-    begin: tuple[str, ...] = field(default=(), compare=False)
     wire: str = ""
     gradient_wire: str = ""
 

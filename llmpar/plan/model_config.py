@@ -51,8 +51,6 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("short_factors", "long_factors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(
@@ -425,12 +423,6 @@ class ModelConfig:
         return rows
 
     @property
-    def trained(self) -> set[str]:
-        """Those of `ADAPTABLE` that are trained, or whose adapters are: gradients of them read what they
-        multiply."""
-        return set(self.lora.targets if self.lora else ADAPTABLE)
-
-    @property
     def reads_one_norm(self) -> bool:
         """Whether attention and feed-forward read one norm and are added side by side (Cohere)."""
         return not {"ffn_norm.scale", "ffn_post_norm.scale"} & self.block_weights().keys()
@@ -538,14 +530,9 @@ class ModelConfig:
         return self
 
     @property
-    def params_of_a_layer(self) -> int:
-        """The parameters of one layer."""
-        return _count(self.block_weights(), self.runs)
-
-    @property
     def num_params(self) -> int:
-        """The exact number of parameters; tied embeddings are counted once (`_count`)."""
-        return _count(self.weights(), self.runs)
+        """The exact number of parameters; tied embeddings are counted once (`count_params`)."""
+        return count_params(self.weights(), self.runs)
 
     @property
     def active_params(self) -> int:
@@ -560,7 +547,7 @@ class ModelConfig:
         return self.num_params - idle
 
 
-def _count(rows: Mapping[str, Weight], runs: bool) -> int:
+def count_params(rows: Mapping[str, Weight], runs: bool) -> int:
     """Count parameters. Biases of routers follow a rule and no gradient, and do not count in families that
     run; a family that is planned alone has the parameters of `transformers`."""
     own = (row for path, row in rows.items() if not (runs and path.endswith("experts.bias")))

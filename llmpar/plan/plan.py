@@ -504,16 +504,8 @@ class Resolved(Plan):
     def physical(self, arrow: str) -> Arrow:
         """Return the physical arrow of a logical one."""
         logical = parse_arrow(arrow)
-        physical = Arrow(self.place(logical.before), self.place(logical.after))
-        after = self.varying(logical.after.region)
-        summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-        # The types of shard_map say over which axes a value varies
-        # (`parallel.collectives`). The value varies over the axes of its old region,
-        # until an all-reduce removes some of them. After the move it varies over all
-        # axes of its new region, ``after``: those in ``begin`` are new.
-        still_varying = set(self.varying(logical.before.region)) - summed
-        begin = tuple(a for a in after if a not in still_varying)
-        return dataclasses.replace(physical, varying=after, begin=begin)
+        before, after = self.place(logical.before), self.place(logical.after)
+        return Arrow(before, after, varying=self.varying(logical.after.region))
 
     def layouts_of(self, dims: str) -> WeightLayouts:
         """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its

@@ -17,7 +17,7 @@ from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule, make
 from llmpar.plan.sequence_order import CHUNK, CHUNKS, FEW_KEYS, FEW_QUERIES, FEW_TILES, tile_length
 from llmpar.predict.parameters import trained_params
-from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width
+from llmpar.predict.traffic import FLOAT32, ITEMSIZE, routed_width, trained_matrices
 
 PART_NAMES = {
     "params": "weights",
@@ -545,7 +545,7 @@ def _waiting(
     into matmuls and norms, and its gradient. In W most of what goes in lies in what F saved. ``rows`` are of
     hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights;
     ``entering`` of what a feed-forward reads, ``of_heads`` of queries and of keys."""
-    again, trained = plan.stage_saves == "input", config.trained
+    again, trained = plan.stage_saves == "input", trained_matrices(config)
     attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
     in_ffn = rows
     if plan.ffn_chunks == 1 or config.experts:
@@ -647,7 +647,9 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     behind, latents, qk_norm = _extras(config)
     # Only gradients of weights that are trained read them.
-    attends, leaves, enters, falls = (bool(config.trained & {*group}) for group in _GROUPS)
+    attends, leaves, enters, falls = (
+        bool(trained_matrices(config) & {*group}) for group in _GROUPS
+    )
     rows, arrived = _rows_of_weights(plan, config, tokens, ffn, item)
     crossing = arrived + _waiting(
         plan,

@@ -5,13 +5,18 @@ further tokens; and what a reader of the numbers should know.
 import dataclasses
 import math
 
-from llmpar.plan.model_config import ModelConfig, Weight
+from llmpar.plan.model_config import ModelConfig, Weight, count_params
 
 
 def trained_params(config: ModelConfig) -> int:
     """Return how many parameters gradients change: all, or those of the adapters."""
     rows = config.weights().values() if config.lora else ()
     return sum(math.prod(w.shape) for w in rows if not w.frozen) or config.num_params
+
+
+def params_of_a_layer(block: ModelConfig) -> int:
+    """Return the parameters of one layer of a kind."""
+    return count_params(block.block_weights(), block.runs)
 
 
 def with_further(config: ModelConfig) -> ModelConfig:
@@ -56,7 +61,7 @@ def _own_notes(config: ModelConfig) -> list[str]:
     notes, total, looked_up = [*described.notes], config.num_params, config.vocab_size * d
     if count := described.further:  # each like the last layer, with a join and norms
         last = config.blocks[config.layer_kinds[-1]][1]
-        size = total + count * (last.params_of_a_layer + 2 * d**2 + 3 * d)
+        size = total + count * (params_of_a_layer(last) + 2 * d**2 + 3 * d)
         notes.append(
             f"with the MTP layers about {size / 1e9:,.4g} B parameters;"
             f" {(size + count * 2 * looked_up) / 1e9:,.4g} B where they have an embedding and a head of"

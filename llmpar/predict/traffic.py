@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmpar.plan import places
-from llmpar.plan.layout import METRICS, SCALED, Arrow
+from llmpar.plan.layout import METRICS, SCALED, Arrow, parse_arrow
 from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import USER_AXIS, MeshShape
-from llmpar.plan.model_config import ExpertConfig, ModelConfig, Weight, kind_of
+from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.serving import BEST, CHOSEN, LOGITS, Serving
@@ -216,6 +216,12 @@ class Runs:
     matrices: int = 0  # gathers of each matrix of a layer that ZeRO-3 stores cut
     vectors: int = 0  # of each vector: a bias is of no use backward
     ids: int = 0  # gathers of ids: of positions and of documents, for each call of a stack
+
+
+def trained_matrices(config: ModelConfig) -> set[str]:
+    """Return those of `ADAPTABLE` that are trained, or whose adapters are: gradients of them read what they
+    multiply."""
+    return set(config.lora.targets if config.lora else ADAPTABLE)
 
 
 def routed_width(config: ModelConfig) -> int:
@@ -523,11 +529,16 @@ class Values:
         itemsize: int = 0,
     ) -> None:
         """Add an arrow of the model's text (`Traffic.carry`), then the all-reduce of the gradient over the
-        axes along which values begin to differ where it ends (`Arrow.begin`)."""
+        axes over which values begin to vary where it ends. (By the types of shard_map, of
+        `parallel.collectives`: a value varies over the axes of its old region, until an all-reduce removes
+        some of them; after the move it varies over all axes of its new region.)"""
         before = (itemsize or self.itemsize) * self.local_size(of.arrow.partition(" ->")[0], *shape)
         physical = self.plan.physical(of.arrow)
         after = self.traffic.carry(physical, before, of, forward, backward)
-        self.traffic.add("all-reduce", physical.begin, of, after, backward, of.gradient)
+        summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
+        varied = set(self.plan.varying(parse_arrow(of.arrow).before.region)) - summed
+        begin = tuple(a for a in physical.varying if a not in varied)
+        self.traffic.add("all-reduce", begin, of, after, backward, of.gradient)
 
     def carry_by_ring(
         self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int, merged: int = 0
@@ -569,12 +580,12 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     stream, plan = (values.b, values.s, config.width), values.plan
     of = functools.partial(Transfer, "activations")
     # Where a policy keeps the matmuls' results, their inputs are needed again for gradients of weights alone.
-    attention = plan.remat not in ("selective", "ffn") or config.trained & set("qkv")
+    attention = plan.remat not in ("selective", "ffn") or trained_matrices(config) & set("qkv")
     ffn = (
         plan.remat != "selective"
         or plan.ffn_chunks > 1
         or config.experts
-        or config.trained & {"gate", "up"}
+        or trained_matrices(config) & {"gate", "up"}
     )
     values.carry(
         of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed
@@ -739,7 +750,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     # The result is moved back again for the stream behind it, where this is not kept, or for what reads it
     # backward: gradients of ``o`` and of a gate, and a ring, which keeps what it multiplies.
     gated = "attention.gate" in config.block_weights()
-    reads = "o" in config.trained or gated or plan.tp_comm_overlap
+    reads = "o" in trained_matrices(config) or gated or plan.tp_comm_overlap
     repeated = run.again if reads else run.attention * (not config.reads_one_norm)
     of = Transfer("queries and what attention gives", "attention b s k r h -> queries b s k r h")
     values.carry(of, queries, layers, again)

@@ -19,8 +19,6 @@ from llmpar.training.apart import open_chat
 from llmpar.training.text_files import Conversation, read_texts
 from llmpar.training.tokenizers import Tokenizer, open_tokenizer
 
-_Batch = dict[str, Int32[np.ndarray, "b s"]]
-
 # processor time that a chat template and a tokenizer may take for one conversation
 DOCUMENT_S = 60.0
 
@@ -170,7 +168,9 @@ class Batches:
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
-    def batch(self, step: int, rows: slice | Sequence[int] | np.ndarray = slice(None)) -> _Batch:
+    def batch(
+        self, step: int, rows: slice | Sequence[int] | np.ndarray = slice(None)
+    ) -> dict[str, Int32[np.ndarray, "b s"]]:
         """Return a step's rows, or some of them without making the others: tokens, targets (-1 where the next
         token is another document's or does not count), positions in the row, segments (documents, from 1 in
         each row)."""
