@@ -100,13 +100,11 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
     """Return the platform of a mesh's devices: cpu, tpu, or gpu with its compute capability (``gpu 7.5``, and
     ``gpu gfx942`` of AMD); of an abstract mesh cpu unless it names another."""
-    if isinstance(mesh, AbstractMesh):
-        device_kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
-        return next((platform for platform in _KINDS if _KINDS[platform] == device_kind), "cpu")
-    return device_platform(mesh.devices.flat[0])
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    return device_platform(device) if device else "cpu"
 
 
-def device_platform(device: jax.Device) -> str:
+def device_platform(device: jax.Device | AbstractDevice) -> str:
     """Return the platform of a device, as `platform_of` names it."""
     if device.platform not in ("gpu", "cuda", "rocm"):
         return device.platform
