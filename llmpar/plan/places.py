@@ -104,9 +104,7 @@ def layer_orders(schedule: Schedule | None, kinds: Kinds) -> list[list[int]]:
     ranks: list[dict[int, int]] = [{} for _ in range(max(kinds) + 1)]
     for layer, kind in enumerate(kinds):
         ranks[kind][layer] = len(ranks[kind])
-    if schedule is None:
-        return [list(rank.values()) for rank in ranks]
-    (route, *_) = schedule.routes
+    route = schedule.routes[0] if schedule else [(0, 0)]
     table, stacks = chunk_places(kinds, len(route)), list[list[int]]()
     for kind, rank in enumerate(ranks):
         own = [place.layers for place in table if place.kind == kind]
