@@ -16,8 +16,8 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_712,
-    "parallel": 1_020,
+    "plan": 2_710,
+    "parallel": 1_018,
     "kernels": 531,
     "model": 1_201,
     "pipeline": 318,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_299,
-    "statements": 28_181,
+    "statements of the compact package": 6_290,
+    "statements": 28_177,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

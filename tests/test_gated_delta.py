@@ -15,6 +15,7 @@ from test_hf import fixture, from_tensors, stored
 from llmpar.model import gated_delta
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.plan import Plan
+from llmpar.plan.serving import with_experts
 from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 
@@ -88,7 +89,7 @@ def test_slots_with_a_state_begin_anew_and_end_at_different_times():
     run.decoder.cache = jax.tree.map(lambda x: x * 0 + 30, run.decoder.cache)
     with mock.patch.object(gated_delta, "CHUNK", 3):
         found = answers(run, *asked)
-    every = CONFIG.with_experts(capacity_factor=None)
+    every = with_experts(CONFIG, capacity_factor=None)
     tokens = np.zeros((len(asked), max(map(len, found))), np.int32)  # what fills a row comes last
     for row, events in zip(tokens, found, strict=True):
         row[: len(events)] = [event.token for event in events]

@@ -24,6 +24,7 @@ from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan.model_config import ExpertConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS, from_hugging_face, preset, to_hugging_face
+from llmpar.plan.serving import with_experts
 from llmpar.training import hugging_face as hf
 from llmpar.training.tokenizers import open_tokenizer
 
@@ -124,7 +125,7 @@ OTHERS = sorted({*make_hf_fixtures.WITH_GRADIENTS} - {*GRADIENTS})
 def test_the_oracle_computes_the_gradients_of_transformers(kind):
     """Of the cross-entropy alone: what balances experts is left out."""
     config, tensors, ids, _ = fixture(kind)
-    config = config.with_experts(aux_loss=0.0)
+    config = with_experts(config, aux_loss=0.0)
     run = jax.grad(lambda weights, batch: oracle.loss(weights, batch, config, None)[0])
     grads = in_float64(config, tensors, run, full_rows(ids[:, :-1], ids[:, 1:]))
     theirs = {name.removeprefix("grad:"): x for name, x in stored(kind).items() if name.startswith("grad:")}

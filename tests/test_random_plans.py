@@ -32,6 +32,7 @@ from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, LoraConfig, ModelConfig, RopeScaling
 from llmpar.plan.presets import described_model
+from llmpar.plan.serving import with_experts
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import traffic
 from llmpar.training import balance
@@ -164,7 +165,7 @@ def model_of(asked: dict) -> ModelConfig:
         return ModelConfig(**take(ModelConfig) | {"experts": experts})
     config = described_model("random", file_of(asked)).must_run()
     if config.experts:
-        config = config.with_experts(**{x: asked[x] for x in ("aux_loss", "z_loss", "capacity_factor")})
+        config = with_experts(config, **{x: asked[x] for x in ("aux_loss", "z_loss", "capacity_factor")})
     return dataclasses.replace(config, lora=asked.get("lora"))
 
 

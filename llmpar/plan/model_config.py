@@ -514,12 +514,6 @@ class ModelConfig:
         """The kinds of the layers with experts, in the order of these layers."""
         return [kind for kind in self.layer_kinds if self.blocks[kind][1].experts]
 
-    def with_experts(self, **fields: Any) -> "ModelConfig":
-        """Return the model with these fields of its experts, in every kind of layers."""
-        experts = self.experts and dataclasses.replace(self.experts, **fields)
-        kinds = tuple(kind.with_experts(**fields) for kind in self.kinds)
-        return dataclasses.replace(self, experts=experts, kinds=kinds)
-
     def must_run(self) -> "ModelConfig":
         """Return itself. Refuses a model that is planned, and not implemented."""
         if not self.runs:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmpar.plan import checks
 from llmpar.plan.model_config import ModelConfig
@@ -62,6 +62,13 @@ class Serving(Resolved):
         return result
 
 
+def with_experts(config: ModelConfig, **fields: Any) -> ModelConfig:
+    """Return the model with these fields of its experts, in every kind of layers."""
+    experts = config.experts and dataclasses.replace(config.experts, **fields)
+    kinds = tuple(with_experts(kind, **fields) for kind in config.kinds)
+    return dataclasses.replace(config, experts=experts, kinds=kinds)
+
+
 def serving_plan(
     plan: Plan, config: ModelConfig, num_rows: int, length: int, devices: str | None = None
 ) -> Serving:
@@ -82,7 +89,7 @@ def serving_plan(
             f" keys in a cache keep theirs; use at most {shortest:,} positions, not {length:,}"
         )
     if config.experts:
-        config = config.with_experts(capacity_factor=None)
+        config = with_experts(config, capacity_factor=None)
     resolved = Plan(
         plan.mesh,
         zero=plan.zero,
