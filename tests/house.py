@@ -30,13 +30,13 @@ BUDGETS = {
     "serve": 934,
     "launch": 1_260,
     "lessons": 1_709,
-    "cli": 2_297,
+    "cli": 2_296,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_290,
-    "statements": 28_177,
+    "statements": 28_176,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -238,14 +238,13 @@ class Train(Output):
 def newest(report: Any) -> str:
     """Return the newest figures of a running training, of its `training.loop.Report`, in a line."""
     mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
-    memory = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
+    peak = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
     evaluated = ""
     if report.eval_losses:
         evaluated = (
             f", held-out {report.eval_losses[-1][1]:.3f} (perplexity {report.perplexity:.4g})"
         )
-    figures = f"{evaluated}, {report.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
-    return f"loss {report.losses[-1]:.3f} nats{figures}"
+    return f"loss {report.losses[-1]:.3f} nats{evaluated}, {report.tokens_per_s:,.0f} tokens/s{mfu}{peak}"
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
