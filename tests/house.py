@@ -16,7 +16,7 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_710,
+    "plan": 2_706,
     "parallel": 1_018,
     "kernels": 531,
     "model": 1_201,
@@ -30,13 +30,13 @@ BUDGETS = {
     "serve": 934,
     "launch": 1_260,
     "lessons": 1_709,
-    "cli": 2_296,
+    "cli": 2_297,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_290,
-    "statements": 28_176,
+    "statements of the compact package": 6_286,
+    "statements": 28_173,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -241,10 +241,12 @@ def newest(report: Any) -> str:
     peak = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
     evaluated = ""
     if report.eval_losses:
-        evaluated = (
-            f", held-out {report.eval_losses[-1][1]:.3f} (perplexity {report.perplexity:.4g})"
-        )
-    return f"loss {report.losses[-1]:.3f} nats{evaluated}, {report.tokens_per_s:,.0f} tokens/s{mfu}{peak}"
+        loss = report.eval_losses[-1][1]
+        evaluated = f", held-out {loss:.3f} (perplexity {report.perplexity:.4g})"
+    return (
+        f"loss {report.losses[-1]:.3f} nats{evaluated},"
+        f" {report.tokens_per_s:,.0f} tokens/s{mfu}{peak}"
+    )
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:

@@ -318,17 +318,13 @@ def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
     """Dims that ZeRO cannot cut evenly. With fsdp as many rows of the batch are cut too."""
     if not plan.zero:
         return []
-    mesh, config = plan.mesh, plan.config
-    cut = [("model width", config.width, plan.zero_cuts("d"))]
-    blocks = [block for _, block in config.blocks] if config.runs else []
-    for row in (row for block in blocks for row in block.block_weights().values()):
-        sizes = dict(zip(row.dims.split()[1:], row.shape, strict=True))
-        if "d" in sizes or row.dims.startswith(("experts", "balance")):
-            continue
-        if "h" in sizes:
-            cut.append(("head width", sizes["h"], plan.zero_cuts("h")))
-        elif "e" in sizes:
-            cut.append(("experts", sizes["e"], plan.zero_cuts("e")))
+    mesh, names = plan.mesh, {"d": "model width", "h": "head width", "e": "experts"}
+    cut = [("model width", plan.config.width, plan.zero_cuts("d"))]
+    for weight, layouts in plan.layouts_by_path.values() if plan.config.runs else ():
+        pairs = zip(layouts.used.dims, layouts.reduced.dims, strict=True)
+        for (used, reduced), size in zip(pairs, weight.shape, strict=True):
+            if used != reduced and used.name in names:
+                cut.append((names[used.name], size, reduced.axes[len(used.axes) :]))
     num_rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
     common = math.gcd(num_rows, *(size for _, size, _ in cut))
     cuts = list[Row]()
