@@ -20,9 +20,11 @@ def params_of_a_layer(block: ModelConfig) -> int:
 
 
 def with_further(config: ModelConfig) -> ModelConfig:
-    """Return the model with the layers that predict further tokens (MTP), if its file has some, as its
-    last ones. Each is like the last layer, and joins a state and a token by a matrix, with norms of both
-    and of its result (DeepSeek-V3 2024, section 2.2). It is for planning: nothing runs them."""
+    """Return the model with the layers that predict further tokens (MTP), if its file has
+    some, as its last ones. It is for planning: nothing runs them.
+
+    Each is like the last layer, and joins a state and a token by a matrix, with norms of
+    both and of its result (DeepSeek-V3 2024, section 2.2)."""
     described, d = config.described, config.width
     if not described or not described.further or config.num_further:
         return config
@@ -41,8 +43,8 @@ def with_further(config: ModelConfig) -> ModelConfig:
 
 
 def end_products(config: ModelConfig) -> int:
-    """Return the weights outside of layers that multiply a token: of the head, once more for each layer that
-    predicts further tokens, and of its join."""
+    """Return the weights outside of layers that multiply a token: of the head, once more
+    for each layer that predicts further tokens, and of its join."""
     d, further = config.width, config.num_further
     return (1 + further) * config.vocab_size * d + further * 2 * d**2
 
