@@ -17,7 +17,7 @@ BESIDE = set(
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
     "plan": 2_706,
-    "parallel": 1_018,
+    "parallel": 1_069,
     "kernels": 531,
     "model": 1_201,
     "pipeline": 318,
@@ -25,18 +25,18 @@ BUDGETS = {
     "predict": 2_823,
     "planner": 2_040,
     "draw": 2_797,
-    "inspect": 4_274,
+    "inspect": 4_228,
     "explore": 1_661,
     "serve": 934,
-    "launch": 1_260,
+    "launch": 1_247,
     "lessons": 1_709,
     "cli": 2_297,
     "top": 141,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_286,
-    "statements": 28_197,
+    "statements of the compact package": 6_337,
+    "statements": 28_189,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

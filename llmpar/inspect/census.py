@@ -411,7 +411,7 @@ def compiled_memory(compiled: Any) -> dict[str, int]:
     they are what is alive at the fullest moment besides arguments and results, a few hundredths less than
     the heap (and its part on the chip). The CPU's own peak lacks temporaries.
     """
-    from llmpar.inspect._jax import program_shardings
+    from llmpar.parallel._jax import program_shardings
 
     stats: Any = compiled.memory_analysis()
     names = "argument", "output", "alias", "temp"

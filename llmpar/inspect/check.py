@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from llmpar.inspect._jax import mesh_of_ones, on_one_device
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.explain import noted
 from llmpar.inspect.hlo import short_dtype, typed
@@ -45,6 +44,7 @@ from llmpar.inspect.twin import (
     spreads,
     twins,
 )
+from llmpar.parallel import _jax
 from llmpar.predict.tolerance import FACTOR
 
 # A second run on one device has its arguments changed by so much: how far values move is rounding, too.
@@ -459,7 +459,7 @@ class _Case:
         """Trace the program on a mesh of ones."""
         self.ones = places
         pairs = zip(leaves, places, strict=True)
-        with on_one_device(), _context():
+        with _jax.on_one_device(), _context():
             return jax.make_jaxpr(call)(
                 *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs)
             )
@@ -950,7 +950,7 @@ def _on_ones(x: Any) -> Any:
     """Return an array's sharding on a mesh of ones, None if its type has no axes."""
     where = getattr(x, "sharding", None)
     if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
-        return NamedSharding(mesh_of_ones(where.mesh), where.spec)
+        return NamedSharding(_jax.mesh_of_ones(where.mesh), where.spec)
     return None
 
 
@@ -958,7 +958,7 @@ def _on_ones(x: Any) -> Any:
 def _context() -> Iterator[None]:
     """Work on one device also where the caller's mesh is in context."""
     mesh = jax.sharding.get_mesh()
-    with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh_of_ones(mesh)):
+    with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_jax.mesh_of_ones(mesh)):
         yield
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import FlattenedIndexKey, SequenceKey, keystr
 
-from llmpar.inspect._jax import program_shardings, unreduced_kind
+from llmpar.parallel._jax import program_shardings, unreduced_kind
 
 
 def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:

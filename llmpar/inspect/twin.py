@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from llmpar.inspect._jax import scan_parts
 from llmpar.inspect.jaxpr import equation_line
 from llmpar.parallel import _jax
 from llmpar.predict.tolerance import EIGHT_BITS, FACTOR, ROUNDING, UNIT, tree
@@ -223,7 +222,7 @@ class _Reader:
         self, eqn: Any, times: int, inner: Any, xs: list, steps: list, place: Any
     ) -> list[int]:
         """Add the first iterations of a scan one after another, and the others as one step."""
-        consts, carried = scan_parts(eqn)
+        consts, carried = _jax.scan_parts(eqn)
         fixed, carry, rows = xs[:consts], xs[consts : consts + carried], list[list[int]]()
         direction = -1 if eqn.params["reverse"] else 1
         order = [*range(eqn.params["length"])][::direction]
@@ -279,7 +278,7 @@ def _scan(
     eqn: Any, body: Program, *xs: Any, length: int | None = None, cures: Mapping[Equation, Any] = {}
 ) -> list:
     """Run a scan over rows of any number, whatever axes its types name."""
-    consts, carried = scan_parts(eqn)
+    consts, carried = _jax.scan_parts(eqn)
     length, fixed, rows = length or eqn.params["length"], xs[:consts], xs[consts + carried :]
 
     def iterate(carry: list, parts: tuple) -> tuple[list, list]:

@@ -102,7 +102,7 @@ def initialize(
         return place
     import jax
 
-    from llmpar.launch import _jax
+    from llmpar.parallel import _jax
 
     _filter_native()
     _CAME.set()
@@ -483,7 +483,7 @@ def _state() -> Any:
     """Return what JAX knows of the processes before it starts a device.
 
     Its ``client`` is None where there is one process."""
-    from llmpar.launch import _jax
+    from llmpar.parallel import _jax
 
     return _jax.processes()
 

@@ -1,23 +1,30 @@
-"""What the compact package takes from JAX without a public name, or by a name that JAX is about to change.
+"""All that llmpar takes from JAX without a public name, or by a name that JAX is about to change.
 
-One function for each, with the reason. What `inspect` and `launch` need alone is in their own `_jax.py`. No
-other file has such a name, and tests/test_channels.py fails for each of them on the day that JAX changes it.
+One function for each, with the reason. No other file of the package has such a name, and
+tests/test_channels.py fails for each of them on the day that JAX changes it.
 
     function                             what it is                       why it is needed
     install_channels                     how JAX lowers a program         one channel for all collectives
     ATTENTION_KERNEL, OF_SHARDS          names of primitives              a remat policy is given them alone
     is_own_gather                        what is in a custom gradient     the same
+    program_shardings                    a program's executable           the public trees err with Refs
+    unreduced_kind                       a type's kind, from JAX 0.12     a maximum is no sum
     equations, part_of                   a traced function's equations    ClosedJaxpr becomes Jaxpr
+    on_one_device, scan_parts            a program on a mesh of ones      a shard_map has its mesh inside
+    processes, let_gloo_listen           how processes join               no public state, no such option
     PARSE_FLAGS                          XLA's reader of XLA_FLAGS        it ends the process at unknown ones
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
+import numpy as np
 
 # --------------------------------------------------------------------------------------------- how JAX lowers
 
@@ -127,6 +134,29 @@ def is_own_gather(name: str, params: Any) -> bool:
     return any(equation.primitive.name == "all_gather" for equation in inner)
 
 
+# ------------------------------------------------------------------------------------------ layouts and types
+
+
+def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
+    """Return types with shardings of a program's arguments (None: dropped), of what it captured, and of its
+    results. JAX's own trees fail where a Ref is given, and take the wrong argument's where one is captured.
+    """
+    program, ran = cast(Any, compiled), cast(Any, compiled)._executable
+    before, taken = (
+        len(program._params.const_args),
+        list(zip(ran.in_avals, ran._in_shardings, strict=True)),
+    )
+    kept = dict(zip(sorted(ran._kept_var_idx), taken, strict=False))  # captured Refs come last
+    arguments = [kept.get(before + i) for i in range(program.in_tree.num_leaves)]
+    given = [*zip(ran.out_avals, ran._out_shardings, strict=True)]  # and the last values of Refs
+    return arguments, taken[:before] + taken[len(kept) :], given[: program.out_tree.num_leaves]
+
+
+def unreduced_kind(spec: Any) -> str:
+    """Name what is unfinished over a PartitionSpec's unreduced axes: sum, or from JAX 0.12 on max or min."""
+    return getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
+
+
 # ------------------------------------------------------------------------------------------- traced functions
 
 
@@ -142,6 +172,71 @@ def part_of(jaxpr: Any, eqns: list, invars: list, outvars: list) -> Any:
     return jaxpr.replace(eqns=eqns, invars=invars, outvars=outvars, debug_info=unnamed)
 
 
-# ----------------------------------------------------------------------------------------------- XLA's flags
+# ------------------------------------------------------------------------------------ a program on one device
+
+
+@contextlib.contextmanager
+def on_one_device() -> Iterator[None]:
+    """Let every `jax.shard_map` that is traced here see a mesh of ones, with the axes of its own mesh: the
+    same text is then the program of one device. No public function gives another mesh to a function that
+    has its own. Programs that JAX has traced before are traced again."""
+    from jax._src import shard_map
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    shard_map_p: Any = shard_map.shard_map_p
+    bind = shard_map_p.bind_with_trace
+
+    def alone(trace, args, avals, params):
+        return bind(trace, args, avals, dict(params, mesh=mesh_of_ones(params["mesh"])))
+
+    shard_map_p.bind_with_trace = alone
+    try:
+        with set_xla_metadata(llmpar_twin=next(_TWINS)):  # it is a part of the key of JAX's caches
+            yield
+    finally:
+        del shard_map_p.bind_with_trace
+
+
+_TWINS = itertools.count()
+
+
+def mesh_of_ones(mesh: Any) -> Any:
+    """Return a mesh with the names and types of this one's axes, each of size 1: its abstract form within a
+    `jax.shard_map`, otherwise on JAX's first device."""
+    sizes, kinds = (1,) * len(mesh.axis_names), mesh.axis_types
+    if mesh.manual_axes:
+        return jax.sharding.AbstractMesh(sizes, mesh.axis_names, axis_types=kinds)
+    device = np.array(jax.devices()[:1]).reshape(sizes)
+    return jax.sharding.Mesh(device, mesh.axis_names, axis_types=kinds)
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Return how many operands of a scan are constants, and how many are carried. JAX 0.12 has a tree of
+    them in the place of two numbers."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+# ------------------------------------------------------------------------------------------ several processes
 
 PARSE_FLAGS = "from jaxlib.xla_client import CompileOptions; CompileOptions()"  # without a device
+
+
+def processes() -> Any:
+    """Return JAX's record of a job's processes, also before a device has started: its ``client`` is None
+    where this process has joined none."""
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def let_gloo_listen(address: str) -> None:
+    """Let Gloo, by which CPU processes exchange data, listen on this address, where this JAX has it. By
+    itself it takes what the host's name resolves to, 127.0.1.1 or one that is open to others."""
+    from jax._src import xla_bridge
+
+    library: Any = getattr(xla_bridge, "_jax", None)
+    if make := getattr(library, "make_gloo_tcp_collectives", None):
+        library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
