@@ -1,8 +1,7 @@
 """An independent model in float64, written from the papers with nothing of llmpar: one device, whole rows.
 
 Weights are flat by path, stacked over layers (of a kind: "blocks.0.attention.q"). ``c`` is anything with the
-fields of a model's configuration; what a layer has is seen by its weights' names.
-"""
+fields of a model's configuration; what a layer has is seen by its weights' names."""
 
 import collections
 import contextlib

@@ -1,7 +1,6 @@
 """GPUs that llmpar has no row for: described to XLA's compiler, as targets l4 and t4 (NVIDIA's data sheets).
 
-PCIe gives a device 32 (L4) or 16 GB/s one way; 100 Gb/s for each host of eight are assumed.
-"""
+PCIe gives a device 32 (L4) or 16 GB/s one way; 100 Gb/s for each host of eight are assumed."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """A 2-way covering array of plans: two choices of two fields that go together meet in one plan at least.
 
-`python tests/plans.py` writes plans.txt anew, after a row of drawn.toml's ``array`` has come or gone.
-"""
+`python tests/plans.py` writes plans.txt anew, after a row of drawn.toml's ``array`` has come or gone."""
 
 import ast
 import collections

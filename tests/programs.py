@@ -2,8 +2,7 @@
 
 ``build(mesh)`` gives the function, its arguments, and the same in NumPy. What a line must send is counted
 by hand beside it, ``# sends KIND AXES COUNT: BYTES`` per device: a ring of g moves (g-1)/g of a message, a
-permute all of it. Rows of one line are joined by ``|``; ``a turn`` stands in a loop of unknown turns.
-"""
+permute all of it. Rows of one line are joined by ``|``; ``a turn`` stands in a loop of unknown turns."""
 
 import functools
 

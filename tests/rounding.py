@@ -1,8 +1,7 @@
 """A rehearsal on CPUs of accelerators' products: those that state no precision get rounded operands.
 
 LLMPAR_TEST_ROUNDING=bf16 python -m pytest -m accelerator     as on a TPU; tf32: as on a GPU
-python tests/rounding.py bf16 notebooks/src/03_*.py           a lesson or another script; exact: unrounded
-"""
+python tests/rounding.py bf16 notebooks/src/03_*.py           a lesson or another script; exact: unrounded"""
 
 import os
 import runpy

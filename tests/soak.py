@@ -2,8 +2,7 @@
 
     python tests/soak.py --runs 20 [--without]     without the channels of `llmpar.parallel._jax`
 
-A run is a fork, before JAX starts.
-"""
+A run is a fork, before JAX starts."""
 
 from __future__ import annotations
 

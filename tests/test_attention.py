@@ -1,7 +1,6 @@
 """Attention gives what the definition gives (NumPy in float64), moves what it says, and skips what is masked.
 
-Outputs to 1e-5, gradients to 1e-4 of the largest: sums in another order, weights recomputed from lse.
-"""
+Outputs to 1e-5, gradients to 1e-4 of the largest: sums in another order, weights recomputed from lse."""
 
 import itertools
 import math

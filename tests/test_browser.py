@@ -1,7 +1,6 @@
 """The explorers in headless Chromium: the bare module, the offline page, and one JupyterLab session.
 
-No page may write to its console or ask the network for anything.
-"""
+No page may write to its console or ask the network for anything."""
 
 import contextlib
 import itertools

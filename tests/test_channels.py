@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Loops and branches of simulated devices have channels of their own; `_jax.py` has private names."""
-=======
 """Loops and branches of simulated devices have their own channels; one file has JAX's private names."""
->>>>>>> parent of e72a725c (Private names of JAX that inspect and launch need alone are in their own _jax.py (51 statements of the compact package))
 
 import ast
 import json

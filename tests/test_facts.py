@@ -1,8 +1,7 @@
 """Facts of facts.txt, an expression and its value; what cannot be, refused in a sentence (refusals.txt).
 
 A part begins with the statements that give its names; a line is an expression, and its value or what the
-refusal says; ``for names in TABLE:`` before it asks it of each row. Comments are about the lines below.
-"""
+refusal says; ``for names in TABLE:`` before it asks it of each row. Comments are about the lines below."""
 
 import functools
 import re

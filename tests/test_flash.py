@@ -1,7 +1,6 @@
 """The kernel of attention gives what the definition gives, from spans of tiles, without a branch.
 
-Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-4 of the largest.
-"""
+Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-4 of the largest."""
 
 import heapq
 import itertools

@@ -647,9 +647,8 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     behind, latents, qk_norm = _extras(config)
     # Only gradients of weights that are trained read them.
-    attends, leaves, enters, falls = (
-        bool(trained_matrices(config) & {*group}) for group in _GROUPS
-    )
+    trained = trained_matrices(config)
+    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
     rows, arrived = _rows_of_weights(plan, config, tokens, ffn, item)
     crossing = arrived + _waiting(
         plan,

@@ -20,11 +20,12 @@ def params_of_a_layer(block: ModelConfig) -> int:
 
 
 def with_further(config: ModelConfig) -> ModelConfig:
-    """Return the model with the layers that predict further tokens (MTP), if its file has
-    some, as its last ones. It is for planning: nothing runs them.
+    """Return the model with the layers that predict further tokens (MTP), if its file has some.
 
-    Each is like the last layer, and joins a state and a token by a matrix, with norms of
-    both and of its result (DeepSeek-V3 2024, section 2.2)."""
+    They are its last ones. Each is like the last layer, and joins a state and a token by a
+    matrix, with norms of both and of its result (DeepSeek-V3 2024, section 2.2).
+    It is for planning: nothing runs them.
+    """
     described, d = config.described, config.width
     if not described or not described.further or config.num_further:
         return config

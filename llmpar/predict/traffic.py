@@ -36,9 +36,10 @@ TRANSPOSES = {
 }
 """What the gradient does, in the backward pass, where the forward pass has this move.
 
-Each is the transpose of a linear map: a gathered value was used by everyone, so its gradient is summed and
-cut again; from where devices may differ on (`vary`, or a slice) their gradients are summed. An all-reduce is
-missing: the gradient of a sum is the same for all its terms, and every device has it.
+Each is the transpose of a linear map. A gathered value was used by everyone, so its gradient is
+summed and cut again. From where devices may differ on (`vary`, or a slice) their gradients are
+summed. An all-reduce is missing: the gradient of a sum is the same for all its terms, and every
+device has it.
 """
 MATMULS, ATTENTION, WHOLE_PASS = "matmuls", "attention", "the whole pass"
 """What a message may travel beside (`Transfer.hidden_by`): a term of the same pass, or all of the pass."""
@@ -219,8 +220,10 @@ class Runs:
 
 
 def trained_matrices(config: ModelConfig) -> set[str]:
-    """Return those of `ADAPTABLE` that are trained, or whose adapters are: gradients of them read what they
-    multiply."""
+    """Return those of `ADAPTABLE` that are trained, or whose adapters are.
+
+    Gradients of them read what they multiply.
+    """
     return set(config.lora.targets if config.lora else ADAPTABLE)
 
 
@@ -529,9 +532,8 @@ class Values:
         itemsize: int = 0,
     ) -> None:
         """Add an arrow of the model's text (`Traffic.carry`), then the all-reduce of the gradient over the
-        axes over which values begin to vary where it ends. (By the types of shard_map, of
-        `parallel.collectives`: a value varies over the axes of its old region, until an all-reduce removes
-        some of them; after the move it varies over all axes of its new region.)"""
+        axes over which values begin to vary where it ends. (A value varies over the axes of its old
+        region, until an all-reduce removes some; after the move, over all axes of its new region.)"""
         before = (itemsize or self.itemsize) * self.local_size(of.arrow.partition(" ->")[0], *shape)
         physical = self.plan.physical(of.arrow)
         after = self.traffic.carry(physical, before, of, forward, backward)
