@@ -485,7 +485,8 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
     found = compare(plan_seed, asked)
     wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
     if wrong and asked["dtype"] != "float32" and found.get("load"):  # a router chose another expert
-        asked = asked | {"dtype": "float32"}
+        in_16_bits = {"attention_kernel": "portable"} if asked["attention_kernel"] == "cudnn" else {}
+        asked = asked | {"dtype": "float32"} | in_16_bits
         found = compare(plan_seed, asked)
         wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
     if wrong and all(k != "sent" and v < 10 * allowed(asked, k) for k, v in wrong.items()):
