@@ -114,7 +114,7 @@ def test_a_strategy_waits_for_a_faster_one_that_is_refused_and_takes_its_place()
     group.variants += [{"mesh": mesh, "context_parallel": x} | own for x in ("ring", "gather")]
     (ring,) = planner.priced(q, group)
     assert [x.plan.context_parallel for x in ring.instead] == ["gather"], "slower, so it waits"
-    ((_, found),) = planner._best(q, [group], {}, 1)[0].items()
+    ((_, found),) = planner.Search(q, [group]).run().best.items()
     assert found.plan.context_parallel == "gather", "and the kernel runs in no ring"
 
 

@@ -294,20 +294,24 @@ class Around:
         self.done = set[str]()
 
     def _map(self) -> Iterator[None]:
-        least = dict[str, float]()
+        groups = dict[str, list[planner.VariantGroup]]()
         for mesh, why in self.meshes:
-            self.refused |= {str(mesh): why} if why else {}
-            least |= {} if why else {str(mesh): planner.mesh_least_seconds(self.question, mesh)}
+            if why:
+                self.refused[str(mesh)] = why
+            else:
+                groups[str(mesh)] = planner.of_mesh(self.question.on(mesh), mesh)
             yield
-        for name in sorted(least, key=least.__getitem__):  # what may be fastest first
-            best = None if self.settled else self.best
-            self.settled |= best is not None and least[name] > planner.BEHIND * best.time.step_s
+        every = [group for of_mesh in groups.values() for group in of_mesh]
+        search = planner.Search(self.question, every, margin=planner.BEHIND)
+        yield from search.steps()
+        self.points = {str(one.mesh): one for one in planner.fastest(search.best.values())}
+        self.settled = True
+        for name in [name for name in groups if name not in self.points]:
             try:
                 self.points[name] = planned(self.question, name)
             except ValueError as refusal:
                 self.refused[name] = str(refusal)
             yield
-        self.settled = True
 
     def _work(self, mesh: str, one: Candidate) -> Iterator[None]:
         """Work out what is missing for a mesh: its single changes, and then the map of all."""

@@ -16,7 +16,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llmpar.plan.backend import KERNELS_OF_JAX
@@ -52,7 +52,7 @@ CARD_BYTES_PER_S = 100e9
 _NEAR = 1.03
 """A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 BEHIND = (1 + SAME) * _NEAR
-"""A mesh whose `mesh_least_seconds` are so many times the best's time is behind it in `ranked`."""
+"""A plan whose least time is so many times the best's is behind it in `ranked`."""
 _PRICED = 12
 """Of the plans of a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
 _REJECTED = 12
@@ -94,6 +94,10 @@ class Question:
     model: str = ""  # how the user named it, for the lines that train and compile
     share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
     local_steps: int = 0  # of workers, the ranks of dp, between two outer steps; 0: no workers
+
+    def on(self, mesh: MeshShape) -> "Question":
+        """Return the question of one mesh."""
+        return dataclasses.replace(self, fixed=self.fixed | mesh.user_sizes)
 
     @property
     def taken(self) -> float:
@@ -420,28 +424,19 @@ class VariantGroup:
     def parts(self, q: Question) -> "list[VariantGroup]":
         """Return the variants by what not all share yet, each part with its least time; by what ZeRO cuts
         those that are not left out."""
-        parts = dict[Any, VariantGroup]()
+        names = ("zero", "reshard_after_forward") if self.alike else ("microbatches",)
+        parts = dict[Any, list[Fields]]()
         for fields in self.variants:
             if not self.alike or not self.is_out(q, fields):
-                names = ("zero", "reshard_after_forward") if self.alike else ("microbatches",)
-                empty = dataclasses.replace(self, variants=[], alike=self.alike + 1, least_s=0.0)
-                parts.setdefault(tuple(map(fields.get, names)), empty).variants.append(fields)
-        return [part.bounded(q) for part in parts.values()]
+                parts.setdefault(tuple(map(fields.get, names)), []).append(fields)
+        part = functools.partial(dataclasses.replace, self, alike=self.alike + 1, least_s=0.0)
+        return [part(variants=variants).bounded(q) for variants in parts.values()]
 
 
 def of_mesh(q: Question, mesh: MeshShape) -> list[VariantGroup]:
     """Return the variants of a mesh with their least time; none where too few rows fill its pipeline."""
     every = list(variants(q, mesh))
     return [VariantGroup(mesh, every).bounded(q)] if every else []
-
-
-def mesh_least_seconds(q: Question, mesh: MeshShape) -> float:
-    """Return seconds that no plan on a mesh beats, for the plans of `on_mesh`."""
-    q = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes)
-    parts = (
-        part for whole in of_mesh(q, mesh) for group in whole.parts(q) for part in group.parts(q)
-    )
-    return min((part.least_s for part in parts), default=0.0)
 
 
 def priced(q: Question, group: VariantGroup) -> list[Candidate]:
@@ -521,11 +516,7 @@ class Answer:
 def decide(q: Question, keep: int = 8) -> Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
-    everything, impossible, failed = (
-        list[VariantGroup](),
-        list[dict[str, str]](),
-        dict[MeshShape, Candidate](),
-    )
+    groups, impossible = list[VariantGroup](), list[dict[str, str]]()
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
@@ -536,28 +527,33 @@ def decide(q: Question, keep: int = 8) -> Answer:
             }
             impossible.append(row)
             continue
-        everything += of_mesh(q, mesh)
+        groups += of_mesh(q, mesh)
     # what is checked does not depend on how much is shown
-    best, num_priced = _best(q, everything, failed, max(keep, 8))
-    plans = ranked(best.values())[:keep]
+    search = Search(q, groups, max(keep, 8)).run()
+    plans = ranked(search.best.values())[:keep]
     if not plans:
-        raise NoMeshFits(nowhere(q, failed))
-    losers = [one for mesh, one in failed.items() if mesh not in best][:_REJECTED]
+        raise NoMeshFits(nowhere(q, search.failed))
+    losers = [one for mesh, one in search.failed.items() if mesh not in search.best][:_REJECTED]
     rejected = [
         {"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers
     ]
-    return Answer(q, plans, rejected + impossible[:_REJECTED], num_priced)
+    return Answer(q, plans, rejected + impossible[:_REJECTED], search.num_priced)
+
+
+def fastest(candidates: Collection[Candidate]) -> list[Candidate]:
+    """Return those that are as fast as the fastest, but for `SAME`."""
+    least = min((one.time.step_s for one in candidates), default=0.0)
+    return [one for one in candidates if one.time.step_s <= least * (1 + SAME)]
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Sort by time, the simpler mesh first where it is as fast as the fastest, but for `SAME`, and no other
     is both faster and smaller in memory."""
     candidates = list(candidates)
-    fastest = min((one.time.step_s for one in candidates), default=0.0)
-    same = [one for one in candidates if one.time.step_s <= fastest * (1 + SAME)]
+    same = fastest(candidates)
 
     def order(one: Candidate) -> tuple[float, bool, int, float]:
-        if one.time.step_s > fastest * (1 + SAME):
+        if one not in same:
             return one.time.step_s, False, 0, 0.0
         fuller = [one.total_bytes > x.total_bytes for x in same if x.time.step_s < one.time.step_s]
         axes = sum(n > 1 for n in one.plan.mesh.sizes.values())
@@ -573,15 +569,13 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     if mesh.size != q.num_devices:
         raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
     _known(q)
-    q, failed = (
-        dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes),
-        dict[MeshShape, Candidate](),
-    )
-    if best := _best(q, of_mesh(q, mesh), failed, 1)[0]:
-        return best[mesh]
+    q = q.on(mesh)
+    search = Search(q, of_mesh(q, mesh)).run()
+    if search.best:
+        return search.best[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
-    tried = list(failed.values())
+    tried = list(search.failed.values())
     q = dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
     if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
         # of those whose weights and moments are too large, one was tried
@@ -595,56 +589,103 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     return Candidate(plan, step_time(q.run(plan)), one.memory_bytes, one.why_not)
 
 
-def _best(
-    q: Question, everything: Iterable[VariantGroup], failed: dict[MeshShape, Candidate], enough: int
-) -> tuple[dict[MeshShape, Candidate], int]:
-    """Return the fastest plan of each mesh that is among the fastest, and how many plans were priced: those
-    of groups whose least time is among the fastest. ``failed`` gets the meshes of which no plan fits, each
-    with the one that takes the least memory."""
-    best, checked, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
-    queue: list[tuple[float, int, VariantGroup | Candidate]] = []
-    queue += [(group.least_s, next(number), group) for group in everything]
-    heapq.heapify(queue)
-    limit, num_priced = math.inf, 0
-    while queue:
-        step_s, _, one = heapq.heappop(queue)
-        if limit * _NEAR <= step_s:
-            for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
-                failed.pop(other.mesh, None)
-            break
-        if isinstance(one, VariantGroup):
-            if one.alike < 2:
-                timed: list[tuple[float, Any]] = [(part.least_s, part) for part in one.parts(q)]
-            else:
-                timed = [(candidate.time.step_s, candidate) for candidate in priced(q, one)]
-                num_priced += len(timed)
-            for least_s, new in timed:
-                heapq.heappush(queue, (least_s, next(number), new))
-            continue
-        mesh, plan = one.mesh, one.plan
-        if checked[mesh] == _PRICED or mesh in best and best[mesh].time.step_s * _NEAR <= step_s:
-            continue
-        if not one.memory_bytes:
-            least = failed[mesh].total_bytes if mesh in failed else math.inf
-            instead, one = one.instead, least_recompute(q, one.plan, least)
-            if one.why_not:
-                for other in () if one.memory_bytes else instead:
-                    heapq.heappush(queue, (other.time.step_s, next(number), other))
-                if mesh not in failed or one.total_bytes < least:
-                    failed[mesh] = one
-                continue
-            if one.plan != plan:  # slower than its closed form without recomputation
-                one.time = step_time(q.run(one.plan), simulate=False)
-                heapq.heappush(queue, (one.time.step_s, next(number), one))
-                continue
-        checked[mesh] += 1
-        plan = q.resolved(one.plan, None).effective
-        one = Candidate(plan, step_time(q.run(plan)), one.memory_bytes)
-        if mesh not in best or one.time.step_s < best[mesh].time.step_s:
-            best[mesh] = one
-            times = sorted(other.time.step_s for other in best.values())
-            limit = times[enough - 1] if len(best) >= enough else math.inf
-    return best, num_priced
+@dataclasses.dataclass
+class Search:
+    """Looks for the fastest plan of each mesh that is among the fastest.
+
+    Attributes:
+        groups: of all meshes: those whose least time is among the fastest are priced.
+        enough: of meshes whose fastest plan is wanted, the fastest of all first.
+        margin: a plan is priced unless its least time is so many times that of the last of them.
+        best: of each mesh the fastest plan of those that were priced by their `traffic`.
+        failed: of each mesh of which no plan fits, the one that takes the least memory of those tried.
+        num_priced: plans that were priced by the closed form.
+    """
+
+    q: Question
+    groups: list[VariantGroup]
+    enough: int = 1
+    margin: float = _NEAR
+    best: dict[MeshShape, Candidate] = dataclasses.field(default_factory=dict)
+    failed: dict[MeshShape, Candidate] = dataclasses.field(default_factory=dict)
+    num_priced: int = 0
+
+    def __post_init__(self) -> None:
+        self.queue: list[tuple[float, int, VariantGroup | Candidate]] = []
+        self.number, self.exact = itertools.count(), Counter[MeshShape]()
+        for group in self.groups:
+            self._wait(group.least_s, group)
+
+    def run(self) -> "Search":
+        """Search to the end."""
+        for _ in self.steps():
+            pass
+        return self
+
+    def steps(self) -> Iterator[None]:
+        """Search in portions: the plan, or the group of plans, of the least time first."""
+        limit = math.inf
+        while self.queue:
+            least_s, _, one = heapq.heappop(self.queue)
+            if limit * self.margin <= least_s:
+                for other in (
+                    one,
+                    *(left for _, _, left in self.queue),
+                ):  # not checked: these may fit
+                    self.failed.pop(other.mesh, None)
+                break
+            if isinstance(one, VariantGroup):
+                self._divide(one)
+            elif not self._is_behind(one) and (one.memory_bytes or self._fits(one)):
+                self._price(one)
+                times = sorted(other.time.step_s for other in self.best.values())
+                limit = times[self.enough - 1] if len(times) >= self.enough else math.inf
+            yield
+
+    def _wait(self, least_s: float, one: VariantGroup | Candidate) -> None:
+        heapq.heappush(self.queue, (least_s, next(self.number), one))
+
+    def _divide(self, group: VariantGroup) -> None:
+        """Put a group's parts, or its plans, in its place."""
+        if group.alike < 2:
+            for part in group.parts(self.q):
+                self._wait(part.least_s, part)
+            return
+        for plan in (plans := priced(self.q, group)):
+            self._wait(plan.time.step_s, plan)
+        self.num_priced += len(plans)
+
+    def _is_behind(self, one: Candidate) -> bool:
+        """Tell whether a plan is not among the first of its mesh."""
+        best = self.best.get(one.mesh)
+        too_slow = best is not None and best.time.step_s * _NEAR <= one.time.step_s
+        return too_slow or self.exact[one.mesh] == _PRICED
+
+    def _fits(self, one: Candidate) -> bool:
+        """Tell whether a plan fits as it is. Where it fits with more recomputation, that plan waits for its
+        time; where it does not, those that waited for it (`Candidate.instead`) do."""
+        before = self.failed.get(one.mesh, Candidate(one.plan, UNPRICED))
+        plan = least_recompute(self.q, one.plan, before.total_bytes)
+        if not plan.why_not:
+            one.memory_bytes = plan.memory_bytes
+            if plan.plan == one.plan:
+                return True
+            plan.time = step_time(self.q.run(plan.plan), simulate=False)
+            self._wait(plan.time.step_s, plan)
+            return False
+        for other in () if plan.memory_bytes else one.instead:
+            self._wait(other.time.step_s, other)
+        if one.mesh not in self.failed or plan.total_bytes < before.total_bytes:
+            self.failed[one.mesh] = plan
+        return False
+
+    def _price(self, one: Candidate) -> None:
+        """Price a plan that fits by its `traffic`."""
+        self.exact[one.mesh] += 1
+        plan = self.q.resolved(one.plan, None).effective
+        one = Candidate(plan, step_time(self.q.run(plan)), one.memory_bytes)
+        if one.mesh not in self.best or one.time.step_s < self.best[one.mesh].time.step_s:
+            self.best[one.mesh] = one
 
 
 def _known(q: Question) -> None:
@@ -733,7 +774,7 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     """Word the refusal of a model that fits on no mesh: the least memory that one takes, and the first number
     of devices, of those that were tried, on which one fits."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
-    wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
+    wants = f"; of those tried {least.plan.mesh} holds least: it {least.why_not}" if least else ""
     if least and not least.memory_bytes:
         wants = f"; {least.plan.mesh} cannot be: {least.why_not}"
     given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
