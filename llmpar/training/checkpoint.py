@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -345,6 +346,14 @@ def _placed(
     return jax.ShapeDtypeStruct(
         shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding
     )
+
+
+def kept_in(folder: pathlib.Path) -> dict[str, str]:
+    """Return the steps of the checkpoints in a folder, as this process sees them, with a checksum of what is
+    written beside each. (Orbax itself would wait for processes that see others.)"""
+    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
+    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
+    return {step: sums[step] for step in sums if step.isdigit()}
 
 
 def _first_line(error: Exception) -> str:
