@@ -181,7 +181,9 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text_of(stream: Batches | None) -> dict[str, Any] | None:
     """Describe a text by what is in it, and how it is cut."""
-    return stream and {
+    if stream is None:
+        return None
+    return {
         "text": f"{stream.corpus.fingerprint} ({len(stream.corpus.tokens):,} tokens)",
         "tokenizer": stream.corpus.tokenizer.identity["fingerprint"],
         "part": stream.part,
