@@ -23,6 +23,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from llmpar.files import refuse_first
 from llmpar.plan.mesh_shape import AXES, ORDER, NotationError
 
 DIMS = {
@@ -182,16 +183,16 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
                 )
             region = name
             continue
-        if name not in DIMS:
-            fail(at, name or token, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}")
-        if name in (d.name for d in dims):
-            fail(at, token, f"dim '{name}' appears twice")
+        refuse_first(
+            (name not in DIMS, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}"),
+            (name in (d.name for d in dims), f"dim '{name}' appears twice"),
+            (sums, "dims come before unfinished sums"),
+            error=functools.partial(NotationError, shown or text, at, at + len(token)),
+        )
         cuts, position = [], at + len(name) + 1
         for axis in axes.split(",") if slash else ():
             cuts.append(claim(axis, f"cuts '{name}'", position))
             position += len(axis) + 1
-        if sums:
-            fail(at, token, "dims come before unfinished sums")
         dims.append(Dim(name, tuple(cuts)))
     return Layout(tuple(dims), tuple(sums), region, mesh[1] if mesh else "")
 
@@ -338,16 +339,17 @@ def parse_arrow(text: str) -> Arrow:
         _layout(plain, 0, len(left), text),
         _layout(plain, len(left) + 2, len(plain), text),
     )
-    if before.dims and after.dims and before.letters != after.letters:
-        raise NotationError(
-            text,
-            len(left) + 2,
-            len(text),
+    refuse_first(
+        (
+            before.dims and after.dims and before.letters != after.letters,
             f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
-        )
-    if bool(before.mesh) != bool(after.mesh):
-        why = "an arrow names a mesh on both sides, or on neither"
-        raise NotationError(text, len(left) + 2, len(text), why)
+        ),
+        (
+            bool(before.mesh) != bool(after.mesh),
+            "an arrow names a mesh on both sides, or on neither",
+        ),
+        error=functools.partial(NotationError, text, len(left) + 2, len(text)),
+    )
     if wires and before.mesh:
         raise NotationError(
             text, 0, len(left), "between two meshes values travel in their own dtype"

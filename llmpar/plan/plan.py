@@ -693,9 +693,7 @@ class Resolved(Plan):
             decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
-        if self.hop == "auto":
-            decided["hop"] = "permute"  # `_on_simulated_stages` may replace it
-        if self.platform == "cpu" and self.mesh.pp > 1:
+        if self.platform == "cpu" and self.mesh.pp > 1:  # may replace the hop
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
 

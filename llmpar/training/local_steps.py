@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from llmpar.files import refuse_first
 from llmpar.model.weights import Tree, joined, trainable_params
 from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import platform_of, spec
@@ -113,26 +114,27 @@ class LocalSteps:
     def _check(self) -> None:
         """Refuse what are no workers, periods or fragments, and an outer optimizer that counts its steps."""
         plan, every, count, processes = self.plan, self.every, self.fragments, jax.process_count()
-        if plan.mesh.dp < 2 or plan.mode != "manual" or every < 1 or processes > 1:
-            raise ValueError(
+        layers, state = self.config.num_layers, self.whole.abstract_state.optimizer
+        counters = optax.tree_map_params(self.outer, lambda x: None, state)
+        refuse_first(
+            (
+                plan.mesh.dp < 2 or plan.mode != "manual" or every < 1 or processes > 1,
                 f"local steps are of dp={plan.mesh.dp} workers in the mode {plan.mode}, joined every {every}"
                 f" steps, in processes: {processes}; use dp=2 or more, mode='manual', 1 step or more, and one"
-                " process"
-            )
-        layers = self.config.num_layers
-        if every % count or count > layers or (count > 1 and plan.mesh.pp > 1):
-            raise ValueError(
+                " process",
+            ),
+            (
+                every % count or count > layers or (count > 1 and plan.mesh.pp > 1),
                 f"fragments={count} of {layers} layers on pp={plan.mesh.pp}, each joined every {every} steps:"
                 f" one is due {every}/{count} = {every / count:g} steps after another; use a number that"
-                f" divides {every} and is at most {layers}, and pp=1"
-            )
-        state = self.whole.abstract_state.optimizer
-        counters = optax.tree_map_params(self.outer, lambda x: None, state)
-        if count > 1 and jax.tree.leaves(counters):
-            raise ValueError(
+                f" divides {every} and is at most {layers}, and pp=1",
+            ),
+            (
+                count > 1 and jax.tree.leaves(counters),
                 f"fragments={count} with an outer optimizer that counts its steps: each fragment's"
-                " step would count; use one without a schedule, as SGD with momentum, or fragments=1"
-            )
+                " step would count; use one without a schedule, as SGD with momentum, or fragments=1",
+            ),
+        )
 
     # ---------------------------------------------------------------------------------------------- the steps
 
