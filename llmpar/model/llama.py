@@ -581,14 +581,13 @@ class Llama(nnx.Module):
             kinds, times = loop.kinds, loop.times
             counts = Counter(kinds * times)  # layers of each kind in this loop
             weights = {kind: some_layers(stacks[kind], done[kind], n) for kind, n in counts.items()}
+            # the number of each layer of an iteration among those of its kind
+            nth: list[int | None] = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
             if len(kinds) == 1:
-                layers = [of_kind(blocks[kinds[0]], kinds[0])]
+                nth = [None]  # its weights are those of the one layer
             else:  # l … -> iterations, layers of this kind in one iteration, …
                 weights = {kind: par.periods(w, times) for kind, w in weights.items()}
-                # the number of each layer of an iteration among those of its kind
-                nth = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-                pairs = zip(kinds, nth, strict=True)
-                layers = [of_kind(blocks[kind], kind, n) for kind, n in pairs]
+            layers = [of_kind(blocks[kind], kind, n) for kind, n in zip(kinds, nth, strict=True)]
             x, aux = run_layers(layers, x, weights)
             if aux is not None:
                 outputs.append(aux)

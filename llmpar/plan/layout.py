@@ -21,6 +21,7 @@ mesh to another is planned by `llmpar.plan.two_meshes`, and carried out by `llmp
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmpar.files import refuse_first
@@ -149,14 +150,18 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
     region, sums = "", list[str]()
     dims, used = list[Dim](), dict[str, str]()
 
-    def fail(at: int, token: str, why: str):
-        raise NotationError(shown or text, at, at + len(token), why)
+    def error_at(at: int, token: str) -> Callable[[str], NotationError]:
+        return functools.partial(NotationError, shown or text, at, at + len(token))
 
     def claim(axis: str, owner: str, at: int) -> str:
-        if axis not in ORDER:
-            fail(at, axis, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}")
-        if axis in used:
-            fail(at, axis, f"axis '{axis}' already {used[axis]}; an axis is used once in a layout")
+        refuse_first(
+            (axis not in ORDER, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}"),
+            (
+                axis in used,
+                f"axis '{axis}' already {used.get(axis)}; an axis is used once in a layout",
+            ),
+            error=error_at(at, axis),
+        )
         used[axis] = owner
         return axis
 
@@ -165,7 +170,7 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
         if token.startswith("+"):
             name = token[1:]
             if name in sums and name in DIMS:
-                fail(at, token, f"dim '{name}' is summed over twice")
+                raise error_at(at, token)(f"dim '{name}' is summed over twice")
             sums.append(name if name in DIMS else claim(name, "carries an unfinished sum", at + 1))
             continue
         name, slash, axes = token.partition("/")
@@ -175,11 +180,9 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
             # letters, no axis, and not dims without spaces between them
             is_region = name.isalpha() and name not in (*AXES, "whole") and set(name) - set(DIMS)
             if region or dims or sums or not is_region:
-                fail(
-                    at,
-                    token,
+                raise error_at(at, token)(
                     f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes"
-                    " first)",
+                    " first)"
                 )
             region = name
             continue
@@ -187,7 +190,7 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
             (name not in DIMS, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}"),
             (name in (d.name for d in dims), f"dim '{name}' appears twice"),
             (sums, "dims come before unfinished sums"),
-            error=functools.partial(NotationError, shown or text, at, at + len(token)),
+            error=error_at(at, name or token),
         )
         cuts, position = [], at + len(name) + 1
         for axis in axes.split(",") if slash else ():

@@ -591,16 +591,21 @@ def _weights(rows: Iterable) -> tuple[tuple[str, Weight], ...]:
 
 
 def _made(part: type, kept: Any) -> Any:
-    """Make a dataclass of its fields in JSON, which has lists for tuples. Refuse unknown ones, if set."""
     if not isinstance(kept, dict):
         raise ValueError(f"{json.dumps(kept):.40} is no {part.__name__}")
-    own = {field.name for field in dataclasses.fields(part)}
-    values = {name: value for name, value in kept.items() if value or name in own}
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-    try:
-        return part(**values)
-    except TypeError as error:  # Python names fields that are unknown, or missing
-        raise ValueError(f"made by another version of llmpar: {error}; use that version") from error
+    fields = {f.name: f for f in dataclasses.fields(part)}
+    unknown = sorted(name for name in kept.keys() - fields if kept[name])  # unset is not there
+    needed = (name for name, f in fields.items() if f.default is dataclasses.MISSING)
+    missing = [name for name in needed if name not in kept]
+    refuse_first(
+        (
+            unknown,
+            f"made by another version of llmpar: it has {', '.join(unknown)}; use that version",
+        ),
+        (missing, f"it lacks {', '.join(missing)}"),
+    )
+    immutable = lambda value: tuple(value) if isinstance(value, list) else value  # JSON has lists
+    return part(**{name: immutable(value) for name, value in kept.items() if name in fields})
 
 
 @dataclass(frozen=True)
