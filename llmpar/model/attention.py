@@ -114,8 +114,6 @@ def attend_by_plan(
         mask=mask,
     )
     args = q, k, v, ids
-    out: Out
-    lse: Any  # it is None from JAX's kernels; `checks` refuses these for models with sinks
     if kernel in KERNELS_OF_JAX:
         in_order, whole = plan.same_positions, plan.documents == "whole"
         out, lse = by_kernel(*args, kernel=kernel, in_order=in_order, whole=whole, mask=mask)
@@ -696,7 +694,7 @@ def by_kernel(
     in_order: bool,
     whole: bool,
     mask: Mask = CAUSAL,
-) -> tuple[Q, None]:
+) -> tuple[Out, Any]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
     whole score matrix).
 
