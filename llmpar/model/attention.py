@@ -701,7 +701,7 @@ def by_kernel(
     The mask is an array of b s t, one for all heads. With `in_order` a kernel may skip later positions. With
     `in_order` and `whole`, one document a row (`ids_are_valid`), no mask is needed, and none is built. There
     is no lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and
-    0.12).
+    0.12). `checks` refuses these kernels for models with sinks.
     """
     if whole and in_order:
         window = (mask.window - 1, 0) if mask.window else None
