@@ -21,10 +21,8 @@ mesh to another is planned by `llmpar.plan.two_meshes`, and carried out by `llmp
 import functools
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmpar.files import refuse_first
 from llmpar.plan.mesh_shape import AXES, ORDER, NotationError
 
 DIMS = {
@@ -150,18 +148,14 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
     region, sums = "", list[str]()
     dims, used = list[Dim](), dict[str, str]()
 
-    def error_at(at: int, token: str) -> Callable[[str], NotationError]:
-        return functools.partial(NotationError, shown or text, at, at + len(token))
+    def fail(at: int, token: str, why: str):
+        raise NotationError(shown or text, at, at + len(token), why)
 
     def claim(axis: str, owner: str, at: int) -> str:
-        refuse_first(
-            (axis not in ORDER, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}"),
-            (
-                axis in used,
-                f"axis '{axis}' already {used.get(axis)}; an axis is used once in a layout",
-            ),
-            error=error_at(at, axis),
-        )
+        if axis not in ORDER:
+            fail(at, axis, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}")
+        if axis in used:
+            fail(at, axis, f"axis '{axis}' already {used[axis]}; an axis is used once in a layout")
         used[axis] = owner
         return axis
 
@@ -170,7 +164,7 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
         if token.startswith("+"):
             name = token[1:]
             if name in sums and name in DIMS:
-                raise error_at(at, token)(f"dim '{name}' is summed over twice")
+                fail(at, token, f"dim '{name}' is summed over twice")
             sums.append(name if name in DIMS else claim(name, "carries an unfinished sum", at + 1))
             continue
         name, slash, axes = token.partition("/")
@@ -180,22 +174,24 @@ def _layout(text: str, start: int, end: int, shown: str = "") -> Layout:
             # letters, no axis, and not dims without spaces between them
             is_region = name.isalpha() and name not in (*AXES, "whole") and set(name) - set(DIMS)
             if region or dims or sums or not is_region:
-                raise error_at(at, token)(
+                fail(
+                    at,
+                    token,
                     f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes"
-                    " first)"
+                    " first)",
                 )
             region = name
             continue
-        refuse_first(
-            (name not in DIMS, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}"),
-            (name in (d.name for d in dims), f"dim '{name}' appears twice"),
-            (sums, "dims come before unfinished sums"),
-            error=error_at(at, name or token),
-        )
+        if name not in DIMS:
+            fail(at, name or token, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}")
+        if name in (d.name for d in dims):
+            fail(at, token, f"dim '{name}' appears twice")
         cuts, position = [], at + len(name) + 1
         for axis in axes.split(",") if slash else ():
             cuts.append(claim(axis, f"cuts '{name}'", position))
             position += len(axis) + 1
+        if sums:
+            fail(at, token, "dims come before unfinished sums")
         dims.append(Dim(name, tuple(cuts)))
     return Layout(tuple(dims), tuple(sums), region, mesh[1] if mesh else "")
 
@@ -342,17 +338,16 @@ def parse_arrow(text: str) -> Arrow:
         _layout(plain, 0, len(left), text),
         _layout(plain, len(left) + 2, len(plain), text),
     )
-    refuse_first(
-        (
-            before.dims and after.dims and before.letters != after.letters,
+    if before.dims and after.dims and before.letters != after.letters:
+        raise NotationError(
+            text,
+            len(left) + 2,
+            len(text),
             f"the dims on both sides differ: '{before.letters}' and '{after.letters}'",
-        ),
-        (
-            bool(before.mesh) != bool(after.mesh),
-            "an arrow names a mesh on both sides, or on neither",
-        ),
-        error=functools.partial(NotationError, text, len(left) + 2, len(text)),
-    )
+        )
+    if bool(before.mesh) != bool(after.mesh):
+        why = "an arrow names a mesh on both sides, or on neither"
+        raise NotationError(text, len(left) + 2, len(text), why)
     if wires and before.mesh:
         raise NotationError(
             text, 0, len(left), "between two meshes values travel in their own dtype"

@@ -594,16 +594,14 @@ def _made(part: type, kept: Any) -> Any:
     if not isinstance(kept, dict):
         raise ValueError(f"{json.dumps(kept):.40} is no {part.__name__}")
     fields = {f.name: f for f in dataclasses.fields(part)}
-    unknown = sorted(name for name in kept.keys() - fields if kept[name])  # unset is not there
-    needed = (name for name, f in fields.items() if f.default is dataclasses.MISSING)
-    missing = [name for name in needed if name not in kept]
-    refuse_first(
-        (
-            unknown,
-            f"made by another version of llmpar: it has {', '.join(unknown)}; use that version",
-        ),
-        (missing, f"it lacks {', '.join(missing)}"),
-    )
+    if unknown := sorted(name for name in kept.keys() - fields if kept[name]):  # unset is not there
+        raise ValueError(
+            f"made by another version of llmpar: it has {', '.join(unknown)}; use that version"
+        )
+    if missing := [
+        n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept
+    ]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
     immutable = lambda value: tuple(value) if isinstance(value, list) else value  # JSON has lists
     return part(**{name: immutable(value) for name, value in kept.items() if name in fields})
 

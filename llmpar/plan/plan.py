@@ -96,6 +96,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -103,7 +104,7 @@ from llmpar.files import Allowed, check_fields
 from llmpar.plan import checks, places, schedules, sequence_order
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import WIRES, Arrow, Dim, Layout, parse_arrow, parse_layout
-from llmpar.plan.mesh_shape import INNER_AXES, MeshShape, parse_mesh
+from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask
 
@@ -593,7 +594,7 @@ class Resolved(Plan):
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
         all stages, also those that are empty (`places_per_stage`)."""
-        layouts_of = functools.cache(self.layouts_of)
+        layouts_of = _cached_layouts_of(self._same_layouts)
         layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
         for path, weight in _weights(self.config, layers).items():
@@ -602,6 +603,28 @@ class Resolved(Plan):
                 weight = self._padded(weight, layouts)
             table[path] = weight, layouts
         return table
+
+    @property
+    def _same_layouts(self) -> Resolved:
+        """A plan with the same layouts, as a key of a cache. Many plans have the same key: layouts name axes,
+        not their sizes, so each axis of more than one device has size 2 here; and the fields set below, which
+        change no layout, have fixed values."""
+        two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
+        sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
+        # a field of `MeshShape` has the size of both parts of an axis together; None is no part: size 1
+        sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
+        return dataclasses.replace(
+            self,
+            mesh=MeshShape(**sizes),
+            requested=Plan(),
+            model=None,
+            devices=None,
+            microbatches=1,
+            schedule="1f1b",
+            virtual_stages=None,
+            remat="none",
+            loss_chunks=1,
+        )
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
         """Round each dim of a weight up to a multiple of the number of devices that cut it. It is for models
@@ -766,6 +789,12 @@ def _cut_more(layout: Layout, name: str, axes: tuple[str, ...]) -> Layout:
     """Return the layout with one dim cut by further axes."""
     more = lambda d: d.axes + axes if d.name == name else d.axes
     return Layout(tuple(Dim(d.name, more(d)) for d in layout.dims), layout.sums)
+
+
+@functools.lru_cache(maxsize=512)  # a planner makes thousands of plans, but few `_same_layouts`
+def _cached_layouts_of(plan: Resolved) -> Callable[[str], WeightLayouts]:
+    """Return ``plan.layouts_of`` with a cache of its own."""
+    return functools.cache(plan.layouts_of)
 
 
 @functools.lru_cache(maxsize=64)

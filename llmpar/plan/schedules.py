@@ -22,7 +22,6 @@ from functools import cached_property
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from llmpar.files import refuse_first
 from llmpar.plan.torch_orders import from_torch
 
 OP_KINDS = "FBW"  # in a table of integers a kind is its index in this
@@ -328,15 +327,13 @@ def from_text(text: str, name: str = "written") -> Schedule:
                 )
         rows.append(tuple(row))
     ops = [op for row in rows for op in row]
-    m = 1 + max((op.microbatch for op in ops), default=0)
-    v = 1 + max((op.chunk for op in ops), default=0)
-    refuse_first(
-        (not ops, "the order is empty; write one line per stage, such as 'F0 F1 B0 B1'"),
-        (
-            max(m, v) > len(ops),
-            f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0",
-        ),
-    )
+    if not ops:
+        raise ValueError("the order is empty; write one line per stage, such as 'F0 F1 B0 B1'")
+    m, v = 1 + max(op.microbatch for op in ops), 1 + max(op.chunk for op in ops)
+    if max(m, v) > len(ops):
+        raise ValueError(
+            f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0"
+        )
     placement = "vee" if vee else "looped" if v > 1 else "linear"
     return Schedule(
         name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops)

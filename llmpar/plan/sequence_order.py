@@ -6,8 +6,6 @@ of several documents are dealt in `llmpar.training.balance`.
 
 from dataclasses import dataclass
 
-from llmpar.files import refuse_first
-
 
 @dataclass(frozen=True)
 class Mask:
@@ -66,17 +64,15 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
     each document by itself (`training.balance`), and this is the order of a row that is one document: a
     zigzag, after the first n positions if 2n does not divide s.
     """
+    if name not in ("contiguous", "zigzag", "striped", "balanced"):
+        raise ValueError(
+            f"order '{name}' is not known; use contiguous, zigzag, striped or balanced"
+        )
     parts = 2 * n if name == "zigzag" else n
-    refuse_first(
-        (
-            name not in ("contiguous", "zigzag", "striped", "balanced"),
-            f"order '{name}' is not known; use contiguous, zigzag, striped or balanced",
-        ),
-        (
-            n > 1 and s % parts,  # one rank takes any number
-            f"{name} order cuts {s} positions into {parts} parts for {n} ranks; use a multiple of {parts}",
-        ),
-    )
+    if n > 1 and s % parts:  # one rank takes any number
+        raise ValueError(
+            f"{name} order cuts {s} positions into {parts} parts for {n} ranks; use a multiple of {parts}"
+        )
     if n == 1 or name == "contiguous":
         return list(range(s))
     if name == "striped":

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from llmpar.files import Allowed, check_fields, refuse_first
+from llmpar.files import Allowed, check_fields
 from llmpar.training.apart import open_chat
 from llmpar.training.text_files import Conversation, read_texts
 from llmpar.training.tokenizers import Tokenizer, open_tokenizer
@@ -159,15 +159,13 @@ class Batches:
         self._bounds = np.concatenate([[begin], inner, [end]])
         self.num_rows = (end - begin - 1) // s  # per epoch
         what = f"the {part} part (held_out {config.held_out}) of {corpus.source}"
-        answers = corpus.counted is None or corpus.counted[begin:end].any()
-        refuse_first(
-            (
-                self.num_rows < 1,
+        if self.num_rows < 1:
+            raise ValueError(
                 f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}; use a shorter"
-                " seq_len, more data, or another held_out (--held-out 0 keeps nothing out)",
-            ),
-            (not answers, f"{what} has no answer; give more data, or another held_out"),
-        )
+                " seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
+            )
+        if corpus.counted is not None and not corpus.counted[begin:end].any():
+            raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(

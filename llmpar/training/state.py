@@ -11,7 +11,6 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from llmpar.files import refuse_first
 from llmpar.model.weights import Tree, trainable_params, weights_tree
 from llmpar.plan.layout import WHOLE, Layout
 from llmpar.plan.model_config import ModelConfig
@@ -96,17 +95,13 @@ def check_mesh(plan: Plan, mesh: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh is {mesh!r:.60}, no jax.sharding.Mesh; use make_mesh(plan.mesh)")
     sizes = dict(mesh.shape)
-    has = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    refuse_first(
-        (
-            sizes not in (plan.mesh.user_sizes, plan.mesh.sizes),
-            f"the plan is for mesh '{plan.mesh}', and the mesh is {has}; use make_mesh(plan.mesh)",
-        ),
-        (
-            jax.config.jax_enable_x64,  # type: ignore[attr-defined]
-            "JAX_ENABLE_X64 is on, but master weights are float32; switch it off",
-        ),
-    )
+    if sizes not in (plan.mesh.user_sizes, plan.mesh.sizes):
+        has = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        raise ValueError(
+            f"the plan is for mesh '{plan.mesh}', and the mesh is {has}; use make_mesh(plan.mesh)"
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
 
 
 def check_alive(tree: Tree) -> None:

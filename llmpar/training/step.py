@@ -32,7 +32,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jaxtyping import Array
 
-from llmpar.files import Allowed, refuse_first
+from llmpar.files import Allowed
 from llmpar.model.llama import Batch, LossAndTally
 from llmpar.model.weights import (
     Tree,
@@ -94,15 +94,8 @@ class Step(LayerOrder):
         check_mesh(plan, mesh)
         self.config = config
         self.plan = plan = plan.resolve(config, platform_of(mesh))
-        why = checks.why_not_run(plan)
-        refuse_first(
-            (why, why),
-            (
-                plan.muon != "none" and not isinstance(optimizer, Muon),
-                f"muon='{plan.muon}' moves whole matrices for Muon, and this optimizer takes none; use"
-                " llmpar.training.muon.muon(rate, config), or leave muon out",
-            ),
-        )
+        if why := checks.why_not_run(plan):
+            raise ValueError(why)
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
         # two meshes of the same devices, with the plan's inner axes (near, ul, kv): the mode Explicit needs
@@ -117,6 +110,11 @@ class Step(LayerOrder):
         )
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         super().__init__(config, plan, self.mesh, self.optimizer)
+        if plan.muon != "none" and not isinstance(optimizer, Muon):
+            raise ValueError(
+                f"muon='{plan.muon}' moves whole matrices for Muon, and this optimizer takes none; use"
+                " llmpar.training.muon.muon(rate, config), or leave muon out"
+            )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._batch_layout = plan.place("data b s")
         self.batch_sharding = sharding(self.mesh, self._batch_layout)
