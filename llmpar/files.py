@@ -162,6 +162,13 @@ def check_fields(config: Any) -> None:
             what.check(name, value)
 
 
+def refuse_first(*rows: tuple[Any, str], error: Callable[[str], ValueError] = ValueError) -> None:
+    """Raise an error with the sentence of the first row whose condition holds."""
+    for holds, why in rows:
+        if holds:
+            raise error(why)
+
+
 class CheckedFields:
     """A dataclass that refuses values which the types of its fields do not allow (`check_fields`)."""
 

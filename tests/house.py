@@ -16,27 +16,27 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_706,
-    "parallel": 1_069,
-    "kernels": 531,
-    "model": 1_201,
+    "plan": 2_656,
+    "parallel": 1_051,
+    "kernels": 530,
+    "model": 1_182,
     "pipeline": 318,
-    "training": 2_487,
+    "training": 2_490,
     "predict": 2_824,
     "planner": 2_040,
     "draw": 2_797,
     "inspect": 4_228,
     "explore": 1_661,
     "serve": 934,
-    "launch": 1_247,
+    "launch": 1_219,
     "lessons": 1_709,
-    "cli": 2_297,
-    "top": 141,
+    "cli": 2_298,
+    "top": 146,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_337,
-    "statements": 28_190,
+    "statements of the compact package": 6_252,
+    "statements": 28_083,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

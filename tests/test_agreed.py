@@ -11,13 +11,14 @@ import pytest
 
 from llmpar.cli.generate import Generate
 from llmpar.cli.train import Train
-from llmpar.launch import agreed
-from llmpar.launch.agreed import APART, FOLDERS, OWN, differences, flat, kept_in, settings_of, surroundings
+from llmpar.launch import agreed, joined
+from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, surroundings
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import PRESETS
+from llmpar.training.checkpoint import kept_in
 from llmpar.training.data import Batches, Corpus, DataConfig
-from llmpar.training.loop import train
+from llmpar.training.loop import APART, Callbacks, Evaluation, settings_of, train
 from llmpar.training.tokenizers import ByteTokenizer
 
 MODEL = dataclasses.replace(
@@ -57,7 +58,7 @@ def test_every_field_is_compared_but_for_those_with_a_reason(what):
         (row,) = rows
         assert row.startswith(f"{name.strip('_')} is ") or f".{name} is " in f".{row}", (name, row)
         assert " on processes 0, 2 and " in row and row.endswith(" on process 1")
-    assert seen and differences([same, same]) == [] and all((*OWN.values(), *APART.values()))
+    assert seen and differences([same, same]) == [] and all(OWN.values())
     folders = flat(Train(checkpoints="a", from_="b"))
     assert {name: folders[name.strip("_")] for name in FOLDERS} == {"checkpoints": True, "from_": True}
 
@@ -68,45 +69,36 @@ def stream(text="abc" * 40, part="train", **config):
     return Batches(corpus, DataConfig(seq_len=4, batch_size=2, held_out=2, **config), part)
 
 
-GROUPS = {"evaluation", "callbacks"}
-
-
 def arguments(folder: Path, **more):
     """What `train` is given."""
     given = {name: p.default for name, p in inspect.signature(train).parameters.items()}
     given |= {"config": MODEL, "plan": Plan("dp=2"), "mesh": None, "stream": stream(), "steps": 3}
-    given |= {"checkpoints": SimpleNamespace(folder=folder, every=2)}
-    for name in GROUPS:
-        fields = vars(given[name])
-        given[name] = SimpleNamespace(**fields | {k: x for k, x in more.items() if k in fields})
-    return given | {k: x for k, x in more.items() if not any(k in vars(given[name]) for name in GROUPS)}
+    return given | {"checkpoints": SimpleNamespace(folder=folder, every=2)} | more
 
 
-def test_whatever_train_is_given_is_compared(tmp_path):
-    """A new argument is, until `APART` has a reason why not."""
-    base = arguments(tmp_path)
-    names = base.keys() - GROUPS | {field for name in GROUPS for field in vars(base[name])}
-    for name in names - {"stream", "held_out", "checkpoints", "begin", "origin"}:
-        other = arguments(tmp_path, **{name: "another"})
-        rows = differences([flat(settings_of(base)), flat(settings_of(other))])
-        assert bool(rows) != bool(APART.get(name)), name
+def test_whatever_train_is_given_is_compared(tmp_path, monkeypatch):
+    """A new argument is, unless `APART` has it, by the plain barrier and before anything else happens."""
+    sent = {}
+    client = SimpleNamespace(key_value_set=sent.__setitem__, wait_at_barrier=lambda *_: 1 / 0)
+    state = SimpleNamespace(client=client, num_processes=2, process_id=1)
+    monkeypatch.setattr(joined, "_state", lambda: state)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
 
+    def text_of(**more):
+        with pytest.raises(ZeroDivisionError):
+            train(**arguments(tmp_path, callbacks=Callbacks(barrier=joined.barrier), **more))
+        return sent.popitem()[1]
 
-@pytest.mark.parametrize(
-    "key, more",
-    [
-        ("stream.text", {"stream": stream("abd" * 40)}),
-        ("stream.config.seed", {"stream": stream(seed=1)}),
-        ("stream.config.limit_bytes", {"stream": stream(limit_bytes=9)}),
-        ("held_out", {"held_out": stream(part="held_out")}),
-        ("checkpoints", {"checkpoints": None}),
-        ("begin", {"begin": lambda where: where}),
-        ("config.lora", {"config": dataclasses.replace(MODEL, lora=None)}),
-    ],
-)
-def test_text_plan_and_model_are_compared_by_what_is_in_them(tmp_path, key, more):
-    rows = differences([flat(settings_of(arguments(tmp_path, **given))) for given in ({}, more)])
-    assert any(row.startswith((f"{key} is ", f"{key}.")) for row in rows), rows
+    base = text_of()
+    assert base == text_of() and " at 0x" not in base, "what is in an object, not the object"
+    objects = "plan stream evaluation checkpoints origin callbacks".split()
+    for name in arguments(tmp_path).keys() - {*objects}:
+        assert (base == text_of(**{name: "another"})) == (name in APART), name
+    for values in ({"text": "abd" * 40}, {"seed": 1}, {"limit_bytes": 9}):
+        assert base != text_of(stream=stream(**values)), values
+    for values in ({"held_out": stream(part="held_out")}, {"eval_every": 3}, {"eval_batches": 2}):
+        assert base != text_of(evaluation=Evaluation(**values)), values
+    assert base != text_of(checkpoints=None) and base != text_of(plan=Plan("dp=2", zero=1))
 
 
 def test_checkpoints_are_compared_as_each_process_sees_them(tmp_path):

@@ -53,7 +53,7 @@ def lowered(platform: str = ""):
     if not platform:
         program, _ = over_devices(lambda *args: beside_a_loop(*args), local_mesh())
         return program.lower(shapes[:2], shapes[2])
-    far = abstract_mesh("dp=2 fsdp=2 tp=2", platform)
+    far = abstract_mesh("dp=2 fsdp=2 tp=2")
     f = jax.shard_map(lambda x: lax.psum(x, "tp"), mesh=far, in_specs=P("tp"), out_specs=P())
     where = {"gpu": "cuda"}.get(platform, platform)
     return jax.jit(f).trace(jax.ShapeDtypeStruct((8,), jnp.float32)).lower(lowering_platforms=(where,))

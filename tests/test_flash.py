@@ -166,7 +166,8 @@ def on_a_gpu(s, **options):
         out, _ = flash_attention(q, k, v, ids, axis="sp", platform="gpu", **options)
         return out.astype(jnp.float32)
 
-    mesh = abstract_mesh(f"sp={n}", "gpu")
+    card = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
+    mesh = abstract_mesh(f"sp={n}").update(abstract_device=card)
     attend = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)
     loss = lambda *args: attend(*args).sum()
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

@@ -9,7 +9,7 @@ import tyro
 from llmpar.cli.options import MAX_SEQ_LEN, Output, Seed, give, start_jax, still_at_work
 from llmpar.cli.weights import ModelOptions
 from llmpar.files import Allowed
-from llmpar.launch.agreed import flat, kept_in
+from llmpar.launch.agreed import flat
 from llmpar.plan.presets import folder_of
 
 MOST_TOKENS = 1 << 15
@@ -38,6 +38,7 @@ class Generate(Output, ModelOptions):
         """Load the weights, read the prompt, add tokens, and print."""
         from llmpar.launch.joined import barrier, initialize
         from llmpar.training import hugging_face as hf
+        from llmpar.training.checkpoint import kept_in
 
         initialize()
         kept = self.checkpoints and kept_in(pathlib.Path(self.checkpoints))

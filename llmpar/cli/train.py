@@ -36,15 +36,8 @@ from llmpar.cli.options import (
 )
 from llmpar.cli.weights import Load, beside, from_folder
 from llmpar.launch import signals
-from llmpar.launch.agreed import flat, kept_in
-from llmpar.launch.joined import (
-    Watchdog,
-    asked_to_stop,
-    barrier,
-    barrier_of_train,
-    initialize,
-    tell_others,
-)
+from llmpar.launch.agreed import flat
+from llmpar.launch.joined import Watchdog, asked_to_stop, barrier, initialize, tell_others
 from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Rate
 from llmpar.plan.plan import Plan
 from llmpar.plan.presets import folder_of, preset
@@ -117,7 +110,7 @@ class Train(Output):
         check_picture(self.plot)
         barrier({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh
-        from llmpar.training.checkpoint import Checkpoints
+        from llmpar.training.checkpoint import Checkpoints, kept_in
         from llmpar.training.loop import Callbacks, Evaluation, train
 
         start_jax()
@@ -159,7 +152,7 @@ class Train(Output):
                 tracker=self.tracker,
                 profile=self.profiled_steps(),
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
-                callbacks=Callbacks(on_step, inform, stopper.requested, barrier_of_train),
+                callbacks=Callbacks(on_step, inform, stopper.requested, barrier),
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             resume = f"saved in {self.checkpoints}: run the same command again to resume"

@@ -202,11 +202,12 @@ def feed_forward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _feed_forward(blocks, variant, *args):
-    return _run(blocks, variant, *args)[0]
+    return _forward(blocks, variant, *args)[0]
 
 
-def _run(blocks, variant, x, shares, weights, slots):
-    """Return the result, and the products with gate and up of the first part."""
+def _forward(blocks, variant, x, shares, weights, slots):
+    """Return the result; and what the backward pass reads: the arguments, and the products with gate and up
+    of the first part."""
     product = functools.partial(dot, eight_bits=blocks.eight_bits)
 
     def run_part(part, out, kept, gate, up, down, *biases):
@@ -216,12 +217,9 @@ def _run(blocks, variant, x, shares, weights, slots):
         result = plus_bias(product((gated(variant, *inner), down)), of_down)
         return part.to_rows(out, result, shares), inner if part.is_first else kept
 
-    return _run_parts(blocks, slots, weights, None, (), run_part)
-
-
-def _forward(blocks, variant, *args):
-    y, kept = _run(blocks, variant, *args)
-    return y, (*args, tuple(checkpoint_name(z, HIDDEN) for z in kept))
+    y, kept = _run_parts(blocks, slots, weights, None, (), run_part)
+    kept = tuple(checkpoint_name(z, HIDDEN) for z in kept)
+    return y, (x, shares, weights, slots, kept)
 
 
 def _backward(blocks, variant, saved, grad):

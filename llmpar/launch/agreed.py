@@ -40,13 +40,6 @@ OWN = {
 """Fields in which processes may differ, each with the reason."""
 FOLDERS = ("checkpoints", "from_")
 """Fields that name a folder: hosts may call it otherwise, but it is given to all or to none."""
-APART = {
-    **dict.fromkeys(
-        ("on_step", "tell", "stop", "barrier", "tracker", "log"), "what a process says, and to whom"
-    ),
-    **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
-}
-"""Arguments of `training.loop.train` in which processes may differ, each with the reason."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SHOWN = 3
 """How many differences, and processes of a kind, a sentence names."""
@@ -62,41 +55,6 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
         return {name: value}
     flats = (flat(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
     return {key: part for one in flats for key, part in one.items()}
-
-
-def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """List what all processes must come to `training.loop.train` with, by the names of its arguments: all but
-    those of `APART`. Of texts, checkpoints and weights it is what is in them."""
-    from llmpar.training import hugging_face as hf
-
-    settings = dict(given)
-    for name in ("evaluation", "callbacks"):
-        settings |= vars(settings.pop(name))
-    settings = {name: value for name, value in settings.items() if name not in APART}
-    settings["plan"] = getattr(settings["plan"], "requested", settings["plan"])
-    for name in ("stream", "held_out"):
-        if stream := settings[name]:
-            corpus = stream.corpus
-            settings[name] = {
-                "text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)",
-                "tokenizer": corpus.tokenizer.identity["fingerprint"],
-                "part": stream.part,
-                "config": stream.config,
-            }
-    if keep := settings["checkpoints"]:
-        # Orbax waits for processes that see none
-        seen = {"every": keep.every, "exists": keep.folder.is_dir()}
-        settings["checkpoints"] = seen | kept_in(keep.folder)
-    origin = settings["origin"] and hf.fingerprint(settings["origin"])
-    return settings | {"begin": settings["begin"] is not None, "origin": origin}
-
-
-def kept_in(folder: pathlib.Path) -> dict[str, str]:
-    """Return the steps of the checkpoints in a folder, as this process sees them, with a checksum of what is
-    written beside each. (Orbax itself would wait for processes that see others.)"""
-    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
-    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
-    return {step: sums[step] for step in sums if step.isdigit()}
 
 
 def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:

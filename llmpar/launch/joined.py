@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmpar.launch import signals
-from llmpar.launch.agreed import flat, numbers_of, refusal, settings_of, surroundings
+from llmpar.launch.agreed import flat, numbers_of, refusal, surroundings
 from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
@@ -598,13 +598,6 @@ def barrier(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         )
     if (why := state.client.blocking_key_value_get(f"{key}/why", day)) != _AGREED:
         raise ValueError(why)
-
-
-def barrier_of_train(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Wait for the other processes of a training, which at its beginning gives its arguments; refuse where
-    these differ (`agreed.settings_of`)."""
-    if is_joined():
-        barrier(settings_of(arguments) if arguments else arguments)
 
 
 def is_broken(sentence: str) -> bool:

@@ -114,8 +114,6 @@ def attend_by_plan(
         mask=mask,
     )
     args = q, k, v, ids
-    out: Out
-    lse: Any  # it is None from JAX's kernels; `checks` refuses these for models with sinks
     if kernel in KERNELS_OF_JAX:
         in_order, whole = plan.same_positions, plan.documents == "whole"
         out, lse = by_kernel(*args, kernel=kernel, in_order=in_order, whole=whole, mask=mask)
@@ -696,14 +694,14 @@ def by_kernel(
     in_order: bool,
     whole: bool,
     mask: Mask = CAUSAL,
-) -> tuple[Q, None]:
+) -> tuple[Out, Any]:
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
     whole score matrix).
 
     The mask is an array of b s t, one for all heads. With `in_order` a kernel may skip later positions. With
     `in_order` and `whole`, one document a row (`ids_are_valid`), no mask is needed, and none is built. There
     is no lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and
-    0.12).
+    0.12). `checks` refuses these kernels for models with sinks.
     """
     if whole and in_order:
         window = (mask.window - 1, 0) if mask.window else None

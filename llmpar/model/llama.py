@@ -144,25 +144,24 @@ class Part(nnx.Module):
                 setattr(self, name, weight)
         adapt(self, params, path)  # its LoRA weights, if it has any
 
+    def bias_of(self, name: str) -> nnx.Param | None:
+        """Return what is added to a matmul with the matrix of this name; None in most models."""
+        return getattr(self, f"{name}_bias", None)
+
 
 class Attention(Part):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    q_bias: nnx.Param | None = None
-    k_bias: nnx.Param | None = None
-    v_bias: nnx.Param | None = None
-    o_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
     gate: nnx.Param | None = None
-    gate_bias: nnx.Param | None = None
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         config, variant = self.config, self.config.variant
         names = ["q", "k", "v"] if self.gate is None else ["q", "k", "v", "gate"]
-        biases = [getattr(self, f"{name}_bias") for name in names]
+        biases = [self.bias_of(name) for name in names]
         weights = used_weights(self, par, *names)
         arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh, *gates = par.move_matmul(x, arrow, *weights, biases=biases)
@@ -199,7 +198,7 @@ class Attention(Part):
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
-        return par.plus(y, self.o_bias)
+        return par.plus(y, self.bias_of("o"))
 
 
 class LatentAttention(Attention):
@@ -209,10 +208,6 @@ class LatentAttention(Attention):
 
     kv_norm: Norm
     kv_up: nnx.Param
-    q_down_bias: nnx.Param | None = None
-    q_up_bias: nnx.Param | None = None
-    kv_down_bias: nnx.Param | None = None
-    kv_up_bias = None
     eps = 1e-6  # of its own norms; other norms use ``norm_eps``
 
     @jax.named_scope("attention")
@@ -245,7 +240,7 @@ class LatentAttention(Attention):
         """Multiply by one of the matrices, and add its bias, if it has one."""
         (weight,) = used_weights(self, par, name)
         y = checkpoint_name(matmul(x, weight), PROJECTED)
-        return par.plus(y, getattr(self, f"{name}_bias"))
+        return par.plus(y, self.bias_of(name))
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
@@ -341,10 +336,6 @@ def attend_sharded(
 class FeedForward(Part):
     """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
 
-    gate_bias: nnx.Param | None = None
-    up_bias: nnx.Param | None = None
-    down_bias: nnx.Param | None = None
-
     @jax.named_scope("feed_forward")
     def __call__(
         self,
@@ -354,13 +345,14 @@ class FeedForward(Part):
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
         """Run three matmuls. The arrow ``before`` moves ``x`` to them. The arrow ``after``
-        finishes the sum over m, or leaves it to the caller. With a ``down_bias`` it must
+        finishes the sum over m, or leaves it to the caller. With a bias of ``down`` it must
         finish it: else each rank of tp would add this bias to its term of the sum. (So
         `ModelConfig` refuses this bias in a shared expert.)"""
         gate, up, down = used_weights(self, par, *MATRICES)
         # Biases are fetched here: `feed_forward` runs for each piece of the sequence (ffn_chunks), and with
         # `reduce="layer"` their gradients would be summed over devices once for each piece.
-        biases = [None if b is None else par.weight(b) for b in (self.gate_bias, self.up_bias)]
+        given = map(self.bias_of, ("gate", "up"))
+        biases = [None if bias is None else par.weight(bias) for bias in given]
 
         def feed_forward(x_bsd):
             gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
@@ -368,22 +360,17 @@ class FeedForward(Part):
             return par.matmul_move(hidden_bsm, down, after)
 
         y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
-        return par.plus(y, self.down_bias)
+        return par.plus(y, self.bias_of("down"))
 
 
 class Experts(Part):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     router: nnx.Param
-    # ``router_bias`` is learned by gradients; ``bias`` balances the load of experts by a rule
-    # (`Step._balance_experts`)
-    router_bias: nnx.Param | None = None
+    # the router's own bias (`bias_of`) is learned by gradients; this one balances the load of experts by a
+    # rule (`Step._balance_experts`)
     bias: nnx.Param | None = None
     shared_gate: nnx.Param | None = None
-    gate: nnx.Param | None = None
-    gate_bias: nnx.Param | None = None
-    up_bias: nnx.Param | None = None
-    down_bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, params: Params):
         super().__init__(config, params, "experts")
@@ -399,7 +386,7 @@ class Experts(Part):
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
-        logits_bse = par.plus(logits_bse, self.router_bias)
+        logits_bse = par.plus(logits_bse, self.bias_of("router"))
         bias = []  # the optional argument of `moe.route`: no bias, or one
         if self.bias is not None:
             constant = self.bias.replace(jax.lax.stop_gradient(self.bias[...]))
@@ -415,8 +402,9 @@ class Experts(Part):
         x = par.move(x, "stream b s d -> tokens b s d")
         choices = (par.move(y, "stream b s e -> tokens b s e") for y in (weights_bsk, chosen_bsk))
         # in the order of `grouped.Weights`
-        names = (f"{name}{end}" for end in ("", "_bias") for name in MATRICES)
-        weights = [w for name in names if (w := getattr(self, name)) is not None]
+        biases = map(self.bias_of, MATRICES)
+        weights = [getattr(self, name) for name in MATRICES]
+        weights += [own for own in biases if own is not None]
         visit = par.local(
             functools.partial(moe.visit_experts, experts, par.island, variant=self.config.variant),
             ["tokens b s d", "tokens b s e", "tokens b s e", *(w.dims for w in weights)],
@@ -593,14 +581,13 @@ class Llama(nnx.Module):
             kinds, times = loop.kinds, loop.times
             counts = Counter(kinds * times)  # layers of each kind in this loop
             weights = {kind: some_layers(stacks[kind], done[kind], n) for kind, n in counts.items()}
+            # the number of each layer of an iteration among those of its kind
+            nth: list[int | None] = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
             if len(kinds) == 1:
-                layers = [of_kind(blocks[kinds[0]], kinds[0])]
+                nth = [None]  # its weights are those of the one layer
             else:  # l … -> iterations, layers of this kind in one iteration, …
                 weights = {kind: par.periods(w, times) for kind, w in weights.items()}
-                # the number of each layer of an iteration among those of its kind
-                nth = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-                pairs = zip(kinds, nth, strict=True)
-                layers = [of_kind(blocks[kind], kind, n) for kind, n in pairs]
+            layers = [of_kind(blocks[kind], kind, n) for kind, n in zip(kinds, nth, strict=True)]
             x, aux = run_layers(layers, x, weights)
             if aux is not None:
                 outputs.append(aux)

@@ -43,16 +43,17 @@ def rope_frequencies(config: ModelConfig, is_long: bool = False) -> Float[np.nda
         return 0 * frequency
     if scaling is None:
         return frequency
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    if scaling.kind == "longrope":
-        return frequency / np.array(scaling.long_factors if is_long else scaling.short_factors)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if scaling.kind == "llama3":
-        num_turns = scaling.original_context * frequency / (2 * np.pi)
-        blend = np.clip((num_turns - low) / max(high - low, 1e-9), 0, 1)
-        return frequency * (blend + (1 - blend) / scaling.factor)
-    # the pairs that make so many turns in the original context
+    match scaling.kind:
+        case "linear":
+            return frequency / scaling.factor
+        case "longrope":
+            return frequency / np.array(scaling.long_factors if is_long else scaling.short_factors)
+        case "llama3":
+            num_turns = scaling.original_context * frequency / (2 * np.pi)
+            blend = np.clip((num_turns - low) / max(high - low, 1e-9), 0, 1)
+            return frequency * (blend + (1 - blend) / scaling.factor)
+    # YaRN: the pairs that make so many turns in the original context
     pair_of = lambda turns: (
         width
         * np.log(scaling.original_context / (turns * 2 * np.pi))

@@ -4,7 +4,6 @@
 """
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +39,7 @@ def trainable_params(tree: Tree, config: ModelConfig) -> Tree:
 
 def joined(tree: Tree, part: Tree) -> Tree:
     """Return the tree with the leaves of a part of it in place of its own."""
-    flat = (flatten_dict(x, sep=".") for x in (tree, part))
-    return unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
+    return unflatten_dict(flatten_dict(tree) | flatten_dict(part))
 
 
 @functools.cache

@@ -35,14 +35,15 @@ def send(x: Array, move: Move, letters: str, to: Literal["varying", "invarying"]
     """Run a move: one lax call. ``letters`` are the dims of ``x``; ``to`` tells whether results of a gather
     may differ or are equal on all devices."""
     cuts, gathers = dim_of(move.cuts, letters), dim_of(move.gathers, letters)
-    if move.kind == "all-reduce":
-        return lax.psum(x, move.axes)
-    if move.kind == "reduce-scatter":
-        return lax.psum_scatter(x, move.axes, scatter_dimension=cuts, tiled=True)
-    if move.kind == "all-gather":
-        return lax.all_gather(x, move.axes, axis=gathers, tiled=True, to=to)
-    if move.kind == "all-to-all":
-        return lax.all_to_all(x, move.axes, cuts, gathers, tiled=True)
+    match move.kind:
+        case "all-reduce":
+            return lax.psum(x, move.axes)
+        case "reduce-scatter":
+            return lax.psum_scatter(x, move.axes, scatter_dimension=cuts, tiled=True)
+        case "all-gather":
+            return lax.all_gather(x, move.axes, axis=gathers, tiled=True, to=to)
+        case "all-to-all":
+            return lax.all_to_all(x, move.axes, cuts, gathers, tiled=True)
     # a slice: each device keeps its own block
     size = x.shape[cuts] // lax.axis_size(move.axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, cuts)

@@ -13,9 +13,6 @@ from llmpar.parallel.placement import device_grid
 from llmpar.plan.layout import LETTERS, Dim, Layout, axes_of
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
-_KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
-"""The kind of an abstract mesh's devices, by platform."""
-
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None, alone: bool = True) -> Mesh:
     """Make a mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing.
@@ -34,16 +31,12 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None, alone: bool =
     return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
-def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh:
-    """Make a mesh without devices: enough to trace and lower a program for a platform (cpu, gpu or tpu)."""
-    sizes, device = parse_mesh(shape).sizes, None
-    if platform != "cpu":
-        name = {"gpu": "cuda"}.get(platform, platform)
-        device = AbstractDevice(_KINDS[platform], num_cores=None, platform=name)
+def abstract_mesh(shape: str | MeshShape) -> AbstractMesh:
+    """Make a mesh without devices: enough to trace and lower a program. Of another platform than CPUs it is
+    one with JAX's ``update(abstract_device=…)``."""
+    sizes = parse_mesh(shape).sizes
     types = (AxisType.Auto,) * len(sizes)
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device
-    )
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def split_axes(mesh: Any, shape: MeshShape) -> Any:

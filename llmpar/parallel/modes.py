@@ -61,7 +61,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Int
 
 from llmpar.parallel import wire
-from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter
+from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
 from llmpar.parallel.collectives import MOVED, WEIGHT, dim_of, ragged, scope, send, vary, varying
 from llmpar.parallel.mesh import spec
 from llmpar.parallel.remat import HIDDEN, NAME_OF_REGION, with_remat
@@ -116,15 +116,24 @@ class Solo:
         self, x: Array, arrow: str, *weights: Any, biases: Sequence[Any] = ()
     ) -> list[Array]:
         """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add that weight's bias,
-        if there is one. Name the results for `Plan.remat` (`named`)."""
-        moved = self.move(x, arrow)
-        results = [matmul(moved, weight) for weight in weights]
-        return self.named(self.biased(results, biases), arrow)
-
-    def biased(self, results: list[Array], biases: Sequence[Any]) -> list[Array]:
-        """Return the results of matmuls, each plus its bias if it has one. No ``biases``: none has one."""
+        if there is one: without ``biases`` there is none. Name the results for `Plan.remat` (`named`)."""
+        ring = self.ring(arrow, "all-gather")
+        if ring:
+            results = gather_matmul(ring, x, weights)
+        else:
+            results = matmuls(self.move(x, arrow), *weights)
         pairs = zip(results, biases or [None] * len(results), strict=True)
-        return [self.plus(y, bias) for y, bias in pairs]
+        return self.named([self.plus(y, bias) for y, bias in pairs], arrow)
+
+    def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
+        """Multiply ``x`` by a weight (`matmul`), then move the result: the mirror image of `move_matmul`."""
+        ring = self.ring(arrow, "reduce-scatter")
+        return matmul_scatter(ring, x, weight) if ring else self.move(matmul(x, weight), arrow)
+
+    def ring(self, arrow: str, kind: str) -> Ring | None:
+        """Return the ring that replaces an arrow's collective of this ``kind``: in `Manual` with
+        `Plan.tp_comm_overlap`, elsewhere none."""
+        return None
 
     def named(self, results: list[Array], arrow: str) -> list[Array]:
         """Give the results of a region's first matmuls their checkpoint name. The hidden values of a
@@ -133,10 +142,6 @@ class Solo:
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results
         return [checkpoint_name(y, name) for y in results]
-
-    def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
-        """Multiply ``x`` by a weight (`matmul`), then move the result: the mirror image of `move_matmul`."""
-        return self.move(matmul(x, weight), arrow)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
         """Return a function that calls ``f(par, …)``, which computes a device's term of a sum, and then
@@ -321,28 +326,12 @@ class Manual(Solo):
             y = ragged(rows, sent, received, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
-    def move_matmul(
-        self, x: Array, arrow: str, *weights: Any, biases: Sequence[Any] = ()
-    ) -> list[Array]:
-        """Do what `Solo.move_matmul` does, by a ring where the plan has one."""
-        ring = self.ring(arrow, "all-gather")
-        if ring is None:
-            return super().move_matmul(x, arrow, *weights, biases=biases)
-        return self.named(self.biased(gather_matmul(ring, x, weights), biases), arrow)
-
-    def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
-        """Do what `Solo.matmul_move` does, by a ring where the plan has one."""
-        ring = self.ring(arrow, "reduce-scatter")
-        return matmul_scatter(ring, x, weight) if ring else super().matmul_move(x, weight, arrow)
-
     def ring(self, arrow: str, kind: str) -> Ring | None:
         """Return the ring that replaces an arrow's collective, or None. A plan with `tp_comm_overlap` has one
         where the arrow is one collective of this ``kind``: a block is multiplied while another block, or a
         partial sum, is sent."""
-        if not self.plan.tp_comm_overlap:
-            return None
         moves = self.plan.physical(arrow).moves
-        if [move.kind for move in moves] != [kind]:
+        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
         return Ring(moves[0].axes, arrow, self.plan.hop)
 

@@ -54,15 +54,17 @@ def decode(bits: Array, wire: str) -> Float[Array, " n"]:
 def send_narrow(x: Array, move: Move, dim: int, arrow: Arrow, text: str) -> Array:
     """Run a move of an arrow with a dtype (`collectives.send` runs the others). ``dim`` is the index of the
     dim that it gathers or cuts, ``text`` the name of its `scope`."""
-    if move.kind == "all-gather":
-        return _gather(x, move, dim, arrow, text)
-    if move.kind == "all-reduce":
-        size = math.prod(x.shape)
-        flat = jnp.pad(x.reshape(-1), (0, -size % lax.axis_size(move.axes)))
-        own = encode(scattered_sum(flat, move.axes, 0, arrow.wire), arrow.wire)
-        sums = decode(lax.all_gather(own, move.axes, tiled=True, to="invarying"), arrow.wire)
-        return sums[:size].reshape(x.shape).astype(x.dtype)
-    return scattered_sum(x, move.axes, dim, arrow.wire)
+    match move.kind:
+        case "all-gather":
+            return _gather(x, move, dim, arrow, text)
+        case "all-reduce":
+            size = math.prod(x.shape)
+            flat = jnp.pad(x.reshape(-1), (0, -size % lax.axis_size(move.axes)))
+            own = encode(scattered_sum(flat, move.axes, 0, arrow.wire), arrow.wire)
+            sums = decode(lax.all_gather(own, move.axes, tiled=True, to="invarying"), arrow.wire)
+            return sums[:size].reshape(x.shape).astype(x.dtype)
+        case _:
+            return scattered_sum(x, move.axes, dim, arrow.wire)
 
 
 def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: str) -> Array:

@@ -1,8 +1,9 @@
-"""What platforms can do of the choices that a plan leaves to them (``auto``): attention's kernel, and how
-tokens reach their experts; and which formats they multiply. None of it changes where anything is sharded.
+"""What platforms can do of the choices that a plan leaves to them (``auto``): attention's kernel, how tokens
+reach their experts, how a ring hops; and which formats they multiply. None of it changes where anything is
+sharded.
 """
 
-SUITS = {
+SUITS: dict[str, dict[str, tuple[str, ...]]] = {
     "attention_kernel": {
         "cpu": ("portable", "xla", "flash"),
         "gpu": ("flash", "cudnn", "portable", "xla"),
@@ -10,6 +11,7 @@ SUITS = {
     },
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
     "matmul_dtype": {"cpu": ("same", "float8"), "gpu": ("same", "float8"), "tpu": ("same",)},
+    "hop": dict.fromkeys(("cpu", "gpu", "tpu"), ("permute", "exchange")),
 }
 """What a platform can do in reasonable time; first what ``auto`` means. (Simulated devices round to float8,
 and multiply in the wider dtype.)"""

@@ -70,8 +70,7 @@ def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
         _reductions,
         _pipelines,
         _adapters,
-        _wires,
-        _eight_bits,
+        _dtypes,
         _muon,
     )
     for table in tables:
@@ -438,8 +437,12 @@ def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:
     return rows if plan.config.lora else []
 
 
-def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
-    """Dtypes in which weights and gradients travel, and blocks that share a scale."""
+def _dtypes(plan, batch_size: int, seq_len: int) -> list[Row]:
+    """Dtypes in which weights and gradients travel, and blocks that share a scale; and those of matmuls,
+    where a matmul is no part of it, or its operands' layout is not that of a region."""
+    asks = f"matmul_dtype='{plan.matmul_dtype}' does not go with"
+    has_latents = any(block.has_latent_attention for _, block in plan.config.blocks)
+    in_float8 = has_latents and plan.matmul_dtype == "float8"
     rows: list[Row] = [
         (
             plan.mode != "manual" and (plan.gather_dtype, plan.reduce_dtype) != ("same", "same"),
@@ -450,6 +453,16 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
             plan.reduce_dtype != "same" and plan.reduce != "end",
             f"reduce_dtype='bfloat16' does not go with reduce='{plan.reduce}', which adds up in float32;"
             " use reduce='end'",
+        ),
+        (
+            in_float8 and plan.regions["keys"].get("s"),
+            f"{asks} latent attention and context_parallel='{plan.context_parallel}', whose ring expands"
+            f" latents in dtype='{plan.dtype}'; use context_parallel='gather' or matmul_dtype='same'",
+        ),
+        (
+            in_float8 and plan.mode != "manual" and plan.mesh.sp > 1,
+            f"{asks} latent attention, sp = {plan.mesh.sp} and mode='{plan.mode}': latents are expanded where"
+            " all positions are, and no island has that layout; use mode='manual' or matmul_dtype='same'",
         ),
     ]
     for path, (weight, layouts) in (
@@ -466,25 +479,6 @@ def _wires(plan, batch_size: int, seq_len: int) -> list[Row]:
             )
         )
     return rows
-
-
-def _eight_bits(plan, batch_size: int, seq_len: int) -> list[Row]:
-    """Matmuls in float8 where a matmul is no part of it, or its operands' layout is not that of a region."""
-    asks = f"matmul_dtype='{plan.matmul_dtype}' does not go with"
-    has_latents = any(block.has_latent_attention for _, block in plan.config.blocks)
-    rows: list[Row] = [
-        (
-            has_latents and plan.regions["keys"].get("s"),
-            f"{asks} latent attention and context_parallel='{plan.context_parallel}', whose ring expands"
-            f" latents in dtype='{plan.dtype}'; use context_parallel='gather' or matmul_dtype='same'",
-        ),
-        (
-            has_latents and plan.mode != "manual" and plan.mesh.sp > 1,
-            f"{asks} latent attention, sp = {plan.mesh.sp} and mode='{plan.mode}': latents are expanded where"
-            " all positions are, and no island has that layout; use mode='manual' or matmul_dtype='same'",
-        ),
-    ]
-    return rows if plan.matmul_dtype != "same" else []
 
 
 def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:

@@ -9,7 +9,6 @@ Plain Python: tables are lists.
 """
 
 import functools
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -254,13 +253,12 @@ class Slots:
 
 def _colour(spans: list[tuple[int, int]]) -> list[int]:
     """Give each half-open span of ticks a slot of its own: as many as are alive together."""
-    slot, free, busy, count = [0] * len(spans), list[int](), list[tuple[int, int]](), 0
+    numbers, ends = [0] * len(spans), list[int]()  # of each slot, where its last span ends
     for k in sorted(range(len(spans)), key=spans.__getitem__):
-        while busy and busy[0][0] <= spans[k][0]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        slot[k] = heapq.heappop(free) if free else (count := count + 1) - 1
-        heapq.heappush(busy, (spans[k][1], slot[k]))
-    return slot
+        begin, end = spans[k]
+        numbers[k] = next((i for i, free in enumerate(ends) if free <= begin), len(ends))
+        ends[numbers[k] : numbers[k] + 1] = [end]
+    return numbers
 
 
 @functools.lru_cache(maxsize=64)

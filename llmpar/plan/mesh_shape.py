@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from llmpar.files import refuse_first
+
 AXES = {
     "pp": "pipeline stages",
     "dp": "data parallel replicas",
@@ -129,14 +131,14 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
         if positional:
             name, value = POSITIONAL[len(tokens)][index], token
         name = {"mp": "tp"}.get(name, name)
-        if name not in AXES:
-            raise fail(f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}")
-        if name in sizes:
-            raise fail(f"axis '{name}' is given twice")
-        if not re.fullmatch(r"-1|0*[1-9]\d*", value):
-            raise fail(f"the size of '{name}' must be a positive number or -1")
-        if value == "-1" and -1 in sizes.values():
-            raise fail("two axes are -1; only one can be inferred")
+        is_size = re.fullmatch(r"-1|0*[1-9]\d*", value)
+        refuse_first(
+            (name not in AXES, f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}"),
+            (name in sizes, f"axis '{name}' is given twice"),
+            (not is_size, f"the size of '{name}' must be a positive number or -1"),
+            (value == "-1" and -1 in sizes.values(), "two axes are -1; only one can be inferred"),
+            error=fail,
+        )
         sizes[name] = int(value)
     return _fit(text, sizes, num_devices, reshape)
 

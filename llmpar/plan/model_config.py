@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from llmpar.files import Allowed, CheckedFields, check_fields
+from llmpar.files import Allowed, CheckedFields, check_fields, refuse_first
 from llmpar.plan import families, running
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.places import LayerLoop, loops
@@ -98,19 +98,26 @@ class ExpertConfig:
     def __post_init__(self):
         check_fields(self)
         k, experts, groups = self.top_k, self.num_experts, f"{self.top_groups} of {self.num_groups}"
-        if not 1 <= k <= experts:
-            raise ValueError(
-                f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}"
-            )
-        if self.weighs == "input" and k > 1:
-            raise ValueError(f"weights of {k} experts multiply no one input; choose from 1 to 1")
-        if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
-            raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
-        if k > (open_experts := experts // self.num_groups * self.top_groups):
-            raise ValueError(
+        open_experts = experts // self.num_groups * self.top_groups
+        refuse_first(
+            (
+                not 1 <= k <= experts,
+                f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}",
+            ),
+            (
+                self.weighs == "input" and k > 1,
+                f"weights of {k} experts multiply no one input; choose from 1 to 1",
+            ),
+            (
+                experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups,
+                f"{experts} experts cannot be routed in {groups} equal groups",
+            ),
+            (
+                k > open_experts,
                 f"{groups} groups hold {open_experts} experts, fewer than the {k} that a token visits;"
-                " choose more groups"
-            )
+                " choose more groups",
+            ),
+        )
 
     def capacity(self, tokens: int) -> int:
         """Return ⌈k·tokens·factor/E⌉, the most of a piece's ``tokens`` that an expert takes (Fedus et al.
@@ -332,38 +339,44 @@ class ModelConfig:
     def __post_init__(self):
         check_fields(self)
         given = [x for x in OF_FAMILIES if getattr(self, x) != getattr(ModelConfig, x)]
-        if given and not self.described:
-            raise ValueError(
+        rows = dict(self.described.rows) if self.described else {}
+        attends = self.runs and self.mixer == "attention"
+        rotated = self.variant.rope_width or self.head_width
+        what = "heads are" if rotated == self.head_width else "the rotated part of heads is"
+        refuse_first(
+            (
+                given and not self.described,
                 f"'{self.name}' is a Llama, with attention in each layer, and sets {', '.join(given)}; leave"
-                " these out, or read a model's config.json, which describes what is no Llama"
-            )
+                " these out, or read a model's config.json, which describes what is no Llama",
+            ),
+            (
+                self.runs and "experts.shared.down_bias" in rows,
+                f"'{self.name}' has a bias behind its shared expert, and each rank of tp would add it to its"
+                " term of an unfinished sum; plan it without running it, or leave the bias out",
+            ),
+            (
+                self.runs and not self.ffn_width,
+                f"'{self.name}' has a feed-forward of width 0; use 1 or more",
+            ),
+            (
+                attends and rotated % 2,
+                f"{what} {rotated} wide, but rotary embedding rotates pairs; use an even width",
+            ),
+            (
+                attends and self.num_heads % self.num_kv_heads,
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
+                f" use a number of KV heads that divides {self.num_heads}",
+            ),
+        )
         if self.lora:
-            rows = [kind.block_weights() for kind in self.kinds or (self,)]
-            fits = [x for x, part in _PARTS.items() if all(f"{part}.{x}" in own for own in rows)]
+            kinds = [kind.block_weights() for kind in self.kinds or (self,)]
+            fits = [x for x, part in _PARTS.items() if all(f"{part}.{x}" in own for own in kinds)]
             if missing := [name for name in self.lora.targets if name not in fits]:
                 why = "experts have no adapters, and it" if self.experts else "a layer of it"
                 raise ValueError(
                     f"'{self.name}' cannot be adapted so: {why} has no matrix {' '.join(missing)}; use "
                     + (f"targets of {' '.join(fits)}" if fits else "no LoRA")
                 )
-        if self.described and self.runs and "experts.shared.down_bias" in dict(self.described.rows):
-            raise ValueError(
-                f"'{self.name}' has a bias behind its shared expert, and each rank of tp would add it to its"
-                " term of an unfinished sum; plan it without running it, or leave the bias out"
-            )
-        if not self.ffn_width and self.runs:
-            raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
-        attends = self.runs and self.mixer == "attention"
-        if (width := self.variant.rope_width or self.head_width) % 2 and attends:
-            what, use = "the rotated part of heads is", "a rotated part of an even width"
-            if width == self.head_width:
-                what, use = "heads are", "an even head width"
-            raise ValueError(f"{what} {width} wide, but rotary embedding rotates pairs; use {use}")
-        if self.num_heads % self.num_kv_heads and attends:
-            raise ValueError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
-                f" use a number of KV heads that divides {self.num_heads}"
-            )
 
     def weights(self, counts: Sequence[int] | None = None) -> dict[str, Weight]:
         """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Those of the

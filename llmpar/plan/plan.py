@@ -576,7 +576,7 @@ class Resolved(Plan):
         axes = [part for a in names for part in (a, INNER_AXES.get(a)) if part]
         return self.mesh.live(*axes) if dim == "d" else self.mesh.live("fsdp")
 
-    @property
+    @functools.cached_property
     def gather_per(self) -> Literal["", "block", "step"]:
         """When weights that are stored sharded are gathered for use: for each ``block``, as FSDP does, or
         once a ``step`` (in a pipeline that keeps them); empty if no weight is stored sharded."""
@@ -716,9 +716,7 @@ class Resolved(Plan):
             decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
-        if self.hop == "auto":
-            decided["hop"] = "permute"  # `_on_simulated_stages` may replace it
-        if self.platform == "cpu" and self.mesh.pp > 1:
+        if self.platform == "cpu" and self.mesh.pp > 1:  # may replace the hop
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
+from llmpar.files import refuse_first
 from llmpar.model.weights import Tree
 from llmpar.plan.model_config import ModelConfig, from_dict
 from llmpar.training.folder_lock import FolderLock, hindered
@@ -50,21 +52,23 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str, every: int = 100, take_best: bool = False):
-        if every < 1:
-            raise ValueError(f"checkpoints every {every} steps: use 1 or more")
         self.every, self.take_best, self.folder = every, take_best, pathlib.Path(folder).absolute()
         self._lock = FolderLock(self.folder)
         self._writes = False
         self._read_step: int | None = None
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(
-                f"checkpoints lie in a folder, but '{folder}' is a file; give another name"
-            )
-        if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
-            raise ValueError(
+        is_model = (self.folder / "config.json").is_file()
+        refuse_first(
+            (every < 1, f"checkpoints every {every} steps: use 1 or more"),
+            (
+                self.folder.exists() and not self.folder.is_dir(),
+                f"checkpoints lie in a folder, but '{folder}' is a file; give another name",
+            ),
+            (
+                is_model and any(self.folder.glob("*.safetensors")),
                 f"'{folder}' is the folder of a Hugging Face model (config.json, safetensors), not one of"
-                " checkpoints; give another folder"
-            )
+                " checkpoints; give another folder",
+            ),
+        )
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -345,6 +349,14 @@ def _placed(
     return jax.ShapeDtypeStruct(
         shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding
     )
+
+
+def kept_in(folder: pathlib.Path) -> dict[str, str]:
+    """Return the steps of the checkpoints in a folder, as this process sees them, with a checksum of what is
+    written beside each. (Orbax itself would wait for processes that see others.)"""
+    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
+    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
+    return {step: sums[step] for step in sums if step.isdigit()}
 
 
 def _first_line(error: Exception) -> str:

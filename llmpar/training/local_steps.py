@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from llmpar.files import refuse_first
 from llmpar.model.weights import Tree, joined, trainable_params
 from llmpar.parallel.collectives import vary
 from llmpar.parallel.mesh import platform_of, spec
@@ -84,10 +85,10 @@ class LocalSteps:
     ):
         self.plan = plan = plan.resolve(config, platform_of(mesh))
         self.config, self.every, self.outer, self.fragments = config, every, outer, fragments
-        self._check()
         # its state is cut as weights are stored
         stored = dataclasses.replace(plan.requested, muon="none", zero=3 if plan.zero == 3 else 0)
         self.whole = Step(config, stored, mesh, outer, None)
+        self._check()
         self.mesh, self.batch_sharding = self.whole.mesh, self.whole.batch_sharding
         self.evaluate, self.abstract_batch = self.whole.evaluate, self.whole.abstract_batch
         dp, names = mesh.axis_names.index("dp"), mesh.axis_names
@@ -96,7 +97,6 @@ class LocalSteps:
         self._programs: list[Any] = [step.run for step in self.steps]
         self.cut = jax.tree.map(lambda layouts: spec(layouts.stored), self.steps[0].weight_layouts)
         self.stacked = jax.tree.map(lambda cut: PartitionSpec("dp", *cut), self.cut)
-        self._check_outer()
         shared, worker = self.whole.abstract_in_model_order, self.steps[0].abstract_in_model_order
         kept = {"outer": shared.optimizer, "workers": self._in_all(self._kept(worker))}
         self.abstract_in_model_order = State(shared.params, kept, shared.step)
@@ -112,32 +112,29 @@ class LocalSteps:
         )
 
     def _check(self) -> None:
-        """Refuse what are no workers, periods or fragments."""
+        """Refuse what are no workers, periods or fragments, and an outer optimizer that counts its steps."""
         plan, every, count, processes = self.plan, self.every, self.fragments, jax.process_count()
-        if plan.mesh.dp < 2 or plan.mode != "manual" or every < 1 or processes > 1:
-            raise ValueError(
+        layers, state = self.config.num_layers, self.whole.abstract_state.optimizer
+        counters = optax.tree_map_params(self.outer, lambda x: None, state)
+        refuse_first(
+            (
+                plan.mesh.dp < 2 or plan.mode != "manual" or every < 1 or processes > 1,
                 f"local steps are of dp={plan.mesh.dp} workers in the mode {plan.mode}, joined every {every}"
                 f" steps, in processes: {processes}; use dp=2 or more, mode='manual', 1 step or more, and one"
-                " process"
-            )
-        layers = self.config.num_layers
-        if every % count or count > layers or (count > 1 and plan.mesh.pp > 1):
-            raise ValueError(
+                " process",
+            ),
+            (
+                every % count or count > layers or (count > 1 and plan.mesh.pp > 1),
                 f"fragments={count} of {layers} layers on pp={plan.mesh.pp}, each joined every {every} steps:"
                 f" one is due {every}/{count} = {every / count:g} steps after another; use a number that"
-                f" divides {every} and is at most {layers}, and pp=1"
-            )
-
-    def _check_outer(self) -> None:
-        """Refuse fragments where the outer optimizer counts its steps: each fragment would count."""
-        counters = optax.tree_map_params(
-            self.outer, lambda x: None, self.whole.abstract_state.optimizer
+                f" divides {every} and is at most {layers}, and pp=1",
+            ),
+            (
+                count > 1 and jax.tree.leaves(counters),
+                f"fragments={count} with an outer optimizer that counts its steps: each fragment's"
+                " step would count; use one without a schedule, as SGD with momentum, or fragments=1",
+            ),
         )
-        if self.fragments > 1 and jax.tree.leaves(counters):
-            raise ValueError(
-                f"fragments={self.fragments} with an outer optimizer that counts its steps: each fragment's"
-                " step would count; use one without a schedule, as SGD with momentum, or fragments=1"
-            )
 
     # ---------------------------------------------------------------------------------------------- the steps
 

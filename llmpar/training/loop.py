@@ -10,7 +10,7 @@ import pathlib
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import platform_of
 from llmpar.plan.model_config import Count, ModelConfig, OptimizerConfig, Size
 from llmpar.plan.plan import Plan
-from llmpar.training.checkpoint import Checkpoints, agreed
+from llmpar.training import hugging_face as hf
+from llmpar.training.checkpoint import Checkpoints, agreed, kept_in
 from llmpar.training.data import Batches
 from llmpar.training.local_steps import LocalSteps
 from llmpar.training.optimizer import fitted, make_optimizer
@@ -40,6 +41,9 @@ MFU = (
     "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak"
     " FLOP/s"
 )
+# Arguments of `train` in which its processes may differ: whom it tells, and what its own devices are; the
+# plan has the mesh's sizes.
+APART = "callbacks tracker log mesh ideal_step_s".split()
 
 
 @dataclass
@@ -148,14 +152,43 @@ class Callbacks:
             ends. So it does where the log can no longer be written, and on every other way out but a step
             that failed.
         barrier: called where several processes should wait for one another: some compile longer than others.
-            At the beginning it is given the arguments of `train`, on which they must agree
-            (`launch.joined.barrier_of_train`).
+            At the beginning it is given what they must agree on, `settings_of` (`launch.joined.barrier`).
     """
 
     on_step: Callable[[int, Report], None] = lambda number, report: None
     tell: Callable[[str], None] = lambda words: None
     stop: Callable[[], bool] = lambda: False
     barrier: Callable[..., None] = lambda settings=None: None
+
+
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be the same in all processes of a run: the arguments of `train`, but for those of
+    `APART`; of texts, checkpoints and weights what is in them."""
+    settings = {name: value for name, value in arguments.items() if name not in APART}
+    plan, evaluation = settings["plan"], settings["evaluation"]
+    if keep := settings["checkpoints"]:
+        # Orbax waits for processes that see none
+        seen = {"every": keep.every, "exists": keep.folder.is_dir()}
+        settings["checkpoints"] = seen | kept_in(keep.folder)
+    return settings | {
+        "plan": getattr(plan, "requested", plan),
+        "stream": _text_of(settings["stream"]),
+        "evaluation": vars(evaluation) | {"held_out": _text_of(evaluation.held_out)},
+        "begin": settings["begin"] is not None,
+        "origin": settings["origin"] and hf.fingerprint(settings["origin"]),
+    }
+
+
+def _text_of(stream: Batches | None) -> dict[str, Any] | None:
+    """Describe a text by what is in it, and how it is cut."""
+    if stream is None:
+        return None
+    return {
+        "text": f"{stream.corpus.fingerprint} ({len(stream.corpus.tokens):,} tokens)",
+        "tokenizer": stream.corpus.tokenizer.identity["fingerprint"],
+        "part": stream.part,
+        "config": stream.config,
+    }
 
 
 def train(
@@ -194,10 +227,10 @@ def train(
             measured seconds.
 
     Raises:
-        ValueError: the run is not possible, or processes that train together differ in its arguments.
+        ValueError: the run is not possible, or processes that train together differ in it (`settings_of`).
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
-    callbacks.barrier(locals())
+    callbacks.barrier(settings_of(locals()) if jax.process_count() > 1 else {})
     plan = fitted(plan, options)
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     evaluation.check()

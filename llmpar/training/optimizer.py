@@ -23,14 +23,16 @@ def make_optimizer(
     }
     rising = optax.linear_schedule(first, rate, warmup)
     schedule = optax.join_schedules([rising, falling[options.decay]], [warmup])
-    if options.optimizer == "adamw":
-        decays = weights_tree(config, lambda weight: not weight.is_vector, trainable=True)
-        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
-    if options.optimizer == "adafactor":
-        return optax.adafactor(schedule)
-    if options.optimizer == "muon":
-        return muon(schedule, config, options.weight_decay)
-    return optax.sgd(schedule, momentum=0.9)
+    match options.optimizer:
+        case "adamw":
+            decays = weights_tree(config, lambda weight: not weight.is_vector, trainable=True)
+            return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
+        case "adafactor":
+            return optax.adafactor(schedule)
+        case "muon":
+            return muon(schedule, config, options.weight_decay)
+        case "sgd":
+            return optax.sgd(schedule, momentum=0.9)
 
 
 def fitted(plan: Plan, options: OptimizerConfig) -> Plan:
