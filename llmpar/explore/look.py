@@ -306,7 +306,8 @@ class Around:
         yield from search.steps()
         self.points = {str(one.mesh): one for one in planner.fastest(search.best.values())}
         self.settled = True
-        for name in [name for name in groups if name not in self.points]:
+        least = {name: [group.least_s for group in of_mesh] for name, of_mesh in groups.items()}
+        for name in sorted(least.keys() - self.points.keys(), key=lambda name: (least[name], name)):
             try:
                 self.points[name] = planned(self.question, name)
             except ValueError as refusal:
