@@ -534,8 +534,9 @@ class Values:
         """Add an arrow of the model's text (`Traffic.carry`), then the all-reduce of the gradient over the
         axes over which values begin to vary where it ends. (A value varies over the axes of its old
         region, until an all-reduce removes some; after the move, over all axes of its new region.)"""
-        before = (itemsize or self.itemsize) * self.local_size(of.arrow.partition(" ->")[0], *shape)
         physical = self.plan.physical(of.arrow)
+        size = math.prod(physical.before.shard_shape(shape, self.traffic.mesh.sizes))
+        before = (itemsize or self.itemsize) * size
         after = self.traffic.carry(physical, before, of, forward, backward)
         summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
         varied = set(self.plan.varying(parse_arrow(of.arrow).before.region)) - summed
