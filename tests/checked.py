@@ -247,6 +247,10 @@ other("constraints", True, constrained, None, numbers(8, 16), numbers(16, 32))
 given = numbers(8, 16), numbers(16, 32), numbers(32, 16)
 other("bfloat16", True, feed, None, *(jnp.asarray(x, "bfloat16") for x in given))
 other("one is another function", False, feed, lambda x, up, down: x @ up @ down, *given)
+stale = mapped(lambda w, g: jnp.where(lax.axis_index("dp") > 0, w, w - g), dict(dp=8), (P(), P()), P())
+other("a step of the first rank alone", False, stale, lambda w, g: w - g, numbers(8, 4), numbers(4, 8).T)
+count = mapped(lambda x: lax.psum(x.sum(), "dp") + lax.axis_size("dp"), dict(dp=8), P("dp"), P())
+other("a count off by seven", False, count, None, np.full((8, 4), 3_000_000) + np.arange(4))
 
 
 def smoothed(axis=None):

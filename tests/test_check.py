@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checked import OTHERS, PARTS, built, declared, made, numbers
+from checked import OTHERS, PARTS, built, declared, made, mapped, numbers
 from counted import calls
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
@@ -162,15 +162,29 @@ def test_a_reference_is_compared_by_results_and_gradients():
         check(f, lambda x, up, down, b: x[:, :3], *args)
 
 
-def test_a_gradient_alone_can_be_wrong():
+def test_a_gradient_alone_can_be_wrong_of_any_scalar():
     @jax.custom_vjp
     def shared(x):
         return x
 
     shared.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
     f, args = made("right", "loss")
-    checked = check(lambda *xs: f(shared(xs[0]), *xs[1:]), f, *args)
-    assert not checked and {row["name"] for row in checked.results if not row["equal"]} == {"gradient of [0]"}
+    for call in (f, lambda *xs: (xs[3].sum(), f(*xs)), lambda *xs: ((xs[0] > 0).sum(), f(*xs))):
+        checked = check(lambda *xs: call(shared(xs[0]), *xs[1:]), call, *args)  # noqa: B023
+        wrong = {row["name"] for row in checked.results if not row["equal"]}
+        assert not checked and wrong == {"gradient of [0]"}
+
+
+def test_what_tells_little_is_said():
+    notes = lambda f, x: check(mapped(f, dict(dp=8), P("dp"), P("dp")), f, x).notes
+    assert notes(jnp.sin, numbers(8, 4)) == []
+    assert "result has infinities or NaNs" in notes(jnp.log, numbers(8, 4))[0]
+    assert (
+        "rounding may move result by"
+        in notes(lambda x: jnp.argmax(x, 1), jnp.asarray(numbers(64, 64), "bfloat16"))[0]
+    )
+    assert "[0] is tried with 0 and 1 alone" in notes(lambda x: 2 * x, jax.ShapeDtypeStruct((8, 4), int))[0]
+    assert "[0] is tried with True alone" in notes(jnp.invert, np.ones((8, 4), bool))[0]
 
 
 def test_explicit_axes_are_compared_with_a_reference_or_with_a_mesh_of_ones():
