@@ -688,6 +688,5 @@ def _roundings(step: Equation, ranks: int) -> float:
     inner = sum(len(x.eqns) for x in jax.tree.leaves(step.params) if hasattr(x, "eqns"))
     loops = inner * step.params.get("length", 8)
     length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
-    two_bytes = any("16" in dtype for dtype in dtypes)
-    unit = EIGHT_BITS.get(dtypes[0]) or UNIT["bfloat16" if two_bytes else "float32"]
+    unit = EIGHT_BITS.get(dtypes[0]) or UNIT["bfloat16" if "16" in str(dtypes) else "float32"]
     return unit**2 * length
