@@ -243,7 +243,7 @@ other("one is another function", False, feed, lambda x, up, down: x @ up @ down,
 stale = mapped(lambda w, g: jnp.where(lax.axis_index("dp") > 0, w, w - g), dict(dp=8), (P(), P()), P())
 other("a step of the first rank alone", False, stale, lambda w, g: w - g, numbers(8, 4), numbers(4, 8).T)
 count = mapped(lambda x: lax.psum(x.sum(), "dp") + lax.axis_size("dp"), dict(dp=8), P("dp"), P())
-other("a count off by seven", False, count, None, np.full((8, 4), 3_000_000) + np.arange(4))
+other("a count off by seven", False, count, None, np.full((8, 4), 3_000_000, "i4"))
 
 
 def smoothed(axis=None):

@@ -167,7 +167,7 @@ def test_a_gradient_alone_can_be_wrong_of_any_scalar():
 
 def test_what_tells_little_is_said():
     notes = lambda f, x: check(mapped(f, dict(dp=8), P("dp"), P("dp")), f, x).notes
-    half, ids = jnp.asarray(numbers(64, 64), "bfloat16"), jax.ShapeDtypeStruct((8, 4), int)
+    half, ids = jnp.asarray(numbers(64, 64), "bfloat16"), jax.ShapeDtypeStruct((8, 4), "i4")
     assert notes(jnp.sin, numbers(8, 4)) == []
     assert "result has infinities or NaNs" in notes(jnp.log, numbers(8, 4))[0]
     assert "rounding may move result by" in notes(lambda x: jnp.argmax(x, 1), half)[0]
