@@ -224,11 +224,6 @@ def added(inside):
     return mapped(body, dict(dp=8), (P("dp"), P()), P())
 
 
-def constrained(x, w):
-    h = lax.with_sharding_constraint(jnp.tanh(x @ w), jax.NamedSharding(mesh(dp=2, tp=4), P("dp", "tp")))
-    return (h @ w.T).mean()
-
-
 def fed(x, up, down):
     return lax.psum(jax.nn.gelu(x @ up) @ down, "tp")
 
@@ -240,13 +235,15 @@ other("loops, branches, counts", True, branching, None, numbers(16, 4))
 other("ones and zeros", True, added(False), None, jnp.ones((8, 4)), jnp.zeros((4,)))
 other("a bias of zeros in the sum", False, added(True), None, jnp.ones((8, 4)), jnp.zeros((4,)))
 alike = jax.ShapeDtypeStruct((8, 4), "f")
-other("shapes", True, added(False), None, alike, jax.ShapeDtypeStruct((4,), "f"))
 apart = mapped(lambda x, y: lax.psum(x - y, "dp"), dict(dp=8), P(), P())
 other("two arguments of one shape", False, apart, None, alike, alike)
-other("constraints", True, constrained, None, numbers(8, 16), numbers(16, 32))
 given = numbers(8, 16), numbers(16, 32), numbers(32, 16)
 other("bfloat16", True, feed, None, *(jnp.asarray(x, "bfloat16") for x in given))
 other("one is another function", False, feed, lambda x, up, down: x @ up @ down, *given)
+stale = mapped(lambda w, g: jnp.where(lax.axis_index("dp") > 0, w, w - g), dict(dp=8), (P(), P()), P())
+other("a step of the first rank alone", False, stale, lambda w, g: w - g, numbers(8, 4), numbers(4, 8).T)
+count = mapped(lambda x: lax.psum(x.sum(), "dp") + lax.axis_size("dp"), dict(dp=8), P("dp"), P())
+other("a count off by seven", False, count, None, np.full((8, 4), 3_000_000, "i4"))
 
 
 def smoothed(axis=None):
@@ -266,7 +263,6 @@ def smooth(x, w):
 
 
 def within(x, w):
-    """A shard_map over tp inside one over dp."""
     some = functools.partial(jax.shard_map, out_specs=P(), check_vma=False)
     product = lambda x, w: jnp.tanh(lax.psum(x @ w, "tp"))
     inner = some(product, in_specs=(P(None, "tp"), P("tp")), axis_names={"tp"})

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import re
 from collections import Counter
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checked import OTHERS, PARTS, built, declared, made, numbers
+from checked import OTHERS, PARTS, built, declared, made, mapped, numbers
 from counted import calls
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
@@ -142,35 +141,37 @@ def test_a_check_is_true_or_raises_with_its_report():
     assert right and [x["name"] for x in right.results] == ["result", "gradient of [0]", "gradient of [1]"]
     with pytest.raises(AssertionError, match="counted once per tp"):
         checked.raise_if_different()
-    document = json.loads(json.dumps(checked.document()))
-    assert document["mesh"] == {"dp": 2, "tp": 4} and document["findings"][0]["tried"] is True
     assert "counted once per tp" in checked._repr_html_()
-
-
-def test_the_layout_of_every_value_is_read_where_types_hide_it():
-    f, args = made("right", "mlp")
-    table = check(f, None, *args).table()
-    assert re.search(r"f32\[8@dp,16\], a term of a sum over tp +dot_general", table)
-    assert re.search(r"f32\[8@dp,32@tp\] +dot_general", table) and re.search(r"f32\[8@dp,16\] +psum", table)
+    table = right.table()  # of layouts that no type says
+    assert re.search(r"f32\[16,32@tp\] +", table) and re.search(r"f32\[\] +psum", table)
+    assert re.search(r"f32\[\], a term of a sum over tp +reduce_sum", table)
 
 
 def test_a_reference_is_compared_by_results_and_gradients():
     f, args = made("right", "loss")
     one = lambda x, up, down, b: ((jax.nn.gelu(x @ up) @ down + b) ** 2).mean()
     assert check(f, one, *args) and not check(f, lambda *a: one(*a) * 1.001, *args)
-    with pytest.raises(ValueError, match="they must agree"):
-        check(f, lambda x, up, down, b: x[:, :3], *args)
 
 
-def test_a_gradient_alone_can_be_wrong():
+def test_a_gradient_alone_can_be_wrong_of_any_scalar():
     @jax.custom_vjp
     def shared(x):
         return x
 
     shared.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
     f, args = made("right", "loss")
-    checked = check(lambda *xs: f(shared(xs[0]), *xs[1:]), f, *args)
-    assert not checked and {row["name"] for row in checked.results if not row["equal"]} == {"gradient of [0]"}
+    for call in (f, lambda *xs: (xs[3].sum(), f(*xs)), lambda *xs: ((xs[0] > 0).sum(), f(*xs))):
+        checked = check(lambda *xs: call(shared(xs[0]), *xs[1:]), call, *args)  # noqa: B023
+        assert {row["name"] for row in checked.results if not row["equal"]} == {"gradient of [0]"}
+
+
+def test_what_tells_little_is_said():
+    notes = lambda f, x: check(mapped(f, dict(dp=8), P("dp"), P("dp")), f, x).notes
+    half, ids = jnp.asarray(numbers(64, 64), "bfloat16"), jax.ShapeDtypeStruct((8, 4), "i4")
+    assert notes(jnp.sin, numbers(8, 4)) == []
+    assert "result has infinities or NaNs" in notes(jnp.log, numbers(8, 4))[0]
+    assert "rounding may move result by" in notes(lambda x: jnp.argmax(x, 1), half)[0]
+    assert "is tried with 0 and 1" in notes(jnp.square, ids)[0]
 
 
 def test_explicit_axes_are_compared_with_a_reference_or_with_a_mesh_of_ones():
@@ -207,9 +208,6 @@ def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_an
             check(f, None, numbers(rows, 4, 4), numbers(2, 4))
     with pytest.raises(ValueError, match="has shape .* give the function for one device as reference"):
         check(blocks, None, numbers(16, 3))
-    assert check(
-        own, lambda w, x: jnp.tanh(jnp.einsum("bd,ide->ibe", x, w)).sum(0), numbers(8, 4, 4), numbers(2, 4)
-    )
     assert check(blocks, lambda x: x.reshape(8, 2, 3).sum(0), numbers(16, 3))
 
 
@@ -218,7 +216,7 @@ def test_the_mistake_of_the_documents_is_found_from_the_terminal(monkeypatch, ca
     status, out, err = call("check", "norm:program", "norm:one_device", "--layouts")
     assert status == 1 and "mine/norm.py:12: counted once per tp" in out and "f32[16,32@tp]" in out
     assert err.startswith("llmpar: norm:program differs from one device: counted once per tp")
-    assert document("check", "norm:mended")["equal"] is True
+    assert document("check", "norm:mended")["mesh"] == {"dp": 2, "tp": 4}
     assert "norm:missing" in call("check", "norm:missing")[2]
 
 

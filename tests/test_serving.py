@@ -1,6 +1,7 @@
 """What serving costs: published numbers, and laws that must hold for every model."""
 
 import dataclasses
+import json
 import math
 import random
 import re
@@ -54,7 +55,7 @@ def test_a_token_takes_its_own_step_and_its_share_of_others_prompts(batch):
     assert 2 * row["tokens_per_s_device"] == pytest.approx(rate, rel=0.1)
 
 
-def test_what_is_offered_to_serve_fits_and_nothing_beats_it(document):
+def test_what_is_offered_to_serve_fits_and_nothing_beats_it(document, call, tmp_path):
     words = "plan --serve 4096+1024 --model deepseek-v3 --devices 32 --bits 8 --cache-bits 8"
     plans = document(*words.split())["plans"]
     assert len(plans) == 8 and plans[-1]["tp"] == 1
@@ -65,6 +66,11 @@ def test_what_is_offered_to_serve_fits_and_nothing_beats_it(document):
         kept = row["batch"] * serving.cache_of_a_rank(V3, row["tp"], 5120)
         assert weights + kept <= serving.ENGINE_SHARE * H100.usable_hbm_gib * 2**30
         assert row["tp"] * row["ep"] * row["copies"] == 32
+    model = json.loads((HERE / "families.json").read_text())["families"]["qwen3"]["config"]
+    model |= {"max_position_embeddings": 4096, "zebra_width": 7}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    said = call("plan", "--serve", "4096+1", "--model", str(tmp_path / "config.json"))[2]
+    assert "made for 4,096 tokens, and these are 4,097" in said and "zebra_width" in said
 
 
 def test_a_request_keeps_what_windows_leave_and_the_states_of_recurrent_layers():

@@ -405,9 +405,26 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
         except Exception as error:
             case.notes.append(f"gradients are not compared: {_first_line(error)}")
     findings = case.findings(wrong) if wrong else []
+    case.notes += _limits(case, rows, names, leaves)
     name = getattr(f, "__name__", type(f).__name__)
     layouts = lambda: _Reading(case).rows() if case.one else []
     return Check(name, case.mesh, not wrong, rows, findings, case.notes, layouts)
+
+
+def _limits(
+    case: "_Case", rows: list[dict[str, Any]], names: list[str], leaves: list
+) -> Iterator[str]:
+    """Say which results tell little, and which arguments show little."""
+    for row, x in zip(rows, case.right[0], strict=True):
+        if not np.isfinite(x).all():
+            yield f"{row['name']} has infinities or NaNs on one device, too: they tell nothing"
+        if (
+            row["bound"] > 0.05
+        ):  # more than float32 needs for any sum of ours, and bfloat16 for a short one
+            yield f"rounding may move {row['name']} by {row['bound']:.0%}: no smaller mistake is seen"
+    for name, x in zip(names, leaves, strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.integer):
+            yield f"{name}, a shape of integers, is tried with 0 and 1 alone: give an array for others"
 
 
 class _Case:
@@ -420,8 +437,11 @@ class _Case:
         named = jax.tree.leaves_with_path(shape)
         self.shapes = [x.shape for _, x in named]
         self.names = [f"result{jax.tree_util.keystr(path)}" for path, _ in named]
-        scalars = bool(named) and all(x.shape == () and _is_float(x) for _, x in named)
-        self.has_gradients = scalars and any(map(_is_float, leaves))
+        self.has_gradients = (
+            all(x.shape == () for _, x in named)
+            and any(_is_float(x) for _, x in named)
+            and any(map(_is_float, leaves))
+        )
         self.many, self.draws = read(traced), False
         self.one: Program | None = None
         self.mesh = dict(next((mesh.shape for _, mesh in meshes_in("", traced, leaves)), {}))
@@ -479,20 +499,21 @@ class _Case:
         ]
         return run(self.one, placed, see, {})[see]
 
-    def alone(self, call: Callable) -> list:
+    def alone(self, call: Callable, get: Callable = jax.device_get) -> list:
         """Run a function on one device on all arguments."""
         with _context():
             try:
-                return _runs(call, self.inputs)
+                return _runs(call, self.inputs, get)
             except jax.errors.JAXTypeError:  # it is a function of NumPy
                 return [call(*map(np.asarray, xs)) for xs in self.inputs]
 
     def results(self, cures: Cures | None = None, see: bool = False) -> list:
-        """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
+        """Run the program on its mesh: as it is, or step by step with cures or shared random numbers. Results
+        come as `_shards`, values that are seen whole."""
         as_it_is = not (cures or see or self.draws)
         steps = lambda *xs: run(self.many, xs, see, cures or {})[see]
         placed = [[*map(jax.device_put, xs, self.places)] for xs in self.inputs[:2]]
-        return _runs(self.call if as_it_is else steps, placed)
+        return _runs(self.call if as_it_is else steps, placed, jax.device_get if see else _shards)
 
     def agrees(self, results: Callable[[], list]) -> bool:
         """Return whether results can be had, and are right."""
@@ -505,9 +526,16 @@ class _Case:
         rows = list[dict[str, Any]]()
         for j, name in enumerate(self.names):
             sides = zip(results, self.right, self.right[2:], strict=False)
-            each = [[_array(side[j]) for side in three] for three in sides]
+            each = [(ours[j], _array(one[j]), _array(moved[j])) for ours, one, moved in sides]
             spread = self.spreads.get(self.many.gives[j], 0.0)
-            far = [(distance(a, b), _bound(spread, b, c), _scale(b)) for a, b, c in each]
+            far = [
+                (
+                    max(distance(_array(x), whole[part]) for part, x in shards),
+                    _bound(spread, whole, moved),
+                    _scale(whole),
+                )
+                for shards, whole, moved in each
+            ]
             difference, bound, scale = max(far, key=lambda one: (one[0] - one[1]) / one[2])
             row = {"name": name, "difference": difference / scale, "bound": bound / scale}
             rows.append(row | {"equal": difference <= bound})
@@ -519,7 +547,9 @@ class _Case:
         if self.one is None:
             self.notes.append(f"{self.why}, so its lines are not compared")
         elif (
-            self.reference and not self.draws and not self.agrees(lambda: self.alone(self.run_one))
+            self.reference
+            and not self.draws
+            and not self.agrees(lambda: self.alone(self.run_one, _shards))
         ):
             self.notes.append(
                 "on a mesh of ones the program differs from the reference, too: sharding is not what makes"
@@ -551,7 +581,8 @@ class _Case:
             if step.name in TYPES and rows.intersection(step.takes):
                 rows.update(step.gives)
             for x, v in zip(step.takes, step.eqn.invars if step.eqn else (), strict=False):
-                if x in rows and step.name in _ROWS and 1 in v.aval.shape:
+                # without a line it is what jax.grad keeps for its transpose
+                if x in rows and step.name in _ROWS and 1 in v.aval.shape and step.line:
                     raise ValueError(
                         f"{step.line}: each rank takes its only row of an argument: on one device that is"
                         f" another function; {_ASK}"
@@ -927,12 +958,16 @@ def _names(axes: Iterable[str]) -> str:
 
 
 def _and_gradients(call: Callable) -> Callable:
-    """Return a list of results, and of the gradients of the first one by every array of floats."""
+    """Return a list of results, and of the gradients by every array of floats: of their sum, the second taken
+    twice, the third three times …"""
+
+    def total(*arrays: Any) -> tuple[Any, list]:
+        results = jax.tree.leaves(call(*arrays))
+        return sum(k * x.astype(jnp.float32) for k, x in enumerate(results, 1)), results
 
     def both(*arrays: Any) -> list:
         by = [i for i, x in enumerate(arrays) if _is_float(x)]
-        first = lambda *xs: ((results := jax.tree.leaves(call(*xs)))[0], results)
-        grads, results = jax.grad(first, by, has_aux=True)(*arrays)
+        grads, results = jax.grad(total, by, has_aux=True)(*arrays)
         return [*results, *grads]
 
     return both
@@ -987,10 +1022,16 @@ def _values(x: Any, seed: int, place: int) -> Any:
     return values.astype(x.dtype)
 
 
-def _runs(call: Callable, inputs: list[list]) -> list:
+def _runs(call: Callable, inputs: list[list], get: Callable = jax.device_get) -> list:
     """Run a function on each list of arguments, compiled once; random keys come back as their numbers."""
     jitted = jax.jit(lambda *xs: jax.tree.map(_plain, call(*xs)))
-    return jax.device_get([jitted(*xs) for xs in inputs])
+    return [jax.tree.map(get, jitted(*xs)) for xs in inputs]
+
+
+def _shards(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
+    """Return what each device has of a result, and of which part it is. With ``check_vma=False`` ranks may
+    differ where out_specs say that they have the same; what is printed is the first one's."""
+    return [(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards]
 
 
 def _plain(x: Any) -> Any:

@@ -625,7 +625,7 @@ def _is_by_rank(local: np.ndarray, axis: int) -> bool:
     with np.errstate(invalid="ignore"):  # of infinities
         apart = np.moveaxis(local - local.take([0], axis), axis, 1)
     apart = apart.reshape(*apart.shape[:2], -1)
-    return apart.shape[2] > 1 and float(np.ptp(apart, axis=2).max()) <= 1
+    return apart.shape[2] > 1 and float(abs(np.ptp(apart, axis=2)).max()) <= 1
 
 
 def _reordered(joined: np.ndarray, whole: np.ndarray, sizes: dict[str, int]) -> float:
@@ -674,9 +674,12 @@ def spreads(program: Program, ranks: int) -> dict[int, float]:
 
 def _roundings(step: Equation, ranks: int) -> float:
     """Return the squared unit roundoff of a step, times the roundings in a row that it makes."""
-    if step.eqn is None or not step.eqn.outvars:
+    after = [v.aval for v in step.eqn.outvars] if step.eqn else []
+    # integers are not rounded, nor are random keys
+    dtypes = [str(v.dtype) for v in after if jnp.issubdtype(v.dtype, jnp.inexact)]
+    if not dtypes:
         return 0.0
-    before, after = ([v.aval for v in side] for side in (step.eqn.invars, step.eqn.outvars))
+    before = [v.aval for v in step.eqn.invars]
     size = lambda aval: float(math.prod(getattr(aval, "shape", ())) or 1)
     terms = max(map(size, before), default=1.0) / size(after[0])
     if step.name == "dot_general":
@@ -685,6 +688,5 @@ def _roundings(step: Equation, ranks: int) -> float:
     inner = sum(len(x.eqns) for x in jax.tree.leaves(step.params) if hasattr(x, "eqns"))
     loops = inner * step.params.get("length", 8)
     length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
-    dtype = str(after[0].dtype)
-    unit = EIGHT_BITS.get(dtype) or UNIT["bfloat16" if "16" in dtype else "float32"]
+    unit = EIGHT_BITS.get(dtypes[0]) or UNIT["bfloat16" if "16" in str(dtypes) else "float32"]
     return unit**2 * length
