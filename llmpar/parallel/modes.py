@@ -5,21 +5,22 @@ names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
              par.with_weight(f, x, p)  f(x, weight) elementwise, such as a product with a scale (a method
-                                       because `Explicit` needs a gradient rule that JAX's broadcasting lacks)
+                                       because in `Explicit` the weight's gradient stays an unfinished sum,
+                                       which JAX's rule for broadcasting cannot leave)
              par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
              par.ragged(x, …, arrow)   an all-to-all that may send only the first rows of each block
     matmuls  par.move_matmul(x, arrow, *ws)   a move, then matmuls of what was moved
              par.matmul_move(x, w, arrow)     a matmul, then a move of its result
-    sums     par.summed(f, …, arrow)   a function that calls f, which computes a device's term of a sum;
-                                       then the arrow finishes the sum
+    sums     g = par.summed(f, …, arrow)   g(x) calls f(par, x), this device's term of a sum, and adds the
+                                       terms of all devices by the arrow
              par.total(x, layout)      the sum over all dims; in `Manual` only this device's term of it,
                                        which `Step` finishes
     islands  par.local(f, …)           f on a device's own blocks, an *island*. In `Solo` and `Manual` values
                                        are such blocks already. `Auto` and `Explicit` have global arrays, and
-                                       enter a shard_map. A function that needs a mode inside takes
-                                       par.island, which is `Manual` there
+                                       enter a shard_map. If f itself moves values, give it par.island:
+                                       the mode inside, `Manual` in all but `Solo`
              par.parts(layout)         into how many blocks a dim is cut; par.axes(layout), by which mesh axes
              par.index(layout)         the index of this device's block of a dim; in `Auto` and `Explicit`
                                        outside an island 0, since arrays are global
@@ -34,7 +35,8 @@ every mode):
 
     par.carry_out(x, arrow)    x moved by an arrow over mesh axes
     par.over_devices(f, …)     f in a shard_map over all axes; in `Auto` and `Explicit` f itself
-    par.unfinished(w, weight)  a stored weight, typed so that autodiff leaves its gradient an unfinished sum
+    par.unfinished(w, weight)  w, the stored array of a `Weight`, typed so that autodiff leaves its gradient
+                               an unfinished sum
     par.zeros(shape, layout)   zeros with a layout, to add to
     par.gather(shard, dims)    a stored shard, cast and gathered (`Manual` alone, as the next two)
     par.count_once(x)          x on one of its replicas, 0 on the others
@@ -44,9 +46,13 @@ every mode):
 By that scope a census of the compiled program (`llmpar.inspect.census`) knows the arrow of each collective.
 Autodiff writes the backward collectives, except those in custom gradients: ring attention, the rings of
 `tp_comm_overlap`, `ragged`, and narrow dtypes (`llmpar.parallel.wire`). All-gather and reduce-scatter are
-each other's transpose. `lax.pcast` types a value as varying over an axis, free in the forward pass; its
-transpose is an all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are
-right only with shard_map's check of varying axes, which stays on.
+each other's transpose.
+
+In shard_map the type of a value says along which axes it may differ between devices: it *varies* over them,
+and so does its gradient. Where x is the same along tp, and each device multiplies it by its own weights, the
+gradient of x must be summed over tp. `lax.pcast` marks the place. Forward it changes the type alone, to
+varying. Backward it is this all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These
+transposes are right only with shard_map's check of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,8 +80,8 @@ class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
 
-    # When serving, the mode is a `serve.decode._Cached`, which has further methods: they store keys and
-    # values, and attend to them. `cache` is then the mode itself (`par.cache is par`), otherwise None.
+    # None in training. When serving it is the mode itself (`par.cache is par`), typed as the class that
+    # stores keys and values and attends to them (`serve.decode._Cached`).
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -136,17 +142,17 @@ class Solo:
         return None
 
     def named(self, results: list[Array], arrow: str) -> list[Array]:
-        """Give the results of a region's first matmuls their checkpoint name. The hidden values of a
-        feed-forward in chunks get none, so that they are not saved."""
+        """Give the results of the matmuls right after a move into a region their checkpoint name. The hidden
+        values of a feed-forward in chunks get none, so that they are not saved."""
         name = NAME_OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results
         return [checkpoint_name(y, name) for y in results]
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function that calls ``f(par, …)``, which computes a device's term of a sum, and then
-        finishes the sum by the arrow. ``layouts`` are those of the arguments after par; only `Explicit` reads
-        them."""
+        """Return a function of the arguments. It calls ``f(par, …)``, which returns this device's term of a
+        sum, and finishes the sum by the arrow. In `Explicit` f runs in an island, so it uses the par that it
+        is given. ``layouts`` are those of the arguments after par; only `Explicit` reads them."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -180,9 +186,9 @@ class Solo:
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
         """Scan over the leading dim of ``stack``. An iteration runs ``blocks``, one layer each: it calls ``x,
-        aux = block(x, weights)`` with the weights of the whole iteration, and a block takes its own. For its
-        backward pass a block saves what `Plan.remat` says (`with_remat`). Return the last x, and the
-        auxiliary results stacked in the order of the layers; None if there are none."""
+        aux = block(x, weights)`` with the weights of the whole iteration, of which a block takes those of its
+        layer. For its backward pass a block saves what `Plan.remat` says (`with_remat`). Return the last x,
+        and the auxiliary results stacked in the order of the layers; None if there are none."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
         blocks = [with_remat(self.plan, block, no_loop) for block in blocks]
@@ -203,11 +209,11 @@ class Solo:
 
         A piece has every ``num_chunks``-th position, not neighbouring ones: where arrays
         are global, each device then has an equal part of every piece. (The pieces are
-        the same in all modes.) The backward pass recomputes each piece, in `Manual` and
-        `Explicit` without its moves (`MOVED`). With ``recompute`` a single piece is
-        checkpointed, too: autodiff then saves only the results of its moves, not a
-        loss's several arrays as large as the logits. `prevent_cse` is False: a scan needs
-        no barrier, and for a single piece XLA may save what is cheap to keep.
+        the same in all modes.) With several pieces, or with ``recompute``, f is
+        checkpointed: the backward pass runs f again, and saves nothing as large as the
+        logits. Results of moves (`MOVED`) are saved, so in `Manual` and `Explicit`
+        nothing is sent again. `prevent_cse` is False: a scan needs no barrier, and of a
+        single piece XLA may keep what is cheap to keep.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -257,7 +263,7 @@ class Manual(Solo):
         region = parse_layout(param.dims).region
         with scope(param.dims):  # names the all-reduce that the backward pass makes of `vary`
             x = vary(param[...], self.plan.varying(region))
-        # gathered once a step: the executor has done it, and the cast
+        # gathered once a step: `pipeline.executor` has cast and gathered it
         used = x if self.plan.gather_per == "step" else self.gather(x, param.dims)
         return checkpoint_name(used, WEIGHT)
 
@@ -295,7 +301,8 @@ class Manual(Solo):
                     x = wire.send_narrow(x, move, dim, arrow, arrow.named(text, backward=True))
                 else:
                     x = send(x, move, letters, to)
-            # the transpose is an all-reduce of the gradient over those axes that are new
+            # The transpose all-reduces the gradient over those axes that are new. So `stream b s d -> ffn
+            # b s d` without tp_sequence sends nothing forward, and all-reduces over tp backward.
             return vary(x, arrow.varying)
 
     def max(self, x: Array, arrow: str) -> Array:
@@ -318,8 +325,9 @@ class Manual(Solo):
         if self.plan.dispatch != "ragged":
             return self.move(x, arrow)
         physical = self.plan.physical(arrow)
-        # The arrow is one all-to-all over one axis of n ranks. Both b and e count ranks: a device has shape
-        # (1, n, …) before it and (n, 1, …) after it, or the reverse. So a reshape swaps the two dims.
+        # The arrow is one all-to-all over one axis of n ranks (g = n). Here b and e count ranks, one the
+        # senders and one the receivers: a device has shape (1, n, …) before it and (n, 1, …) after it, or
+        # the reverse. So a reshape swaps the two dims.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):

@@ -4,10 +4,13 @@ A plan is frozen data: every choice about parallelism is one of its fields. Dims
 the batch (`layout.DIMS`), and mesh axes are words, such as dp (`mesh_shape.AXES`). ``b/dp`` is a dim b cut by
 dp; ``+dp`` is an unfinished sum: each device along dp has one term of it. An *arrow* leads from one such
 layout to another (`llmpar.plan.layout`). The model's code writes *logical* arrows, which name a *region* (a
-part of the model) and dims. The plan makes *physical* arrows of them, which name mesh axes.
+part of the model) and dims. The plan makes *physical* arrows of them, which name mesh axes. A logical ``+m``
+is an unfinished sum over the axes that cut m in that region, mostly ``+tp``.
 
 Two tables say which axes cut which dim. The first is of activations in each region. The column `by tp`
-lists the dims that tp cuts:
+lists the dims that tp cuts. A token goes from stream to tokens (on its own rank), to slots (on the rank of
+its expert, after an all-to-all), to experts, and back. Tokens and slots have no dim m: there ``+m`` is meant,
+since what experts return is an unfinished sum over tp.
 
     region      b             s         by tp
     data        dp,fsdp,ep    sp                    token ids, positions, losses
@@ -33,9 +36,9 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
     usp        a ring over an outer axis, Ulysses over an inner one: see sp,ul below
 
-With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. Then tp does not cut m in the
-regions tokens and slots. In these and in routing it cuts s; in a value that has c (slots of a buffer of
-tokens) in place of s, it cuts c. Experts stay cut along m, so what arrives is first gathered over tp.
+With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. In the regions tokens, nodes and
+slots tp then cuts s (or c, the slots of a buffer, where a value has c in place of s), and not m. In routing
+it cuts s. Experts stay cut along m, so the tokens that arrive are gathered over tp.
 
 In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
 a replica of them, and their gradients are summed over pp, too.
@@ -50,10 +53,10 @@ between them. An arrow moves nothing where its two layouts are equal:
 The optimizer updates the ``reduced`` slice of a weight.
 
 The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts, always in one dim:
-``d`` if a weight has it, else ``h``, else ``e`` (that of a router's bias; the e of experts' own weights is
-ep's). It does not cut a weight without these dims: ``ffn m`` is ``m/tp`` at every stage. With
-``muon="layer"`` the gradient and the optimizer state of a matrix are cut in ``l``. ``ffn d m`` on ``dp=2
-fsdp=2 tp=2``:
+``d`` if a weight has it, else ``h`` (the width of a head), else ``e`` (of a router's bias alone: the e of
+experts' own weights is cut by ep). It does not cut a weight without these dims: ``ffn m`` is ``m/tp`` at
+every stage. With ``muon="layer"`` the gradient and the optimizer state of a matrix are cut in ``l``. ``ffn d
+m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -74,17 +77,18 @@ Llama 3 2024, section 3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert i
 ``e/ep d/fsdp,sp m``.
 
 `Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node` and by the model's
-numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name: with
-sp=4 cut in two, `MeshShape.sizes` has sp=2 and ul=2, and the field ``mesh.sp`` stays the user's 4.
+numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name. So
+with sp=4 split in two ``mesh.sizes["sp"]`` is 2, the outer part alone, and the field ``mesh.sp`` is 4.
 
     sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In the first table
             read ``ep,near`` for ep, except in the row nodes. Tokens go to their experts in two all-to-alls.
-            A buffer has a part for each pair of sender and receiver, which its first two dims count:
-            to the node    ``u/ep e c d -> u e/ep c d``            u: sending nodes, e: receiving nodes
-            inside it      ``n/near e/ep c d -> n e/ep,near c d``  n: sending ranks, e: receiving ranks
+            A buffer has a part for each pair of sender and receiver, which its first two dims count (in
+            these arrows e and n are no experts and no heads: u or n counts senders, e receivers):
+            between nodes    ``u/ep e c d -> u e/ep c d``
+            inside a node    ``n/near e/ep c d -> n e/ep,near c d``
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and divide the query heads that use it among them. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the
             other rows have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a
@@ -203,7 +207,7 @@ class Plan:
         expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch the
             ones that most tokens of these ranks chose. These tokens stay on their rank, so no
             rank waits for one with a popular expert. A copy costs two all-reduces over ep: of the expert's
-            weights, and of their gradient.
+            weights (other ranks than its own add zeros), and of their gradient.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
             the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
             microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
@@ -212,8 +216,9 @@ class Plan:
         microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
             are summed. A pipeline needs several, so that its stages work at the same time.
         remat: what the backward pass recomputes. ``none``: nothing. ``selective``: all but attention and
-            large matmuls. Small ones are recomputed: a router's, that of a shared expert's gate, those inside
-            a recurrent mixer. (Korthikanti et al. 2022, section 5, recompute attention too.) ``ffn``: as
+            large matmuls, whose results are kept. Small ones are recomputed: a router's, that of a shared
+            expert's gate, those inside a recurrent mixer. (In Korthikanti et al. 2022, section 5, it is
+            attention alone that is recomputed.) ``ffn``: as
             ``selective``, and the feed-forward's matmuls, whose results are most of the memory that
             ``selective`` needs. ``block``: the whole block.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
@@ -257,8 +262,8 @@ class Plan:
             is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs
             from Ampere on; portable elsewhere, for a model that flash cannot run, or where attention_block is
             set.
-        attention_block: positions per tile of blockwise attention (in `llmpar.model.attention` a block is
-            all keys of a rank); None: `sequence_order.tile_length` chooses.
+        attention_block: positions of a tile of attention (in `llmpar.model.attention` a block is all keys
+            of a rank); None: `sequence_order.tile_length` chooses.
         documents: ``packed``: a row may have several documents, and attention is masked between them.
             ``whole``: the user promises that each row is one document. Then cudnn needs no mask, if positions
             are in order (`Resolved.same_positions`). Where attention relies on the promise
@@ -338,8 +343,8 @@ class Plan:
 
         Given a model, it resets fields without effect (`Resolved.unused`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
-        groups of gcd(sp, heads) ranks run Ulysses, and the groups form a ring; ``heads`` is
-        `ModelConfig.exchanged_heads`, mostly the KV heads of a rank of tp.
+        groups of gcd(sp, heads) ranks run Ulysses, and the groups form a ring; ``heads`` is how many heads
+        of a rank of tp Ulysses may divide (`ModelConfig.exchanged_heads`).
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
@@ -450,7 +455,7 @@ class Resolved(Plan):
         tokens: dict[str, tuple[str, ...]] = {"s": s, "m": tp}
         if self.tp_dispatch:
             tokens = {"s": stream, "c": tp}
-        shared, ranks = live("dp", "fsdp"), live("ep", "near")
+        batch_without_ep, ranks = live("dp", "fsdp"), live("ep", "near")
         # in the arrows of `moe.exchanges` u counts nodes, and n the ranks of a node
         two_hops = {"u": live("ep")} if self.mesh.near > 1 else {}
         return {
@@ -463,19 +468,20 @@ class Resolved(Plan):
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
             "tokens": {"b": b, **tokens, **two_hops},
-            "nodes": {"b": shared, "e": live("ep"), "n": live("near"), **tokens},
-            "slots": {"b": shared, "e": ranks, **tokens},
-            "experts": {"b": shared, "s": s, "e": ranks, "m": tp},
+            "nodes": {"b": batch_without_ep, "e": live("ep"), "n": live("near"), **tokens},
+            "slots": {"b": batch_without_ep, "e": ranks, **tokens},
+            "experts": {"b": batch_without_ep, "s": s, "e": ranks, "m": tp},
             "copies": {"b": b, "s": s, "m": tp},
-            "routing": {"b": shared, "s": tokens["s"]},
+            "routing": {"b": batch_without_ep, "s": tokens["s"]},
             "balance": {},  # no gradient: a rule updates these biases, the same on all devices
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """Return the axes over which `Manual` types every value of the region as varying, so that gradients
-        are summed over them: all axes that cut some dim of the region, those of slow links first. A value may
-        still be equal along one of them, as x in ``ffn b s d`` along tp: each device multiplies it by its own
-        weights, so its gradients differ. For a physical layout, which has no region, the result is ()."""
+        """Return the axes over which `Manual` types every value of the region as varying: all axes that cut
+        some dim of the region, those of slow links first. It casts what enters the region to these axes. The
+        transpose of the cast sums the gradient over those that are new. So x in ``ffn b s d`` is cast to vary
+        along tp, though all ranks of tp have the same x: each multiplies it by its own weights, so their
+        gradients of x are terms of a sum. For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -592,9 +598,9 @@ class Resolved(Plan):
 
     @functools.cached_property
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """For the path of each weight: the weight and its layouts. Its dim l counts the places for layers in
-        all stages, also those that are empty (`places_per_stage`)."""
-        layouts_of = _cached_layouts_of(self._same_layouts)
+        """For the path of each weight: the weight and its layouts. Its dim l has a row for each layer of all
+        stages, and for each empty place (`places_per_stage`)."""
+        layouts_of = _cached_layouts_of(self._layouts_key)
         layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
         for path, weight in _weights(self.config, layers).items():
@@ -605,13 +611,13 @@ class Resolved(Plan):
         return table
 
     @property
-    def _same_layouts(self) -> Resolved:
-        """A plan with the same layouts, as a key of a cache. Many plans have the same key: layouts name axes,
-        not their sizes, so each axis of more than one device has size 2 here; and the fields set below, which
-        change no layout, have fixed values."""
+    def _layouts_key(self) -> Resolved:
+        """The plan with a fixed value of every field that changes no layout: plans with equal layouts share
+        an entry of a cache. Layouts name axes, not their sizes: each axis of more than one device has size 2
+        here."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
-        # a field of `MeshShape` has the size of both parts of an axis together; None is no part: size 1
+        # a field of `MeshShape` has the size of both parts of an axis together; two(None), of no part, is 1
         sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
         return dataclasses.replace(
             self,
@@ -643,18 +649,18 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` counts all chunks,
-        # `visits` those of one stage; with two copies of the model (DualPipe) both count those of one copy.
+        # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` is the number of
+        # all chunks, `visits` that of one stage, also where there are two copies of the model (DualPipe).
         # All chunks have equally many places of a kind.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property
     def same_positions(self) -> bool:
-        """Whether a device's queries and keys have the same positions, consecutive and in order: sp is 1, or
-        `sequence_order` is contiguous. If so, and if keys do not travel in a ring, the program may leave
-        out the tiles that the causal mask hides. (With ``gather`` the keys are the whole row, and the queries
-        a part of it.)"""
+        """Whether a device's queries and keys have the same positions, consecutive and in order: both are cut
+        alike (not so with ``gather``, whose keys are the whole row), and sp is 1 or `sequence_order` is
+        contiguous. If so, and if keys do not travel in a ring, the program may leave out the tiles that the
+        causal mask hides."""
         alike = self.place("queries s").axes == self.place("keys s").axes
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -716,7 +722,7 @@ class Resolved(Plan):
             decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
-        if self.platform == "cpu" and self.mesh.pp > 1:  # may replace the hop
+        if self.platform == "cpu" and self.mesh.pp > 1:  # where a ring's permute would deadlock
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
 
@@ -758,7 +764,7 @@ class Resolved(Plan):
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` means cuDNN's attention: it needs no mask, and JAX offers it for this model."""
         return (
-            # the request's: in this plan it may be decided already
+            # as requested: in this plan it may be decided already
             self.requested.attention_kernel == "auto"
             and not self.attention_block
             and self.platform in (None, "gpu")  # None: planned for accelerators
@@ -791,7 +797,7 @@ def _cut_more(layout: Layout, name: str, axes: tuple[str, ...]) -> Layout:
     return Layout(tuple(Dim(d.name, more(d)) for d in layout.dims), layout.sums)
 
 
-@functools.lru_cache(maxsize=512)  # a planner makes thousands of plans, but few `_same_layouts`
+@functools.lru_cache(maxsize=512)  # a planner makes thousands of plans, but few `_layouts_key`
 def _cached_layouts_of(plan: Resolved) -> Callable[[str], WeightLayouts]:
     """Return ``plan.layouts_of`` with a cache of its own."""
     return functools.cache(plan.layouts_of)
