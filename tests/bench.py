@@ -454,8 +454,7 @@ def page(size: dict) -> Iterator[Row]:
             began, drawing[0] = shown.evaluate(f"[{REDRAWS}[{num}].startTime, {REDRAWS}[{num}].duration]")
             return began + drawing[0] - begin
 
-        redraw = lambda: (answers(), drawing[0])[1]
-        for row, measure in zip(PAGE, (wakes(), answers, redraw), strict=False):
+        for row, measure in zip(PAGE, (wakes(), answers, lambda: (answers(), drawing[0])[1]), strict=False):
             yield *row, {"ours": measure}
         batches, named = itertools.count(128, 64), "/Best of 210 meshes/.test(document.body.textContent)"
 

@@ -205,8 +205,8 @@ def test_what_lies_around_comes_later_and_is_kept():
     best, fitting = around.best, [one for one in around.points.values() if not one.why_not]
     assert best == early, "it was named while others could still be faster"
     assert best and all(best.time.step_s <= one.time.step_s for one in fitting)
-    steps = [step for step in reply["verdict"]["steps"] if step["do"] == "open"]
-    assert steps and answers.answer(state | steps[0]["set"])["numbers"]["step_s"] == best.time.step_s
+    (step,) = (step for step in reply["verdict"]["steps"] if step["do"] == "open")
+    assert answers.answer(state | step["set"])["numbers"]["step_s"] == best.time.step_s
     fastest = min(one.time.step_s for one in fitting)
     for mesh, one in random.Random(2).sample(sorted(around.points.items(), key=str), 12):
         said = answers.headline(look.view(look.settle(on(look.START, mesh, **state["fields"]))[0]))

@@ -66,8 +66,7 @@ def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):
     times = [one.time.step_s for one in small.plans]
     assert all(b > a * (1 - planner.SAME) for a, b in zip(times, times[1:], strict=False))
     for one in small.plans:
-        one.plan.resolve(q.config, None, q.batch_size, q.seq_len)
-        assert one.plan.mesh.size == 8
+        assert one.plan.resolve(q.config, None, q.batch_size, q.seq_len).mesh.size == 8
         plan = one.plan.resolve(q.config, "gpu")
         total = sum(memory.argument_bytes(plan, 8, 8192).values()) + memory.temp_bytes(plan, 8, 8192)
         assert one.total_bytes == total <= q.capacity_bytes

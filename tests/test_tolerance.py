@@ -24,10 +24,6 @@ from llmpar.plan import sequence_order
 from llmpar.predict.tolerance import FACTOR, tolerance
 
 QUANTITIES = tuple(SPREAD_NAMES)
-
-
-# ------------------------------------------------------------------------------------------------------- runs
-
 MIXED = Plan("dp=2 fsdp=2 tp=2", zero=2, tp_sequence=True, microbatches=2)
 PLANS = [(LLAMA, MIXED), (LLAMA, dataclasses.replace(MIXED, dtype="bfloat16"))]
 

@@ -17,19 +17,20 @@ number of its document) of each query and of each key. Every rank knows the ids 
 keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
 order does not change the result, only how much work and how many hops are saved.
 
-The path of a query: `attend_by_plan` picks `ring_attention`, which cuts arrays into
-tiles; `ring_forward` loops over the ranks' blocks of keys; `Tiles.attend` calls
-`Tiles.over_pairs`, a loop over the pairs of tiles of one block; `attend_tile`
-multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their
+The path of a query: `attend_by_plan` picks `ring_attention` (also for one device, a
+ring of one), which cuts arrays into tiles; `ring_forward` loops over the ranks' blocks
+of keys; `Tiles.attend` calls `Tiles.over_pairs`, a loop over the pairs of tiles of one
+block; `attend_tile` multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their
 gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the place of
 `Tiles`. `by_kernel` calls JAX's own attention, without a ring.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
 head, h head width, w the width of a head's values. `ids_of` turns `Ids` into two arrays:
 q_ids, `b 2 s`, and k_ids, `n b 2 t` for the keys of n ranks. Their dim of 2 has
-positions, then segments. Queries are cut into i tiles of c positions, keys into j tiles
-of d positions (in this file d is not the model's width). Tiles have heads before
-positions, which suits matmuls: `i b k r c h` and `j b k d h`.
+positions, then segments. Arrays that are cut into tiles have a first dim of tiles: i tiles
+of c positions for queries, j tiles of d positions for keys (in this file d is not the
+model's width). Heads come before positions, which suits matmuls: `i b k r c h` and
+`j b k d h`. An index `i` or `j` takes one tile of them.
 """
 
 import itertools
@@ -69,7 +70,9 @@ Up = Float[Array, "_ k _"]
 # out in q's dtype, lse in float32
 OutAndLse = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
-# One tile; its c or d positions are written s or t. The last dim is h, or w for values and results.
+# One tile, without the dim of tiles. Its positions are s or t again, since
+# `full` gives whole arrays to the same functions. The last dim is h, or w
+# for values and results.
 QTile = Float[Array, "b k r s _"]
 KVTile = Float[Array, "b k t _"]
 LseTile = Float[Array, "b k r s"]
@@ -79,10 +82,11 @@ LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
-# The name of what attention's backward pass reads besides `OUT` and `LSE`: queries, and
-# keys and values or latents. On simulated devices these come out of the barrier of
-# `Manual.local`, and ZeRO 3 without remat saves no result of a barrier unless it has a
-# name (`remat._all_but_gathered_weights`).
+# The name of what attention's backward pass reads besides `OUT` and `LSE`: queries,
+# and keys and values or latents. They need one because on simulated devices
+# `Manual.local` puts an `optimization_barrier` before attention. The policy of remat
+# none at ZeRO 3 takes what comes out of a barrier for a gathered weight, and does not
+# save it unless it has a name of its own (`remat._all_but_gathered_weights`).
 IN = "attention_in"
 
 
@@ -100,20 +104,23 @@ def attend_by_plan(
     par: Solo,
     mask: Mask,
     q: Q,
-    k: KV | Latents,
-    v: V | Up,
+    k_or_latents: KV | Latents,
+    v_or_up: V | Up,
     ids: Ids,
     sinks: Float[Array, "k r"] | None = None,
 ) -> Out:
-    """Attend as the plan asks for, with ``sinks`` if the model has any (`with_sinks`)."""
+    """Attend as the plan asks for, with ``sinks`` if the model has any
+    (`with_sinks`). ``par`` is any mode, and `Solo` their base class. In a
+    ring latent attention gives latents, and ``up``, the matrix that makes
+    K and V of them (`expand_latents`)."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
+    # One axis at most cuts the positions of keys. With usp sp is split in
+    # two: the inner axis, ul, runs Ulysses, and cuts heads instead; the
+    # outer one, still called sp, runs the ring.
     ring_args: dict[str, Any] = dict(
-        axis=axes[0] if axes else None,  # at most one: ul does not cut the keys' positions
-        hop=plan.hop,
-        order=plan.sequence_order,
-        mask=mask,
+        axis=axes[0] if axes else None, hop=plan.hop, order=plan.sequence_order, mask=mask
     )
-    args = q, k, v, ids
+    args = q, k_or_latents, v_or_up, ids
     if kernel in KERNELS_OF_JAX:
         in_order, whole = plan.same_positions, plan.documents == "whole"
         out, lse = by_kernel(*args, kernel=kernel, in_order=in_order, whole=whole, mask=mask)
@@ -142,17 +149,19 @@ def ids_are_valid(
 ) -> Bool[Array, " b"]:
     """Return for each row whether its ids are as this plan's attention assumes them to be.
 
-    Any ids will do
+    Where attention compares the ids of all tiles, any ids will do. It does so
 
     - with a cache;
     - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
     - where a rank has all keys, and the kernel is `flash`;
     - where a rank has all keys, and `Resolved.same_positions` is false.
 
-    Elsewhere tiles or hops may be left out without comparing ids. Then the ids must satisfy one of these:
-    positions rise along the row; or segments never fall, and positions rise within each segment. With
-    `Plan.documents` ``whole``, and a kernel other than ``portable``, the row must be one segment of rising
-    positions, in steps of 1 if there is a window."""
+    Elsewhere it may leave out tiles or hops by their place in the row alone.
+    Then the ids must satisfy one of these: positions rise along the row; or
+    segments never fall, and positions rise within each segment. With
+    `Plan.documents` ``whole``, and a kernel other than ``portable``, the row
+    must be one segment of rising positions, in steps of 1 if there is a
+    window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -351,8 +360,9 @@ class Tiles:
 
         ``queries`` and ``keys`` are tuples of arrays, of which a pair takes the tiles i and j. The results
         ``q_sums`` and ``k_sums`` are trees of arrays; a tree () has none. Return both."""
-        live, _ = seen_tiles(self.mask, q_ids, k_ids)
-        may_see = live.any(-1)  # i j, in any row
+        # i j b: may some query of tile i see some key of tile j?
+        some_seen, _ = seen_tiles(self.mask, q_ids, k_ids)
+        may_see = some_seen.any(-1)  # i j, in any row
 
         def add(i, j, q_sum, k_sum):
             (queries_i, q_ids_i), (keys_j, k_ids_j) = at((queries, q_ids), i), at((keys, k_ids), j)
@@ -419,8 +429,8 @@ class _Ring:
     attend_grad: Callable
     expand: Callable  # (latents, up) -> (K, V)
     # Whether the block is sent on only after dK and dV are computed. True for flash,
-    # whose backward pass is two kernels: the first computes dK and dV, while the sum of
-    # the ranks before arrives; the second computes dQ, while the block is sent.
+    # whose backward pass is two kernels. While the first computes dK and dV, the
+    # block's gradient so far arrives; while the second computes dQ, the block is sent.
     block_waits: bool = False
 
     def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
@@ -450,8 +460,10 @@ def expand_latents(
 
 
 def keys_and_values(kv: Array, shared: Array, width: int) -> tuple[Array, Array]:
-    """Return keys, ``width`` wide, and values of all heads. For each head ``kv`` has the head's own part
-    of the key, then the value; the rest of a key is ``shared``, an array of one head."""
+    """Return keys, ``width`` wide, and values of all heads. A key is the head's
+    own part, then the rotary part, which all heads share. ``kv`` has for each
+    head its own part of the key, then its value; ``shared`` has the rotary
+    part, as one head."""
     own = width - shared.shape[-1]
     shared = jnp.broadcast_to(shared, (*kv.shape[:-1], shared.shape[-1]))
     return jnp.concatenate([kv[..., :own], shared], -1), kv[..., own:]
@@ -464,8 +476,8 @@ def padded_to(x: Array, width: int) -> Array:
 
 def ring_attention(
     q: Q,
-    k: KV | Latents,
-    v: V | Up,
+    k_or_latents: KV | Latents,
+    v_or_up: V | Up,
     ids: Ids,
     *,
     axis: str | None = None,
@@ -476,11 +488,13 @@ def ring_attention(
     order: str = "",
     mask: Mask = CAUSAL,
 ) -> OutAndLse:
-    """Attend to the keys of all n ranks along an axis, in `jax.shard_map`. Without an axis there is one rank,
-    and the result is that of `full`, in memory linear in the sequence.
+    """Attend, tile by tile, to the keys of all n ranks along an axis, in
+    `jax.shard_map`. Without an axis there is one device and no ring: the
+    result is that of `full`, in memory linear in the sequence.
 
     Args:
-        k, v: keys and values; or latents, and what expands them (`expand_latents`), a matrix of 3 dims.
+        k_or_latents, v_or_up: keys and values; or latents, and the matrix
+            that makes keys and values of them (`expand_latents`).
         ids: those of this rank's queries, and those of the keys of all ranks.
         tile: the length of tiles; None: `tile_length` chooses. (A *block* is all keys of a rank.)
         in_order: there is one rank, and its queries and keys are the same positions, in order (not checked
@@ -490,7 +504,7 @@ def ring_attention(
         hop: `Plan.hop`.
         branch: as in `Tiles`.
     """
-    s, t = q.shape[1], k.shape[1]
+    s, t = q.shape[1], k_or_latents.shape[1]
     assert s == t or not in_order
     q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
@@ -509,9 +523,12 @@ def ring_attention(
     #           the dim of tiles goes before the dims _ 2
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-    latent = v.ndim == 3  # then k are latents, and v the matrix that expands them
-    block, up = (cut(k, d), v) if latent else ((cut(k, d), cut(v, d)), None)
+    keys, latent = cut(k_or_latents, d), v_or_up.ndim == 3  # V has 4 dims
+    block, up = (keys, v_or_up) if latent else ((keys, cut(v_or_up, d)), None)
     arrays = cut(q, c), block, up, cut_ids(q_ids, c), cut_ids(k_ids, d)
+    # In shard_map the type of a value says along which mesh axes it may
+    # differ between devices. Loops and custom gradients need equal types:
+    # `vary_alike` gives each array the axes of all. No value changes.
     out, lse = ring_forward(ring, *vary_alike(arrays))
     out, lse = jnp.moveaxis(out, (0, -2), (1, 2)), jnp.moveaxis(lse, (0, -1), (1, 2))
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
@@ -519,8 +536,8 @@ def ring_attention(
 
 def flash_attention(
     q: Q,
-    k: KV | Latents,
-    v: V | Up,
+    k_or_latents: KV | Latents,
+    v_or_up: V | Up,
     ids: Ids,
     *,
     platform: str,
@@ -531,15 +548,19 @@ def flash_attention(
 ) -> OutAndLse:
     """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; on ``cpu``
     plain JAX), which cuts tiles itself."""
-    q_ids, k_ids = ids_of(ids, mask, axis, k.shape[1])
-    hops, width = ring_hops(mask, order, len(k_ids), k.shape[1]), q.shape[-1]
-    value_width = v.shape[-1]
-    latent = v.ndim == 3  # then k are latents, and v the matrix that expands them
-    # the kernels need values as wide as keys: narrower ones are padded
-    block, up = (k, v) if latent else ((k, padded_to(v, width)), None)
-    if latent:  # the last dim of v has a head's own part of a key, then its value
-        shared_width = k.shape[-1] - len(v)  # the rest of a key, which all heads share
-        value_width -= width - shared_width  # what remains is the value
+    t, width = k_or_latents.shape[1], q.shape[-1]
+    q_ids, k_ids = ids_of(ids, mask, axis, t)
+    hops = ring_hops(mask, order, len(k_ids), t)
+    if v_or_up.ndim == 3:  # V has 4 dims
+        block, up = k_or_latents, v_or_up
+        # a key without the rotary part, which all heads share
+        own_key_width = width - (block.shape[-1] - len(up))
+        # the last dim of `up`: a head's own part of the key, then its value
+        value_width = up.shape[-1] - own_key_width
+    else:
+        # the kernels need values as wide as keys: narrower ones are padded
+        block, up = (k_or_latents, padded_to(v_or_up, width)), None
+        value_width = v_or_up.shape[-1]
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=width**-0.5, platform=platform, launch=launches[platform])
     forward, backward = (
@@ -563,9 +584,10 @@ def ring_forward(ring, q, block, up, q_ids, k_ids):
         merge attention to the keys into out, lse
 
     ``hops`` is n-1; with a window it may be less (`ring_hops`). K and V hop in one message, in their own
-    dtype, KV heads only: each rank sends hops times 2 b t k h elements (``exchange``: as many zeros to each
-    other rank). Latents hop in place of K and V: b t vectors, each a latent and its rotary key. A hop may run
-    while a rank attends to its keys. The backward pass needs q, block, up, ids, out and lse."""
+    dtype, KV heads only: each rank sends hops times 2 b t k h elements. (With ``exchange`` as `Plan.hop` a
+    hop is an all-to-all: the next rank gets the message, each other rank as many zeros.) Latents hop in place
+    of K and V: b t vectors, each a latent and its rotary key. A hop may run while a rank attends to its keys.
+    The backward pass needs q, block, up, ids, out and lse."""
 
     def attend_and_hop(carry, done):
         block, partials = carry
@@ -595,17 +617,21 @@ def _ring_forward_saving(ring, q, block, up, q_ids, k_ids):
 def ring_backward(ring, saved, grads):
     """Return the gradients of q, block and up.
 
-        dq, dk, dv = 0; if hops: keys = the previous rank's
+        dq, dk, dv = 0
         repeat hops times:
+            keys, dk, dv = the previous rank's
             add what these keys contribute to dq, dk, dv
-            keys, dk, dv = the previous rank's   (the last time dk, dv alone, straight to their own rank)
-        add what this rank's own keys contribute to dq, dk, dv
+        keys = this rank's own; dk, dv = those of these keys, from the last rank that had them
+        add what these keys contribute to dq, dk, dv
 
-    Scores are recomputed, and K and V make the same hops again. A block's gradient, dK and dV, travels after
-    the block: the first rank that the block visits starts it, every further rank adds its part, and the last
-    hop returns it to the rank of the block. That is the next rank if hops = n-1, else (with a window) the one
-    n - hops ranks on. So the gradient makes ``hops`` hops, too, each of 2 b t k h float32 elements. Where
-    latents hop, their gradient travels instead: b t float32 vectors as wide as these latents."""
+    Scores are recomputed, and K and V make the same hops again. A rank takes
+    its own keys last, when their dK and dV come home. The keys of rank a
+    visit the ranks a+1 … a+hops. Rank a+1 starts their dK and dV, each
+    further rank adds its part, and rank a+hops sends them home to a. That is
+    n - hops ranks further on: the next rank, unless a window shortens the
+    ring. So the gradient makes ``hops`` hops, too, each of 2 b t k h float32
+    elements. Where latents hop, their gradient travels instead: b t float32
+    vectors as wide as these latents."""
     (q, block, up, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq: Any = None
     # the block's gradient, a message that hops after the block; and the gradient of ``up``, which stays
@@ -615,10 +641,12 @@ def ring_backward(ring, saved, grads):
     per_query = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, done, last=False):
-        """Take the block that is here after ``done`` hops. Add its keys' part to dq, and
-        this rank's part to ``sums``: the gradients of the block and of ``up``. That of the
-        block is received one hop after the block itself; that of ``up`` stays on its
-        rank. In the first call ``sums`` is None. In the ``last`` call do not send the block on."""
+        """Take the block that is here after ``done`` hops. Add its keys' part to
+        dq, and this rank's part to ``sums``: the gradients of the block and of
+        ``up``. The block was sent here at the end of the previous call. Its
+        gradient is sent at the start of this one, so it may arrive while dK
+        and dV are computed. That of ``up`` stays on its rank. In the first
+        call ``sums`` is None. In the ``last`` call do not send the block on."""
         block, dq, sums = carry
         if sums is not None:
             sums = _hop(ring, sums[0]), sums[1]

@@ -1,16 +1,26 @@
 """Llama-family models. The code names dims, never mesh axes: read it as if there were
 one device.
 
-Four terms are needed to read it:
+Six terms are needed to read it:
 
     region    a part of the model in which each dim is cut in one way: data, stream, attention, ffn, vocab …
-    arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another.
-              ``+m`` in an arrow is a sum over m that is not finished: each device has a term of it
-    par       the object that moves values: ``par.move`` carries out an arrow, and ``par.weight`` returns a
-              weight ready for a matmul. `used_weights` yields several in a form that `matmul` takes: an
-              array, or an object with adapters or in float8. ``par.move_matmul`` is a move and the matmuls
-              after it, and ``par.matmul_move`` a matmul and the move after it; they are one call so that a
-              ring may send one block while it multiplies another
+    arrow     ``stream b s d -> ffn b s d``: a value with the dims b s d moves from one region to another
+    +m        in a layout, a sum over m that is not finished: along each
+              mesh axis that cuts m in this region a device has a term.
+              With +m on both sides an arrow finishes the sum over those
+              axes that cut m before it and not after it: none, some, or all
+    par       the object that moves values. ``par.move`` carries out an
+              arrow. ``par.weight`` returns a weight ready for a matmul.
+              ``par.move_matmul`` is a move and the matmuls after it,
+              ``par.matmul_move`` a matmul and the move after it: one call,
+              so that a ring may send one block while it multiplies another.
+              ``par.summed(f, layouts, arrow)`` and ``par.local(f, …)``
+              return functions. The first calls f for a device's term of a
+              sum, which the arrow then finishes; the second runs f on each
+              device's own blocks. `llmpar.parallel.modes` lists the rest
+    used_weights   ``par.weight`` of several weights, in a form that
+              `matmul` takes: an array, or an object with LoRA adapters
+              or in float8
     mode      the class of ``par`` (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query
@@ -115,6 +125,7 @@ class Norm(nnx.Module):
         if heads:
             term = lambda par, x: (x * x).sum((-2, -1)) / self.size
             finish = f"attention b s +{heads} -> attention b s"
+            # `summed` returns a function, whose argument is x32
             mean_square_bs = par.summed(term, [f"attention b s {heads} h"], finish)(x32)
             x32 = x32 * jax.lax.rsqrt(mean_square_bs[..., None, None] + self.eps)
         else:
@@ -169,8 +180,9 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # Layers that do not rotate (rope "none") may have a `Variant.query_scale`: it is a factor of their
-        # table, whose angles are 0. So queries are always "rotated", and keys only in layers that rotate.
+        # With rope "none" all angles are 0: sin is 0, and cos is a factor,
+        # 1 or, with `Variant.query_scale`, one that grows with positions.
+        # `rotate` then multiplies queries by it. Keys have no such factor.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -180,7 +192,7 @@ class Attention(Part):
             q_bsnh = scaled_by(q_bsnh, variant.score_scale * h**0.5)
         q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
         sinks_kr = None if self.sinks is None else par.weight(self.sinks).reshape(k, -1)
-        if par.cache:
+        if par.cache:  # when serving, `par` also stores keys and values
             y_bskrh = par.cache.attend(
                 q_bskrh, k_bskh, v_bskh, ids.q_positions, config.mask, sinks_kr
             )
@@ -246,15 +258,16 @@ class LatentAttention(Attention):
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s _"], ids: Ids, par: Solo
     ) -> Float[Array, "b s n w"]:
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
-        ``latent`` has both parts, c + r numbers; the arrow writes c for the two together, because a layout
-        has one letter a dim."""
+        ``latent`` has both parts, c + r numbers; the arrow has one letter for this dim, c."""
         # Every query head has keys of its own: below queries are b s n 1 h, n KV heads of one query head.
         num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
             # `par.weight` is enough: this matrix never has a bias or adapters (`ADAPTABLE`)
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
-            # z is the one head of a latent; c is its width (with the rotary key in the first layout)
+            # The first layout is of latents: z is a dim of 1 (one head for
+            # all), c is c + r. The second is of `kv_up`: c is without r,
+            # and h is a head's own part of the key, then its value.
             return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
@@ -280,7 +293,9 @@ class GatedDelta(Attention):
         if par.cache:
             y = par.cache.resume(ids.q_positions, values, inner)
         else:
-            # n: key heads in q and k, value heads in the rest; tp cuts both. u is a dim of 1, t the taps
+            # n has two sizes, and tp cuts both: key heads in q, k and their
+            # convolutions; value heads in the rest and in the result.
+            # u is a dim of 1, t the positions that a convolution reads.
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
                 *["attention b s n"] * 2,  # rate, forget
@@ -298,33 +313,38 @@ class GatedDelta(Attention):
 
 def attend_sharded(
     q: Float[Array, "b s k r h"],
-    k: Float[Array, "b t _ h"] | attention.Latents,
-    v: Float[Array, "b t _ w"] | attention.Up,
+    k_or_latents: Float[Array, "b t _ h"] | attention.Latents,
+    v_or_up: Float[Array, "b t _ w"] | attention.Up,
     ids: Ids,
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
     kv_layouts: tuple[str, str] = ("keys b s k h",) * 2,
 ) -> Float[Array, "b s k r w"]:
-    """Move queries to the region ``queries``, attend, and move the result back. ``k`` and ``v`` are in the
-    region ``keys`` already. Ulysses cuts heads there, so their number on a device, ``_``, may be smaller than
-    that of ``q`` before its move. ``sinks``: for each head the logit of one more key, whose value is 0
-    (gpt-oss). ``kv_layouts`` are those of ``k`` and ``v``; with latent attention in a ring ``k`` are latents,
-    and ``v`` is the matrix that expands them. (Layouts write s for the positions of keys, shapes t.)
+    """Move queries to the region ``queries``, attend, and move the result back.
+    Keys and values are in the region ``keys`` already. With Ulysses they
+    have only some of the heads there (hence ``_``), while ``q`` has all of
+    its heads until it is moved below. Latent attention in a ring passes
+    latents, and ``up``, the matrix that makes keys and values of them.
+    ``kv_layouts`` are the layouts of these two arguments. ``sinks``: for
+    each head the logit of one more key, whose value is 0 (gpt-oss).
+    (Layouts write s for the positions of keys, shapes t.)
 
     `Plan.context_parallel` decides how the regions queries and keys are cut, and so what arrows to these
     regions move (the caller has moved the keys):
 
         ring       nothing: keys are sent during attention
         ulysses    an all-to-all: each rank gets all positions of some heads, instead of all heads of some
-                   positions (an all-gather of keys where ranks of tp have copies of a KV head)
+                   positions. (Where ranks of tp have copies of a KV head, a
+                   rank has one KV head, which cannot be cut: keys are
+                   all-gathered, and query heads are cut)
         gather     keys: each rank gets all of them
         usp        as ulysses within a group of ranks; the groups form a ring
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     q_layout = "queries b s k r h"
     ids_layouts = Ids("queries b s", "queries b s", "ids b s", "ids b s")  # type: ignore[arg-type]
-    args, layouts = [q, k, v, ids], [q_layout, *kv_layouts, ids_layouts]
+    args, layouts = [q, k_or_latents, v_or_up, ids], [q_layout, *kv_layouts, ids_layouts]
     if sinks is not None:
         args.append(par.move(sinks, "attention k r -> queries k r"))
         layouts.append("queries k r")
@@ -391,8 +411,11 @@ class Experts(Part):
         if self.bias is not None:
             constant = self.bias.replace(jax.lax.stop_gradient(self.bias[...]))
             bias = [par.weight(constant)]
-        # `moe.route` returns the router's weights and the indices of the k experts of each token. Layouts
-        # write e for this dim of choices, since k is KV heads in layouts.
+        # `moe.route` returns the router's weights and the indices of the k
+        # experts of each token. In layouts k is KV heads, so they write e
+        # for several dims: in the arguments all experts, in the first two
+        # results the k chosen ones, in the tally all experts and two more
+        # entries.
         route = par.local(
             functools.partial(moe.route, experts, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
@@ -412,9 +435,10 @@ class Experts(Part):
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if experts.num_shared:
-            # The shared expert's sum over m and that of the routed experts are finished together, by the last
-            # arrow of this method. With tp_dispatch, tp does not cut m in the region tokens: then the move of
-            # ``shared`` to tokens finishes it.
+            # The shared expert's sum over m and that of the routed experts
+            # are finished together, by the last arrow of this method. But
+            # with tp_dispatch, tp cuts m in the region ffn and not in
+            # tokens: then the move of ``shared`` to tokens finishes it.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
             if self.shared_gate is not None:
@@ -455,7 +479,9 @@ class Block(Part):
         if self.config.reads_one_norm:
             to_ffn = to_mix
         else:
-            if not self.attention_post_norm:  # else `added` gives the norm's input this name
+            # by this name remat saves x; with an attention_post_norm
+            # `added` gives it to the input of that norm instead
+            if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
             to_ffn = normed(self.ffn_norm, x)
         if self.config.experts:
@@ -522,8 +548,12 @@ class Llama(nnx.Module):
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
-            # A custom gradient must have the type of its argument. So both arguments are typed as varying
-            # over the same axes, and autodiff sums the gradient of each over the axes that are new to it.
+            # The type of a value says along which mesh axes it may differ
+            # between devices, and a custom gradient must have the type of
+            # its argument. So `vary_alike` types x and head as different
+            # along the axes of either. Autodiff sums each gradient over
+            # the axes that this adds: along them devices had the same x,
+            # or the same head.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -543,7 +573,8 @@ class Llama(nnx.Module):
         once more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
-        # a pipeline's stages have other functions that run a loop
+        # The model is a few loops over layers. Here `par.layers` runs each;
+        # a pipeline gives `run_blocks` other functions to run them.
         loops = [(loop, par.layers) for loop in self.config.loops]
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
         return self.before_head(x, par), head, aux
@@ -581,7 +612,8 @@ class Llama(nnx.Module):
             kinds, times = loop.kinds, loop.times
             counts = Counter(kinds * times)  # layers of each kind in this loop
             weights = {kind: some_layers(stacks[kind], done[kind], n) for kind, n in counts.items()}
-            # the number of each layer of an iteration among those of its kind
+            # the number of each layer among those of its kind: [0, 1, 0]
+            # for kinds (0, 0, 1)
             nth: list[int | None] = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
             if len(kinds) == 1:
                 nth = [None]  # its weights are those of the one layer
@@ -626,8 +658,10 @@ class Llama(nnx.Module):
     def router_losses(
         self, loss: Float[Array, "b s"], batch: Batch, par: Solo
     ) -> Float[Array, " b"]:
-        """Sum the routers' own losses of each row over its tokens that have a target. With tp_sequence the
-        arrow finishes the sum over tp. `Step` finishes the sum over sp, as for the loss (`par.total`)."""
+        """Sum the routers' own losses of each row over its tokens that have a
+        target. With tp_sequence sp and tp cut s in the region stream, and sp
+        alone in data: the arrow finishes the sum over tp. `Step` finishes
+        that over sp, as for the loss (`par.total`)."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
@@ -663,8 +697,8 @@ def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Ar
 @jax.custom_vjp
 def logits_with_rounded_grad(x, head):
     """Return `logits_of`, with gradients rounded to the dtype of ``x`` before they are multiplied: a GPU
-    takes more than twice as long for matmuls of float32. In float32 these two were 15 % of a step of a 1B
-    model on an H100 (`docs/accelerators.md`)."""
+    takes more than twice as long for matmuls of float32. In float32 the two of the
+    backward pass were 15 % of a step of a 1B model on an H100 (`docs/accelerators.md`)."""
     return logits_of(x, head)
 
 

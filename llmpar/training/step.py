@@ -13,8 +13,9 @@ state and weights.
 
 `Step.train_step` is this list as code. The optimizer runs on global arrays under jit.
 So an optimizer that needs whole matrices (Adafactor, Muon) gives the right update
-although weights and gradients are sharded, and the compiled update of an elementwise optimizer such as
-AdamW has no collective.
+although weights and gradients are sharded, and the compiled update of an elementwise
+optimizer such as AdamW has no collective. (With `Plan.muon` the plan's own arrows make
+Muon's matrices whole, not XLA's partitioner: `Step._on_whole_matrices`.)
 """
 
 import functools
@@ -56,7 +57,8 @@ from llmpar.training.layer_order import LayerOrder, take_in_order
 from llmpar.training.muon import Muon, on_leaves
 from llmpar.training.state import Checked, State, check_mesh, initial_state, placed_weights
 
-# The dims of the routers' tally (`LossAndTally`). Its dim e has two entries more than there are experts.
+# The dims of the routers' tally (`LossAndTally`). Two entries of e come after the
+# experts: the dropped choices, and the sum of router entropies.
 _TALLY = (Dim("l"), Dim("e"))
 _SEED = Allowed(int, 0, 2**32 - 1)  # JAX drops the upper bits of a larger seed
 MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explicit": Explicit}
@@ -64,10 +66,14 @@ MODES: dict[str, type[Manual | Auto]] = {"manual": Manual, "auto": Auto, "explic
 
 
 class Step(LayerOrder):
-    """The compiled training step of a model under a plan on a mesh. Its base, `LayerOrder`, adds shapes and
-    shardings of the state, with layers in the order of the pipeline's stages (``abstract_state``) or in that
-    of the model (``abstract_in_model_order``); for each kind of layers, which layer is in which place of the
-    stages' order (``layer_orders``); and the moves from one order to the other.
+    """The compiled training step of a model under a plan on a mesh.
+
+    A pipeline's stages hold the layers in an order of their own, while
+    checkpoints have the model's order. The base class, `LayerOrder`, has
+    shapes and shardings of the state in both (``abstract_state``: stages,
+    ``abstract_in_model_order``), and moves a state from one order to the
+    other. ``layer_orders`` says, for each kind of layers, which layer is in
+    which place of the stages. Without a pipeline the two orders are one.
 
     Args:
         config, plan, mesh: ``mesh`` may be abstract, for tracing and lowering.
@@ -98,13 +104,15 @@ class Step(LayerOrder):
             raise ValueError(why)
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.clip = clip
-        # two meshes of the same devices, with the plan's inner axes (near, ul, kv): the mode Explicit needs
-        # explicit axes, the optimizer automatic ones
+        # A plan may split axes in two: ep into ep and near, sp into sp and
+        # ul, tp into tp and kv. Two meshes of the same devices have these
+        # axes: Explicit needs explicit axes, the optimizer automatic ones.
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = MODES[plan.mode](plan, self.mesh)
         self.stored = weights_tree(config, lambda weight: plan.stored(weight.dims))
-        # both have only trainable weights; with LoRA these are the adapters
+        # `stored` has all weights, `weight_layouts` and `reduced` only the
+        # trainable ones (with LoRA the adapters)
         self.weight_layouts = weights_tree(
             config, lambda w: plan.layouts_of(w.dims), trainable=True
         )
@@ -156,35 +164,44 @@ class Step(LayerOrder):
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        # Change only the types of weights, so that the backward pass leaves the sums of gradients over
-        # replicas unfinished (`WeightLayouts.unreduced`), unless reduce="layer".
+        # A type says along which mesh axes a value may differ between
+        # devices. Where a weight's type says that it is the same, autodiff
+        # sums its gradient over the axis at once. So `unfinished` types each
+        # weight as different along its replicas: no value changes, each
+        # device keeps its own term of the gradient
+        # (`WeightLayouts.unreduced`), and `finish` sums it at the end. With
+        # reduce="layer" the type stays, and the backward pass sums.
         params = jax.tree.map(self.par.unfinished, params, weights_tree(self.config))
         # `Resolved.check` refuses a pipeline in other modes; isinstance tells the type checker
         if self.plan.pipeline and isinstance(self.par, Manual):
-            sums, grads = executor.gradients(self.config, self.par, params, batch, self._zeros())
+            loss_and_tally, grads = executor.gradients(
+                self.config, self.par, params, batch, self._zeros()
+            )
         elif self.plan.microbatches == 1:
-            sums, grads = self._backward(params, batch)
+            loss_and_tally, grads = self._backward(params, batch)
         else:
 
             def add(total, part):
                 return jax.tree.map(jnp.add, total, self._backward(params, part)), None
 
             parts = cut_in_microbatches(batch, self.plan.microbatches)
-            (sums, grads), _ = lax.scan(add, self._zeros(), parts)
+            (loss_and_tally, grads), _ = lax.scan(add, self._zeros(), parts)
         buckets = self.plan.reduce == "bucket"
         grads = self._in_buckets(grads) if buckets else self._carry_out(grads, lambda w: w.finish)
-        return self._per_target(sums, grads, batch)
+        return self._per_target(loss_and_tally, grads, batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
         """Return the sums of loss and tally, and the gradients, of a microbatch. At ZeRO 2 reduce-scatter the
-        gradients."""
+        gradients, before those of microbatches are added (`WeightLayouts.accumulate`)."""
 
         def loss(trainable: Tree) -> LossAndTally:
             model = nnx.merge(model_graph(self.config), joined(params, trainable))
             return model.loss(batch, self.par)
 
-        sums, grads = jax.value_and_grad(loss, has_aux=True)(trainable_params(params, self.config))
-        return sums, self._carry_out(grads, lambda w: w.accumulate)
+        loss_and_tally, grads = jax.value_and_grad(loss, has_aux=True)(
+            trainable_params(params, self.config)
+        )
+        return loss_and_tally, self._carry_out(grads, lambda w: w.accumulate)
 
     def _clip(self, grads: Tree, norm: Array) -> Tree:
         """Scale gradients so that their global norm is `clip` at most."""
@@ -248,7 +265,9 @@ class Step(LayerOrder):
     def _zeros(self) -> tuple[LossAndTally, Tree]:
         """Return zeros for the sums of loss, routers' tally and gradients over microbatches, typed like the
         values that will be added to them."""
-        # the loss is each device's term of a sum over the axes of the region data
+        # Each device has its own term of the loss. So this zero is typed as
+        # different along all axes that cut tokens, the b and s of the region
+        # data: what a scan carries may not change its type.
         loss, tally = self.par.zeros((), Layout((), self.plan.varying("data"))), None
         if self.config.experts:
             # one entry for each layer with experts
@@ -263,26 +282,30 @@ class Step(LayerOrder):
         first one can run during the backward pass. A bucket has leaves that are summed over the same axes,
         and takes no more once it has `Plan.bucket_bytes`. For ZeRO 0 alone: see `checks.check_plan`."""
         leaves, tree = jax.tree.flatten(grads)
-        summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
+        sum_axes = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
         # gradients that vary over different axes have different types, and cannot be concatenated
         items = [
-            ((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)
+            ((axes, varying(leaf)), leaf.nbytes)
+            for axes, leaf in zip(sum_axes, leaves, strict=True)
         ]
-        for (sums, _), members in self.plan.buckets(items):
+        for (axes, _), members in self.plan.buckets(items):
             flat, restore = ravel_pytree([leaves[j] for j in members])
-            finish = Arrow(Layout((), sums), WHOLE)
+            finish = Arrow(Layout((), axes), WHOLE)
             flat = self.par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
             for j, piece in zip(members, restore(flat), strict=True):
                 leaves[j] = piece
         return jax.tree.unflatten(tree, leaves)
 
-    def _per_target(self, sums: LossAndTally, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
+    def _per_target(
+        self, loss_and_tally: LossAndTally, grads: Tree, batch: Batch
+    ) -> tuple[Tree, dict]:
         """Sum over all devices the loss, the number of targets (negative ones do not
         count), the gradients' squares and the routers' tally. Divide gradients, their norm
         and the loss by the number of targets. Return gradients and metrics. In `Auto` and
-        `Explicit` these sums of global arrays are finished already. Only the tally's sum in
-        `Explicit` is not: its arrow finishes it."""
-        loss, tally = sums
+        `Explicit` these sums of global arrays are finished already, with one exception: in
+        `Explicit` the router leaves the tally an unfinished sum (``stream e +b +s`` in
+        `llama.Experts`), and the arrow below finishes it."""
+        loss, tally = loss_and_tally
         targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
             # each leaf is replicated over axes of its own; `count_once` keeps one replica of it in the sum
@@ -327,7 +350,7 @@ class Step(LayerOrder):
         experts = self.config.experts
         if experts is None or experts.bias_rate is None or self.config.lora:  # LoRA freezes them
             return after
-        load_le = metrics["load"]
+        load_le = metrics["load"]  # l layers, e experts
         # sign(mean - load) = sign(sum - E load). Sum and E load are whole numbers, exact in float32 up to
         # 2**24. With a rounded mean the sign could be wrong for an expert whose load is the mean.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
@@ -336,7 +359,7 @@ class Step(LayerOrder):
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
-                # the layers of this kind, in the model's order
+                # rows of this kind, in the model's order; a bias has the stages'
                 own_le = direction_le[kinds == kind]
                 if not self.is_model_order:
                     own_le = take_in_order(own_le, self.layer_orders[kind], 0)
@@ -396,16 +419,16 @@ class Step(LayerOrder):
         which may need memory for all of them."""
         plan = self.plan
 
-        def sums(par: Solo, params: Tree, batch: Batch):
+        def loss_and_count(par: Solo, params: Tree, batch: Batch):
             model = nnx.merge(model_graph(self.config), params)
             parts = cut_in_microbatches(batch, plan.microbatches)
             loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
-        run: Callable = functools.partial(sums, Auto(plan, self.mesh))
+        run: Callable = functools.partial(loss_and_count, Auto(plan, self.mesh))
         if plan.mode != "auto" and not plan.pipeline:
             par = Manual(plan, self.mesh)
-            manual = lambda params, batch: par.sum_over_devices(sums(par, params, batch))
+            manual = lambda params, batch: par.sum_over_devices(loss_and_count(par, params, batch))
             run = par.over_devices(manual, (self.stored, self._batch_layout), WHOLE)
         return Checked(jax.jit(run), self.config.vocab_size)
 
