@@ -20,17 +20,18 @@ order does not change the result, only how much work and how many hops are saved
 The path of a query: `attend_by_plan` picks `ring_attention` (also for one device, a
 ring of one), which cuts arrays into tiles; `ring_forward` loops over the ranks' blocks
 of keys; `Tiles.attend` calls `Tiles.over_pairs`, a loop over the pairs of tiles of one
-block; `attend_tile` multiplies. `ring_backward`, `Tiles.attend_grad` and `attend_tile_grad` are their
-gradients. In `flash_attention` a kernel of `llmpar.kernels.flash` takes the place of
-`Tiles`. `by_kernel` calls JAX's own attention, without a ring.
+block; `attend_tile` multiplies. `ring_backward`, `Tiles.attend_grad` and
+`attend_tile_grad` are their gradients. In `flash_attention` a kernel of
+`llmpar.kernels.flash` takes the place of `Tiles`. `by_kernel` calls JAX's own
+attention, without a ring.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV
 head, h head width, w the width of a head's values. `ids_of` turns `Ids` into two arrays:
 q_ids, `b 2 s`, and k_ids, `n b 2 t` for the keys of n ranks. Their dim of 2 has
-positions, then segments. Arrays that are cut into tiles have a first dim of tiles: i tiles
-of c positions for queries, j tiles of d positions for keys (in this file d is not the
-model's width). Heads come before positions, which suits matmuls: `i b k r c h` and
-`j b k d h`. An index `i` or `j` takes one tile of them.
+positions, then segments. Arrays that are cut into tiles have a first dim of tiles: i
+tiles of c positions for queries, j tiles of d positions for keys (in this file d is not
+the model's width). Heads come before positions, which suits matmuls: `i b k r c h` and
+`j b k d h`. As indices, i and j are one of these tiles.
 """
 
 import itertools
@@ -489,8 +490,8 @@ def ring_attention(
     mask: Mask = CAUSAL,
 ) -> OutAndLse:
     """Attend, tile by tile, to the keys of all n ranks along an axis, in
-    `jax.shard_map`. Without an axis there is one device and no ring: the
-    result is that of `full`, in memory linear in the sequence.
+    `jax.shard_map`. Without an axis n is 1, and no key is sent: the result
+    is that of `full`, in memory linear in the sequence.
 
     Args:
         k_or_latents, v_or_up: keys and values; or latents, and the matrix
@@ -548,18 +549,19 @@ def flash_attention(
 ) -> OutAndLse:
     """Attend as `ring_attention` does, by the flash kernel of a platform (`llmpar.kernels.flash`; on ``cpu``
     plain JAX), which cuts tiles itself."""
-    t, width = k_or_latents.shape[1], q.shape[-1]
-    q_ids, k_ids = ids_of(ids, mask, axis, t)
-    hops = ring_hops(mask, order, len(k_ids), t)
-    if v_or_up.ndim == 3:  # V has 4 dims
-        block, up = k_or_latents, v_or_up
+    q_ids, k_ids = ids_of(ids, mask, axis, k_or_latents.shape[1])
+    hops, width = ring_hops(mask, order, len(k_ids), k_or_latents.shape[1]), q.shape[-1]
+    latent = v_or_up.ndim == 3  # V has 4 dims
+    # the kernels need values as wide as keys: narrower ones are padded
+    block, up = (
+        (k_or_latents, v_or_up) if latent else ((k_or_latents, padded_to(v_or_up, width)), None)
+    )
+    if latent:
         # a key without the rotary part, which all heads share
-        own_key_width = width - (block.shape[-1] - len(up))
+        own_key_width = width - (k_or_latents.shape[-1] - len(v_or_up))
         # the last dim of `up`: a head's own part of the key, then its value
-        value_width = up.shape[-1] - own_key_width
+        value_width = v_or_up.shape[-1] - own_key_width
     else:
-        # the kernels need values as wide as keys: narrower ones are padded
-        block, up = (k_or_latents, padded_to(v_or_up, width)), None
         value_width = v_or_up.shape[-1]
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=width**-0.5, platform=platform, launch=launches[platform])

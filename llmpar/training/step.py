@@ -164,13 +164,14 @@ class Step(LayerOrder):
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return gradients and metrics. In `Manual` arguments and results are a device's own shards; in the
         other modes they are global arrays."""
-        # A type says along which mesh axes a value may differ between
-        # devices. Where a weight's type says that it is the same, autodiff
-        # sums its gradient over the axis at once. So `unfinished` types each
-        # weight as different along its replicas: no value changes, each
-        # device keeps its own term of the gradient
-        # (`WeightLayouts.unreduced`), and `finish` sums it at the end. With
-        # reduce="layer" the type stays, and the backward pass sums.
+        # In shard_map a type says along which mesh axes a value may differ
+        # between devices. Where a weight's type says that it is the same,
+        # autodiff sums its gradient over the axis at once. So `unfinished`
+        # types each weight as different along its replicas: no value
+        # changes, each device keeps its own term of the gradient
+        # (`WeightLayouts.unreduced`), and `finish` sums it at the end.
+        # (With reduce="layer" the backward pass sums. `Explicit` has types
+        # of its own for this, and in `Auto` XLA decides.)
         params = jax.tree.map(self.par.unfinished, params, weights_tree(self.config))
         # `Resolved.check` refuses a pipeline in other modes; isinstance tells the type checker
         if self.plan.pipeline and isinstance(self.par, Manual):
