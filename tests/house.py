@@ -23,7 +23,7 @@ BUDGETS = {
     "pipeline": 318,
     "training": 2_496,
     "predict": 2_827,
-    "planner": 2_071,
+    "planner": 2_070,
     "draw": 2_797,
     "inspect": 4_244,
     "explore": 1_665,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_281,
-    "statements": 28_170,
+    "statements": 28_169,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

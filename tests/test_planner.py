@@ -38,7 +38,7 @@ def question(name="llama3-8b", devices=8, batch=None, seq=8192, row=H100, **fixe
 
 @pytest.fixture(scope="module")
 def small():
-    return planner.decide(question())
+    return planner.decide(question(), keep=8)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gemma-3-27b"])
@@ -63,6 +63,7 @@ def test_no_plan_of_a_group_beats_its_least_time(name, devices, fixed):
 def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):
     q = small.question
     assert small.num_priced > 30 and len(small.plans) == 8
+    assert all(planner.decide(q, keep).plans == small.plans[:keep] for keep in (1, 3))
     times = [one.time.step_s for one in small.plans]
     assert all(b > a * (1 - planner.SAME) for a, b in zip(times, times[1:], strict=False))
     for one in small.plans:

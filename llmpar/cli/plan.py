@@ -125,7 +125,7 @@ class PlanCommand(Adapters, Output):
     cache_bits: Number = None
     tokens: OptionalText = None
     price: Annotated[Real, Allowed(float, 1e-9, 1e9)] = None
-    keep: Annotated[int, Allowed(int, 1, 100)] = 8
+    keep: Annotated[int, Allowed(int, 1, 100)] = 5
     claims: Annotated[OptionalText, tyro.conf.arg(name="assert")] = None
     html: File = None
     measured: File = None

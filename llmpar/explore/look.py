@@ -302,7 +302,7 @@ class Around:
                 groups[str(mesh)] = planner.of_mesh(self.question.on(mesh), mesh)
             yield
         every = [group for of_mesh in groups.values() for group in of_mesh]
-        search = planner.Search(self.question, every, margin=planner.BEHIND)
+        search = planner.Search(self.question, every)
         yield from search.steps()
         self.points = {str(one.mesh): one for one in planner.fastest(search.best.values())}
         self.settled = True

@@ -51,7 +51,7 @@ CARD_BYTES_PER_S = 100e9
 """Of its fast links: a GPU below it is on PCIe."""
 _NEAR = 1.03
 """A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
-BEHIND = (1 + SAME) * _NEAR
+_BEHIND = (1 + SAME) * _NEAR
 """A plan whose least time is so many times the best's is behind it in `ranked`."""
 _PRICED = 12
 """Of the plans of a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
@@ -513,7 +513,7 @@ class Answer:
     num_priced: int
 
 
-def decide(q: Question, keep: int = 8) -> Answer:
+def decide(q: Question, keep: int = 5) -> Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
     groups, impossible = list[VariantGroup](), list[dict[str, str]]()
@@ -528,8 +528,7 @@ def decide(q: Question, keep: int = 8) -> Answer:
             impossible.append(row)
             continue
         groups += of_mesh(q, mesh)
-    # what is checked does not depend on how much is shown
-    search = Search(q, groups, max(keep, 8)).run()
+    search = Search(q, groups, keep).run()
     plans = ranked(search.best.values())[:keep]
     if not plans:
         raise NoMeshFits(nowhere(q, search.failed))
@@ -596,7 +595,6 @@ class Search:
     Attributes:
         groups: of all meshes: those whose least time is among the fastest are priced.
         enough: of meshes whose fastest plan is wanted, the fastest of all first.
-        margin: a plan is priced unless its least time is so many times that of the last of them.
         best: of each mesh the fastest plan of those that were priced by their `traffic`.
         failed: of each mesh of which no plan fits, the one that takes the least memory of those tried.
         num_priced: plans that were priced by the closed form.
@@ -605,7 +603,6 @@ class Search:
     q: Question
     groups: list[VariantGroup]
     enough: int = 1
-    margin: float = _NEAR
     best: dict[MeshShape, Candidate] = dataclasses.field(default_factory=dict)
     failed: dict[MeshShape, Candidate] = dataclasses.field(default_factory=dict)
     num_priced: int = 0
@@ -627,7 +624,7 @@ class Search:
         limit = math.inf
         while self.queue:
             least_s, _, one = heapq.heappop(self.queue)
-            if limit * self.margin <= least_s:
+            if limit * _BEHIND <= least_s:
                 for other in (
                     one,
                     *(left for _, _, left in self.queue),
