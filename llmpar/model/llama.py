@@ -550,10 +550,10 @@ class Llama(nnx.Module):
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
             # The type of a value says along which mesh axes it may differ
             # between devices, and a custom gradient must have the type of
-            # its argument. So `vary_alike` types x and head as different
-            # along the axes of either. Autodiff sums each gradient over
-            # the axes that this adds: along them devices had the same x,
-            # or the same head.
+            # its argument: so both must have the same axes. The move above
+            # and `par.weight` cast x and head to those of the region vocab,
+            # where autodiff sums their gradients; `vary_alike` adds those
+            # that only one of them has besides.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]

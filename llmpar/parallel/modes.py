@@ -211,9 +211,9 @@ class Solo:
         are global, each device then has an equal part of every piece. (The pieces are
         the same in all modes.) With several pieces, or with ``recompute``, f is
         checkpointed: the backward pass runs f again, and saves nothing as large as the
-        logits. Results of moves (`MOVED`) are saved, so in `Manual` and `Explicit`
-        nothing is sent again. `prevent_cse` is False: a scan needs no barrier, and of a
-        single piece XLA may keep what is cheap to keep.
+        logits. Results of moves (`MOVED`) are saved, so in `Manual` nothing is sent
+        again, and in `Explicit` the maximum of logits alone. `prevent_cse` is False: a
+        scan needs no barrier, and of a single piece XLA may keep what is cheap to keep.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)

@@ -207,8 +207,8 @@ KIND = {
     ("", "cut"): "slice",
 }
 """What moves when a mesh axis is in one place of the layout before and in another of the layout after: in an
-unfinished sum (+), in a dim that it cuts, or in none. An arrow's moves run in this order: sums over several
-axes are reduced on the smallest piece."""
+unfinished sum (+), in a dim that it cuts, or in none. An arrow's moves run in this order: of several sums
+those that cut a dim come first, so the others are of a smaller piece."""
 
 
 @dataclass(frozen=True)

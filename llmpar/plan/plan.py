@@ -478,10 +478,11 @@ class Resolved(Plan):
 
     def varying(self, region: str) -> tuple[str, ...]:
         """Return the axes over which `Manual` types every value of the region as varying: all axes that cut
-        some dim of the region, those of slow links first. It casts what enters the region to these axes. The
-        transpose of the cast sums the gradient over those that are new. So x in ``ffn b s d`` is cast to vary
-        along tp, though all ranks of tp have the same x: each multiplies it by its own weights, so their
-        gradients of x are terms of a sum. For a physical layout, which has no region, the result is ()."""
+        some dim of the region, those of slow links first. (What was gathered stays varying over the axes that
+        cut it before, too.) It casts what enters the region to these axes. The transpose of the cast sums the
+        gradient over those that are new. So x in ``ffn b s d`` is cast to vary along tp, though all ranks of
+        tp have the same x: each multiplies it by its own weights, so their gradients of x are terms of a sum.
+        For a physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -612,9 +613,9 @@ class Resolved(Plan):
 
     @property
     def _layouts_key(self) -> Resolved:
-        """The plan with a fixed value of every field that changes no layout: plans with equal layouts share
-        an entry of a cache. Layouts name axes, not their sizes: each axis of more than one device has size 2
-        here."""
+        """The plan with fixed values of the fields that a planner varies and that change no layout: plans
+        that differ in these alone share an entry of a cache. Layouts name axes, not their sizes: each axis of
+        more than one device has size 2 here."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
         # a field of `MeshShape` has the size of both parts of an axis together; two(None), of no part, is 1
@@ -649,8 +650,8 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` is the number of
-        # all chunks, `visits` that of one stage, also where there are two copies of the model (DualPipe).
+        # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` counts the chunks of
+        # one copy of the model, `visits` those that a stage stores of it. (DualPipe's stages borrow as many.)
         # All chunks have equally many places of a kind.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]

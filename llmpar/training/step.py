@@ -284,7 +284,8 @@ class Step(LayerOrder):
         and takes no more once it has `Plan.bucket_bytes`. For ZeRO 0 alone: see `checks.check_plan`."""
         leaves, tree = jax.tree.flatten(grads)
         sum_axes = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
-        # gradients that vary over different axes have different types, and cannot be concatenated
+        # Concatenated, gradients get a type that varies over the axes of all of them, and shard_map
+        # refuses results that are to be the same along such an axis.
         items = [
             ((axes, varying(leaf)), leaf.nbytes)
             for axes, leaf in zip(sum_axes, leaves, strict=True)
