@@ -342,7 +342,9 @@ class ModelConfig:
         rows = dict(self.described.rows) if self.described else {}
         attends = self.runs and self.mixer == "attention"
         rotated = self.variant.rope_width or self.head_width
-        what = "heads are" if rotated == self.head_width else "the rotated part of heads is"
+        what, use = "the rotated part of heads is", "a rotated part of an even width"
+        if rotated == self.head_width:
+            what, use = "heads are", "an even head width"
         refuse_first(
             (
                 given and not self.described,
@@ -360,7 +362,7 @@ class ModelConfig:
             ),
             (
                 attends and rotated % 2,
-                f"{what} {rotated} wide, but rotary embedding rotates pairs; use an even width",
+                f"{what} {rotated} wide, but rotary embedding rotates pairs; use {use}",
             ),
             (
                 attends and self.num_heads % self.num_kv_heads,
