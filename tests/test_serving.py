@@ -56,7 +56,7 @@ def test_a_token_takes_its_own_step_and_its_share_of_others_prompts(batch):
 
 
 def test_what_is_offered_to_serve_fits_and_nothing_beats_it(document, call, tmp_path):
-    words = "plan --serve 4096+1024 --model deepseek-v3 --devices 32 --bits 8 --cache-bits 8"
+    words = "plan --serve 4096+1024 --keep 8 --model deepseek-v3 --devices 32 --bits 8 --cache-bits 8"
     plans = document(*words.split())["plans"]
     assert len(plans) == 8 and plans[-1]["tp"] == 1
     users, devices = ([row[f"tokens_per_s_{x}"] for row in plans] for x in ("user", "device"))
