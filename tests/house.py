@@ -22,7 +22,7 @@ BUDGETS = {
     "model": 1_182,
     "pipeline": 318,
     "training": 2_496,
-    "predict": 2_827,
+    "predict": 2_826,
     "planner": 2_070,
     "draw": 2_797,
     "inspect": 4_244,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_283,
-    "statements": 28_171,
+    "statements": 28_170,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

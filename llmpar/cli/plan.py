@@ -272,14 +272,12 @@ class PlanCommand(Adapters, Output):
         given = {name: getattr(self, name) or 16 for name in ("bits", "cache_bits")}
         request = service.Service(preset(self.model), chip, devices, prompt, answer, **given)
         document = service.serve(request, self.keep)
-        most = request.config.context_length or prompt + answer
-        beyond = (
-            f"'{document['model']}' was made for {most:,} tokens, and these are {prompt + answer:,}"
-        )
-        document["notes"] = parameters.notes_on(request.config) + [beyond] * (
-            prompt + answer > most
-        )
-        inform(*document["notes"])
+        document["notes"] = notes = parameters.notes_on(request.config)
+        if (tokens := prompt + answer) > (most := request.config.context_length or tokens):
+            notes.append(
+                f"'{document['model']}' was made for {most:,} tokens, and these are {tokens:,}"
+            )
+        inform(*notes)
         return give(document, self.json, tables_serve(document))
 
     def compare(self) -> dict:

@@ -418,9 +418,8 @@ def _limits(
     for row, x in zip(rows, case.right[0], strict=True):
         if not np.isfinite(x).all():
             yield f"{row['name']} has infinities or NaNs on one device, too: they tell nothing"
-        if (
-            row["bound"] > 0.05
-        ):  # more than float32 needs for any sum of ours, and bfloat16 for a short one
+        # more than float32 needs for any sum of ours, and bfloat16 for a short one
+        if row["bound"] > 0.05:
             yield f"rounding may move {row['name']} by {row['bound']:.0%}: no smaller mistake is seen"
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.integer):

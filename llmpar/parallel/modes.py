@@ -338,8 +338,8 @@ class Manual(Solo):
         """Return the ring that replaces an arrow's collective, or None. A plan with `tp_comm_overlap` has one
         where the arrow is one collective of this ``kind``: a block is multiplied while another block, or a
         partial sum, is sent."""
-        moves = self.plan.physical(arrow).moves
-        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
+        moves = self.plan.physical(arrow).moves if self.plan.tp_comm_overlap else ()
+        if [move.kind for move in moves] != [kind]:
             return None
         return Ring(moves[0].axes, arrow, self.plan.hop)
 

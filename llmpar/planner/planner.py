@@ -625,10 +625,8 @@ class Search:
         while self.queue:
             least_s, _, one = heapq.heappop(self.queue)
             if limit * _BEHIND <= least_s:
-                for other in (
-                    one,
-                    *(left for _, _, left in self.queue),
-                ):  # not checked: these may fit
+                # not checked: these may fit
+                for other in (one, *(left for _, _, left in self.queue)):
                     self.failed.pop(other.mesh, None)
                 break
             if isinstance(one, VariantGroup):

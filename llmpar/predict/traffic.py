@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmpar.plan import places
-from llmpar.plan.layout import METRICS, SCALED, Arrow, parse_arrow
+from llmpar.plan.layout import METRICS, SCALED, Arrow, Layout, parse_arrow
 from llmpar.plan.lockstep import lockstep, slots
 from llmpar.plan.mesh_shape import USER_AXIS, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
@@ -519,7 +519,7 @@ class Values:
     def itemsize(self) -> int:
         return ITEMSIZE[self.plan.dtype]
 
-    def local_size(self, layout: str, *shape: int) -> int:
+    def local_size(self, layout: Layout | str, *shape: int) -> int:
         """Return the elements of a value of ``shape`` on each device."""
         return math.prod(self.plan.place(layout).shard_shape(shape, self.plan.mesh.sizes))
 
@@ -535,8 +535,7 @@ class Values:
         axes over which values begin to vary where it ends. (A value varies over the axes of its old
         region, until an all-reduce removes some; after the move, over all axes of its new region.)"""
         physical = self.plan.physical(of.arrow)
-        size = math.prod(physical.before.shard_shape(shape, self.traffic.mesh.sizes))
-        before = (itemsize or self.itemsize) * size
+        before = (itemsize or self.itemsize) * self.local_size(physical.before, *shape)
         after = self.traffic.carry(physical, before, of, forward, backward)
         summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
         varied = set(self.plan.varying(parse_arrow(of.arrow).before.region)) - summed
