@@ -16,13 +16,13 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_681,
+    "plan": 2_687,
     "parallel": 1_051,
     "kernels": 530,
     "model": 1_182,
     "pipeline": 318,
-    "training": 2_496,
-    "predict": 2_826,
+    "training": 2_494,
+    "predict": 2_821,
     "planner": 2_070,
     "draw": 2_797,
     "inspect": 4_244,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_283,
-    "statements": 28_170,
+    "statements of the compact package": 6_285,
+    "statements": 28_169,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

@@ -269,19 +269,17 @@ class Manual(Solo):
 
     def gather(self, shard: Array, dims: str) -> Array:
         """Cast a weight's stored shard, then gather it if it is stored cut (ZeRO 3)."""
-        return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather, dims)
+        return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather)
 
     def move(self, x: Array, arrow: str) -> Array:
         """Carry out the physical arrow, and give what has moved the checkpoint name `MOVED`."""
         physical = self.plan.physical(arrow)
-        x = self.carry_out(x, physical, arrow)
+        x = self.carry_out(x, physical)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in order, then type the
-        result as varying over the axes of the region where the arrow ends (`Arrow.varying`). ``text`` names
-        the arrow in the scope and in messages: its logical arrow, or what moves, such as
-        ``gradient ffn d m``; without one it is the physical arrow.
+        result as varying over the axes of the region where the arrow ends (`Arrow.varying`).
         ``invariant``: type what an all-gather returns as the same on all devices (JAX's ``to="invarying"``).
         It is for values of which no gradient is taken, such as updated weights."""
         # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp -> whole``)
@@ -290,15 +288,15 @@ class Manual(Solo):
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
                 raise ValueError(
-                    f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
-                    f" all over {axis}; it was reduced already, or never cut"
+                    f"arrow '{arrow.text or arrow}' starts with {axis} in its layout, but the value is the"
+                    f" same all over {axis}; it was reduced already, or never cut"
                 )
         to: Literal["varying", "invarying"] = "invarying" if invariant else "varying"
-        with scope(arrow.named(text)):
+        with scope(arrow.name()):
             for move in arrow.moves:
                 if (arrow.wire or arrow.gradient_wire) and move.kind != "slice":
                     dim = dim_of(move.gathers or move.cuts, letters)
-                    x = wire.send_narrow(x, move, dim, arrow, arrow.named(text, backward=True))
+                    x = wire.send_narrow(x, move, dim, arrow, arrow.name(backward=True))
                 else:
                     x = send(x, move, letters, to)
             # The transpose all-reduces the gradient over those axes that are new. So `stream b s d -> ffn
@@ -386,4 +384,4 @@ class Manual(Solo):
         every collective that they depend on. Separate all-reduces could run beside these collectives, in an
         order that differs between devices."""
         flat, restore = ravel_pytree(jax.tree.map(self.count_once, values))
-        return restore(self.carry_out(flat, Arrow(Layout((), self.live), WHOLE), METRICS))
+        return restore(self.carry_out(flat, Arrow(Layout((), self.live), WHOLE, text=METRICS)))

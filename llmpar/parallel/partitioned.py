@@ -57,7 +57,7 @@ class Auto(Solo):
         """Pin a value's layout."""
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
 
-    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)
 
@@ -140,9 +140,9 @@ class Explicit(Auto):
             )
             return lax.optimization_barrier(x)
 
-    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
         """Return ``x`` with the type of a physical arrow's last layout."""
-        return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
+        return self.note(self.lay(x, arrow.after, arrow.name()), arrow.text, arrow.after)
 
     def unfinished(self, w: Array, weight: Weight) -> Array:
         """Return a stored weight whose type has the marks with which its gradient stays an unfinished sum, if
@@ -176,7 +176,7 @@ class Explicit(Auto):
         place = self.plan.place(layout)
         sums = Layout((), place.axes + place.sums)
         total = lax.reduce_sum(x, range(x.ndim), out_sharding=as_type(sums))
-        return self.carry_out(total, Arrow(sums, WHOLE), METRICS)
+        return self.carry_out(total, Arrow(sums, WHOLE, text=METRICS))
 
     def local(self, f: Callable, layouts: Sequence[Any], result: Any) -> Callable:
         """Run ``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished stay so."""

@@ -172,7 +172,7 @@ def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
 
     def add_one(done: Array, g: Array, weight: Weight) -> Array:
         arrow = par.plan.layouts_of(weight.dims).accumulate
-        return done + par.carry_out(g.astype(done.dtype), arrow, f"gradient {weight.dims}")
+        return done + par.carry_out(g.astype(done.dtype), arrow)
 
     added = lambda name, g: jax.tree.map(add_one, sums[name], g, rows[name])
     return sums | {name: added(name, g) for name, g in grads.items()}

@@ -234,6 +234,7 @@ class Arrow:
     Attributes:
         varying: of a plan's arrow (`Resolved.physical`): the axes over which values differ in the region
             where it ends.
+        text: of a plan's arrow: its logical arrow, or what moves, such as ``gradient ffn d m``.
         wire: the dtype in which it travels, of `WIRES`; empty: that in which it is computed.
         gradient_wire: the same of its gradient, in the backward pass.
     """
@@ -241,6 +242,7 @@ class Arrow:
     before: Layout
     after: Layout
     varying: tuple[str, ...] = field(default=(), compare=False)
+    text: str = field(default="", compare=False)
     wire: str = ""
     gradient_wire: str = ""
 
@@ -252,11 +254,11 @@ class Arrow:
             words = [f"{word}:{self.wire}" if carries(word) else word for word in words]
         return f"{' '.join(words)} -> {self.after}"
 
-    def named(self, text: str = "", backward: bool = False) -> str:
-        """Name the arrow, or its gradient's, as a census finds it: ``text`` and the dtype in which it
-        travels; the arrow itself without a text."""
+    def name(self, backward: bool = False) -> str:
+        """Return the name by which a census finds the arrow's collectives, or its gradient's: its text, if it
+        has one, and the dtype in which it travels."""
         dtype = self.gradient_wire if backward else self.wire
-        return f"{text} in {dtype}" if text and dtype else text or str(self)
+        return f"{self.text} in {dtype}" if self.text and dtype else self.text or str(self)
 
     @property
     @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again

@@ -114,6 +114,8 @@ from llmpar.plan.sequence_order import Mask
 
 BATCH_AXES = ("dp", "fsdp", "ep", "near")
 """The axes that cut the batch. ``ep`` and ``near``, its inner part, are batch axes in dense layers."""
+GRADIENT, UPDATED, MOMENTUM, ORTHOGONAL = "gradient ", "updated ", "momentum ", "orthogonal "
+"""In the texts of a weight's arrows (`WeightLayouts`) what moves, before the weight's dims."""
 
 
 @dataclass(frozen=True)
@@ -149,31 +151,42 @@ class WeightLayouts:
 
     gather = property(
         lambda self: Arrow(
-            self.stored, self.used, wire=self.gather_wire, gradient_wire=self.reduce_wire
+            self.stored,
+            self.used,
+            text=self.dims,
+            wire=self.gather_wire,
+            gradient_wire=self.reduce_wire,
         ),
         doc="At ZeRO 3 an all-gather.",
     )
     accumulate = property(
-        lambda self: Arrow(self.unreduced, self.accumulated, wire=self.reduce_wire),
+        lambda self: Arrow(
+            self.unreduced, self.accumulated, text=GRADIENT + self.dims, wire=self.reduce_wire
+        ),
         doc="At ZeRO 2 a reduce-scatter.",
     )
     finish = property(
-        lambda self: Arrow(self.accumulated, self.reduced, wire=self.reduce_wire),
+        lambda self: Arrow(
+            self.accumulated, self.reduced, text=GRADIENT + self.dims, wire=self.reduce_wire
+        ),
         doc="An all-reduce, a reduce-scatter (ZeRO 1, or `gather_per` step), or both.",
     )
     restore = property(
-        lambda self: Arrow(self.reduced, self.stored), doc="At ZeRO 1 and 2 an all-gather."
+        lambda self: Arrow(self.reduced, self.stored, text=UPDATED + self.dims),
+        doc="At ZeRO 1 and 2 an all-gather.",
     )
     assemble = property(
-        lambda self: Arrow(self.reduced, self.whole),
+        lambda self: Arrow(self.reduced, self.whole, text=MOMENTUM + self.dims),
         doc="Muon only. muon='gather': an all-gather for each cut dim; else an all-to-all for each.",
     )
     take_apart = property(
-        lambda self: Arrow(self.whole, self.reduced),
+        lambda self: Arrow(self.whole, self.reduced, text=ORTHOGONAL + self.dims),
         doc="The inverse of `assemble`. muon='gather': a slice; else an all-to-all for each cut dim.",
     )
     difference = property(
-        lambda self: Arrow(Layout(self.stored.dims, ("dp",)), self.stored),
+        lambda self: Arrow(
+            Layout(self.stored.dims, ("dp",)), self.stored, text=f"difference {self.dims}"
+        ),
         doc="`training.local_steps` only: an all-reduce over dp of how far each worker, a rank of dp, moved"
         " the weight since the last average.",
     )
@@ -493,7 +506,9 @@ class Resolved(Plan):
 
         For a weight the result is the layout in which it is *used*: cut by tp, but not by ZeRO.
         """
-        layout = parse_layout(layout) if isinstance(layout, str) else layout
+        return self._place(parse_layout(layout) if isinstance(layout, str) else layout)
+
+    def _place(self, layout: Layout) -> Layout:
         if layout.mesh:
             raise ValueError(
                 f"layout '{layout}' names a mesh, and a plan has one; leave out '@{layout.mesh}'"
@@ -511,8 +526,8 @@ class Resolved(Plan):
     def physical(self, arrow: str) -> Arrow:
         """Return the physical arrow of a logical one."""
         logical = parse_arrow(arrow)
-        before, after = self.place(logical.before), self.place(logical.after)
-        return Arrow(before, after, varying=self.varying(logical.after.region))
+        before, after = self._place(logical.before), self._place(logical.after)
+        return Arrow(before, after, self.varying(logical.after.region), arrow)
 
     def layouts_of(self, dims: str) -> WeightLayouts:
         """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its

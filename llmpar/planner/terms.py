@@ -12,21 +12,13 @@ from typing import NamedTuple
 
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.plan import GRADIENT, UPDATED, Plan, Resolved
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import Rates, package_table
 from llmpar.predict.muon import muon_flops
 from llmpar.predict.time import Clock, busiest, chunks, optimizer_params, torus_axes, update_bytes
-from llmpar.predict.traffic import (
-    FLOAT32,
-    GRADIENT,
-    ITEMSIZE,
-    MATMULS,
-    UPDATED,
-    most_traffic,
-    step_traffic,
-)
+from llmpar.predict.traffic import FLOAT32, ITEMSIZE, MATMULS, most_traffic, step_traffic
 from llmpar.predict.workload import Run
 
 FORMULAS = package_table("planner/terms.toml")

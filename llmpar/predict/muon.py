@@ -5,8 +5,8 @@ import math
 
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import matrix_dims
-from llmpar.plan.plan import Resolved
-from llmpar.predict.traffic import MOMENTUM, ORTHOGONAL, WEIGHT_LINKS, step_traffic
+from llmpar.plan.plan import MOMENTUM, ORTHOGONAL, Resolved
+from llmpar.predict.traffic import WEIGHT_LINKS, step_traffic
 
 
 def newton_schulz_flops(rows: int, columns: int, iterations: int = 5) -> int:

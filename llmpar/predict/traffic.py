@@ -47,10 +47,6 @@ NEXT_STAGE = "stream b s d -> the next stage"
 PREVIOUS_STAGE = "stream b s d -> the previous stage"
 OPPOSITE_STAGE = "l -> the opposite stage"
 """The arrows of a pipeline's permutes. Which ranks they pair, `hosts` says."""
-GRADIENT, UPDATED = "gradient ", "updated "
-"""Before a weight's dims in the arrow of its gradient, and of the weight after the update."""
-MOMENTUM, ORTHOGONAL = "momentum ", "orthogonal "
-"""The same of Muon's matrices before the orthogonalisation, and after it (`Plan.muon`)."""
 _LINKS = {"tp": TENSOR_LINKS, "sp": SEQUENCE_LINKS}
 """The term of what is sent inside the model, by the axes that it goes over; else `EXPERT_LINKS`."""
 
@@ -178,10 +174,9 @@ class Traffic(dict[tuple[str, str], Prediction]):
     ) -> int:
         """Add an arrow with a dtype (`llmpar.parallel.wire`) on ``size`` numbers of each device, and return
         the bytes in the end. A sum in a dtype is an all-to-all; an all-reduce is an all-gather, too."""
-        text = arrow.named(of.arrow, backward=True)
-        gradient = of.gradient or of.value
-        back = of._replace(arrow=text, value=gradient)
-        of = of._replace(arrow=arrow.named(of.arrow))
+        arrow = replace(arrow, text=of.arrow)
+        back = of._replace(arrow=arrow.name(backward=True), value=of.gradient or of.value)
+        of = of._replace(arrow=arrow.name())
         bytes_of = {"": itemsize, "bf16": 2, "e4m3": 1 + FLOAT32 / SCALED}
         for move in arrow.moves:
             n, is_gather = self.mesh.along(move.axes), move.kind == "all-gather"
@@ -361,7 +356,7 @@ def outer_traffic(plan: Resolved, fragments: int = 1, index: int = 0) -> Traffic
     for path, (weight, layouts) in learned.items():
         shape = rows[path].stop - (rows[path].start or 0), *weight.shape[1:]
         block = math.prod(layouts.stored.shard_shape(shape, plan.mesh.sizes))
-        of = Transfer("what workers moved a weight", f"difference {weight.dims}", LATE)
+        of = Transfer("what workers moved a weight", layouts.difference.text, LATE)
         traffic.carry(layouts.difference, FLOAT32 * block, of, block > 0)
     return traffic
 
@@ -452,7 +447,7 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
             traffic.add(
                 "all-reduce", layouts.replica_axes, of, FLOAT32 * stored, gradients, "gradients"
             )
-        of = Transfer("gradients", GRADIENT + dims, LATE)
+        of = Transfer("gradients", layouts.finish.text, LATE)
         unreduced = FLOAT32 * local_size(layouts.unreduced, shape)
         traffic.carry(layouts.accumulate, unreduced // visits, of, pieces)
         if plan.reduce == "bucket":
@@ -460,11 +455,11 @@ def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
         else:
             traffic.carry(layouts.finish, added, of, 1)
         reduced = FLOAT32 * local_size(layouts.reduced, shape)
-        of = Transfer("whole matrices of momentum", MOMENTUM + dims, LATE)
+        of = Transfer("whole matrices of momentum", layouts.assemble.text, LATE)
         whole = traffic.carry(layouts.assemble, reduced, of, 1)
-        of = Transfer("orthogonal matrices", ORTHOGONAL + dims, LATE)
+        of = Transfer("orthogonal matrices", layouts.take_apart.text, LATE)
         traffic.carry(layouts.take_apart, whole, of, 1)
-        of = Transfer("updated weights", UPDATED + dims, LATE, WHOLE_PASS)
+        of = Transfer("updated weights", layouts.restore.text, LATE, WHOLE_PASS)
         traffic.carry(layouts.restore, reduced, of, 1)
     for (axes, _), members in plan.buckets(bucketed):
         bucket = Transfer("gradients", f"bucket of {len(members)} gradients", LATE)

@@ -113,12 +113,12 @@ class Decoder:
             logits_bv = attention.capped(
                 logits_of(each[0], head), self.plan.config.variant.logit_cap
             )
-            logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), LOGITS, invariant=True)
+            logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), invariant=True)
             return choose_tokens(logits_bv, each[1], each[2], rows)
 
         numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
         caches = tuple(itertools.chain(*par.caches.values()))
-        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), caches
+        return par.carry_out(numbers, par.plan.physical(CHOSEN), invariant=True), caches
 
 
 class _Cached(Manual):

@@ -223,8 +223,7 @@ class LocalSteps:
             if not old.size:  # of another fragment
                 return old
             own = vary(old, ("dp",)) - new[0]
-            what = f"difference {layouts.dims}"
-            return Manual(self.plan).carry_out(own, layouts.difference, what) / len(self.steps)
+            return Manual(self.plan).carry_out(own, layouts.difference) / len(self.steps)
 
         return jax.tree.map(one, before, after, self.steps[0].weight_layouts)
 

@@ -233,9 +233,8 @@ class Step(LayerOrder):
         par = Manual(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts) -> Array:
-            dims = layouts.dims
-            whole = par.carry_out(x, layouts.assemble, f"momentum {dims}")
-            return par.carry_out(f(whole, dims), layouts.take_apart, f"orthogonal {dims}")
+            whole = par.carry_out(x, layouts.assemble)
+            return par.carry_out(f(whole, layouts.dims), layouts.take_apart)
 
         reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
         all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts)
@@ -246,21 +245,15 @@ class Step(LayerOrder):
         stored = trainable_params(self.stored, self.config)
         if self.reduced == stored:
             return trainable
-        restore = lambda trainable: self._carry_out(
-            trainable, lambda w: w.restore, "updated", invariant=True
-        )
+        restore = lambda trainable: self._carry_out(trainable, lambda w: w.restore, invariant=True)
         return self.par.over_devices(restore, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step
 
-    def _carry_out(
-        self, tree: Tree, arrow_of: Callable, what: str = "gradient", invariant: bool = False
-    ) -> Tree:
-        """Carry out for each leaf the arrow that ``arrow_of`` takes from its `WeightLayouts`. ``what`` is for
-        the names of scopes, and ``invariant`` is that of `Manual.carry_out`."""
-        one = lambda x, layouts: self.par.carry_out(
-            x, arrow_of(layouts), f"{what} {layouts.dims}", invariant
-        )
+    def _carry_out(self, tree: Tree, arrow_of: Callable, invariant: bool = False) -> Tree:
+        """Carry out for each leaf the arrow that ``arrow_of`` takes from its `WeightLayouts`. ``invariant``
+        is that of `Manual.carry_out`."""
+        one = lambda x, layouts: self.par.carry_out(x, arrow_of(layouts), invariant)
         return jax.tree.map(one, tree, self.weight_layouts)
 
     def _zeros(self) -> tuple[LossAndTally, Tree]:
@@ -292,8 +285,8 @@ class Step(LayerOrder):
         ]
         for (axes, _), members in self.plan.buckets(items):
             flat, restore = ravel_pytree([leaves[j] for j in members])
-            finish = Arrow(Layout((), axes), WHOLE)
-            flat = self.par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
+            text = f"bucket of {len(members)} gradients"
+            flat = self.par.carry_out(flat, Arrow(Layout((), axes), WHOLE, text=text))
             for j, piece in zip(members, restore(flat), strict=True):
                 leaves[j] = piece
         return jax.tree.unflatten(tree, leaves)
@@ -317,8 +310,8 @@ class Step(LayerOrder):
         else:
             square = optax.tree.norm(grads, squared=True)
             if tally is not None:
-                arrow = Arrow(Layout(_TALLY, self.plan.varying("stream")), Layout(_TALLY))
-                tally = self.par.carry_out(tally, arrow, METRICS)
+                unfinished = Layout(_TALLY, self.plan.varying("stream"))
+                tally = self.par.carry_out(tally, Arrow(unfinished, Layout(_TALLY), text=METRICS))
         targets = jnp.maximum(targets, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / targets, grads)
         norm = jnp.sqrt(square) / targets
