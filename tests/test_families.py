@@ -114,8 +114,7 @@ def test_keys_that_might_count_are_named_and_others_are_not():
     assert note == "keys of the file that are not read and might change sizes: num_experts, zebra_width"
     more = {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}}
     notes = read(config | more)["described"]["notes"]
-    words = ["(MTP)", "quantized"]
-    assert [word for note in notes for word in words if word in note] == words
+    assert [x for note in notes for x in ("(MTP)", "quantized") if x in note] == ["(MTP)", "quantized"]
 
 
 def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
@@ -127,8 +126,9 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     assert described(outer | {"text_config": narrow}).num_params == 1_194_087_360
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     inner = {"model_type": "gemma3_text", "tie_word_embeddings": False}  # the whole model does not read it
-    gemma = described({"model_type": "gemma3", "text_config": sizes | inner})
-    assert gemma.num_params == 3_880_263_168 and gemma.tied
+    gemma = {"model_type": "gemma3", "text_config": sizes | inner}
+    assert described(gemma).num_params == 3_880_263_168 and described(gemma).tied
+    assert "the outer one is taken" in read(gemma | {"tie_word_embeddings": True})["described"]["notes"][-1]
 
 
 def test_a_model_says_its_parameters_as_its_maker_counts_them():

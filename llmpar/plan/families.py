@@ -58,8 +58,10 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     inner = next((x for x, names in TABLES["inner"].items() if outer in names.split()), outer)
     part = {key: raw[key] for key in TABLES["outer"] if key in raw}
     part |= {"text_part_of": outer, "model_type": inner} | raw[name]
+    own = raw[name].get("tie_word_embeddings")
     if isinstance(tied := raw.get("tie_word_embeddings", TABLES["ties"].get(outer)), bool):
         part["tie_word_embeddings"] = tied  # the whole model ties, not its part
+        part["ties_differ"] = "tie_word_embeddings" in raw and own not in (None, tied)
     kind, nested = str(part.get("model_type")), TABLES["nested"]
     unsaid = nested.get(kind, nested.get(TABLES["aliases"].get(kind), {}))
     return text_part(unsaid | part)
