@@ -85,9 +85,9 @@ KIds = Int[Array, "j _ 2 d"]
 
 # The name of what attention's backward pass reads besides `OUT` and `LSE`: queries,
 # and keys and values or latents. They need one because on simulated devices
-# `Manual.local` puts an `optimization_barrier` before attention. The policy of remat
-# none at ZeRO 3 takes what comes out of a barrier for a gathered weight, and does not
-# save it unless it has a name of its own (`remat._all_but_gathered_weights`).
+# `Manual.local` puts an `optimization_barrier` before attention. With ``remat="none"``
+# at ZeRO 3, the policy mistakes what leaves a barrier for a gathered weight, and does
+# not save it unless it has a name of its own (`remat._all_but_gathered_weights`).
 IN = "attention_in"
 
 
@@ -112,8 +112,8 @@ def attend_by_plan(
 ) -> Out:
     """Attend as the plan asks for, with ``sinks`` if the model has any
     (`with_sinks`). ``par`` is any mode, and `Solo` their base class. In a
-    ring latent attention gives latents, and ``up``, the matrix that makes
-    K and V of them (`expand_latents`)."""
+    ring, latent attention passes latents in place of keys, and in place of
+    values the matrix that makes K and V of them (`expand_latents`)."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     # One axis at most cuts the positions of keys. With usp sp is split in
     # two: the inner axis, ul, runs Ulysses, and cuts heads instead; the
@@ -160,7 +160,7 @@ def ids_are_valid(
     Elsewhere it may leave out tiles or hops by their place in the row alone.
     Then the ids must satisfy one of these: positions rise along the row; or
     segments never fall, and positions rise within each segment. With
-    `Plan.documents` ``whole``, and a kernel other than ``portable``, the row
+    `Plan.documents` ``whole``, which has an effect with cudnn alone, the row
     must be one segment of rising positions, in steps of 1 if there is a
     window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
@@ -451,9 +451,9 @@ def expand_latents(
     latents: Array, up: Up, *, width: int, padded: bool = False
 ) -> tuple[Array, Array]:
     """Return K and V of all heads from latents (`llama.LatentAttention`), whose last dim
-    has a latent, then the token's rotary key. Axis 2 is the one head of whole arrays,
-    ``b t 1 _``, and of tiles, ``j b 1 d _``; the results have all heads there. K has
-    the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
+    has a latent, then the token's rotary key. Axis 2 has size 1, the one head for all,
+    both in whole arrays, ``b t 1 _``, and in tiles, ``j b 1 d _``; in the results it
+    counts all heads. K has the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
     latent, shared = jnp.split(latents, [len(up)], -1)
     kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latent.squeeze(2), up), -2, 2)
     k, v = keys_and_values(kv, shared, width)
@@ -510,8 +510,8 @@ def ring_attention(
     q_ids, k_ids = ids_of(ids, mask, axis, t)
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence, and a tile with both
-    # could never be skipped. So in a ring a tile as long as a rank's positions is not
-    # taken: `tile_length` chooses (at most half, if their number is even).
+    # could never be skipped. So in a ring a tile must not have all positions of a rank.
+    # Where it would, `tile_length` chooses: at most half of them, if they are even.
     if axis and tile and tile >= s:
         tile = None
     c, d = tile_length(tile, s), tile_length(tile, t)
@@ -626,6 +626,8 @@ def ring_backward(ring, saved, grads):
         keys = this rank's own; dk, dv = those of these keys, from the last rank that had them
         add what these keys contribute to dq, dk, dv
 
+    (In the code keys are sent on at the end of an iteration, and their dk and dv at the start of the next, so
+    that both travel while a rank computes.)
     Scores are recomputed, and K and V make the same hops again. A rank takes
     its own keys last, when their dK and dV come home. The keys of rank a
     visit the ranks a+1 … a+hops. Rank a+1 starts their dK and dV, each

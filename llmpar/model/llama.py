@@ -117,8 +117,8 @@ class Norm(nnx.Module):
     def __call__(
         self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
     ) -> Float[Array, "*dims d"]:
-        """Return the normed value. The mean is over the last dim. If ``heads`` is n or k, it is over this dim
-        of heads, too, and ranks that have different heads sum their parts."""
+        """Return the normed value. The mean square is over the last dim. If ``heads`` is n or k, it is over
+        this dim of heads, too, and ranks that have different heads sum their parts."""
         x32 = x.astype(jnp.float32)
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -180,9 +180,10 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0: sin is 0, and cos is a factor,
-        # 1 or, with `Variant.query_scale`, one that grows with positions.
-        # `rotate` then multiplies queries by it. Keys have no such factor.
+        # With rope "none" all angles are 0: sin is 0, and cos is the factor
+        # of queries, which `rotate` multiplies by it: 1, or with
+        # `Variant.query_scale`, which only such layers have, one that grows
+        # with positions. Keys have no factor.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -265,9 +266,10 @@ class LatentAttention(Attention):
         if par.axes("keys s"):  # a ring, which expands what each rank receives
             # `par.weight` is enough: this matrix never has a bias or adapters (`ADAPTABLE`)
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
-            # The first layout is of latents: z is a dim of 1 (one head for
-            # all), c is c + r. The second is of `kv_up`: c is without r,
-            # and h is a head's own part of the key, then its value.
+            # The first layout is of latents: z has size 1 (one head for all),
+            # and c both the latent and the rotary key. The second is of
+            # `kv_up`: c has the latent alone, and h a head's own part of the
+            # key, then its value.
             return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
@@ -479,8 +481,8 @@ class Block(Part):
         if self.config.reads_one_norm:
             to_ffn = to_mix
         else:
-            # by this name remat saves x; with an attention_post_norm
-            # `added` gives it to the input of that norm instead
+            # remat saves what is named STREAM: x here, or with an
+            # attention_post_norm the input of that norm (`added`)
             if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
             to_ffn = normed(self.ffn_norm, x)
@@ -509,7 +511,7 @@ class Llama(nnx.Module):
     stacked along a leading dim ``l``."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        weights = config.must_run().weights()
+        weights = config.must_run().weights()  # refuses models that are only planned
         self.embedding = param(rngs, weights["embedding"])
         stacks = [stacked_blocks(block, count, rngs) for count, block in config.blocks]
         self.blocks: Any = (
@@ -550,10 +552,11 @@ class Llama(nnx.Module):
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
             # The type of a value says along which mesh axes it may differ
             # between devices, and a custom gradient must have the type of
-            # its argument: so both must have the same axes. The move above
-            # and `par.weight` cast x and head to those of the region vocab,
-            # where autodiff sums their gradients; `vary_alike` adds those
-            # that only one of them has besides.
+            # its argument: so x and head must vary over the same axes. The
+            # move above and `par.weight` made both vary over the axes of the
+            # region vocab, and autodiff sums their gradients at these casts.
+            # One of them may vary over further axes: `vary_alike` gives
+            # these to the other.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -659,9 +662,9 @@ class Llama(nnx.Module):
         self, loss: Float[Array, "b s"], batch: Batch, par: Solo
     ) -> Float[Array, " b"]:
         """Sum the routers' own losses of each row over its tokens that have a
-        target. With tp_sequence sp and tp cut s in the region stream, and sp
-        alone in data: the arrow finishes the sum over tp. `Step` finishes
-        that over sp, as for the loss (`par.total`)."""
+        target. With tp_sequence, s is cut by sp and tp in the region stream,
+        and by sp alone in data: the arrow finishes the sum over tp. `Step`
+        finishes that over sp, as for the loss (`par.total`)."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))

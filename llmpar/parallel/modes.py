@@ -5,8 +5,8 @@ names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
              par.with_weight(f, x, p)  f(x, weight) elementwise, such as a product with a scale (a method
-                                       because in `Explicit` the weight's gradient stays an unfinished sum,
-                                       which JAX's rule for broadcasting cannot leave)
+                                       because in `Explicit` the weight's gradient must stay an unfinished
+                                       sum, and JAX's gradient of a broadcast cannot have that type)
              par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
@@ -80,8 +80,8 @@ class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
 
-    # None in training. When serving it is the mode itself (`par.cache is par`), typed as the class that
-    # stores keys and values and attends to them (`serve.decode._Cached`).
+    # None in training. When serving, par is a `serve.decode._Cached`, which stores keys and values, and
+    # `par.cache` is par itself. (`Any`, since that class is not imported here.)
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -142,17 +142,17 @@ class Solo:
         return None
 
     def named(self, results: list[Array], arrow: str) -> list[Array]:
-        """Give the results of the matmuls right after a move into a region their checkpoint name. The hidden
-        values of a feed-forward in chunks get none, so that they are not saved."""
+        """Name the results of the first matmuls of a region, by which remat saves them. The hidden values of
+        a feed-forward in chunks get no name, so that they are not saved."""
         name = NAME_OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results
         return [checkpoint_name(y, name) for y in results]
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function of the arguments. It calls ``f(par, …)``, which returns this device's term of a
-        sum, and finishes the sum by the arrow. In `Explicit` f runs in an island, so it uses the par that it
-        is given. ``layouts`` are those of the arguments after par; only `Explicit` reads them."""
+        """Return a function g. ``g(*args)`` computes this device's term of a sum, ``f(par, *args)``, and
+        finishes the sum by the arrow. In `Explicit` f runs in an island, so it uses the par that it is given.
+        ``layouts`` are those of ``args``; only `Explicit` reads them."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -211,8 +211,8 @@ class Solo:
         are global, each device then has an equal part of every piece. (The pieces are
         the same in all modes.) With several pieces, or with ``recompute``, f is
         checkpointed: the backward pass runs f again, and saves nothing as large as the
-        logits. Results of moves (`MOVED`) are saved, so in `Manual` nothing is sent
-        again, and in `Explicit` the maximum of logits alone. `prevent_cse` is False: a
+        logits. Results of moves (`MOVED`) are saved, so `Manual` sends nothing again,
+        and `Explicit` only the maximum of logits; in `Auto` XLA decides. `prevent_cse` is False: a
         scan needs no barrier, and of a single piece XLA may keep what is cheap to keep.
         """
         if recompute or num_chunks > 1:
@@ -280,7 +280,7 @@ class Manual(Solo):
     def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in order, then type the
         result as varying over the axes of the region where the arrow ends (`Arrow.varying`).
-        ``invariant``: type what an all-gather returns as the same on all devices (JAX's ``to="invarying"``).
+        ``invariant``: type what an all-gather returns as the same along its axes (JAX's ``to="invarying"``).
         It is for values of which no gradient is taken, such as updated weights."""
         # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp -> whole``)
         # has none, and fits any value: it is an all-reduce, which needs no dim.
@@ -316,16 +316,15 @@ class Manual(Solo):
     def ragged(
         self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
-        """Run an all-to-all over an axis a, ``b/a e c … -> b e/a c …`` or the reverse. With
-        ``dispatch="ragged"`` this rank sends only the first ``sent[j]`` rows of the block for rank j, and
-        receives ``received[j]`` from it; the rows after these are undefined. XLA has this collective for GPUs
-        and TPUs, not for CPUs."""
+        """Run an all-to-all over an axis a, ``b/a e c … -> b e/a c …`` or the reverse, where b and e count
+        ranks: one of them senders, the other receivers. With ``dispatch="ragged"`` this rank sends only the
+        first ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the rows after
+        these are undefined. XLA has this collective for GPUs and TPUs, not for CPUs."""
         if self.plan.dispatch != "ragged":
             return self.move(x, arrow)
         physical = self.plan.physical(arrow)
-        # The arrow is one all-to-all over one axis of n ranks (g = n). Here b and e count ranks, one the
-        # senders and one the receivers: a device has shape (1, n, …) before it and (n, 1, …) after it, or
-        # the reverse. So a reshape swaps the two dims.
+        # Over one axis of n ranks (g = n) a device has shape (1, n, …) before the arrow and (n, 1, …) after
+        # it, or the reverse. So a reshape swaps the two dims.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):

@@ -9,8 +9,8 @@ is an unfinished sum over the axes that cut m in that region, mostly ``+tp``.
 
 Two tables say which axes cut which dim. The first is of activations in each region. The column `by tp`
 lists the dims that tp cuts. A token goes from stream to tokens (on its own rank), to slots (on the rank of
-its expert, after an all-to-all), to experts, and back. Tokens and slots have no dim m: there ``+m`` is meant,
-since what experts return is an unfinished sum over tp.
+its expert, after an all-to-all), to experts, and back. No value in tokens or slots has a dim m. Their m
+only says that ``+m`` is an unfinished sum over tp there: what experts return.
 
     region      b             s         by tp
     data        dp,fsdp,ep    sp                    token ids, positions, losses
@@ -25,7 +25,7 @@ since what experts return is an unfinished sum over tp.
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
-    nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`); ep cuts its e
+    nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`), e/ep nodes
     balance                                         biases that a rule updates, to balance experts
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
@@ -53,10 +53,10 @@ between them. An arrow moves nothing where its two layouts are equal:
 The optimizer updates the ``reduced`` slice of a weight.
 
 The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts, always in one dim:
-``d`` if a weight has it, else ``h`` (the width of a head), else ``e`` (of a router's bias alone: the e of
-experts' own weights is cut by ep). It does not cut a weight without these dims: ``ffn m`` is ``m/tp`` at
-every stage. With ``muon="layer"`` the gradient and the optimizer state of a matrix are cut in ``l``. ``ffn d
-m`` on ``dp=2 fsdp=2 tp=2``:
+``d`` if a weight has it, else ``h`` (the width of a head), else ``e`` (of a router's learned bias alone:
+the e of experts' own weights is cut by ep). It does not cut a weight without these dims: ``ffn m`` is
+``m/tp`` at every stage. With ``muon="layer"`` the gradient and the optimizer state of a matrix are cut in
+``l``. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -64,11 +64,11 @@ m`` on ``dp=2 fsdp=2 tp=2``:
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-At the stages 0 to 2 (unless ``reduce="layer"``) the backward pass sends nothing over dp and fsdp: each device
-has its own term of the gradient, +dp +fsdp. Stage 3 is FSDP: weights are all-gathered for use. Where each
-block gathers its weights when it runs, autodiff transposes the all-gather into a reduce-scatter; where those
-of all blocks are gathered once a step (`Resolved.gather_per`), gradients are as at stage 1, and ``finish``
-reduce-scatters them.
+At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has its own term of the
+gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it sums them.) Stage 3 is FSDP: weights are
+all-gathered for use. Where each block gathers its weights when it runs, autodiff transposes the all-gather
+into a reduce-scatter; where those of all blocks are gathered once a step (`Resolved.gather_per`), gradients
+are as at stage 1, and ``finish`` reduce-scatters them.
 
 Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
 except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
@@ -85,14 +85,15 @@ with sp=4 split in two ``mesh.sizes["sp"]`` is 2, the outer part alone, and the 
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In the first table
             read ``ep,near`` for ep, except in the row nodes. Tokens go to their experts in two all-to-alls.
-            A buffer has a part for each pair of sender and receiver, which its first two dims count (in
-            these arrows e and n are no experts and no heads: u or n counts senders, e receivers):
+            A buffer has a part for each pair of sender and receiver, which its first two dims count. (In
+            these arrows n and e are no heads and no experts: u counts sending nodes, n the sending ranks of
+            one node; e counts receivers, nodes in the first arrow and all ranks of ep in the second.)
             between nodes    ``u/ep e c d -> u e/ep c d``
             inside a node    ``n/near e/ep c d -> n e/ep,near c d``
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
-            and divide the query heads that use it among them. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; the
-            other rows have ``tp,kv`` in place of tp, and Ulysses cuts r in place of k. The gradient of a
-            copied weight has one more unfinished sum, ``+kv``.
+            and divide the query heads that use it among them. So kv cuts no KV heads. Heads are
+            ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows have ``tp,kv`` in place of tp, and Ulysses cuts
+            r in place of k. The gradient of a copied weight has one more unfinished sum, ``+kv``.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ from llmpar.plan.sequence_order import Mask
 BATCH_AXES = ("dp", "fsdp", "ep", "near")
 """The axes that cut the batch. ``ep`` and ``near``, its inner part, are batch axes in dense layers."""
 GRADIENT, UPDATED, MOMENTUM, ORTHOGONAL = "gradient ", "updated ", "momentum ", "orthogonal "
-"""In the texts of a weight's arrows (`WeightLayouts`) what moves, before the weight's dims."""
+"""How `Arrow.text` begins in arrows of `WeightLayouts`; the weight's dims follow: ``gradient ffn d m``."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,9 @@ class Plan:
             waits for its ring alone. ``auto``: an exchange in a pipeline of simulated devices, else a
             permute.
         unroll: how many iterations of the scan over layers are unrolled; 0 unrolls all.
-        muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: all-gathers give a device
-            all matrices of its stage, but only of its own experts, and it orthogonalises all. ``owner``:
+        muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: each device
+            all-gathers every matrix of its stage (of experts its own) and orthogonalises it, so ranks
+            repeat one another's work. ``owner``:
             all-to-alls give it the whole matrices of some layers, and all-to-alls return the results.
             ``layer``, for ZeRO 1 and 2: ZeRO cuts gradients and optimizer state of matrices along the layers,
             not inside a matrix, so that only ranks of tp exchange parts of matrices. ``none``, for other
@@ -357,7 +359,7 @@ class Plan:
         Given a model, it resets fields without effect (`Resolved.unused`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
         groups of gcd(sp, heads) ranks run Ulysses, and the groups form a ring; ``heads`` is how many heads
-        of a rank of tp Ulysses may divide (`ModelConfig.exchanged_heads`).
+        a rank of tp has that Ulysses may distribute (`ModelConfig.exchanged_heads`).
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
@@ -385,7 +387,7 @@ class Plan:
         ``near`` of ep."""
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
-        _, heads = config.exchanged_heads(mesh.tp)
+        _, heads = config.exchanged_heads(mesh.tp)  # which heads, and how many
         ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else 1
         near = self.ep_node if mesh.ep % self.ep_node == 0 and mesh.ep > self.ep_node else 1
         return dataclasses.replace(mesh, kv=copies, ul=ul, near=near)
@@ -491,11 +493,12 @@ class Resolved(Plan):
 
     def varying(self, region: str) -> tuple[str, ...]:
         """Return the axes over which `Manual` types every value of the region as varying: all axes that cut
-        some dim of the region, those of slow links first. (What was gathered stays varying over the axes that
-        cut it before, too.) It casts what enters the region to these axes. The transpose of the cast sums the
-        gradient over those that are new. So x in ``ffn b s d`` is cast to vary along tp, though all ranks of
-        tp have the same x: each multiplies it by its own weights, so their gradients of x are terms of a sum.
-        For a physical layout, which has no region, the result is ()."""
+        some dim of the region, those of slow links first. (What was gathered stays varying over the axes
+        that cut it before, too.) `Manual` casts a value that enters the region to a type that varies over
+        these axes. The transpose of the cast sums the gradient over those that are new. So x in ``ffn b s
+        d`` is cast to vary along tp, though all ranks of tp have the same x: each multiplies it by its own
+        weights, so their gradients of x are terms of a sum. For a physical layout, which has no region, the
+        result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -633,7 +636,7 @@ class Resolved(Plan):
         more than one device has size 2 here."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
-        # a field of `MeshShape` has the size of both parts of an axis together; two(None), of no part, is 1
+        # a field of `MeshShape` holds outer times inner; where an axis has no inner part, two(None) is 1
         sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
         return dataclasses.replace(
             self,
@@ -666,8 +669,8 @@ class Resolved(Plan):
         if schedule is None:
             return [count for count, _ in config.blocks]
         # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` counts the chunks of
-        # one copy of the model, `visits` those that a stage stores of it. (DualPipe's stages borrow as many.)
-        # All chunks have equally many places of a kind.
+        # all stages, `visits` those of one. (DualPipe's stages also borrow the chunks of the opposite stage
+        # during a step; they do not store them.) All chunks have equally many places of a kind.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
@@ -691,6 +694,7 @@ class Resolved(Plan):
         n = self.mesh.along(self.place("keys s").axes)
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
+        # flash always compares ids
         return self.same_positions and self.attention_kernel != "flash"
 
     @property
@@ -778,7 +782,7 @@ class Resolved(Plan):
 
     @property
     def takes_cudnn(self) -> bool:
-        """Whether ``auto`` means cuDNN's attention: it needs no mask, and JAX offers it for this model."""
+        """Whether ``auto`` means cuDNN's attention: no mask is needed here, and JAX has it for this model."""
         return (
             # as requested: in this plan it may be decided already
             self.requested.attention_kernel == "auto"

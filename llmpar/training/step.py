@@ -70,8 +70,8 @@ class Step(LayerOrder):
 
     A pipeline's stages hold the layers in an order of their own, while
     checkpoints have the model's order. The base class, `LayerOrder`, has
-    shapes and shardings of the state in both (``abstract_state``: stages,
-    ``abstract_in_model_order``), and moves a state from one order to the
+    shapes and shardings of the state in both (``abstract_state`` in the
+    stages', ``abstract_in_model_order`` in the model's), and moves a state from one order to the
     other. ``layer_orders`` says, for each kind of layers, which layer is in
     which place of the stages. Without a pipeline the two orders are one.
 
@@ -215,7 +215,8 @@ class Step(LayerOrder):
         self, trainable: Tree, grads: Tree, moments: Tree, metrics: dict
     ) -> tuple[Tree, Tree]:
         """Return the updated weights, and the optimizer's new state, the ``moments``. Weights come in their
-        stored layout, and are updated in that of the gradients: at ZeRO 1 and 2 a slice of it."""
+        stored layout, and are updated in that of the gradients: at ZeRO 1 and 2 each device updates its slice
+        of a weight."""
         trainable = self._constrain(trainable)
         # Optax mixes dtypes, which a caller may have forbidden (`jax_numpy_dtype_promotion="strict"`)
         with jax.numpy_dtype_promotion("standard"):
@@ -227,9 +228,8 @@ class Step(LayerOrder):
     def _on_whole_matrices(self, f: Callable, tree: Tree) -> Tree:
         """Apply ``f(matrices, dims)`` to each leaf that Muon updates, a stack of matrices: move it to a
         layout in which its matrices are whole (`Plan.muon`), call ``f``, and move the result back to the
-        gradient's layout. In every mode the plan's own collectives move it: XLA's partitioner would make the
-        matrices of all layers whole at once, and their gradients, too (in one plan 9.0 GiB of temporaries in
-        place of 3.4)."""
+        gradient's layout. In every mode the plan's own collectives move it: XLA's partitioner would hold the
+        whole matrices of all layers at once (in one plan 9.0 GiB of temporaries in place of 3.4)."""
         par = Manual(self.plan, self._auto_mesh)
 
         def one(x: Array, layouts: WeightLayouts) -> Array:
@@ -277,8 +277,8 @@ class Step(LayerOrder):
         and takes no more once it has `Plan.bucket_bytes`. For ZeRO 0 alone: see `checks.check_plan`."""
         leaves, tree = jax.tree.flatten(grads)
         sum_axes = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
-        # Concatenated, gradients get a type that varies over the axes of all of them, and shard_map
-        # refuses results that are to be the same along such an axis.
+        # Only gradients that vary over the same axes share a bucket. Concatenated, they would vary over the
+        # axes of all of them, and shard_map refuses results that are to be the same along such an axis.
         items = [
             ((axes, varying(leaf)), leaf.nbytes)
             for axes, leaf in zip(sum_axes, leaves, strict=True)
@@ -315,6 +315,7 @@ class Step(LayerOrder):
         targets = jnp.maximum(targets, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / targets, grads)
         norm = jnp.sqrt(square) / targets
+        # tokens: those that have a target
         metrics = {"loss": loss / targets, "grad_norm": norm, "tokens": targets}
         # choices per expert ``l e``, dropped choices ``l``, sums of tokens' router entropies ``l``
         if tally is not None:
@@ -354,7 +355,7 @@ class Step(LayerOrder):
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
-                # rows of this kind, in the model's order; a bias has the stages'
+                # rows of this kind, in the model's order; those of a bias are in the stages' order
                 own_le = direction_le[kinds == kind]
                 if not self.is_model_order:
                     own_le = take_in_order(own_le, self.layer_orders[kind], 0)
