@@ -64,17 +64,19 @@ the e of experts' own weights is cut by ep). It does not cut a weight without th
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has its own term of the
-gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it sums them.) Stage 3 is FSDP: weights are
-all-gathered for use. Where each block gathers its weights when it runs, autodiff transposes the all-gather
-into a reduce-scatter; where those of all blocks are gathered once a step (`Resolved.gather_per`), gradients
-are as at stage 1, and ``finish`` reduce-scatters them.
+At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has
+its own term of the gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it sums
+them.) Stage 3 is FSDP: weights are all-gathered for use. Where each block gathers its
+weights when it runs, autodiff transposes the all-gather into a reduce-scatter; where
+those of all blocks are gathered once a step (`Resolved.gather_per`), gradients are as
+at stage 1, and ``finish`` reduce-scatters them.
 
-Devices along sp use the same weights on different tokens, as devices along fsdp do. So do devices along ep,
-except that they have different experts. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2
-sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one collective over both axes replaces the one over fsdp (as in
-Llama 3 2024, section 3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already:
-``e/ep d/fsdp,sp m``.
+Devices along sp use the same weights on different tokens, as devices along fsdp do. So
+do devices along ep, except that they have different experts. So ZeRO cuts by these axes
+as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and
+one collective over both axes replaces the one over fsdp (as in Llama 3 2024, section
+3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already: ``e/ep
+d/fsdp,sp m``.
 
 `Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node` and by the model's
 numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name. So
