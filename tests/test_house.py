@@ -21,8 +21,7 @@ PACKAGE = ROOT / "llmpar"
 AROUND = {folder: set(names.split()) for folder, names in CASES["imports_around"].items()}
 TOP = {"files"}  # beside the folders: what anyone may import
 NO_JAX_FOLDERS = {"files", "plan", "predict", "draw", "planner"}
-NO_JAX_FILES = {"kernels.tiles"}
-WITH_JAX = {"planner.aot", "planner.targets"}
+NO_JAX_FILES, WITH_JAX = {"kernels.tiles"}, {"planner.aot", "planner.targets"}
 NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 MODEL_TEXT = ("model.llama", "model.lora", "model.attention", "model.moe")
 MODEL_TEXT += ("kernels.flash", "kernels.flash_tpu", "kernels.grouped")
@@ -37,11 +36,12 @@ trees = functools.partial(house.parse, ROOT)  # every file of the package, parse
 
 
 def imports(name, tree):
-    """List what a file imports: names of this package, and top names outside it; `_repr_svg_` may draw."""
+    """List what a file imports of this package, and from outside, but for types alone and for `_repr_svg_`."""
     known, inside, outside, queue = set(trees()), set(), set(), [tree]
     while queue:
         node = queue.pop()
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("_repr_"):
+        types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and name != "__init__"
+        if types or isinstance(node, ast.FunctionDef) and node.name.startswith("_repr_"):
             continue
         queue += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):

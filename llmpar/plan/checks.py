@@ -1,18 +1,22 @@
 """Refusals of plans, in sentences: what was requested, the arithmetic, and what would work.
 
 A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not go together is a sentence. What
-is set and decides nothing is no error: `unused` says why. ``plan`` is a `plan.Resolved` throughout.
+is set and decides nothing is no error: `unused` says why.
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmpar.plan.backend import KERNELS_OF_JAX, fits_cudnn
 from llmpar.plan.layout import SCALED
 from llmpar.plan.lockstep import lockstep
 from llmpar.plan.mesh_shape import USER_AXIS, divisors
 from llmpar.plan.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from llmpar.plan.model_config import ModelConfig
+    from llmpar.plan.plan import Plan, Resolved
 
 MAX_MASK_BYTES = 64 << 20
 """A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
@@ -40,7 +44,7 @@ class Cut(NamedTuple):
     of_model: bool = False
     advice: str = ""
 
-    def check(self, plan: Any) -> None:
+    def check(self, plan: "Resolved") -> None:
         """Raise ValueError where the parts do not divide the size."""
         pieces = getattr(plan, self.field) if self.field else 1
         axes = [*dict.fromkeys(USER_AXIS.get(axis, axis) for axis in self.axes)]
@@ -55,11 +59,11 @@ class Cut(NamedTuple):
         raise ValueError(f"{self.name} {self.size} is not a multiple of {name} = {parts}; {advice}")
 
 
-Row = Cut | tuple[Any, str]
+Row = Cut | tuple[object, str]
 """Of a table of refusals: a size to cut, or a condition and the sentence to refuse with where it holds."""
 
 
-def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
+def check_plan(plan: "Resolved", batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that refuses."""
     tables = (
         _shapes,
@@ -81,7 +85,7 @@ def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
                 raise ValueError(row[1])
 
 
-def _shapes(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _shapes(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     mesh, config = plan.mesh, plan.config
     by_tp = list[Row]()
     for _, block in config.blocks:
@@ -101,7 +105,7 @@ def _shapes(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def widths_cut_by_tp(block: Any) -> dict[str, int]:
+def widths_cut_by_tp(block: "ModelConfig") -> dict[str, int]:
     """Return the sizes of a layer that tp must divide. A recurrent mixer of one head is not cut."""
     has_heads = block.mixer == "attention" or block.mixer == "recurrent" and block.num_heads > 1
     keys = block.block_weights().get("mixer.q_conv")
@@ -114,7 +118,7 @@ def widths_cut_by_tp(block: Any) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _heads_and_experts(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _heads_and_experts(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """Heads that tp neither cuts evenly nor copies; experts that ep, nodes and copies cannot divide."""
     config, heads, tp = plan.config, plan.config.num_kv_heads, plan.mesh.tp
     explicit = plan.mode == "explicit"
@@ -160,7 +164,7 @@ def _heads_and_experts(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _sequences(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     config, mesh, sp, ul = plan.config, plan.mesh, plan.mesh.sp, plan.mesh.ul
     method, block = plan.context_parallel, plan.attention_block
     sizes = config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size
@@ -207,11 +211,11 @@ def _sequences(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _kernels(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
     kernel = plan.requested.attention_kernel
     cudnn = kernel == "cudnn"
-    gpu = plan.devices if plan.platform == "gpu" else "gpu"
+    gpu = plan.devices if plan.devices and plan.platform == "gpu" else "gpu"
     masked = kernel == "xla" or cudnn and plan.documents == "packed"
     mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.place("queries s").axes)
     whole = ", or documents='whole'" if cudnn and plan.same_positions else ""
@@ -244,7 +248,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def why_not_run(plan: Any) -> str:
+def why_not_run(plan: "Resolved") -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
     config, method = plan.config, plan.context_parallel
     latent = any(block.has_latent_attention for _, block in config.blocks)
@@ -283,11 +287,11 @@ def why_not_run(plan: Any) -> str:
     return next((why for holds, why in rows if holds), "")
 
 
-def kernels_refused(config: Any) -> dict[str, str]:
+def kernels_refused(config: "ModelConfig") -> dict[str, str]:
     """Return the kernels of attention that cannot do what a layer of a model needs, with the reason."""
     blocks = [block for _, block in config.blocks if block.mixer == "attention"]
     narrow = lambda block: block.value_width != block.head_width
-    rules: list[tuple[Any, tuple[str, ...], str]] = [
+    rules: list[tuple[Callable[[ModelConfig], object], tuple[str, ...], str]] = [
         (
             lambda block: "attention.sinks" in block.block_weights(),
             KERNELS_OF_JAX,
@@ -313,7 +317,7 @@ def kernels_refused(config: Any) -> dict[str, str]:
     return {x: why for asks, names, why in rules if any(map(asks, blocks)) for x in names}
 
 
-def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _zero(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """Dims that ZeRO cannot cut evenly. With fsdp as many rows of the batch are cut too."""
     if not plan.zero:
         return []
@@ -334,7 +338,7 @@ def _zero(plan, batch_size: int, seq_len: int) -> list[Row]:
     return cuts
 
 
-def _reductions(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _reductions(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """When gradients are summed, and in which mode."""
     reduce, explicit = plan.reduce, plan.mode == "explicit"
     in_pieces = plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1
@@ -366,7 +370,7 @@ def _reductions(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _pipelines(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """What the executor cannot run. Simulating an order that a user wrote proves it legal, or names the
     deadlock; those that have names are legal (test_timetable)."""
     if (order := plan.pipeline) is None:
@@ -394,7 +398,7 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> list[Row]:
     ]
 
 
-def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _muon(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """Layers that Muon cannot deal evenly to the devices that share a matrix."""
     if plan.muon == "none":
         return []
@@ -418,7 +422,7 @@ def _muon(plan, batch_size: int, seq_len: int) -> list[Row]:
     return rows
 
 
-def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _adapters(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """LoRA where JAX's types forbid it, and where no formula has what the compiler leaves out."""
     layers, unroll, alone = plan.config.num_layers, plan.unroll, plan.pipeline is None
     why = "no formula has what a first layer's backward pass leaves out then"
@@ -437,7 +441,7 @@ def _adapters(plan, batch_size: int, seq_len: int) -> list[Row]:
     return rows if plan.config.lora else []
 
 
-def _dtypes(plan, batch_size: int, seq_len: int) -> list[Row]:
+def _dtypes(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     """Dtypes in which weights and gradients travel, and blocks that share a scale; and those of matmuls,
     where a matmul is no part of it, or its operands' layout is not that of a region."""
     asks = f"matmul_dtype='{plan.matmul_dtype}' does not go with"
@@ -481,7 +485,7 @@ def _dtypes(plan, batch_size: int, seq_len: int) -> list[Row]:
     return rows
 
 
-def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
+def unused(plan: "Resolved", given: Iterable[str] = ()) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
     not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
@@ -555,7 +559,7 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
-def unused_notes(plan: Any, why: dict[str, str]) -> list[str]:
+def unused_notes(plan: "Plan", why: dict[str, str]) -> list[str]:
     """A sentence on each field that decides nothing."""
     return [
         f"{name}={getattr(plan, name)!r} changes nothing: {reason}" for name, reason in why.items()
