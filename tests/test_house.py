@@ -36,7 +36,7 @@ trees = functools.partial(house.parse, ROOT)  # every file of the package, parse
 
 
 def imports(name, tree):
-    """List what a file imports of this package, and from outside, but for types alone and for `_repr_svg_`."""
+    """List what a file imports of this package, and from outside; not for types alone, nor `_repr_svg_`."""
     known, inside, outside, queue = set(trees()), set(), set(), [tree]
     while queue:
         node = queue.pop()

@@ -1,16 +1,19 @@
 """The plan: which mesh axes cut which dims of activations, weights, gradients and optimizer state.
 
-A plan is frozen data: every choice about parallelism is one of its fields. Dims are letters, such as b for
-the batch (`layout.DIMS`), and mesh axes are words, such as dp (`mesh_shape.AXES`). ``b/dp`` is a dim b cut by
-dp; ``+dp`` is an unfinished sum: each device along dp has one term of it. An *arrow* leads from one such
-layout to another (`llmpar.plan.layout`). The model's code writes *logical* arrows, which name a *region* (a
-part of the model) and dims. The plan makes *physical* arrows of them, which name mesh axes. A logical ``+m``
-is an unfinished sum over the axes that cut m in that region, mostly ``+tp``.
+A plan is frozen data: every choice about parallelism is one of its fields. Dims are
+letters, such as b for the batch (`layout.DIMS`), and mesh axes are words, such as dp
+(`mesh_shape.AXES`). ``b/dp`` is a dim b cut by dp; ``+dp`` is an unfinished sum: each
+device along dp has one term of it. An *arrow* leads from one such layout to another
+(`llmpar.plan.layout`). The model's code writes *logical* arrows, which name a *region*
+(a part of the model) and dims. The plan makes *physical* arrows of them, which name
+mesh axes. A logical ``+m`` is an unfinished sum over the axes that cut m in that
+region, mostly ``+tp``.
 
-Two tables say which axes cut which dim. The first is of activations in each region. The column `by tp`
-lists the dims that tp cuts. A token goes from stream to tokens (on its own rank), to slots (on the rank of
-its expert, after an all-to-all), to experts, and back. No value in tokens or slots has a dim m. Their m
-only says that ``+m`` is an unfinished sum over tp there: what experts return.
+Two tables say which axes cut which dim. The first is of activations in each region. The
+column `by tp` lists the dims that tp cuts. A token goes from stream to tokens (on its
+own rank), to slots (on the rank of its expert, after an all-to-all), to experts, and
+back. No value in tokens or slots has a dim m. Their m only says that ``+m`` is an
+unfinished sum over tp there: what experts return.
 
     region      b             s         by tp
     data        dp,fsdp,ep    sp                    token ids, positions, losses
@@ -36,12 +39,13 @@ The rows queries and keys depend on `Plan.context_parallel`:
     ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
     usp        a ring over an outer axis, Ulysses over an inner one: see sp,ul below
 
-With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. In the regions tokens, nodes and
-slots tp then cuts s (or c, the slots of a buffer, where a value has c in place of s), and not m. In routing
-it cuts s. Experts stay cut along m, so the tokens that arrive are gathered over tp.
+With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. In the regions
+tokens, nodes and slots tp then cuts s (or c, the slots of a buffer, where a value has c
+in place of s), and not m. In routing it cuts s. Experts stay cut along m, so the tokens
+that arrive are gathered over tp.
 
-In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have no l: every stage has
-a replica of them, and their gradients are summed over pp, too.
+In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have
+no l: every stage has a replica of them, and their gradients are summed over pp, too.
 
 The second table is of weights. In one step a weight and its gradient have five layouts, and four arrows
 between them. An arrow moves nothing where its two layouts are equal:
@@ -52,11 +56,12 @@ between them. An arrow moves nothing where its two layouts are equal:
 
 The optimizer updates the ``reduced`` slice of a weight.
 
-The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts, always in one dim:
-``d`` if a weight has it, else ``h`` (the width of a head), else ``e`` (of a router's learned bias alone:
-the e of experts' own weights is cut by ep). It does not cut a weight without these dims: ``ffn m`` is
-``m/tp`` at every stage. With ``muon="layer"`` the gradient and the optimizer state of a matrix are cut in
-``l``. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
+The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts,
+always in one dim: ``d`` if a weight has it, else ``h`` (the width of a head), else
+``e`` (of a router's learned bias alone: the e of experts' own weights is cut by ep). It
+does not cut a weight without these dims: ``ffn m`` is ``m/tp`` at every stage. With
+``muon="layer"`` the gradient and the optimizer state of a matrix are cut in ``l``.
+``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -78,9 +83,10 @@ one collective over both axes replaces the one over fsdp (as in Llama 3 2024, se
 3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already: ``e/ep
 d/fsdp,sp m``.
 
-`Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node` and by the model's
-numbers of heads. A user still writes sp=4. Layouts name both axes, and the outer one keeps the name. So
-with sp=4 split in two ``mesh.sizes["sp"]`` is 2, the outer part alone, and the field ``mesh.sp`` is 4.
+`Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node`
+and by the model's numbers of heads. A user still writes sp=4. Layouts name both axes,
+and the outer one keeps the name. So with sp=4 split in two ``mesh.sizes["sp"]`` is 2,
+the outer part alone, and the field ``mesh.sp`` is 4.
 
     sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
             positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
