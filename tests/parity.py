@@ -328,7 +328,7 @@ def check_routers(config, plan: Plan, metrics: dict, after: dict) -> None:
         np.testing.assert_allclose(metrics["router_entropy"], told["router_entropy"], rtol=1e-5)
     if experts.bias_rate is not None:
         ups = np.sign(load.sum(1, keepdims=True) - experts.num_experts * load) * (not config.lora)
-        flat, kinds = flatten_dict(weights(config), sep="."), np.array(config.routed_kinds)
+        flat, kinds = flatten_dict(weights(config), sep="."), np.array(config.kinds_of_routed_layers)
         for path, bias in flatten_dict(after, sep=".").items():
             if path.endswith("experts.bias"):
                 own = experts.bias_rate * ups[kinds == max(kind_of(path), 0)]

@@ -153,16 +153,16 @@ def ids_are_valid(
     Where attention compares the ids of all tiles, any ids will do. It does so
 
     - with a cache;
-    - in a ring that makes all n - 1 hops (`Resolved.order_matters`);
-    - where a rank has all keys, and the kernel is `flash`;
-    - where a rank has all keys, and `Resolved.same_positions` is false.
+    - where `Resolved.order_matters` is false: in a ring that makes all n - 1 hops;
+      and where a rank has all keys, if the kernel is flash or `Resolved.same_positions`
+      is false.
 
     Elsewhere it may leave out tiles or hops by their place in the row alone.
     Then the ids must satisfy one of these: positions rise along the row; or
     segments never fall, and positions rise within each segment. With
-    `Plan.documents` ``whole``, which has an effect with cudnn alone, the row
-    must be one segment of rising positions, in steps of 1 if there is a
-    window."""
+    `Plan.documents` ``whole``, unless the kernel is ``portable``, the row must
+    be one segment of rising positions, in steps of 1 if there is a window.
+    (A plan that is resolved for a model has ``whole`` with cudnn alone.)"""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -247,9 +247,8 @@ def attend_tile_grad(
     query, the sum of dO O over w, minus the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = (
-        einsum("bkrsh,bkth->bkrst", q, k) * scale
-    )  # scale X: it is S if there is no cap; else S is made of it below
+    # scale X, which is S without a cap
+    scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
     slope: Any = scale
     if cap is not None:
         tanh = jnp.tanh(scores / cap)
@@ -354,8 +353,8 @@ class Tiles:
         q_sums: Any,
         k_sums: Any,
     ) -> tuple[Any, Any]:
-        """Run a double loop over tiles i of queries and j of keys. For each pair of which some query may see
-        some key, add what the pair contributes to the results of i and of j:
+        """Run a double loop over tiles i of queries and j of keys. For each pair, or with ``branch`` for each
+        of which some query may see some key, add what the pair contributes to the results of i and of j:
 
             q_sums[i], k_sums[j] = add_pair(*queries[i], *keys[j], seen, q_sums[i], k_sums[j])
 
@@ -511,7 +510,7 @@ def ring_attention(
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence, and a tile with both
     # could never be skipped. So in a ring a tile must not have all positions of a rank.
-    # Where it would, `tile_length` chooses: at most half of them, if they are even.
+    # Where it would, `tile_length` chooses: at most half of them, if their number is even.
     if axis and tile and tile >= s:
         tile = None
     c, d = tile_length(tile, s), tile_length(tile, t)
@@ -524,8 +523,8 @@ def ring_attention(
     #           the dim of tiles goes before the dims _ 2
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-    keys, latent = cut(k_or_latents, d), v_or_up.ndim == 3  # V has 4 dims
-    block, up = (keys, v_or_up) if latent else ((keys, cut(v_or_up, d)), None)
+    keys, has_latents = cut(k_or_latents, d), v_or_up.ndim == 3  # V has 4 dims
+    block, up = (keys, v_or_up) if has_latents else ((keys, cut(v_or_up, d)), None)
     arrays = cut(q, c), block, up, cut_ids(q_ids, c), cut_ids(k_ids, d)
     # In shard_map the type of a value says along which mesh axes it may
     # differ between devices. Loops and custom gradients need equal types:
@@ -551,17 +550,16 @@ def flash_attention(
     plain JAX), which cuts tiles itself."""
     q_ids, k_ids = ids_of(ids, mask, axis, k_or_latents.shape[1])
     hops, width = ring_hops(mask, order, len(k_ids), k_or_latents.shape[1]), q.shape[-1]
-    latent = v_or_up.ndim == 3  # V has 4 dims
-    # the kernels need values as wide as keys: narrower ones are padded
-    block, up = (
-        (k_or_latents, v_or_up) if latent else ((k_or_latents, padded_to(v_or_up, width)), None)
-    )
-    if latent:
+    block: Any = k_or_latents
+    if v_or_up.ndim == 3:  # of latents; V has 4 dims
+        up = v_or_up
         # a key without the rotary part, which all heads share
         own_key_width = width - (k_or_latents.shape[-1] - len(v_or_up))
         # the last dim of `up`: a head's own part of the key, then its value
         value_width = v_or_up.shape[-1] - own_key_width
     else:
+        # the kernels need values as wide as keys: narrower ones are padded
+        block, up = (k_or_latents, padded_to(v_or_up, width)), None
         value_width = v_or_up.shape[-1]
     launches = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu}
     settings = dict(mask=mask, scale=width**-0.5, platform=platform, launch=launches[platform])

@@ -110,7 +110,7 @@ class Norm(nnx.Module):
 
     def __init__(self, scale: nnx.Param, eps: float, variant: Variant):
         self.scale, self.eps, self.variant = scale, eps, variant
-        # before sharding: a device may have a part of the scale
+        # of the whole scale: when the norm is called, a device may have a part of it
         self.size = math.prod(scale.shape)
 
     @jax.named_scope("norm")
@@ -180,10 +180,9 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0: sin is 0, and cos is the factor
-        # of queries, which `rotate` multiplies by it: 1, or with
-        # `Variant.query_scale`, which only such layers have, one that grows
-        # with positions. Keys have no factor.
+        # With rope "none" all angles are 0: sin is 0, and cos is 1, times the
+        # factor of queries where `Variant.query_scale` is set (`rope_table`).
+        # So `rotate` multiplies queries by it. Keys have no factor.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -260,7 +259,8 @@ class LatentAttention(Attention):
     ) -> Float[Array, "b s n w"]:
         """Move the latents to the region of keys, expand them to each head's keys and values, and attend.
         ``latent`` has both parts, c + r numbers; the arrow has one letter for this dim, c."""
-        # Every query head has keys of its own: below queries are b s n 1 h, n KV heads of one query head.
+        # Every query head has keys of its own: there are n KV heads, each with one query head. So queries
+        # are b s n 1 h below.
         num_latent, mask = self.kv_norm.size, self.config.mask
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
@@ -645,7 +645,8 @@ class Llama(nnx.Module):
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
             is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
-            # for LongRoPE, whose angles depend on a row's length; `serving_plan` refuses long rows
+            # LongRoPE chooses its angles by a row's length; None: it is short (`serving_plan` refuses long
+            # rows)
             row_positions = None if par.cache else k_ids[0]
             cos, sin = rope_table(config, batch["positions"], row_positions)
             # A compiled step cannot raise: rows whose ids break what attention relies on get NaN angles, so

@@ -4,9 +4,9 @@ partitioner, and `Explicit`, under JAX's sharding types. The model's code is the
 names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
-             par.with_weight(f, x, p)  f(x, weight) elementwise, such as a product with a scale (a method
-                                       because in `Explicit` the weight's gradient must stay an unfinished
-                                       sum, and JAX's gradient of a broadcast cannot have that type)
+             par.with_weight(f, x, p)  f(x, weight) elementwise, in place of x * weight, say: for that JAX
+                                       broadcasts the weight, and in `Explicit` the gradient of a broadcast
+                                       cannot be an unfinished sum
              par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
@@ -150,9 +150,10 @@ class Solo:
         return [checkpoint_name(y, name) for y in results]
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return a function g. ``g(*args)`` computes this device's term of a sum, ``f(par, *args)``, and
-        finishes the sum by the arrow. In `Explicit` f runs in an island, so it uses the par that it is given.
-        ``layouts`` are those of ``args``; only `Explicit` reads them."""
+        """Return a function g. ``g(*args)`` computes this device's term of a sum,
+        ``f(par, *args)``, and finishes the sum by the arrow. f must use the par that it is
+        given: in `Explicit` it runs in an island. ``layouts`` are those of ``args``; only
+        `Explicit` reads them."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -211,9 +212,10 @@ class Solo:
         are global, each device then has an equal part of every piece. (The pieces are
         the same in all modes.) With several pieces, or with ``recompute``, f is
         checkpointed: the backward pass runs f again, and saves nothing as large as the
-        logits. Results of moves (`MOVED`) are saved, so `Manual` sends nothing again,
-        and `Explicit` only the maximum of logits; in `Auto` XLA decides. `prevent_cse` is False: a
-        scan needs no barrier, and of a single piece XLA may keep what is cheap to keep.
+        logits. Results of moves (`MOVED`) are saved, so the backward pass of `Manual` sends
+        nothing a second time; that of `Explicit` sends the maximum of logits again, which has
+        no such name; in `Auto` XLA decides. `prevent_cse` is False: a scan needs no barrier. A
+        single piece has no scan, and XLA may then keep some values, which is welcome.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -250,10 +252,10 @@ class Manual(Solo):
         """Return the weight as it is used: gathered from its stored shard (`gather`), or as it is where
         a pipeline has gathered it once for the step.
 
-        In the backward pass the transpose of the gather is a reduce-scatter of the gradient over the axes of
-        ZeRO, in the computing dtype or `Plan.reduce_dtype`. The gradient is also summed over
-        `WeightLayouts.replica_axes`, along which devices use the same block of the weight on different
-        values:
+        In the backward pass the transpose of the gather is a reduce-scatter of the gradient
+        over the axes of ZeRO, in the computing dtype or `Plan.reduce_dtype`. The gradient
+        is also summed over `WeightLayouts.replica_axes`, along which devices use the same
+        block of the weight on different values:
 
         - With ``reduce="layer"``, in the backward pass. `vary` types the shard as varying over these axes,
           and the transpose of that is an all-reduce of the shard's gradient in float32.
@@ -272,16 +274,18 @@ class Manual(Solo):
         return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """Carry out the physical arrow, and give what has moved the checkpoint name `MOVED`."""
+        """Carry out the physical arrow, and give what has moved the checkpoint name
+        `MOVED`."""
         physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in order, then type the
-        result as varying over the axes of the region where the arrow ends (`Arrow.varying`).
-        ``invariant``: type what an all-gather returns as the same along its axes (JAX's ``to="invarying"``).
-        It is for values of which no gradient is taken, such as updated weights."""
+        """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in
+        order, then type the result as varying over the axes of the region where the arrow
+        ends (`Arrow.varying`). ``invariant``: type what an all-gather returns as the same
+        along its axes (JAX's ``to="invarying"``). It is for values of which no gradient is
+        taken, such as updated weights."""
         # The letters of the dims of ``x``. An arrow between layouts without dims (``+dp -> whole``)
         # has none, and fits any value: it is an all-reduce, which needs no dim.
         letters = arrow.before.letters or arrow.after.letters
@@ -316,15 +320,16 @@ class Manual(Solo):
     def ragged(
         self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
-        """Run an all-to-all over an axis a, ``b/a e c … -> b e/a c …`` or the reverse, where b and e count
-        ranks: one of them senders, the other receivers. With ``dispatch="ragged"`` this rank sends only the
-        first ``sent[j]`` rows of the block for rank j, and receives ``received[j]`` from it; the rows after
+        """Run an all-to-all of a buffer over an axis a of g ranks,
+        ``b/a e c … -> b e/a c …`` or the reverse. Its first two dims count ranks, senders
+        and receivers. With ``dispatch="ragged"`` this rank sends only the first ``sent[j]``
+        rows of the block for rank j, and receives ``received[j]`` from it; the rows after
         these are undefined. XLA has this collective for GPUs and TPUs, not for CPUs."""
         if self.plan.dispatch != "ragged":
             return self.move(x, arrow)
         physical = self.plan.physical(arrow)
-        # Over one axis of n ranks (g = n) a device has shape (1, n, …) before the arrow and (n, 1, …) after
-        # it, or the reverse. So a reshape swaps the two dims.
+        # A device has shape (1, g, …) before the arrow and (g, 1, …) after it, or the reverse. So a reshape
+        # swaps the two dims.
         axis = physical.moves[0].axes[0]
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
@@ -344,8 +349,8 @@ class Manual(Solo):
         """Return ``f``; on simulated devices with a barrier before it. Without it XLA hoists
         values that no layer changes out of the loop over layers, together with the
         collectives that ``f`` runs on them, and these crash JAX 0.10.2: a rendezvous
-        counts too many participants. (XLA for CPUs also drops the barriers, but only
-        after it has hoisted.) Accelerators need none, and it would make ``f`` wait for
+        counts too many participants. (XLA for CPUs drops barriers, too, but after the
+        pass that hoists.) Accelerators need none, and it would make ``f`` wait for
         all its weights."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f

@@ -525,7 +525,7 @@ class ModelConfig:
         return order + order[-1:] * self.num_further
 
     @property
-    def routed_kinds(self) -> list[int]:
+    def kinds_of_routed_layers(self) -> list[int]:
         """The kinds of the layers with experts, in the order of these layers."""
         return [kind for kind in self.layer_kinds if self.blocks[kind][1].experts]
 

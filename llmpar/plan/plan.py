@@ -12,8 +12,8 @@ region, mostly ``+tp``.
 Two tables say which axes cut which dim. The first is of activations in each region. The
 column `by tp` lists the dims that tp cuts. A token goes from stream to tokens (on its
 own rank), to slots (on the rank of its expert, after an all-to-all), to experts, and
-back. No value in tokens or slots has a dim m. Their m only says that ``+m`` is an
-unfinished sum over tp there: what experts return.
+back. No value in tokens, slots or nodes has a dim m. These rows list m since what
+experts return is an unfinished sum over m, ``+m``, and so over tp.
 
     region      b             s         by tp
     data        dp,fsdp,ep    sp                    token ids, positions, losses
@@ -28,7 +28,7 @@ unfinished sum over tp there: what experts return.
     experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
     copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
     routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
-    nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`), e/ep nodes
+    nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`); e counts nodes
     balance                                         biases that a rule updates, to balance experts
     vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
@@ -76,12 +76,11 @@ weights when it runs, autodiff transposes the all-gather into a reduce-scatter; 
 those of all blocks are gathered once a step (`Resolved.gather_per`), gradients are as
 at stage 1, and ``finish`` reduce-scatters them.
 
-Devices along sp use the same weights on different tokens, as devices along fsdp do. So
-do devices along ep, except that they have different experts. So ZeRO cuts by these axes
-as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and
-one collective over both axes replaces the one over fsdp (as in Llama 3 2024, section
-3.3.2). ``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already: ``e/ep
-d/fsdp,sp m``.
+Devices along sp use the same weights on different tokens, as devices along fsdp do. So do
+devices along ep, except that they have different experts. So ZeRO cuts by these axes as
+well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
+collective over both axes replaces the one over fsdp (as in Llama 3 2024, section 3.3.2).
+``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
 
 `Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node`
 and by the model's numbers of heads. A user still writes sp=4. Layouts name both axes,
@@ -93,11 +92,9 @@ the outer part alone, and the field ``mesh.sp`` is 4.
             the other rows of the first table have ``sp,ul`` in place of sp.
     ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In the first table
             read ``ep,near`` for ep, except in the row nodes. Tokens go to their experts in two all-to-alls.
-            A buffer has a part for each pair of sender and receiver, which its first two dims count. (In
-            these arrows n and e are no heads and no experts: u counts sending nodes, n the sending ranks of
-            one node; e counts receivers, nodes in the first arrow and all ranks of ep in the second.)
-            between nodes    ``u/ep e c d -> u e/ep c d``
-            inside a node    ``n/near e/ep c d -> n e/ep,near c d``
+            The first two dims of a buffer count senders and receivers, no heads and no experts:
+            tokens to nodes  ``u/ep e c d -> u e/ep c d``            u sending nodes, e receiving nodes
+            nodes to slots   ``n/near e/ep c d -> n e/ep,near c d``  n sending ranks of a node, e all ranks
     tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
             and divide the query heads that use it among them. So kv cuts no KV heads. Heads are
             ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows have ``tp,kv`` in place of tp, and Ulysses cuts
@@ -240,8 +237,8 @@ class Plan:
         remat: what the backward pass recomputes. ``none``: nothing. ``selective``: all but attention and
             large matmuls, whose results are kept. Small ones are recomputed: a router's, that of a shared
             expert's gate, those inside a recurrent mixer. (In Korthikanti et al. 2022, section 5, it is
-            attention alone that is recomputed.) ``ffn``: as
-            ``selective``, and the feed-forward's matmuls, whose results are most of the memory that
+            attention alone that is recomputed.) ``ffn``: also
+            the large matmuls of the feed-forward, whose results are most of the memory that
             ``selective`` needs. ``block``: the whole block.
         reshard_after_forward: ZeRO 3 only (the name is PyTorch's): free a block's gathered weights after its
             forward pass, and gather them again in the backward pass. False keeps them until the backward
@@ -284,8 +281,8 @@ class Plan:
             is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs
             from Ampere on; portable elsewhere, for a model that flash cannot run, or where attention_block is
             set.
-        attention_block: positions of a tile of attention (in `llmpar.model.attention` a block is all keys
-            of a rank); None: `sequence_order.tile_length` chooses.
+        attention_block: positions of a tile of attention, in spite of its name (in `llmpar.model.attention`
+            a block is all keys of a rank); None: `sequence_order.tile_length` chooses.
         documents: ``packed``: a row may have several documents, and attention is masked between them.
             ``whole``: the user promises that each row is one document. Then cudnn needs no mask, if positions
             are in order (`Resolved.same_positions`). Where attention relies on the promise
@@ -500,20 +497,21 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """Return the axes over which `Manual` types every value of the region as varying: all axes that cut
-        some dim of the region, those of slow links first. (What was gathered stays varying over the axes
-        that cut it before, too.) `Manual` casts a value that enters the region to a type that varies over
-        these axes. The transpose of the cast sums the gradient over those that are new. So x in ``ffn b s
-        d`` is cast to vary along tp, though all ranks of tp have the same x: each multiplies it by its own
-        weights, so their gradients of x are terms of a sum. For a physical layout, which has no region, the
-        result is ()."""
+        """Return the axes over which `Manual` types every value of the region as varying:
+        all axes that cut some dim of the region, those of slow links first. (A value may
+        vary over more: what was gathered stays varying over the axes that cut it before.)
+        `Manual` casts a value that enters the region to a type that varies over these axes.
+        The transpose of the cast sums the gradient over those that are new. So x in
+        ``ffn b s d`` is cast to vary along tp, though all ranks of tp have the same x: each
+        multiplies it by its own weights, so their gradients of x are terms of a sum. For a
+        physical layout, which has no region, the result is ()."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
 
     def place(self, layout: Layout | str) -> Layout:
-        """Return the physical layout of a logical one. On ``dp=2 fsdp=2 tp=2``, ``attention b s d +n``
-        becomes ``b/dp,fsdp s d +tp``.
+        """Return the physical layout of a logical one. On ``dp=2 fsdp=2 tp=2``,
+        ``attention b s d +n`` becomes ``b/dp,fsdp s d +tp``.
 
         For a weight the result is the layout in which it is *used*: cut by tp, but not by ZeRO.
         """
@@ -541,8 +539,8 @@ class Resolved(Plan):
         return Arrow(before, after, self.varying(logical.after.region), arrow)
 
     def layouts_of(self, dims: str) -> WeightLayouts:
-        """Return the layouts of a weight, its gradients and its optimizer state in one step. ``dims``: its
-        region and dims, such as ``ffn d m``.
+        """Return the layouts of a weight, its gradients and its optimizer state in one
+        step. ``dims``: its region and dims, such as ``ffn d m``.
 
         The comments give the values for ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only by
         axes along which the region's activations differ: along them devices compute different terms of
@@ -554,12 +552,12 @@ class Resolved(Plan):
         candidates = "dh" if region == "experts" else "dhe"
         zero_dim = next((x for x in candidates if x in used.letters), "")  # d
         may_cut = self.zero_cuts(zero_dim) if zero_dim else ()
-        zero_axes = tuple(a for a in may_cut if a in varying_axes and a not in used.axes)  # fsdp
-        sharded = _cut_more(used, zero_dim, zero_axes)  # d/fsdp m/tp
+        cut_by = tuple(a for a in may_cut if a in varying_axes and a not in used.axes)  # fsdp
+        sharded = _cut_more(used, zero_dim, cut_by)  # d/fsdp m/tp
         stored = sharded if self.zero == 3 else used  # d m/tp
         # muon="layer" cuts the gradient and the optimizer state of a matrix by layers, not inside
         by_layer = self.muon == "layer" and matrix_dims(dims)
-        state_sharded = _cut_more(used, "l", zero_axes) if by_layer else sharded  # d/fsdp m/tp
+        state_sharded = _cut_more(used, "l", cut_by) if by_layer else sharded  # d/fsdp m/tp
         reduced = state_sharded if self.zero else used  # d/fsdp m/tp
         # the weight of which autodiff takes the gradient: the gathered one if `gather_per` is step
         differentiated = used if self.gather_per == "step" else stored  # d m/tp
@@ -569,7 +567,7 @@ class Resolved(Plan):
         unreduced = Layout(differentiated.dims, sums)  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
-            unfinished = tuple(a for a in unreduced.sums if a not in zero_axes)
+            unfinished = tuple(a for a in unreduced.sums if a not in cut_by)
             accumulated = Layout(state_sharded.dims, unfinished)  # d/fsdp m/tp +dp
         # gather_dtype and reduce_dtype apply to matrices only. `matrix_dims` knows those of attention,
         # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
@@ -590,9 +588,9 @@ class Resolved(Plan):
         )
 
     def _whole(self, dims: str, reduced: Layout) -> Layout:
-        """Return the layout `WeightLayouts.whole`. The dims l and e count matrices, so they stay cut. The
-        axes that cut other dims cut nothing with ``muon="gather"``; else they cut l: ``l d/fsdp m/tp``
-        becomes ``l/fsdp,tp d m``."""
+        """Return the layout `WeightLayouts.whole`. The dims l and e count matrices, so they stay cut. With
+        ``muon="gather"`` no other dim is cut. Else the axes that cut other dims cut l in place of them:
+        ``l d/fsdp m/tp`` becomes ``l/fsdp,tp d m``."""
         if self.muon == "none" or not matrix_dims(dims):
             return reduced
         matrices = Layout(tuple(d if d.name in "le" else Dim(d.name) for d in reduced.dims))
@@ -626,7 +624,7 @@ class Resolved(Plan):
     @functools.cached_property
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """For the path of each weight: the weight and its layouts. Its dim l has a row for each layer of all
-        stages, and for each empty place (`places_per_stage`)."""
+        stages. Stages have equally many rows, so some may be empty (`places_per_stage`)."""
         layouts_of = _cached_layouts_of(self._layouts_key)
         layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
@@ -676,9 +674,10 @@ class Resolved(Plan):
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A stage has one or more chunks, pieces of the model (`virtual_stages`). `cells` counts the chunks of
-        # all stages, `visits` those of one. (DualPipe's stages also borrow the chunks of the opposite stage
-        # during a step; they do not store them.) All chunks have equally many places of a kind.
+        # A stage has one or more chunks, pieces of the model (`virtual_stages`). A microbatch comes through a
+        # stage once for each chunk of it: `visits` is the number of chunks of a stage, `cells` that of all
+        # stages. (DualPipe's stages also borrow the chunks of the opposite stage during a step; they do not
+        # store them.) All chunks have equally many places of a kind.
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
@@ -739,8 +738,9 @@ class Resolved(Plan):
             checks.check_plan(self, batch_size, seq_len)
 
     def _decided(self) -> Resolved:
-        """Return the plan with every ``auto`` decided for its devices."""
+        """Return the plan with every ``auto`` decided for its devices. Refuse what they cannot do."""
         assert self.devices
+        # SUITS: the fields of which platforms can do some values and not others
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), self.devices) for name in SUITS
         }

@@ -62,7 +62,7 @@ class Muon(optax.GradientTransformationExtraArgs):
     """An optimizer whose update takes ``on_matrices`` (`scale_by_muon`)."""
 
 
-def on_leaves(f: Callable, tree: Tree, *others: Tree) -> Tree:
+def map_unmasked(f: Callable, tree: Tree, *others: Tree) -> Tree:
     """Map ``f`` over a tree in which Optax has masked the leaves of another optimizer."""
     masked = lambda x: isinstance(x, optax.MaskedNode)
     one = lambda x, *rest: x if masked(x) else f(x, *rest)
@@ -82,7 +82,7 @@ def scale_by_muon(config: ModelConfig) -> optax.GradientTransformationExtraArgs:
         ahead = optax.tree.bias_correction(moment, DECAY, count + 1)
         now = optax.tree.bias_correction(grads, DECAY, count)
         ahead = jax.tree.map(lambda m, g: DECAY * m + (1 - DECAY) * g, ahead, now)
-        on_matrices = on_matrices or (lambda f, tree: on_leaves(f, tree, dims))
+        on_matrices = on_matrices or (lambda f, tree: map_unmasked(f, tree, dims))
         return on_matrices(orthogonalized, ahead), state._replace(count=count, mu=moment)
 
     return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon().init, update)

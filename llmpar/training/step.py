@@ -54,7 +54,7 @@ from llmpar.plan.layout import METRICS, WHOLE, Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Plan, WeightLayouts
 from llmpar.training.layer_order import LayerOrder, take_in_order
-from llmpar.training.muon import Muon, on_leaves
+from llmpar.training.muon import Muon, map_unmasked
 from llmpar.training.state import Checked, State, check_mesh, initial_state, placed_weights
 
 # The dims of the routers' tally (`LossAndTally`). Two entries of e come after the
@@ -236,8 +236,8 @@ class Step(LayerOrder):
             whole = par.carry_out(x, layouts.assemble)
             return par.carry_out(f(whole, layouts.dims), layouts.take_apart)
 
-        reduced = on_leaves(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
-        all_leaves = lambda tree: on_leaves(one, tree, self.weight_layouts)
+        reduced = map_unmasked(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
+        all_leaves = lambda tree: map_unmasked(one, tree, self.weight_layouts)
         return par.over_devices(all_leaves, (reduced,), reduced)(tree)
 
     def _restore(self, trainable: Tree) -> Tree:
@@ -265,7 +265,7 @@ class Step(LayerOrder):
         loss, tally = self.par.zeros((), Layout((), self.plan.varying("data"))), None
         if self.config.experts:
             # one entry for each layer with experts
-            shape = len(self.config.routed_kinds), self.config.experts.num_experts + 2
+            shape = len(self.config.kinds_of_routed_layers), self.config.experts.num_experts + 2
             tally = self.par.zeros(shape, Layout(_TALLY, self.plan.varying("stream")))
         zero = lambda w, layouts: self.par.zeros(w.shape, layouts.accumulated)
         weights = trainable_params(self.abstract_state.params, self.config)
@@ -303,7 +303,7 @@ class Step(LayerOrder):
         loss, tally = loss_and_tally
         targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
-            # each leaf is replicated over axes of its own; `count_once` keeps one replica of it in the sum
+            # leaves differ in the axes over which they are replicated: `count_once` keeps one replica of each
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, targets.astype(jnp.float32), square, tally
             loss, targets, square, tally = self.par.sum_over_devices(values)
@@ -350,7 +350,7 @@ class Step(LayerOrder):
         # sign(mean - load) = sign(sum - E load). Sum and E load are whole numbers, exact in float32 up to
         # 2**24. With a rounded mean the sign could be wrong for an expert whose load is the mean.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
-        kinds = np.array(self.config.routed_kinds)
+        kinds = np.array(self.config.kinds_of_routed_layers)
         flat, rate = flatten_dict(after, sep="."), experts.bias_rate
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
