@@ -16,9 +16,9 @@ from llmpar import Plan, preset
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import notes_of
-from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import Arrow
 from llmpar.plan.mesh_shape import MeshShape
+from llmpar.plan.plan import Resolved, WeightLayouts
 from llmpar.planner import planner
 from llmpar.predict import memory
 from llmpar.predict.traffic import step_traffic
@@ -30,10 +30,10 @@ def arrows(arrow: Arrow) -> list[str]:
     return [str(move) for move in arrow.moves]
 
 
-def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
+def test_the_table_of_regions_is_what_a_plan_gives():
     """Its cells are axes, and dims that tp cuts; ``[,tp]`` with tp_sequence."""
     plans = [Plan("dp=2 fsdp=2 ep=2 sp=2 tp=2", tp_sequence=cut).resolve() for cut in (False, True)]
-    lines = plan_file.__doc__.splitlines()
+    lines = [line[8:] for line in Resolved.regions.__doc__.splitlines()]
     begin = next(i for i, line in enumerate(lines) if line.startswith("    region "))
     (_, b, s, other), *rows = [
         [line[i:j].strip() for i, j in ((4, 16), (16, 30), (30, 40), (40, 52))]
@@ -55,9 +55,9 @@ def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
 DIMS = "ffn l d m"
 
 
-def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
+def test_the_table_of_a_weights_layouts_is_what_a_plan_gives():
     """Per stage of ZeRO: stored, used, unreduced, accumulated, reduced of `ffn d m` on dp, fsdp and tp."""
-    rows = [re.split("  +", line.strip()) for line in plan_file.__doc__.splitlines()]
+    rows = [re.split("  +", line.strip()) for line in WeightLayouts.__doc__.splitlines()]
     table = {cells[0]: cells[1:] for cells in rows if cells[0] in ("0", "1", "2", "3")}
     for zero in range(4):
         layouts = Plan(MIXED, zero=zero).resolve().layouts_of("ffn d m")

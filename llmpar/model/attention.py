@@ -84,10 +84,10 @@ QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
 
 # The name of what attention's backward pass reads besides `OUT` and `LSE`: queries,
-# and keys and values or latents. They need one because on simulated devices
-# `Manual.local` puts an `optimization_barrier` before attention. With ``remat="none"``
-# at ZeRO 3, the policy mistakes what leaves a barrier for a gathered weight, and does
-# not save it unless it has a name of its own (`remat._all_but_gathered_weights`).
+# and keys and values or latents. With ``remat="none"`` at ZeRO 3 the policy saves all
+# but gathered weights, and takes what leaves an `optimization_barrier` without a name
+# for one of them (`remat._all_but_gathered_weights`). On simulated devices
+# `Manual.local` puts a barrier before attention, so these need a name.
 IN = "attention_in"
 
 
@@ -111,9 +111,9 @@ def attend_by_plan(
     sinks: Float[Array, "k r"] | None = None,
 ) -> Out:
     """Attend as the plan asks for, with ``sinks`` if the model has any
-    (`with_sinks`). ``par`` is any mode, and `Solo` their base class. In a
-    ring, latent attention passes latents in place of keys, and in place of
-    values the matrix that makes K and V of them (`expand_latents`)."""
+    (`with_sinks`). ``par`` is any mode, and `Solo` their base class. For
+    latent attention in a ring ``k_or_latents`` are latents, and ``v_or_up``
+    the matrix that makes K and V of them (`expand_latents`)."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     # One axis at most cuts the positions of keys. With usp sp is split in
     # two: the inner axis, ul, runs Ulysses, and cuts heads instead; the
@@ -159,10 +159,11 @@ def ids_are_valid(
 
     Elsewhere it may leave out tiles or hops by their place in the row alone.
     Then the ids must satisfy one of these: positions rise along the row; or
-    segments never fall, and positions rise within each segment. With
-    `Plan.documents` ``whole``, unless the kernel is ``portable``, the row must
-    be one segment of rising positions, in steps of 1 if there is a window.
-    (A plan that is resolved for a model has ``whole`` with cudnn alone.)"""
+    segments never fall, and positions rise within each segment. With cudnn
+    and `Plan.documents` ``whole`` no mask is built: then the row must be one
+    segment of rising positions, in steps of 1 if there is a window. (Only a
+    plan without a model has ``whole`` with other kernels, of which flash and
+    xla get the same test.)"""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -186,7 +187,7 @@ def ids_of(
     n = lax.axis_size(axis) if axis else 1
     both = lambda positions, segments: jnp.stack(jnp.broadcast_arrays(positions, segments), 1)
     q_ids, k_ids = both(*ids[:2]), both(*ids[2:])
-    if mask.in_chunks and (length := mask.window):
+    if mask.in_chunks and (length := mask.window):  # the length of a chunk
         # `many` is more than the chunks of any document, so no two chunks of a row get the same number, and
         # the numbers rise from document to document
         many = 2 + n * t // length
@@ -331,13 +332,14 @@ class Tiles:
         per_query: tuple[QTiles, LseTiles, LseTiles],
         dq: QTiles | None = None,
     ) -> tuple[QTiles, KVTiles, KVTiles]:
-        """Return float32 (dq, dk, dv): the keys' part of dq added to the ``dq`` given, and dk and dv of the
-        keys. ``per_query`` is (dO, lse over all keys, delta) of the queries (`attend_tile_grad`)."""
+        """Return float32 (dq, dk, dv). dq is the ``dq`` given plus what these keys add to
+        it. ``per_query`` is (dO, lse over all keys, delta) of the queries
+        (`attend_tile_grad`)."""
 
         def add_pair(q_i, out_grad, lse, delta, k_j, v_j, seen, dq_i, dkv_j):
             given = q_i, out_grad, lse, delta, k_j, v_j, seen
-            dq, *dkv = attend_tile_grad(*given, self.scale, self.mask.cap)
-            return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, tuple(dkv)))
+            dq_part, *dkv_part = attend_tile_grad(*given, self.scale, self.mask.cap)
+            return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq_part, tuple(dkv_part)))
 
         sums = (_zeros(q) if dq is None else dq), (_zeros(k), _zeros(v))
         dq, dkv = self.over_pairs(add_pair, (q, *per_query), q_ids, (k, v), k_ids, *sums)
@@ -434,7 +436,8 @@ class _Ring:
     block_waits: bool = False
 
     def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
-        """Return K and V of a block, which may also be one array (`_message`)."""
+        """Return K and V of a block. It is a pair of them, or they are stacked in one array (`_message`),
+        which `tuple` splits."""
         return tuple(block) if up is None else self.expand(block, up)
 
     def block_grad(self, block: Any, up: Up | None, dkv: list[Array]) -> tuple[Any, Array | None]:
@@ -523,7 +526,8 @@ def ring_attention(
     #           the dim of tiles goes before the dims _ 2
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-    keys, has_latents = cut(k_or_latents, d), v_or_up.ndim == 3  # V has 4 dims
+    keys = cut(k_or_latents, d)
+    has_latents = v_or_up.ndim == 3  # `up` has 3 dims, V has 4
     block, up = (keys, v_or_up) if has_latents else ((keys, cut(v_or_up, d)), None)
     arrays = cut(q, c), block, up, cut_ids(q_ids, c), cut_ids(k_ids, d)
     # In shard_map the type of a value says along which mesh axes it may

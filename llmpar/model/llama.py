@@ -180,9 +180,9 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" all angles are 0: sin is 0, and cos is 1, times the
-        # factor of queries where `Variant.query_scale` is set (`rope_table`).
-        # So `rotate` multiplies queries by it. Keys have no factor.
+        # With rope "none" `rotate` only scales queries: sin is 0, and cos is
+        # the factor of `Variant.query_scale`, or 1 (`rope_table`). Keys have
+        # no factor, and stay as they are.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -261,15 +261,16 @@ class LatentAttention(Attention):
         ``latent`` has both parts, c + r numbers; the arrow has one letter for this dim, c."""
         # Every query head has keys of its own: there are n KV heads, each with one query head. So queries
         # are b s n 1 h below.
-        num_latent, mask = self.kv_norm.size, self.config.mask
+        num_latent, mask = self.kv_norm.size, self.config.mask  # the norm has a scale for each of c
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
-            # `par.weight` is enough: this matrix never has a bias or adapters (`ADAPTABLE`)
+            # `par.weight` is enough: this matrix never has a bias or adapters (`ADAPTABLE`), and `checks`
+            # refuses float8 here
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
             # The first layout is of latents: z has size 1 (one head for all),
-            # and c both the latent and the rotary key. The second is of
-            # `kv_up`: c has the latent alone, and h a head's own part of the
-            # key, then its value.
+            # and c counts the latent and the rotary key together. The second
+            # is of `kv_up`: c counts the latent alone, and h a head's own
+            # part of the key, then its value.
             return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
@@ -326,8 +327,9 @@ def attend_sharded(
     """Move queries to the region ``queries``, attend, and move the result back.
     Keys and values are in the region ``keys`` already. With Ulysses they
     have only some of the heads there (hence ``_``), while ``q`` has all of
-    its heads until it is moved below. Latent attention in a ring passes
-    latents, and ``up``, the matrix that makes keys and values of them.
+    its heads until it is moved below. For latent attention in a ring the two
+    arguments are latents and ``up``, the matrix that makes keys and values
+    of them (only the latents travel).
     ``kv_layouts`` are the layouts of these two arguments. ``sinks``: for
     each head the logit of one more key, whose value is 0 (gpt-oss).
     (Layouts write s for the positions of keys, shapes t.)
@@ -513,7 +515,9 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         weights = config.must_run().weights()  # refuses models that are only planned
         self.embedding = param(rngs, weights["embedding"])
-        stacks = [stacked_blocks(block, count, rngs) for count, block in config.blocks]
+        # for each kind of layers their number and the config of such a layer; `kinds` is empty if all
+        # layers are alike
+        stacks = [stacked_blocks(kind, count, rngs) for count, kind in config.blocks]
         self.blocks: Any = (
             nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
         )
@@ -553,10 +557,10 @@ class Llama(nnx.Module):
             # The type of a value says along which mesh axes it may differ
             # between devices, and a custom gradient must have the type of
             # its argument: so x and head must vary over the same axes. The
-            # move above and `par.weight` made both vary over the axes of the
-            # region vocab, and autodiff sums their gradients at these casts.
-            # One of them may vary over further axes: `vary_alike` gives
-            # these to the other.
+            # move above and `par.weight` have cast both to vary over those
+            # of the region vocab; the transposes of these casts sum their
+            # gradients. One of them may vary over further axes:
+            # `vary_alike` gives these to the other.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -701,8 +705,8 @@ def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Ar
 @jax.custom_vjp
 def logits_with_rounded_grad(x, head):
     """Return `logits_of`, with gradients rounded to the dtype of ``x`` before they are multiplied: a GPU
-    takes more than twice as long for matmuls of float32. In float32 the two of the
-    backward pass were 15 % of a step of a 1B model on an H100 (`docs/accelerators.md`)."""
+    takes more than twice as long for matmuls of float32. In float32 the two matmuls of the
+    backward pass took 15 % of a step of a 1B model on an H100 (`docs/accelerators.md`)."""
     return logits_of(x, head)
 
 

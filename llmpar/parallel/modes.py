@@ -4,9 +4,9 @@ partitioner, and `Explicit`, under JAX's sharding types. The model's code is the
 names a mesh axis:
 
     weights  par.weight(p)             a parameter, as it is needed for computing
-             par.with_weight(f, x, p)  f(x, weight) elementwise, in place of x * weight, say: for that JAX
-                                       broadcasts the weight, and in `Explicit` the gradient of a broadcast
-                                       cannot be an unfinished sum
+             par.with_weight(f, x, p)  f(x, weight), elementwise. Use it in place of x * weight and the like,
+                                       for which JAX would broadcast the weight: in `Explicit` the gradient
+                                       of a broadcast cannot be an unfinished sum
              par.plus(x, p)            x plus a bias; x itself where p is None
     moves    par.move(x, arrow)        x in another layout: of another region, or with its sum finished
              par.max(x, arrow)         the maximum over devices, without a gradient
@@ -142,8 +142,8 @@ class Solo:
         return None
 
     def named(self, results: list[Array], arrow: str) -> list[Array]:
-        """Name the results of the first matmuls of a region, by which remat saves them. The hidden values of
-        a feed-forward in chunks get no name, so that they are not saved."""
+        """Give the results of a region's first matmuls the checkpoint name by which remat saves them. The
+        hidden values of a feed-forward in chunks get none, so that they are not saved."""
         name = NAME_OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:
             return results
@@ -192,6 +192,7 @@ class Solo:
         and the auxiliary results stacked in the order of the layers; None if there are none."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
+        # without a loop XLA would merge the recomputation with the forward pass
         blocks = [with_remat(self.plan, block, no_loop) for block in blocks]
         x, outputs = lax.scan(chain(blocks), x, stack, unroll=self.plan.unroll or length)
         # from one array for each block, by iteration, to one array in the order of the layers
@@ -321,10 +322,11 @@ class Manual(Solo):
         self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
         """Run an all-to-all of a buffer over an axis a of g ranks,
-        ``b/a e c … -> b e/a c …`` or the reverse. Its first two dims count ranks, senders
-        and receivers. With ``dispatch="ragged"`` this rank sends only the first ``sent[j]``
-        rows of the block for rank j, and receives ``received[j]`` from it; the rows after
-        these are undefined. XLA has this collective for GPUs and TPUs, not for CPUs."""
+        ``b/a e c … -> b e/a c …`` or the reverse, where (here alone) b and e count ranks:
+        one of them the senders, the other the receivers. With ``dispatch="ragged"`` this
+        rank sends only the first ``sent[j]`` rows of the block for rank j, and receives
+        ``received[j]`` from it; the rows after these are undefined. XLA has this collective
+        for GPUs and TPUs, not for CPUs."""
         if self.plan.dispatch != "ragged":
             return self.move(x, arrow)
         physical = self.plan.physical(arrow)

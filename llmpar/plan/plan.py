@@ -9,96 +9,11 @@ device along dp has one term of it. An *arrow* leads from one such layout to ano
 mesh axes. A logical ``+m`` is an unfinished sum over the axes that cut m in that
 region, mostly ``+tp``.
 
-Two tables say which axes cut which dim. The first is of activations in each region. The
-column `by tp` lists the dims that tp cuts. A token goes from stream to tokens (on its
-own rank), to slots (on the rank of its expert, after an all-to-all), to experts, and
-back. No value in tokens, slots or nodes has a dim m. These rows list m since what
-experts return is an unfinished sum over m, ``+m``, and so over tp.
+A plan decides three things, each in a table beside its code:
 
-    region      b             s         by tp
-    data        dp,fsdp,ep    sp                    token ids, positions, losses
-    stream      dp,fsdp,ep    sp[,tp]               the residual stream; tp_sequence cuts its s by tp, too
-    attention   dp,fsdp,ep    sp        n k         inside attention: n query heads, k KV heads, n = k r
-    queries     dp,fsdp,ep    sp        k           the queries that go into the attention kernel
-    keys        dp,fsdp,ep    sp        k           the keys and values that go into it
-    ids         dp,fsdp,ep                          positions and documents of all keys of a row
-    ffn         dp,fsdp,ep    sp        m           inside the feed-forward
-    tokens      dp,fsdp,ep    sp        m           tokens that are sent to experts, and their results
-    slots       dp,fsdp       sp        m           what arrives at experts; its dim e is cut by ep
-    experts     dp,fsdp       sp        m           inside the experts; their dim e is cut by ep
-    copies      dp,fsdp,ep    sp        m           inside copied experts, which all ranks of ep have
-    routing     dp,fsdp       sp                    which token chose which expert; all ranks of ep know it
-    nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`); e counts nodes
-    balance                                         biases that a rule updates, to balance experts
-    vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
-
-The rows queries and keys depend on `Plan.context_parallel`:
-
-    ring       as in the table
-    gather     keys are not cut along s
-    ulysses    queries and keys are not cut along s, and their k is cut by tp,sp
-    usp        a ring over an outer axis, Ulysses over an inner one: see sp,ul below
-
-With `Plan.tp_dispatch` each rank of tp sends its own part of the tokens. In the regions
-tokens, nodes and slots tp then cuts s (or c, the slots of a buffer, where a value has c
-in place of s), and not m. In routing it cuts s. Experts stay cut along m, so the tokens
-that arrive are gathered over tp.
-
-In every region pp cuts the layers ``l`` of a weight. Embedding, head and last norm have
-no l: every stage has a replica of them, and their gradients are summed over pp, too.
-
-The second table is of weights. In one step a weight and its gradient have five layouts, and four arrows
-between them. An arrow moves nothing where its two layouts are equal:
-
-    weight     stored -gather-> used
-    gradient   unreduced -accumulate-> accumulated -finish-> reduced
-    weight     reduced -restore-> stored
-
-The optimizer updates the ``reduced`` slice of a weight.
-
-The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts,
-always in one dim: ``d`` if a weight has it, else ``h`` (the width of a head), else
-``e`` (of a router's learned bias alone: the e of experts' own weights is cut by ep). It
-does not cut a weight without these dims: ``ffn m`` is ``m/tp`` at every stage. With
-``muon="layer"`` the gradient and the optimizer state of a matrix are cut in ``l``.
-``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
-
-    zero  stored       used    unreduced (each microbatch)  accumulated       reduced
-    0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
-    1     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d/fsdp m/tp
-    2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
-    3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
-
-At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has
-its own term of the gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it sums
-them.) Stage 3 is FSDP: weights are all-gathered for use. Where each block gathers its
-weights when it runs, autodiff transposes the all-gather into a reduce-scatter; where
-those of all blocks are gathered once a step (`Resolved.gather_per`), gradients are as
-at stage 1, and ``finish`` reduce-scatters them.
-
-Devices along sp use the same weights on different tokens, as devices along fsdp do. So do
-devices along ep, except that they have different experts. So ZeRO cuts by these axes as
-well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
-collective over both axes replaces the one over fsdp (as in Llama 3 2024, section 3.3.2).
-``h`` and ``e`` are cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
-
-`Plan.resolve` may split ep, sp or tp into an outer and an inner axis, by `Plan.ep_node`
-and by the model's numbers of heads. A user still writes sp=4. Layouts name both axes,
-and the outer one keeps the name. So with sp=4 split in two ``mesh.sizes["sp"]`` is 2,
-the outer part alone, and the field ``mesh.sp`` is 4.
-
-    sp,ul   with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all from cut
-            positions to cut heads and back), and those of sp a ring. Queries and keys are ``s/sp k/tp,ul``;
-            the other rows of the first table have ``sp,ul`` in place of sp.
-    ep,near with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. In the first table
-            read ``ep,near`` for ep, except in the row nodes. Tokens go to their experts in two all-to-alls.
-            The first two dims of a buffer count senders and receivers, no heads and no experts:
-            tokens to nodes  ``u/ep e c d -> u e/ep c d``            u sending nodes, e receiving nodes
-            nodes to slots   ``n/near e/ep c d -> n e/ep,near c d``  n sending ranks of a node, e all ranks
-    tp,kv   where tp has more ranks than the model has KV heads: the ranks of kv have copies of one KV head,
-            and divide the query heads that use it among them. So kv cuts no KV heads. Heads are
-            ``n/tp,kv``, ``k/tp``, ``r/kv``; the other rows have ``tp,kv`` in place of tp, and Ulysses cuts
-            r in place of k. The gradient of a copied weight has one more unfinished sum, ``+kv``.
+    `Resolved.regions`    which axes cut a value, in each region of the model
+    `WeightLayouts`       the layouts of a weight, its gradient and its optimizer state: ZeRO and FSDP
+    `Plan._inner_axes`    which axes are split in two: Ulysses in a ring, nodes of experts, copies of KV heads
 """
 
 from __future__ import annotations
@@ -126,7 +41,45 @@ GRADIENT, UPDATED, MOMENTUM, ORTHOGONAL = "gradient ", "updated ", "momentum ", 
 
 @dataclass(frozen=True)
 class WeightLayouts:
-    """The layouts of a weight, its gradient and its optimizer state in one step (the table above).
+    """The layouts of a weight, its gradient and its optimizer state.
+
+    In one step a weight and its gradient have five layouts, and four arrows between them. An
+    arrow moves nothing where its two layouts are equal:
+
+        weight     stored -gather-> used
+        gradient   unreduced -accumulate-> accumulated -finish-> reduced
+        weight     reduced -restore-> stored
+
+    The optimizer updates the ``reduced`` slice of a weight.
+
+    The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts fsdp cuts, always
+    in one dim: ``d`` if a weight has it, else ``h`` (the width of a head), else ``e`` (of a
+    router's learned bias alone: the e of experts' own weights is cut by ep). It does not cut a
+    weight without these dims: ``ffn m`` is ``m/tp`` at every stage. With ``muon="layer"`` the
+    gradient and the optimizer state of a matrix are cut in ``l``. ``ffn d m`` on ``dp=2 fsdp=2
+    tp=2``:
+
+        zero  stored       used    unreduced (each microbatch)  accumulated       reduced
+        0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
+        1     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d/fsdp m/tp
+        2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
+        3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
+
+    At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has its
+    own term of the gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it sums them.)
+    Stage 3 is FSDP: weights are all-gathered for use. Where each block gathers its weights when
+    it runs, autodiff transposes the all-gather into a reduce-scatter; where those of all blocks
+    are gathered once a step (`Resolved.gather_per`), gradients are as at stage 1, and ``finish``
+    reduce-scatters them.
+
+    Devices along sp use the same weights on different tokens, as devices along fsdp do. So do
+    devices along ep, except that they have different experts. So ZeRO cuts by these axes as well
+    (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one collective
+    over both axes replaces the one over fsdp (as in Llama 3 2024, section 3.3.2). ``h`` and ``e``
+    are cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
+
+    Embedding, head and last norm have no dim l, which pp cuts: every stage has a replica of them,
+    and their gradients are summed over pp, too.
 
     Attributes:
         dims: its region and dims, such as ``ffn d m``.
@@ -224,13 +177,15 @@ class Plan:
             on to each rank of that node which has one of its experts. What is sent between nodes then has
             one slot for each token and node, instead of one for each token and rank.
         expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch the
-            ones that most tokens of these ranks chose. These tokens stay on their rank, so no
-            rank waits for one with a popular expert. A copy costs two all-reduces over ep: of the expert's
-            weights (other ranks than its own add zeros), and of their gradient.
+            ones that tokens of these ranks chose most often. No token is sent to a copied expert (it
+            may be, to its others), so no rank waits for one with a popular expert. A copy costs two
+            all-reduces over ep: of the expert's weights (other ranks than its own add zeros), and of
+            their gradient.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
-            the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after each
-            microbatch). ``layer``: layer by layer inside the backward pass. ``bucket``: as ``end``, but many
-            gradients in one flat array. XLA may send it as soon as all of its gradients are computed.
+            the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after
+            each microbatch). ``layer``, for ZeRO 0 and 3: layer by layer inside the backward pass.
+            ``bucket``, for ZeRO 0: as ``end``, but many gradients in one flat array. XLA may send it as
+            soon as all of its gradients are computed.
         bucket_bytes: a bucket takes no more gradients once it has this size.
         microbatches: the number of parts into which each device cuts its rows of the batch. Their gradients
             are summed. A pipeline needs several, so that its stages work at the same time.
@@ -299,7 +254,7 @@ class Plan:
         muon: how Muon gets whole matrices where ZeRO and tp cut them. ``gather``: each device
             all-gathers every matrix of its stage (of experts its own) and orthogonalises it, so ranks
             repeat one another's work. ``owner``:
-            all-to-alls give it the whole matrices of some layers, and all-to-alls return the results.
+            all-to-alls give each device the whole matrices of some layers, and return the results.
             ``layer``, for ZeRO 1 and 2: ZeRO cuts gradients and optimizer state of matrices along the layers,
             not inside a matrix, so that only ranks of tp exchange parts of matrices. ``none``, for other
             optimizers: the plan moves no matrices. Muon also works with it, but XLA's partitioner then
@@ -388,8 +343,26 @@ class Plan:
         return plan._decided() if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
-        """Return the mesh with the inner axes ``kv`` of tp and ``ul`` of sp, sized by the model's heads, and
-        ``near`` of ep."""
+        """Return the mesh with ep, sp and tp each split into an outer and an inner axis, where
+        `Plan.ep_node` or the model's numbers of heads ask for it. A user still writes sp=4. Layouts
+        name both axes, and the outer one keeps the name. So with sp=4 split in two
+        ``mesh.sizes["sp"]`` is 2, the outer part alone, and the field ``mesh.sp`` is 4.
+
+            sp,ul    with ``usp``: sp=4 may become sp=2 ul=2. The ranks of ul run Ulysses (an all-to-all
+                     from cut positions to cut heads and back), and those of sp a ring. Queries and keys
+                     are ``s/sp k/tp,ul``; other regions have ``sp,ul`` in place of sp.
+            ep,near  with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Regions
+                     have ``ep,near`` in place of ep, except nodes. Tokens go to their experts in two
+                     all-to-alls. The first two dims of their buffers count senders and receivers, no
+                     heads and no experts:
+                     tokens to nodes: ``u/ep e c d -> u e/ep c d``, u sending and e receiving nodes
+                     nodes to slots: ``n/near e/ep c d -> n e/ep,near c d``, n sending ranks of a node,
+                     e all receiving ranks, by node and then by rank in the node
+            tp,kv    where tp has more ranks than the model has KV heads: the ranks of kv have copies of
+                     one KV head, and divide the query heads that use it among them. So kv cuts no KV
+                     heads. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; other regions have ``tp,kv`` in
+                     place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight has
+                     one more unfinished sum, ``+kv``."""
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
         _, heads = config.exchanged_heads(mesh.tp)  # which heads, and how many
@@ -459,8 +432,41 @@ class Resolved(Plan):
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """For each region and dim the mesh axes that cut it (the first table above). Axes of one device are
-        left out (`MeshShape.live`)."""
+        """For each region and dim the mesh axes that cut it. Axes of one device are left out
+        (`MeshShape.live`). The column `by tp` lists the dims that tp cuts:
+
+            region      b             s         by tp
+            data        dp,fsdp,ep    sp                    token ids, positions, losses
+            stream      dp,fsdp,ep    sp[,tp]               the residual stream; tp_sequence: s by tp, too
+            attention   dp,fsdp,ep    sp        n k         inside attention: n query, k KV heads, n = k r
+            queries     dp,fsdp,ep    sp        k           what goes into the attention kernel: queries
+            keys        dp,fsdp,ep    sp        k           keys and values
+            ids         dp,fsdp,ep                          positions and documents of a row's keys
+            ffn         dp,fsdp,ep    sp        m           inside the feed-forward
+            tokens      dp,fsdp,ep    sp        m           tokens for experts, and their results
+            slots       dp,fsdp       sp        m           what arrives at experts; ep cuts its dim e
+            experts     dp,fsdp       sp        m           inside the experts; ep cuts their dim e
+            copies      dp,fsdp,ep    sp        m           inside copied experts, which all of ep have
+            routing     dp,fsdp       sp                    which token chose which expert; all of ep know
+            nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`)
+            balance                                         biases that a rule updates, to balance experts
+            vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
+
+        In every region pp cuts the layers ``l`` of a weight.
+
+        Queries and keys depend on `Plan.context_parallel`: ``ring``, as in the table; ``gather``,
+        keys are not cut along s; ``ulysses``, neither is cut along s, and their k is cut by tp,sp;
+        ``usp``, a ring over an outer axis and Ulysses over an inner one (`Plan._inner_axes`).
+
+        A token goes from stream to tokens (on its own rank), to slots (on the rank of its expert,
+        after an all-to-all), to experts, and back. No value in tokens, slots or nodes has a dim m.
+        These rows list m since what experts return is an unfinished sum over m, ``+m``, and so over
+        tp. In nodes e counts receivers, not experts, and is cut by ep.
+
+        Slots are cut as experts are, but with `Plan.tp_dispatch`: then each rank of tp sends its own
+        part of the tokens. In tokens, nodes and slots tp cuts s (or c, the slots of a buffer, where a
+        value has c in place of s), and not m. In routing it cuts s. Experts stay cut along m, so the
+        tokens that arrive are gathered over tp."""
         live = self.mesh.live
         b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
         stream = s + tp if self.tp_sequence else s
@@ -623,8 +629,8 @@ class Resolved(Plan):
 
     @functools.cached_property
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """For the path of each weight: the weight and its layouts. Its dim l has a row for each layer of all
-        stages. Stages have equally many rows, so some may be empty (`places_per_stage`)."""
+        """For the path of each weight: the weight and its layouts. Its dim l has a row for each *place*
+        of all stages, and a place may be empty (`places_per_stage`)."""
         layouts_of = _cached_layouts_of(self._layouts_key)
         layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
@@ -637,12 +643,12 @@ class Resolved(Plan):
 
     @property
     def _layouts_key(self) -> Resolved:
-        """The plan with fixed values of the fields that a planner varies and that change no layout: plans
-        that differ in these alone share an entry of a cache. Layouts name axes, not their sizes: each axis of
-        more than one device has size 2 here."""
+        """The key of a cache of layouts: this plan with fixed values in the fields that change no layout, of
+        which a planner varies many. The sizes of axes change none: here each axis of more than one device has
+        size 2, and one with an inner axis 2 times 2."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
-        # a field of `MeshShape` holds outer times inner; where an axis has no inner part, two(None) is 1
+        # a field of `MeshShape` holds outer times inner; without an inner axis that is two(None), 1
         sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
         return dataclasses.replace(
             self,
@@ -668,16 +674,15 @@ class Resolved(Plan):
 
     @functools.cached_property
     def places_per_stage(self) -> list[int]:
-        """For each kind of layers, how many rows of a stage's stacked weights are for it. A row is a *place*
-        for a layer. All chunks of a pipeline have the same places, so some may be empty
-        (`llmpar.plan.places`). Without a pipeline it is the model's number of layers."""
+        """How many layers of each kind a stage has room for; without a pipeline how many the model has. All
+        stages run one program, so every chunk has the same list of *places*, enough for the layers of any
+        chunk. A chunk with fewer layers of a kind leaves places empty (the table in `llmpar.plan.places`)."""
         config, schedule = self.config, self.pipeline
         if schedule is None:
             return [count for count, _ in config.blocks]
-        # A stage has one or more chunks, pieces of the model (`virtual_stages`). A microbatch comes through a
-        # stage once for each chunk of it: `visits` is the number of chunks of a stage, `cells` that of all
-        # stages. (DualPipe's stages also borrow the chunks of the opposite stage during a step; they do not
-        # store them.) All chunks have equally many places of a kind.
+        # `visits`: chunks of a stage, since a microbatch passes a stage once per chunk. `cells`: chunks of
+        # all stages. (DualPipe's stages also borrow the chunks of the opposite stage during a step; they do
+        # not store them.)
         kinds = [place.kind for place in places.chunk_places(config.layer_kinds, schedule.cells)]
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
@@ -740,7 +745,7 @@ class Resolved(Plan):
     def _decided(self) -> Resolved:
         """Return the plan with every ``auto`` decided for its devices. Refuse what they cannot do."""
         assert self.devices
-        # SUITS: the fields of which platforms can do some values and not others
+        # SUITS lists the fields with values that only some platforms support
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), self.devices) for name in SUITS
         }
@@ -750,7 +755,7 @@ class Resolved(Plan):
             decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
-        if self.platform == "cpu" and self.mesh.pp > 1:  # where a ring's permute would deadlock
+        if self.platform == "cpu" and self.mesh.pp > 1:  # which could deadlock in two cases
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
 

@@ -140,6 +140,7 @@ class Step(LayerOrder):
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
         """Run one step: the list at the top of this file. `run` is this function, compiled."""
         trainable = trainable_params(state.params, self.config)
+        # the types of `Explicit` need the mesh, and kernels read their device from it
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # gather, forward, backward, reduce, divide
             grads, metrics = self.gradients(state.params, batch)
@@ -154,8 +155,7 @@ class Step(LayerOrder):
         """Return gradients, with the layouts `WeightLayouts.reduced`, and metrics. Update nothing: this is
         what the parity tests compare."""
         self.plan.check(*batch["tokens"].shape)
-        # The types of `Explicit` need the mesh, and kernels read their device from it. `train_step` sets it,
-        # too, but this function is also called alone.
+        # `train_step` sets the mesh, too, but this function is also called alone
         with use_abstract_mesh(self.mesh.abstract_mesh):
             # one layout stands for all arrays of the batch, and for all metrics (a prefix of the tree)
             layouts, results = (self.stored, self._batch_layout), (self.reduced, WHOLE)
@@ -187,8 +187,11 @@ class Step(LayerOrder):
 
             parts = cut_in_microbatches(batch, self.plan.microbatches)
             (loss_and_tally, grads), _ = lax.scan(add, self._zeros(), parts)
-        buckets = self.plan.reduce == "bucket"
-        grads = self._in_buckets(grads) if buckets else self._carry_out(grads, lambda w: w.finish)
+        grads = (
+            self._in_buckets(grads)
+            if self.plan.reduce == "bucket"
+            else self._carry_out(grads, lambda layouts: layouts.finish)
+        )
         return self._per_target(loss_and_tally, grads, batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[LossAndTally, Tree]:
@@ -202,7 +205,7 @@ class Step(LayerOrder):
         loss_and_tally, grads = jax.value_and_grad(loss, has_aux=True)(
             trainable_params(params, self.config)
         )
-        return loss_and_tally, self._carry_out(grads, lambda w: w.accumulate)
+        return loss_and_tally, self._carry_out(grads, lambda layouts: layouts.accumulate)
 
     def _clip(self, grads: Tree, norm: Array) -> Tree:
         """Scale gradients so that their global norm is `clip` at most."""
@@ -236,6 +239,7 @@ class Step(LayerOrder):
             whole = par.carry_out(x, layouts.assemble)
             return par.carry_out(f(whole, layouts.dims), layouts.take_apart)
 
+        # Optax has masked the leaves that Adam updates
         reduced = map_unmasked(lambda x, layouts: layouts.reduced, tree, self.weight_layouts)
         all_leaves = lambda tree: map_unmasked(one, tree, self.weight_layouts)
         return par.over_devices(all_leaves, (reduced,), reduced)(tree)
@@ -245,7 +249,9 @@ class Step(LayerOrder):
         stored = trainable_params(self.stored, self.config)
         if self.reduced == stored:
             return trainable
-        restore = lambda trainable: self._carry_out(trainable, lambda w: w.restore, invariant=True)
+        restore = lambda trainable: self._carry_out(
+            trainable, lambda layouts: layouts.restore, invariant=True
+        )
         return self.par.over_devices(restore, (self.reduced,), stored)(trainable)
 
     # --------------------------------------------------------------------------------- the parts of the step

@@ -723,7 +723,7 @@ assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 # %% [markdown]
 # ### A weight's layouts in one step
 #
-# This table is at the top of `llmpar/plan/plan.py`: the layouts of one weight of a feed-forward, `d m`, during a step, from *stored* to
+# This table is in `WeightLayouts` of `llmpar/plan/plan.py`: the layouts of one weight of a feed-forward, `d m`, during a step, from *stored* to
 # its finished gradient, *reduced*. A line below the cells marks with `^` where something is sent to get from the cell at the left to this one.
 # Not marked is the last message: if *reduced* differs from *stored* (stages 1 and 2), the updated weight is gathered.
 
