@@ -36,7 +36,7 @@ def test_the_table_of_regions_is_what_a_plan_gives():
     lines = [line[8:] for line in Resolved.regions.__doc__.splitlines()]
     begin = next(i for i, line in enumerate(lines) if line.startswith("    region "))
     (_, b, s, other), *rows = [
-        [line[i:j].strip() for i, j in ((4, 16), (16, 30), (30, 40), (40, 52))]
+        [line[i:j].strip(" ()") for i, j in ((4, 16), (16, 30), (30, 40), (40, 52))]
         for line in lines[begin : lines.index("", begin)]
     ]
     assert (b, s, other) == ("b", "s", "by tp")

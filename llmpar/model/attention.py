@@ -14,8 +14,8 @@ al. 2022, Rabe and Staats 2021; ring: Liu, Zaharia and Abbeel 2023.)
 
 Which keys a query may see is computed from ids: the position and the segment (the
 number of its document) of each query and of each key. Every rank knows the ids of all
-keys. So ranks may have positions in any order (`llmpar.plan.sequence_order`): the
-order does not change the result, only how much work and how many hops are saved.
+keys. So ranks may have positions in any of several orders (`llmpar.plan.sequence_order`):
+they do not change the result, only how much work and how many hops are saved.
 
 The path of a query: `attend_by_plan` picks `ring_attention` (also for one device, a
 ring of one), which cuts arrays into tiles; `ring_forward` loops over the ranks' blocks
@@ -31,7 +31,7 @@ q_ids, `b 2 s`, and k_ids, `n b 2 t` for the keys of n ranks. Their dim of 2 has
 positions, then segments. Arrays that are cut into tiles have a first dim of tiles: i
 tiles of c positions for queries, j tiles of d positions for keys (in this file d is not
 the model's width). Heads come before positions, which suits matmuls: `i b k r c h` and
-`j b k d h`. As indices, i and j are one of these tiles.
+`j b k d h`. In shapes i and j are numbers of tiles, in the code indices of a tile.
 """
 
 import itertools
@@ -71,8 +71,8 @@ Up = Float[Array, "_ k _"]
 # out in q's dtype, lse in float32
 OutAndLse = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
-# One tile, without the dim of tiles. Its positions are s or t again, since
-# `full` gives whole arrays to the same functions. The last dim is h, or w
+# One tile, without the dim of tiles. Its positions are written s and t, not c
+# and d, since `full` calls the same functions with whole arrays. The last dim is h, or w
 # for values and results.
 QTile = Float[Array, "b k r s _"]
 KVTile = Float[Array, "b k t _"]
@@ -85,9 +85,9 @@ KIds = Int[Array, "j _ 2 d"]
 
 # The name of what attention's backward pass reads besides `OUT` and `LSE`: queries,
 # and keys and values or latents. With ``remat="none"`` at ZeRO 3 the policy saves all
-# but gathered weights, and takes what leaves an `optimization_barrier` without a name
-# for one of them (`remat._all_but_gathered_weights`). On simulated devices
-# `Manual.local` puts a barrier before attention, so these need a name.
+# but gathered weights. It mistakes a result of an `optimization_barrier` that has no
+# name for such a weight (`remat._all_but_gathered_weights`). On simulated devices
+# `Manual.local` puts a barrier before attention, so these values are named.
 IN = "attention_in"
 
 
@@ -111,8 +111,7 @@ def attend_by_plan(
     sinks: Float[Array, "k r"] | None = None,
 ) -> Out:
     """Attend as the plan asks for, with ``sinks`` if the model has any
-    (`with_sinks`). ``par`` is any mode, and `Solo` their base class. For
-    latent attention in a ring ``k_or_latents`` are latents, and ``v_or_up``
+    (`with_sinks`). For latent attention in a ring ``k_or_latents`` are latents, and ``v_or_up``
     the matrix that makes K and V of them (`expand_latents`)."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     # One axis at most cuts the positions of keys. With usp sp is split in
@@ -123,7 +122,7 @@ def attend_by_plan(
     )
     args = q, k_or_latents, v_or_up, ids
     if kernel in KERNELS_OF_JAX:
-        in_order, whole = plan.same_positions, plan.documents == "whole"
+        in_order, whole = plan.positions_in_order, plan.documents == "whole"
         out, lse = by_kernel(*args, kernel=kernel, in_order=in_order, whole=whole, mask=mask)
     elif kernel == "flash":
         out, lse = flash_attention(*args, platform=str(plan.platform), **ring_args)
@@ -131,7 +130,7 @@ def attend_by_plan(
         out, lse = ring_attention(
             *args,
             tile=plan.attention_block,
-            in_order=plan.same_positions and not axes,
+            in_order=plan.positions_in_order and not axes,
             branch=plan.platform != "gpu",
             **ring_args,
         )
@@ -150,22 +149,22 @@ def ids_are_valid(
 ) -> Bool[Array, " b"]:
     """Return for each row whether its ids are as this plan's attention assumes them to be.
 
-    Where attention compares the ids of all tiles, any ids will do. It does so
+    Any ids are valid where attention compares the ids of all tiles:
 
-    - with a cache;
-    - where `Resolved.order_matters` is false: in a ring that makes all n - 1 hops;
-      and where a rank has all keys, if the kernel is flash or `Resolved.same_positions`
-      is false.
+        when serving, with a cache
+        in a ring that makes all n - 1 hops
+        where a rank has all keys, with the kernel flash, or with positions
+        that are not in order (`Resolved.positions_in_order`)
 
-    Elsewhere it may leave out tiles or hops by their place in the row alone.
-    Then the ids must satisfy one of these: positions rise along the row; or
+    Elsewhere it leaves out tiles or hops by their place in the row alone
+    (`Resolved.assumes_order`). Then either positions rise along the row; or
     segments never fall, and positions rise within each segment. With cudnn
     and `Plan.documents` ``whole`` no mask is built: then the row must be one
-    segment of rising positions, in steps of 1 if there is a window. (Only a
-    plan without a model has ``whole`` with other kernels, of which flash and
-    xla get the same test.)"""
+    segment of rising positions, in steps of 1 if there is a window. (For a
+    plan without a model, as tests have it, ``whole`` may come with other
+    kernels: flash and xla get the same test, portable does not.)"""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
-    if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
+    if par.cache or not plan.assumes_order(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
     rises = step > 0
     if plan.documents == "whole" and plan.attention_kernel != "portable":
@@ -188,10 +187,10 @@ def ids_of(
     both = lambda positions, segments: jnp.stack(jnp.broadcast_arrays(positions, segments), 1)
     q_ids, k_ids = both(*ids[:2]), both(*ids[2:])
     if mask.in_chunks and (length := mask.window):  # the length of a chunk
-        # `many` is more than the chunks of any document, so no two chunks of a row get the same number, and
-        # the numbers rise from document to document
-        many = 2 + n * t // length
-        chunks = lambda x: many * x[:, 1] + x[:, 0] // length
+        # an upper bound of the chunks of a document: so no two chunks of a row get the same number, and the
+        # numbers rise from document to document
+        most_chunks = 2 + n * t // length
+        chunks = lambda x: most_chunks * x[:, 1] + x[:, 0] // length
         q_ids, k_ids = (jnp.stack((x[:, 0], chunks(x)), 1) for x in (q_ids, k_ids))
     return q_ids, jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], n, t), 2, 0)
 
@@ -312,7 +311,7 @@ class Tiles:
     ) -> tuple[QTiles, LseTiles]:
         """Merge attention to the keys into the partial results: float32 (out, lse)."""
 
-        def merge_pair(q_i, k_j, v_j, seen, partial_i, _of_keys):
+        def merge_pair(q_i, k_j, v_j, seen, partial_i, _no_k_sum):
             out, lse = partial_i
             scale, cap = self.scale, self.mask.cap
             return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, cap)), ()
@@ -355,8 +354,9 @@ class Tiles:
         q_sums: Any,
         k_sums: Any,
     ) -> tuple[Any, Any]:
-        """Run a double loop over tiles i of queries and j of keys. For each pair, or with ``branch`` for each
-        of which some query may see some key, add what the pair contributes to the results of i and of j:
+        """Run a double loop over tiles i of queries and j of keys. For each pair (of ``pairs``, if
+        given; with ``branch`` only if some query may see some key) add what it contributes to the
+        results of i and of j:
 
             q_sums[i], k_sums[j] = add_pair(*queries[i], *keys[j], seen, q_sums[i], k_sums[j])
 
@@ -430,10 +430,10 @@ class _Ring:
     attend: Callable  # `Tiles.attend` or a kernel, with its settings
     attend_grad: Callable
     expand: Callable  # (latents, up) -> (K, V)
-    # Whether the block is sent on only after dK and dV are computed. True for flash,
-    # whose backward pass is two kernels. While the first computes dK and dV, the
-    # block's gradient so far arrives; while the second computes dQ, the block is sent.
-    block_waits: bool = False
+    # Send the block on only after dK and dV are computed. Flash has two backward
+    # kernels: while the first computes dK and dV, the block's gradient so far arrives;
+    # while the second computes dQ, the block is sent. So each hop is hidden by a kernel.
+    send_after_dkv: bool = False
 
     def keys_of(self, block: Any, up: Up | None) -> tuple[Array, Array]:
         """Return K and V of a block. It is a pair of them, or they are stacked in one array (`_message`),
@@ -453,9 +453,9 @@ def expand_latents(
     latents: Array, up: Up, *, width: int, padded: bool = False
 ) -> tuple[Array, Array]:
     """Return K and V of all heads from latents (`llama.LatentAttention`), whose last dim
-    has a latent, then the token's rotary key. Axis 2 has size 1, the one head for all,
-    both in whole arrays, ``b t 1 _``, and in tiles, ``j b 1 d _``; in the results it
-    counts all heads. K has the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
+    has a latent, then the token's rotary key. The dim of heads is axis 2 both in whole
+    arrays, ``b t 1 _``, and in tiles, ``j b 1 d _``; in the results it counts all heads.
+    K has the ``width`` of queries; V is narrower, or ``padded`` with zeros."""
     latent, shared = jnp.split(latents, [len(up)], -1)
     kv = jnp.moveaxis(jnp.einsum("...c,cnh->...nh", latent.squeeze(2), up), -2, 2)
     k, v = keys_and_values(kv, shared, width)
@@ -513,7 +513,8 @@ def ring_attention(
     hops = ring_hops(mask, order, len(k_ids), t)
     # In zigzag order a rank has two distant parts of the sequence, and a tile with both
     # could never be skipped. So in a ring a tile must not have all positions of a rank.
-    # Where it would, `tile_length` chooses: at most half of them, if their number is even.
+    # Where it would, ``tile`` is ignored and `tile_length` chooses: at most half of them,
+    # if their number is even.
     if axis and tile and tile >= s:
         tile = None
     c, d = tile_length(tile, s), tile_length(tile, t)
@@ -571,7 +572,7 @@ def flash_attention(
         partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
     )
     expand = partial(expand_latents, width=width, padded=True)
-    ring = _Ring(axis, hop, hops, forward, backward, expand, block_waits=True)
+    ring = _Ring(axis, hop, hops, forward, backward, expand, send_after_dkv=True)
     out, lse = ring_forward(ring, *vary_alike((q, block, up, q_ids, k_ids)))
     return (out[..., :value_width] if value_width < width else out), lse
 
@@ -625,7 +626,7 @@ def ring_backward(ring, saved, grads):
         repeat hops times:
             keys, dk, dv = the previous rank's
             add what these keys contribute to dq, dk, dv
-        keys = this rank's own; dk, dv = those of these keys, from the last rank that had them
+        keys = this rank's own; dk, dv = what the other ranks have added for these keys
         add what these keys contribute to dq, dk, dv
 
     (In the code keys are sent on at the end of an iteration, and their dk and dv at the start of the next, so
@@ -658,7 +659,7 @@ def ring_backward(ring, saved, grads):
             sums = _hop(ring, sums[0]), sums[1]
         kv = ring.keys_of(block, up)
         dq, *dkv = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, done)), per_query, dq)
-        if ring.block_waits:
+        if ring.send_after_dkv:
             block, dkv = lax.optimization_barrier((block, dkv))
         grad, up_grad = ring.block_grad(block, up, dkv)
         parts = _message(grad), up_grad

@@ -9,6 +9,8 @@ Six terms are needed to read it:
               mesh axis that cuts m in this region a device has a term.
               With +m on both sides an arrow finishes the sum over those
               axes that cut m before it and not after it: none, some, or all
+              (with tp_dispatch tp cuts m in ffn and not in tokens, so that
+              ``ffn b s d +m -> tokens b s d +m`` sums over tp)
     par       the object that moves values. ``par.move`` carries out an
               arrow. ``par.weight`` returns a weight ready for a matmul.
               ``par.move_matmul`` is a move and the matmuls after it,
@@ -145,6 +147,7 @@ class Part(nnx.Module):
 
     def __init__(self, config: ModelConfig, params: Params, path: str):
         self.config = config
+        # attention.q has the parent attention and the name q; attention.q_norm.scale has the name q_norm
         for weight_path, weight in params.items():
             parent, _, name = weight_path.removesuffix(".scale").rpartition(".")
             if parent != path:
@@ -180,9 +183,9 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # With rope "none" `rotate` only scales queries: sin is 0, and cos is
-        # the factor of `Variant.query_scale`, or 1 (`rope_table`). Keys have
-        # no factor, and stay as they are.
+        # Only layers with rope "none" have a `Variant.query_scale`. There
+        # `rotate` multiplies queries by cos, which is this factor, or 1
+        # (`rope_table`), and sin is 0. Keys have no factor.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation
@@ -206,7 +209,7 @@ class Attention(Part):
 
     def to_stream(self, y: Float[Array, "b _ *heads w"], par: Solo) -> Stream:
         """Multiply the heads' results by the output matrix, and finish the sum over heads. The dim `_` has a
-        device's positions in the region attention; with tp_sequence the result has fewer of them."""
+        device's positions in the region attention; with tp_sequence the result has 1/tp of them."""
         (o_nhd,) = used_weights(self, par, "o")
         y_bsnh = y.reshape(*y.shape[:2], -1, y.shape[-1])
         y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
@@ -262,16 +265,17 @@ class LatentAttention(Attention):
         # Every query head has keys of its own: there are n KV heads, each with one query head. So queries
         # are b s n 1 h below.
         num_latent, mask = self.kv_norm.size, self.config.mask  # the norm has a scale for each of c
+        # no Ulysses: a latent has no heads (`checks` refuses it)
         latent = par.move(latent, "attention b s c -> keys b s c")
         if par.axes("keys s"):  # a ring, which expands what each rank receives
             # `par.weight` is enough: this matrix never has a bias or adapters (`ADAPTABLE`), and `checks`
             # refuses float8 here
             args = q[..., None, :], latent[:, :, None], par.weight(self.kv_up), ids, mask, par
-            # The first layout is of latents: z has size 1 (one head for all),
-            # and c counts the latent and the rotary key together. The second
-            # is of `kv_up`: c counts the latent alone, and h a head's own
-            # part of the key, then its value.
-            return attend_sharded(*args, kv_layouts=("keys b s z c", "attention c n h"))[..., 0, :]
+            kv_layouts = (
+                "keys b s z c",  # z: one head for all; c: the latent and the rotary key together
+                "attention c n h",  # c: the latent; h: a head's own part of the key, then its value
+            )
+            return attend_sharded(*args, kv_layouts=kv_layouts)[..., 0, :]
         kv_btnh = self.projected("kv_up", latent[..., :num_latent], par)
         kv = attention.keys_and_values(kv_btnh, latent[..., None, num_latent:], q.shape[-1])
         return attend_sharded(q[..., None, :], *kv, ids, mask, par)[..., 0, :]
@@ -286,7 +290,7 @@ class GatedDelta(Attention):
     @jax.named_scope("gated_delta")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         arrow = "stream b s d -> attention b s d"
-        names = "q", "k", "v", "z", "b", "a"  # as checkpoints name them
+        names = "q", "k", "v", "z", "b", "a"  # checkpoints call the gate z, rate b, forget a
         weights = used_weights(self, par, *names)
         # the gate multiplies the result; rate and forget, of each token, are for the update of the state
         q, k, v, gate, rate, forget = par.move_matmul(x, arrow, *weights)
@@ -298,7 +302,7 @@ class GatedDelta(Attention):
         else:
             # n has two sizes, and tp cuts both: key heads in q, k and their
             # convolutions; value heads in the rest and in the result.
-            # u is a dim of 1, t the positions that a convolution reads.
+            # u is a dim of 1, t counts taps of a convolution (`layout.DIMS`).
             layouts = [
                 *["attention b s n h"] * 3,  # q k v
                 *["attention b s n"] * 2,  # rate, forget
@@ -325,9 +329,9 @@ def attend_sharded(
     kv_layouts: tuple[str, str] = ("keys b s k h",) * 2,
 ) -> Float[Array, "b s k r w"]:
     """Move queries to the region ``queries``, attend, and move the result back.
-    Keys and values are in the region ``keys`` already. With Ulysses they
-    have only some of the heads there (hence ``_``), while ``q`` has all of
-    its heads until it is moved below. For latent attention in a ring the two
+    The caller has moved keys and values to the region ``keys``, where with
+    Ulysses they have fewer heads (hence ``_``) than ``q`` has before it is
+    moved below. For latent attention in a ring the two
     arguments are latents and ``up``, the matrix that makes keys and values
     of them (only the latents travel).
     ``kv_layouts`` are the layouts of these two arguments. ``sinks``: for
@@ -416,10 +420,9 @@ class Experts(Part):
             constant = self.bias.replace(jax.lax.stop_gradient(self.bias[...]))
             bias = [par.weight(constant)]
         # `moe.route` returns the router's weights and the indices of the k
-        # experts of each token. In layouts k is KV heads, so they write e
-        # for several dims: in the arguments all experts, in the first two
-        # results the k chosen ones, in the tally all experts and two more
-        # entries.
+        # experts of each token. Layouts have no letter for chosen experts (k
+        # is KV heads), so the last dim is e throughout: all E experts in the
+        # arguments, k in the first two results, E + 2 entries in the tally.
         route = par.local(
             functools.partial(moe.route, experts, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
@@ -439,10 +442,10 @@ class Experts(Part):
         )
         y = visit(x, *choices, *map(par.weight, weights))
         if experts.num_shared:
-            # The shared expert's sum over m and that of the routed experts
-            # are finished together, by the last arrow of this method. But
-            # with tp_dispatch, tp cuts m in the region ffn and not in
-            # tokens: then the move of ``shared`` to tokens finishes it.
+            # The move of ``shared`` to tokens changes nothing, and the last
+            # arrow of this method finishes its sum over m together with that
+            # of the routed experts. But with tp_dispatch tp cuts m in ffn and
+            # not in tokens, and the move is a reduce-scatter over tp.
             x = par.move(x, "tokens b s d -> ffn b s d")
             shared = self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
             if self.shared_gate is not None:
@@ -533,8 +536,9 @@ class Llama(nnx.Module):
         loss = par.total(losses, "data b s")
         if aux is None:
             return loss, None
-        more = self.router_losses(aux["loss"].sum(0), batch, par)
-        return loss + par.total(more, "data b +s"), aux["tally"]
+        of_routers = self.router_losses(aux["loss"].sum(0), batch, par)
+        # +s: over sp each device still has a term
+        return loss + par.total(of_routers, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
         """Return the cross-entropy of each target, in nats and float32, 0 for a target below 0; and the
@@ -554,13 +558,12 @@ class Llama(nnx.Module):
             # Rounding the gradient of the logits before the matmuls of the backward pass makes them faster,
             # but not on TPUs: a TPU's matmul rounds its inputs anyway, so a rounded copy only costs memory.
             multiply = logits_of if par.plan.platform == "tpu" else logits_with_rounded_grad
-            # The type of a value says along which mesh axes it may differ
-            # between devices, and a custom gradient must have the type of
-            # its argument: so x and head must vary over the same axes. The
-            # move above and `par.weight` have cast both to vary over those
-            # of the region vocab; the transposes of these casts sum their
-            # gradients. One of them may vary over further axes:
-            # `vary_alike` gives these to the other.
+            # The type of a value says along which mesh axes it may differ between devices, and a
+            # custom gradient must have the type of its argument. The gradients of x and of head
+            # depend on both, so x and head must vary over the same axes. The move above and
+            # `par.weight` have cast both to vary over those of the region vocab; the transposes of
+            # these casts sum their gradients. One of them may vary over further axes: `vary_alike`
+            # gives these to the other.
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
@@ -619,12 +622,12 @@ class Llama(nnx.Module):
             kinds, times = loop.kinds, loop.times
             counts = Counter(kinds * times)  # layers of each kind in this loop
             weights = {kind: some_layers(stacks[kind], done[kind], n) for kind, n in counts.items()}
-            # the number of each layer among those of its kind: [0, 1, 0]
-            # for kinds (0, 0, 1)
-            nth: list[int | None] = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-            if len(kinds) == 1:
-                nth = [None]  # its weights are those of the one layer
-            else:  # l … -> iterations, layers of this kind in one iteration, …
+            if len(kinds) == 1:  # an iteration has the weights of one layer, which are not stacked
+                nth: list[int | None] = [None]
+            else:
+                # the number of each layer among those of its kind: [0, 1, 0] for kinds (0, 0, 1)
+                nth = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+                # l … -> iterations, layers of this kind in one iteration, …
                 weights = {kind: par.periods(w, times) for kind, w in weights.items()}
             layers = [of_kind(blocks[kind], kind, n) for kind, n in zip(kinds, nth, strict=True)]
             x, aux = run_layers(layers, x, weights)
@@ -649,8 +652,8 @@ class Llama(nnx.Module):
 
         def block(graph: nnx.GraphDef, config: ModelConfig) -> Callable:
             is_valid_b = attention.ids_are_valid(par, config.mask, *k_ids)
-            # LongRoPE chooses its angles by a row's length; None: it is short (`serving_plan` refuses long
-            # rows)
+            # LongRoPE chooses its angles by a row's length. None means short rows: when serving, longer ones
+            # are refused (`serving_plan`).
             row_positions = None if par.cache else k_ids[0]
             cos, sin = rope_table(config, batch["positions"], row_positions)
             # A compiled step cannot raise: rows whose ids break what attention relies on get NaN angles, so

@@ -48,11 +48,12 @@ Autodiff writes the backward collectives, except those in custom gradients: ring
 `tp_comm_overlap`, `ragged`, and narrow dtypes (`llmpar.parallel.wire`). All-gather and reduce-scatter are
 each other's transpose.
 
-In shard_map the type of a value says along which axes it may differ between devices: it *varies* over them,
-and so does its gradient. Where x is the same along tp, and each device multiplies it by its own weights, the
-gradient of x must be summed over tp. `lax.pcast` marks the place. Forward it changes the type alone, to
-varying. Backward it is this all-reduce (operator f of Megatron-LM, Shoeybi et al. 2019, section 3). These
-transposes are right only with shard_map's check of varying axes, which stays on.
+In shard_map the type of a value says along which axes it may differ between devices: it *varies*
+over them, and so does its gradient. Where x is the same along tp, and each device multiplies it by
+its own weights, the gradient of x must be summed over tp. `vary` (`lax.pcast`) marks the place.
+Forward it changes the type alone, to varying. Backward it is this all-reduce (operator f of
+Megatron-LM, Shoeybi et al. 2019, section 3). These transposes are right only with shard_map's check
+of varying axes, which stays on.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,8 +81,8 @@ class Solo:
     """One device: moves do nothing. The reference for tests of whole models, and the base class of the other
     modes: an argument ``par: Solo`` may be any of them."""
 
-    # None in training. When serving, par is a `serve.decode._Cached`, which stores keys and values, and
-    # `par.cache` is par itself. (`Any`, since that class is not imported here.)
+    # None in training. When serving, par is a `serve.decode._Cached`, a mode that stores keys and values: it
+    # sets `cache` to itself. (`Any`, since that class is not imported here.)
     cache: Any = None
 
     def __init__(self, plan: Resolved | None = None, mesh: Any = None):
@@ -122,7 +123,8 @@ class Solo:
         self, x: Array, arrow: str, *weights: Any, biases: Sequence[Any] = ()
     ) -> list[Array]:
         """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add that weight's bias,
-        if there is one: without ``biases`` there is none. Name the results for `Plan.remat` (`named`)."""
+        if it has one: ``biases`` has a bias or None for each weight, or is empty. Name the results
+        for `Plan.remat` (`named`)."""
         ring = self.ring(arrow, "all-gather")
         if ring:
             results = gather_matmul(ring, x, weights)
@@ -186,16 +188,17 @@ class Solo:
         return self.plan.place(layout).axes
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
-        """Scan over the leading dim of ``stack``. An iteration runs ``blocks``, one layer each: it calls ``x,
-        aux = block(x, weights)`` with the weights of the whole iteration, of which a block takes those of its
-        layer. For its backward pass a block saves what `Plan.remat` says (`with_remat`). Return the last x,
-        and the auxiliary results stacked in the order of the layers; None if there are none."""
+        """Scan over the leading dim of ``stack``. An iteration runs ``blocks``, one layer each: it
+        calls ``x, aux = block(x, weights)`` with the weights of the whole iteration, of which each
+        block picks those of its layer (`llama.of_kind`). For its backward pass a block saves what
+        `Plan.remat` says (`with_remat`). Return the last x, and the auxiliary results stacked in
+        the order of the layers; None if there are none."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
         # without a loop XLA would merge the recomputation with the forward pass
         blocks = [with_remat(self.plan, block, no_loop) for block in blocks]
         x, outputs = lax.scan(chain(blocks), x, stack, unroll=self.plan.unroll or length)
-        # from one array for each block, by iteration, to one array in the order of the layers
+        # outputs[j][i] is of block j in iteration i; layers are in the order of i, then j
         interleave = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
         if len(outputs) > 1:
             return x, jax.tree.map(interleave, *outputs)
@@ -209,14 +212,14 @@ class Solo:
         """Cut ``xs`` along dim 1 into ``num_chunks`` pieces, apply ``f`` to one after the other, and join the
         results along dim 1. So intermediate values of ``f``, such as logits, exist for one piece only.
 
-        A piece has every ``num_chunks``-th position, not neighbouring ones: where arrays
-        are global, each device then has an equal part of every piece. (The pieces are
-        the same in all modes.) With several pieces, or with ``recompute``, f is
-        checkpointed: the backward pass runs f again, and saves nothing as large as the
-        logits. Results of moves (`MOVED`) are saved, so the backward pass of `Manual` sends
-        nothing a second time; that of `Explicit` sends the maximum of logits again, which has
-        no such name; in `Auto` XLA decides. `prevent_cse` is False: a scan needs no barrier. A
-        single piece has no scan, and XLA may then keep some values, which is welcome.
+        A piece has every ``num_chunks``-th position, not neighbouring ones: where arrays are
+        global, each device then has an equal part of every piece. (The pieces are the same in all
+        modes.) With several pieces, or with ``recompute``, f is checkpointed: the forward pass
+        saves nothing as large as the logits, and the backward pass runs f again. Results of moves
+        (`MOVED`) are saved, so the backward pass of `Manual` sends nothing a second time; that of
+        `Explicit` sends the maximum of logits again, which has no such name; in `Auto` XLA decides.
+        `prevent_cse` is False: a scan needs no barrier. A single piece has no scan, and XLA may
+        keep values in place of computing them again: the result is the same.
         """
         if recompute or num_chunks > 1:
             policy = jax.checkpoint_policies.save_only_these_names(MOVED)
@@ -258,8 +261,9 @@ class Manual(Solo):
         is also summed over `WeightLayouts.replica_axes`, along which devices use the same
         block of the weight on different values:
 
-        - With ``reduce="layer"``, in the backward pass. `vary` types the shard as varying over these axes,
-          and the transpose of that is an all-reduce of the shard's gradient in float32.
+        - With ``reduce="layer"`` (never with pp), in the backward pass. `vary` types the shard as
+          varying over these axes, and the transpose of that is an all-reduce of the shard's
+          gradient in float32.
         - Else by `Step`, at the end of the step; at ZeRO 2 over ZeRO's axes after each microbatch. `Step`
           has typed the parameter as varying already (`unfinished`), so `vary` changes nothing here.
         """
@@ -322,8 +326,8 @@ class Manual(Solo):
         self, x: Array, sent: Int[Array, " g"], received: Int[Array, " g"], arrow: str
     ) -> Array:
         """Run an all-to-all of a buffer over an axis a of g ranks,
-        ``b/a e c … -> b e/a c …`` or the reverse, where (here alone) b and e count ranks:
-        one of them the senders, the other the receivers. With ``dispatch="ragged"`` this
+        ``b/a e c … -> b e/a c …`` or the reverse. Its first two dims, whatever their letters
+        (b e, u e or n e), count the senders and the receivers. With ``dispatch="ragged"`` this
         rank sends only the first ``sent[j]`` rows of the block for rank j, and receives
         ``received[j]`` from it; the rows after these are undefined. XLA has this collective
         for GPUs and TPUs, not for CPUs."""
@@ -351,8 +355,8 @@ class Manual(Solo):
         """Return ``f``; on simulated devices with a barrier before it. Without it XLA hoists
         values that no layer changes out of the loop over layers, together with the
         collectives that ``f`` runs on them, and these crash JAX 0.10.2: a rendezvous
-        counts too many participants. (XLA for CPUs drops barriers, too, but after the
-        pass that hoists.) Accelerators need none, and it would make ``f`` wait for
+        counts too many participants. (XLA for CPUs drops the barrier later, but
+        only after the pass that hoists.) Accelerators need none, and it would make ``f`` wait for
         all its weights."""
         barrier = lambda *args: f(*lax.optimization_barrier(args))
         return barrier if self.plan.platform == "cpu" else f

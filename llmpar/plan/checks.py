@@ -218,7 +218,7 @@ def _kernels(plan: "Resolved", batch_size: int, seq_len: int) -> list[Row]:
     gpu = plan.devices if plan.devices and plan.platform == "gpu" else "gpu"
     masked = kernel == "xla" or cudnn and plan.documents == "packed"
     mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.place("queries s").axes)
-    whole = ", or documents='whole'" if cudnn and plan.same_positions else ""
+    whole = ", or documents='whole'" if cudnn and plan.positions_in_order else ""
     lacks = kernels_refused(plan.config).get(kernel, "")
     rows = [
         (cudnn and plan.dtype == "float32", "computes in 16 bits; use dtype='bfloat16'"),
@@ -489,7 +489,9 @@ def unused(plan: "Resolved", given: Iterable[str] = ()) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
     not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
-    cudnn = plan.requested.attention_kernel == "cudnn" and plan.same_positions or plan.takes_cudnn
+    cudnn = (
+        plan.requested.attention_kernel == "cudnn" and plan.positions_in_order or plan.takes_cudnn
+    )
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     unrolled = order is not None and (order.split_backward or plan.stage_saves == "residuals")

@@ -34,7 +34,7 @@ from llmpar.plan.model_config import ModelConfig, Weight, matrix_dims
 from llmpar.plan.sequence_order import Mask
 
 BATCH_AXES = ("dp", "fsdp", "ep", "near")
-"""The axes that cut the batch. ``ep`` and ``near``, its inner part, are batch axes in dense layers."""
+"""The axes that cut the batch: in dense layers ep, too, and near, its inner part (`Plan._inner_axes`)."""
 GRADIENT, UPDATED, MOMENTUM, ORTHOGONAL = "gradient ", "updated ", "momentum ", "orthogonal "
 """How `Arrow.text` begins in arrows of `WeightLayouts`; the weight's dims follow: ``gradient ffn d m``."""
 
@@ -66,17 +66,18 @@ class WeightLayouts:
         3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
     At the stages 0 to 2 the backward pass sends nothing over dp and fsdp: each device has its
-    own term of the gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it sums them.)
-    Stage 3 is FSDP: weights are all-gathered for use. Where each block gathers its weights when
-    it runs, autodiff transposes the all-gather into a reduce-scatter; where those of all blocks
-    are gathered once a step (`Resolved.gather_per`), gradients are as at stage 1, and ``finish``
-    reduce-scatters them.
+    own term of the gradient, +dp +fsdp. (At stage 0 with ``reduce="layer"`` it all-reduces
+    gradients.) Stage 3 is FSDP: weights are all-gathered for use, by `Resolved.gather_per`.
+    ``block``: each block gathers its weights when it runs, and autodiff transposes the
+    all-gather into a reduce-scatter. ``step``: all weights are gathered once a step, gradients
+    are as at stage 1, and ``finish`` reduce-scatters them.
 
     Devices along sp use the same weights on different tokens, as devices along fsdp do. So do
-    devices along ep, except that they have different experts. So ZeRO cuts by these axes as well
+    devices along ep, but for experts. Therefore ZeRO cuts by these axes as well
     (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one collective
-    over both axes replaces the one over fsdp (as in Llama 3 2024, section 3.3.2). ``h`` and ``e``
-    are cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
+    over both axes replaces the one over fsdp (as in Llama 3 2024, section 3.3.2). Where ZeRO
+    cuts h, or the e of a router's bias, it uses fsdp alone. The e of experts is cut by ep, not by
+    ZeRO: ``e/ep d/fsdp,sp m``.
 
     Embedding, head and last norm have no dim l, which pp cuts: every stage has a replica of them,
     and their gradients are summed over pp, too.
@@ -176,14 +177,14 @@ class Plan:
             one of its experts: rank i of the sender's node sends to rank i of that node. The second sends it
             on to each rank of that node which has one of its experts. What is sent between nodes then has
             one slot for each token and node, instead of one for each token and rank.
-        expert_copies: how many experts of each layer are copied to all ranks of ep: in each microbatch the
-            ones that tokens of these ranks chose most often. No token is sent to a copied expert (it
-            may be, to its others), so no rank waits for one with a popular expert. A copy costs two
-            all-reduces over ep: of the expert's weights (other ranks than its own add zeros), and of
-            their gradient.
+        expert_copies: how many experts of each layer are copied to all ranks of ep: in each
+            microbatch the ones that tokens of these ranks chose most often. No token is sent to a
+            copied expert, only to those of its experts that are not copied. So no rank waits for
+            one with a popular expert. A copy costs two all-reduces over ep: of the expert's weights
+            (other ranks than its own add zeros), and of their gradient.
         reduce: when gradients are summed over the axes along which weights are replicated. ``end``: once, at
-            the end of the step, for all microbatches together (but ZeRO 2 sums over its own axes after
-            each microbatch). ``layer``, for ZeRO 0 and 3: layer by layer inside the backward pass.
+            the end of the step, for all microbatches together (but ZeRO 2 reduce-scatters over `zero_axes`
+            after each microbatch). ``layer``, for ZeRO 0 and 3: layer by layer inside the backward pass.
             ``bucket``, for ZeRO 0: as ``end``, but many gradients in one flat array. XLA may send it as
             soon as all of its gradients are computed.
         bucket_bytes: a bucket takes no more gradients once it has this size.
@@ -202,9 +203,9 @@ class Plan:
         dtype: of matmuls and activations. Master weights and accumulated gradients stay float32.
         gather_dtype: what ZeRO 3 gathers weights in: the ``same`` as dtype, ``bfloat16``, or ``float8``, e4m3
             with a float32 scale for each 32 numbers. Norms and other vectors are gathered in ``dtype``.
-        reduce_dtype: the dtype in which gradients of matrices are sent to be summed: the ``same`` as they are
-            computed in, or ``bfloat16``, with the sum taken in float32. Gradients of vectors are always sent
-            in the ``same``.
+        reduce_dtype: the dtype in which gradients of matrices are sent to be summed: the ``same``
+            as they are computed in, or ``bfloat16``, sent by an all-to-all and summed on arrival in
+            float32. Gradients of vectors are always sent in the ``same``.
         matmul_dtype: the dtype of the operands of a block's matmuls (attention's projections, feed-forward,
             experts). ``same``: as dtype. ``float8``: e4m3, and e5m2 for incoming gradients, with one scale
             for each operand (`llmpar.parallel.float8`). Attention itself, norms, routers, embedding and head
@@ -225,7 +226,8 @@ class Plan:
             every sp-th position. ``contiguous``: neighbouring positions, most work for the last rank.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
-        virtual_stages: pieces of the model per stage (Megatron's word), for schedules that leave it free.
+        virtual_stages: pieces of the model per stage (Megatron's word), for schedules that do not
+            fix it, such as interleaved 1F1B.
         stage_saves: what a pipeline stage keeps for its backward pass. ``input``: only its input, and the
             rest is recomputed. ``residuals``: everything, and nothing is recomputed. On CPUs ``input`` takes
             half the memory and no more time: copying residuals takes as long as recomputing them.
@@ -236,11 +238,11 @@ class Plan:
             is cudnn on GPUs where no mask is needed (`Resolved.takes_cudnn`), else flash on TPUs and on GPUs
             from Ampere on; portable elsewhere, for a model that flash cannot run, or where attention_block is
             set.
-        attention_block: positions of a tile of attention, in spite of its name (in `llmpar.model.attention`
-            a block is all keys of a rank); None: `sequence_order.tile_length` chooses.
+        attention_block: positions of a tile of attention (in `llmpar.model.attention` a *block* is something
+            else: all keys of a rank); None: `sequence_order.tile_length` chooses.
         documents: ``packed``: a row may have several documents, and attention is masked between them.
             ``whole``: the user promises that each row is one document. Then cudnn needs no mask, if positions
-            are in order (`Resolved.same_positions`). Where attention relies on the promise
+            are in order (`Resolved.positions_in_order`). Where attention relies on the promise
             (`attention.ids_are_valid`), a row that breaks it makes the loss NaN.
         dispatch: what the all-to-all to the ranks of ep sends. ``padded``: the whole buffer of tokens, with
             its empty slots. ``ragged``: only the full slots; XLA for CPUs cannot. ``auto``: ragged on GPUs
@@ -318,8 +320,9 @@ class Plan:
 
         Given a model, it resets fields without effect (`Resolved.unused`). Where tp has more ranks than
         the model has KV heads, several ranks have a copy of one head (as in Megatron-LM and vLLM). With usp,
-        groups of gcd(sp, heads) ranks run Ulysses, and the groups form a ring; ``heads`` is how many heads
-        a rank of tp has that Ulysses may distribute (`ModelConfig.exchanged_heads`).
+        groups of gcd(sp, heads) ranks run Ulysses, and the groups form a ring; ``heads`` is the number of
+        KV heads of a rank of tp, or of query heads where tp has more ranks than there are KV heads
+        (`ModelConfig.exchanged_heads`).
 
         Args:
             config: the model. Without one, heads are assumed to divide evenly.
@@ -335,7 +338,8 @@ class Plan:
         if config is not None:
             given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, requested=self, model=config, devices=devices)
-        # a field that was reset has its default, so it is not found again; another one may be unused now
+        # Reset unused fields to their defaults, again and again: a reset may leave another field unused. One
+        # that has its default is not listed.
         while config and (no_effect := checks.unused(plan)):
             defaults = {name: getattr(Plan, name) for name in no_effect}
             plan = dataclasses.replace(plan, **defaults, unused=plan.unused | no_effect)
@@ -353,8 +357,8 @@ class Plan:
                      are ``s/sp k/tp,ul``; other regions have ``sp,ul`` in place of sp.
             ep,near  with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Regions
                      have ``ep,near`` in place of ep, except nodes. Tokens go to their experts in two
-                     all-to-alls. The first two dims of their buffers count senders and receivers, no
-                     heads and no experts:
+                     all-to-alls. In their arrows u and n count senders and e counts receivers (elsewhere
+                     n is heads, e experts):
                      tokens to nodes: ``u/ep e c d -> u e/ep c d``, u sending and e receiving nodes
                      nodes to slots: ``n/near e/ep c d -> n e/ep,near c d``, n sending ranks of a node,
                      e all receiving ranks, by node and then by rank in the node
@@ -365,7 +369,7 @@ class Plan:
                      one more unfinished sum, ``+kv``."""
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
-        _, heads = config.exchanged_heads(mesh.tp)  # which heads, and how many
+        _, heads = config.exchanged_heads(mesh.tp)  # "KV" or "query", and how many
         ul = math.gcd(heads, mesh.sp) if self.context_parallel == "usp" else 1
         near = self.ep_node if mesh.ep % self.ep_node == 0 and mesh.ep > self.ep_node else 1
         return dataclasses.replace(mesh, kv=copies, ul=ul, near=near)
@@ -443,12 +447,12 @@ class Resolved(Plan):
             keys        dp,fsdp,ep    sp        k           keys and values
             ids         dp,fsdp,ep                          positions and documents of a row's keys
             ffn         dp,fsdp,ep    sp        m           inside the feed-forward
-            tokens      dp,fsdp,ep    sp        m           tokens for experts, and their results
-            slots       dp,fsdp       sp        m           what arrives at experts; ep cuts its dim e
+            tokens      dp,fsdp,ep    sp        (m)         tokens for experts, and their results
+            slots       dp,fsdp       sp        (m)         what arrives at experts; ep cuts its dim e
             experts     dp,fsdp       sp        m           inside the experts; ep cuts their dim e
             copies      dp,fsdp,ep    sp        m           inside copied experts, which all of ep have
             routing     dp,fsdp       sp                    which token chose which expert; all of ep know
-            nodes       dp,fsdp       sp        m           what arrives at a node (`Plan.ep_node`)
+            nodes       dp,fsdp       sp        (m)         what arrives at a node (`Plan.ep_node`)
             balance                                         biases that a rule updates, to balance experts
             vocab       dp,fsdp,ep    sp        v           embedding look-up, logits and loss
 
@@ -459,11 +463,11 @@ class Resolved(Plan):
         ``usp``, a ring over an outer axis and Ulysses over an inner one (`Plan._inner_axes`).
 
         A token goes from stream to tokens (on its own rank), to slots (on the rank of its expert,
-        after an all-to-all), to experts, and back. No value in tokens, slots or nodes has a dim m.
-        These rows list m since what experts return is an unfinished sum over m, ``+m``, and so over
-        tp. In nodes e counts receivers, not experts, and is cut by ep.
+        after an all-to-all), to experts, and back. With (m) no value has a dim m, but ``+m`` means +tp:
+        what experts return is an unfinished sum. In nodes e counts receivers, not experts, and is cut
+        by ep.
 
-        Slots are cut as experts are, but with `Plan.tp_dispatch`: then each rank of tp sends its own
+        Slots are cut as experts are, except with `Plan.tp_dispatch`. Then each rank of tp sends its own
         part of the tokens. In tokens, nodes and slots tp cuts s (or c, the slots of a buffer, where a
         value has c in place of s), and not m. In routing it cuts s. Experts stay cut along m, so the
         tokens that arrive are gathered over tp."""
@@ -565,7 +569,7 @@ class Resolved(Plan):
         by_layer = self.muon == "layer" and matrix_dims(dims)
         state_sharded = _cut_more(used, "l", cut_by) if by_layer else sharded  # d/fsdp m/tp
         reduced = state_sharded if self.zero else used  # d/fsdp m/tp
-        # the weight of which autodiff takes the gradient: the gathered one if `gather_per` is step
+        # the layout of the array by which autodiff differentiates
         differentiated = used if self.gather_per == "step" else stored  # d m/tp
         axes = self.mesh.live("pp") + varying_axes
         replica_axes = tuple(a for a in axes if a not in differentiated.axes)  # dp fsdp
@@ -579,7 +583,7 @@ class Resolved(Plan):
         # feed-forward and experts. Embedding, head and routers are in the regions vocab and stream: there a
         # weight of two or more dims is a matrix. (Elsewhere that does not hold: biases of heads have two.)
         is_other_matrix = region in ("vocab", "stream") and len(used.letters.replace("l", "")) > 1
-        is_matrix = is_other_matrix or matrix_dims(dims) is not None
+        is_matrix = is_other_matrix or matrix_dims(dims)
         return WeightLayouts(
             dims=dims,
             stored=stored,
@@ -629,8 +633,8 @@ class Resolved(Plan):
 
     @functools.cached_property
     def layouts_by_path(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """For the path of each weight: the weight and its layouts. Its dim l has a row for each *place*
-        of all stages, and a place may be empty (`places_per_stage`)."""
+        """For the path of each weight: the weight and its layouts. Its dim l has a row for each
+        layer that the stages have room for, and some rows may be empty (`places_per_stage`)."""
         layouts_of = _cached_layouts_of(self._layouts_key)
         layers = tuple(self.mesh.pp * count for count in self.places_per_stage)
         table = dict[str, tuple[Weight, WeightLayouts]]()
@@ -643,9 +647,9 @@ class Resolved(Plan):
 
     @property
     def _layouts_key(self) -> Resolved:
-        """The key of a cache of layouts: this plan with fixed values in the fields that change no layout, of
-        which a planner varies many. The sizes of axes change none: here each axis of more than one device has
-        size 2, and one with an inner axis 2 times 2."""
+        """The key of a cache of layouts: plans that differ only in what changes no layout have the same. A
+        planner varies many such fields. Of the size of an axis a layout knows only whether it exceeds 1, so
+        every such size becomes 2 here, and 2 times 2 with an inner axis."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
         # a field of `MeshShape` holds outer times inner; without an inner axis that is two(None), 1
@@ -687,10 +691,10 @@ class Resolved(Plan):
         return [schedule.visits * kinds.count(kind) for kind in range(len(config.blocks))]
 
     @property
-    def same_positions(self) -> bool:
-        """Whether a device's queries and keys have the same positions, consecutive and in order: both are cut
-        alike (not so with ``gather``, whose keys are the whole row), and sp is 1 or `sequence_order` is
-        contiguous. If so, and if keys do not travel in a ring, the program may leave out the tiles that the
+    def positions_in_order(self) -> bool:
+        """Whether a device's queries and its own keys have the same consecutive positions, in order. That is
+        so if both are cut alike (not with ``gather``, whose keys are the whole row), and if sp is 1 or
+        `sequence_order` is contiguous. Without a ring, the program may then leave out the tiles that the
         causal mask hides."""
         alike = self.place("queries s").axes == self.place("keys s").axes
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
@@ -700,14 +704,14 @@ class Resolved(Plan):
         n = self.mesh.along(self.place("keys s").axes)
         return sequence_order.ring_hops(mask, self.sequence_order, n, seq_len // n)
 
-    def order_matters(self, mask: Mask, seq_len: int) -> bool:
-        """Whether attention may rely on the order of positions: it may leave out masked tiles without
-        comparing ids, or keys make fewer than the n - 1 hops of a whole ring."""
+    def assumes_order(self, mask: Mask, seq_len: int) -> bool:
+        """Whether attention leaves out tiles or hops by their place in the row alone, so that it is right
+        only if ids are in order (`attention.ids_are_valid`)."""
         n = self.mesh.along(self.place("keys s").axes)
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
         # flash always compares ids
-        return self.same_positions and self.attention_kernel != "flash"
+        return self.positions_in_order and self.attention_kernel != "flash"
 
     @property
     def rings(self) -> bool:
@@ -750,12 +754,12 @@ class Resolved(Plan):
             name: suited(name, getattr(self, name), self.devices) for name in SUITS
         }
         no_flash = self.model is not None and checks.kernels_refused(self.model).get("flash")
-        # only portable lets one choose tiles, and it runs the models that flash refuses
+        # attention_block needs portable, and so do the models that flash refuses
         if (self.attention_block or no_flash) and self.attention_kernel == "auto":
             decided["attention_kernel"] = "portable"
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
-        if self.platform == "cpu" and self.mesh.pp > 1:  # which could deadlock in two cases
+        if self.platform == "cpu" and self.mesh.pp > 1:  # simulated stages could deadlock
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
 
@@ -797,14 +801,14 @@ class Resolved(Plan):
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` means cuDNN's attention: no mask is needed here, and JAX has it for this model."""
         return (
-            # as requested: in this plan it may be decided already
+            # the request: self.attention_kernel may be decided already
             self.requested.attention_kernel == "auto"
             and not self.attention_block
             and self.platform in (None, "gpu")  # None: planned for accelerators
             and self.dtype == "bfloat16"
             # no mask is needed: whole documents, positions in order, all keys on the device
             and self.documents == "whole"
-            and self.same_positions
+            and self.positions_in_order
             and not self.place("keys s").axes
             # JAX offers cuDNN for these heads and layers
             and self.model is not None

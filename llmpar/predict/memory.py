@@ -508,7 +508,7 @@ def _scores(
     # of pairs that are unrolled, XLA for GPUs has the scores of about half at once, of all where no pair
     # is left out
     unrolled = plan.attention_kernel == "portable" and plan.platform == "gpu"
-    if unrolled and apart == 1 and plan.same_positions and num_tiles <= FEW_TILES:
+    if unrolled and apart == 1 and plan.positions_in_order and num_tiles <= FEW_TILES:
         return of_numbers * length**2 * max(num_tiles * (num_tiles + 1) // 4, 1), 0
     num_keys = seq_len // tile_length(plan.attention_block, seq_len)
     if unrolled and plan.context_parallel == "gather" and apart > 1:

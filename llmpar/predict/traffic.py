@@ -283,7 +283,7 @@ def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) 
         # B computes anew what comes from the batch alone. For that it gathers the ids again where
         # `attention.ids_are_valid` reads them, and positions where LongRoPE asks for the longest row.
         kinds = [block for _, block in plan.config.blocks]
-        again = 2 * any(plan.order_matters(block.mask, seq_len) for block in kinds)
+        again = 2 * any(plan.assumes_order(block.mask, seq_len) for block in kinds)
         again = again or any(block.has_long_rope for block in kinds)
         return replace(every, forward=n, matrices=twice, vectors=twice, ids=cells * (2 + again))
     last = m * layers[-1] * sum(route[-1][0] == stage for route in order.routes)

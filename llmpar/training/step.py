@@ -283,8 +283,9 @@ class Step(LayerOrder):
         and takes no more once it has `Plan.bucket_bytes`. For ZeRO 0 alone: see `checks.check_plan`."""
         leaves, tree = jax.tree.flatten(grads)
         sum_axes = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
-        # Only gradients that vary over the same axes share a bucket. Concatenated, they would vary over the
-        # axes of all of them, and shard_map refuses results that are to be the same along such an axis.
+        # Only gradients that vary over the same axes share a bucket. Concatenated with others, each
+        # would vary over the axes of all, and shard_map refuses results that are to be the same
+        # along such an axis.
         items = [
             ((axes, varying(leaf)), leaf.nbytes)
             for axes, leaf in zip(sum_axes, leaves, strict=True)
@@ -309,7 +310,8 @@ class Step(LayerOrder):
         loss, tally = loss_and_tally
         targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
-            # leaves differ in the axes over which they are replicated: `count_once` keeps one replica of each
+            # `sum_over_devices` counts each value once. Squares are added before that, and leaves differ in
+            # the axes over which they are replicated.
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, targets.astype(jnp.float32), square, tally
             loss, targets, square, tally = self.par.sum_over_devices(values)
@@ -361,7 +363,7 @@ class Step(LayerOrder):
         for path, bias_le in flatten_dict(before, sep=".").items():
             if path.endswith("experts.bias"):
                 kind = max(kind_of(path), 0)  # -1: all layers are of one kind
-                # rows of this kind, in the model's order; those of a bias are in the stages' order
+                # own_le is in the model's order, bias_le in that of the stages
                 own_le = direction_le[kinds == kind]
                 if not self.is_model_order:
                     own_le = take_in_order(own_le, self.layer_orders[kind], 0)
