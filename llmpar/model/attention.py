@@ -160,9 +160,10 @@ def ids_are_valid(
     (`Resolved.assumes_order`). Then either positions rise along the row; or
     segments never fall, and positions rise within each segment. With cudnn
     and `Plan.documents` ``whole`` no mask is built: then the row must be one
-    segment of rising positions, in steps of 1 if there is a window. (For a
-    plan without a model, as tests have it, ``whole`` may come with other
-    kernels: flash and xla get the same test, portable does not.)"""
+    segment of rising positions, in steps of 1 if there is a window.
+    (`Plan.resolve` resets ``whole`` where another kernel runs, if it knows
+    the model. A plan without one, as tests have, may keep it: flash and xla
+    then get the same test, portable does not.)"""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.assumes_order(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)

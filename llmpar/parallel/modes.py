@@ -256,10 +256,10 @@ class Manual(Solo):
         """Return the weight as it is used: gathered from its stored shard (`gather`), or as it is where
         a pipeline has gathered it once for the step.
 
-        In the backward pass the transpose of the gather is a reduce-scatter of the gradient
-        over the axes of ZeRO, in the computing dtype or `Plan.reduce_dtype`. The gradient
-        is also summed over `WeightLayouts.replica_axes`, along which devices use the same
-        block of the weight on different values:
+        In the backward pass the transpose of the gather is a reduce-scatter of the gradient over
+        the axes of ZeRO, in the computing dtype or `Plan.reduce_dtype`. The shard's gradient is
+        also summed over `WeightLayouts.replica_axes`, along which devices have the same shard and
+        use it on different values:
 
         - With ``reduce="layer"`` (never with pp), in the backward pass. `vary` types the shard as
           varying over these axes, and the transpose of that is an all-reduce of the shard's

@@ -91,9 +91,11 @@ class WeightLayouts:
         reduced: the finished gradient, and the optimizer's state.
         whole: the layout in which Muon orthogonalises (`Plan.muon`): each matrix is whole on a device. For a
             weight that Muon leaves to Adam it equals ``reduced``.
-        replica_axes: the axes along which devices hold the same block of the weight in the backward pass,
-            and compute different terms of its gradient (for different tokens, heads or stages). The sum over
-            them is unfinished in ``unreduced``; with ``reduce="layer"`` the backward pass finishes it.
+        replica_axes: the axes along which devices have the same block of the array by which autodiff
+            differentiates, and compute different terms of its gradient (for different tokens, heads or
+            stages). That array is the stored shard, so at ZeRO 3 fsdp is not among them; with `gather_per`
+            step it is the gathered weight. The sum over these axes is unfinished in ``unreduced``; with
+            ``reduce="layer"`` the backward pass finishes it.
         gather_wire, reduce_wire: the dtypes of `WIRES` in which the weight is sent when it is gathered, and
             its gradient when it is summed; empty: the dtype in which it is computed.
     """
@@ -357,16 +359,16 @@ class Plan:
                      are ``s/sp k/tp,ul``; other regions have ``sp,ul`` in place of sp.
             ep,near  with `Plan.ep_node`: ep=8 may become ep=4 near=2, four nodes of two ranks. Regions
                      have ``ep,near`` in place of ep, except nodes. Tokens go to their experts in two
-                     all-to-alls. In their arrows u and n count senders and e counts receivers (elsewhere
-                     n is heads, e experts):
+                     all-to-alls. In their arrows u and n count senders and e counts receivers:
                      tokens to nodes: ``u/ep e c d -> u e/ep c d``, u sending and e receiving nodes
                      nodes to slots: ``n/near e/ep c d -> n e/ep,near c d``, n sending ranks of a node,
                      e all receiving ranks, by node and then by rank in the node
             tp,kv    where tp has more ranks than the model has KV heads: the ranks of kv have copies of
-                     one KV head, and divide the query heads that use it among them. So kv cuts no KV
-                     heads. Heads are ``n/tp,kv``, ``k/tp``, ``r/kv``; other regions have ``tp,kv`` in
-                     place of tp, and Ulysses cuts r in place of k. The gradient of a copied weight has
-                     one more unfinished sum, ``+kv``."""
+                     one KV head, and divide the query heads that use it among them. So kv cuts no
+                     KV heads. Heads, n = k r with r query heads for each KV head, are ``n/tp,kv``,
+                     ``k/tp``, ``r/kv``; other regions have ``tp,kv`` in place of tp, and Ulysses
+                     cuts r in place of k. The gradient of a copied weight has one more unfinished
+                     sum, ``+kv``."""
         mesh = self.mesh
         copies = mesh.tp // config.num_kv_heads if mesh.tp % config.num_kv_heads == 0 else 1
         _, heads = config.exchanged_heads(mesh.tp)  # "KV" or "query", and how many
@@ -464,8 +466,9 @@ class Resolved(Plan):
 
         A token goes from stream to tokens (on its own rank), to slots (on the rank of its expert,
         after an all-to-all), to experts, and back. With (m) no value has a dim m, but ``+m`` means +tp:
-        what experts return is an unfinished sum. In nodes e counts receivers, not experts, and is cut
-        by ep.
+        what experts return is an unfinished sum. The first two dims of a buffer that is sent,
+        ``tokens b e c d -> slots b e c d``, count its senders and receivers, ranks or nodes: e is
+        experts in other regions, and n is heads.
 
         Slots are cut as experts are, except with `Plan.tp_dispatch`. Then each rank of tp sends its own
         part of the tokens. In tokens, nodes and slots tp cuts s (or c, the slots of a buffer, where a
@@ -647,8 +650,8 @@ class Resolved(Plan):
 
     @property
     def _layouts_key(self) -> Resolved:
-        """The key of a cache of layouts: plans that differ only in what changes no layout have the same. A
-        planner varies many such fields. Of the size of an axis a layout knows only whether it exceeds 1, so
+        """The key of a cache of layouts: without the fields that a planner varies and that change no layout.
+        Of the size of an axis a layout knows only whether it exceeds 1, so
         every such size becomes 2 here, and 2 times 2 with an inner axis."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
