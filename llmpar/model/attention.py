@@ -158,17 +158,15 @@ def ids_are_valid(
 
     Elsewhere it leaves out tiles or hops by their place in the row alone
     (`Resolved.assumes_order`). Then either positions rise along the row; or
-    segments never fall, and positions rise within each segment. With cudnn
-    and `Plan.documents` ``whole`` no mask is built: then the row must be one
-    segment of rising positions, in steps of 1 if there is a window.
-    (`Plan.resolve` resets ``whole`` where another kernel runs, if it knows
-    the model. A plan without one, as tests have, may keep it: flash and xla
-    then get the same test, portable does not.)"""
+    segments never fall, and positions rise within each segment. With
+    `Plan.documents` ``whole`` JAX's own kernels get no mask (`by_kernel`):
+    then the row must be one segment of rising positions, in steps of 1 if
+    there is a window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.assumes_order(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
     rises = step > 0
-    if plan.documents == "whole" and plan.attention_kernel != "portable":
+    if plan.documents == "whole" and plan.attention_kernel in KERNELS_OF_JAX:
         steps_well = step == 1 if mask.window else rises
         return ((segment_step == 0) & steps_well).all(1)
     rises_in_segment = (segment_step > 0) | ((segment_step == 0) & rises)

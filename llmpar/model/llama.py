@@ -183,9 +183,9 @@ class Attention(Part):
             over_all = variant.qk_norm == "all"
             q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
             k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
-        # Only layers with rope "none" have a `Variant.query_scale`. There
-        # `rotate` multiplies queries by cos, which is this factor, or 1
-        # (`rope_table`), and sin is 0. Keys have no factor.
+        # With rope "none" nothing is rotated: sin is 0, and cos is 1, or with
+        # `Variant.query_scale` a factor that grows with a query's position
+        # (`rope_table`). `rotate` multiplies queries by it; keys have none.
         q_bsnh = rotate(q_bsnh, rope, variant.rope)
         k_bskh = k_bskh if variant.rope == "none" else rotate(k_bskh, rope, variant.rope)
         if variant.qk_norm == "rotated":  # a norm without a scale, after the rotation

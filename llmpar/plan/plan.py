@@ -466,9 +466,9 @@ class Resolved(Plan):
 
         A token goes from stream to tokens (on its own rank), to slots (on the rank of its expert,
         after an all-to-all), to experts, and back. With (m) no value has a dim m, but ``+m`` means +tp:
-        what experts return is an unfinished sum. The first two dims of a buffer that is sent,
-        ``tokens b e c d -> slots b e c d``, count its senders and receivers, ranks or nodes: e is
-        experts in other regions, and n is heads.
+        what experts return is an unfinished sum. The first two dims of a buffer that is sent, as in
+        ``tokens b e c d -> slots b e c d``, count senders and receivers, ranks or nodes. In all other
+        values b is the batch, and e is experts.
 
         Slots are cut as experts are, except with `Plan.tp_dispatch`. Then each rank of tp sends its own
         part of the tokens. In tokens, nodes and slots tp cuts s (or c, the slots of a buffer, where a
