@@ -542,8 +542,8 @@ class Llama(nnx.Module):
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
         """Return the cross-entropy of each target, in nats and float32, 0 for a target below 0; and the
-        routers' outputs, layer by layer. For a batch with ``advantages`` return each target's
-        `clipped_surrogate` in place of its cross-entropy.
+        routers' outputs, layer by layer. For a batch with ``advantages`` return its `clipped_surrogate` in
+        place of cross-entropies.
 
         Where tp cuts the vocabulary, devices reduce three numbers per token: the maximum of its logits, the
         sum of exponentials, the target's logit. Logits are never gathered (Shoeybi et al. 2019, section 3).
@@ -575,7 +575,7 @@ class Llama(nnx.Module):
 
         losses_bs = par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True)
         if "advantages" in batch:
-            losses_bs = jnp.where(batch["targets"] >= 0, clipped_surrogate(losses_bs, batch), 0)
+            losses_bs = clipped_surrogate(losses_bs, batch)
         return losses_bs, aux
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
@@ -681,10 +681,13 @@ class Llama(nnx.Module):
 def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array, "b s"]:
     """Return -min(r A, clip(r, 0.8, 1.2) A) of each token (PPO, Schulman et al. 2017, eq. 7). A is its
     advantage, and r = exp(-loss - logprob) the ratio of its probability now to that when it was sampled.
-    What it is where there is no target is not counted (`Llama.cross_entropies`)."""
+    Where a target is below 0 the result is 0, whatever ``batch["advantages"]`` and ``batch["logprobs"]``
+    have there."""
     ratio = jnp.exp(-losses - batch["logprobs"])
-    return -jnp.minimum(
-        ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]
+    return jnp.where(
+        batch["targets"] >= 0,
+        -jnp.minimum(ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]),
+        0,
     )
 
 

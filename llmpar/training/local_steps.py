@@ -295,7 +295,7 @@ class LocalSteps:
         )
 
     def _share(self, i: int, batch: Tree) -> Tree:
-        """Return the rows of worker i, of all that the batch has (of advantages, too)."""
+        """Return the rows of worker i, of advantages too."""
         num_rows, length = batch["tokens"].shape
         likes = self.steps[i].abstract_batch(num_rows // len(self.steps), length)
         return self._blocks(i, batch, dict.fromkeys(batch, likes["tokens"]))
