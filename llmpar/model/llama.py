@@ -681,10 +681,13 @@ class Llama(nnx.Module):
 def clipped_surrogate(losses: Float[Array, "b s"], batch: Batch) -> Float[Array, "b s"]:
     """Return -min(r A, clip(r, 0.8, 1.2) A) of each token (PPO, Schulman et al. 2017, eq. 7). A is its
     advantage, and r = exp(-loss - logprob) the ratio of its probability now to that when it was sampled.
-    ``batch["advantages"]`` and ``batch["logprobs"]`` are 0 for tokens that were not sampled."""
+    Where a target is below 0 the result is 0, whatever ``batch["advantages"]`` and ``batch["logprobs"]``
+    have there."""
     ratio = jnp.exp(-losses - batch["logprobs"])
-    return -jnp.minimum(
-        ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]
+    return jnp.where(
+        batch["targets"] >= 0,
+        -jnp.minimum(ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.2) * batch["advantages"]),
+        0,
     )
 
 

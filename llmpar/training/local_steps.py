@@ -105,8 +105,8 @@ class LocalSteps:
             static_argnums=0,
             donate_argnums=(1, 2, 3),
             out_shardings=(
-                jax.tree.map(partial(NamedSharding, mesh), self.stacked),
-                jax.tree.map(partial(NamedSharding, mesh), self.cut),
+                jax.tree.map(partial(NamedSharding, self.mesh), self.stacked),
+                jax.tree.map(partial(NamedSharding, self.mesh), self.cut),
                 self.whole.shardings.optimizer,
             ),
         )
@@ -295,10 +295,10 @@ class LocalSteps:
         )
 
     def _share(self, i: int, batch: Tree) -> Tree:
-        """Return the rows of worker i."""
+        """Return the rows of worker i, of advantages too."""
         num_rows, length = batch["tokens"].shape
         likes = self.steps[i].abstract_batch(num_rows // len(self.steps), length)
-        return self._blocks(i, {name: batch[name] for name in likes}, likes)
+        return self._blocks(i, batch, dict.fromkeys(batch, likes["tokens"]))
 
     def _blocks(self, i: int, tree: Tree, likes: Tree) -> Tree:
         """Return the blocks of arrays on the devices of worker i, as arrays like these."""
