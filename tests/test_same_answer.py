@@ -84,6 +84,7 @@ FOREIGN = [
     ("tokens", -1, "tokens are int32 from -1 to "),
     ("targets", 99_999, "targets are int32 from .* to 99,999"),
     ("tokens", np.zeros((BATCH, SEQ)), "tokens are float"),
+    ("loss_mask", np.zeros((BATCH, SEQ)), "the batch has loss_mask beside tokens"),
 ]
 
 

@@ -130,10 +130,14 @@ def check_tokens(name: str, x: Any, vocab_size: int) -> None:
             )
 
 
+_TOKENS, _SAMPLED = {"tokens", "targets", "positions", "segments"}, {"advantages", "logprobs"}
+
+
 class Checked:
-    """A compiled function of a state (or weights) and a batch that refuses tokens outside the vocabulary and
-    a state that is used up. It reads a batch back from its devices, which JAX does once for an array;
-    ``jitted`` does not, and has no checks."""
+    """A compiled function of a state (or weights) and a batch that refuses tokens outside the
+    vocabulary, arrays of a batch that no loss reads, and a state that is used up. It reads a batch
+    back from its devices, which JAX does once for an array; ``jitted`` does not, and has no
+    checks."""
 
     def __init__(self, jitted: Any, vocab_size: int):
         self.jitted = jitted
@@ -144,6 +148,13 @@ class Checked:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         check_alive((state, batch))
+        more = batch.keys() - _TOKENS if isinstance(batch, dict) else set()
+        if more and more != _SAMPLED:
+            raise ValueError(
+                f"the batch has {', '.join(sorted(more))} beside tokens, targets, positions and segments,"
+                " and no loss reads that; give both advantages and logprobs (reinforcement learning), or"
+                " neither"
+            )
         for name in ("tokens", "targets"):  # of another batch JAX names what is missing
             if isinstance(batch, dict) and not isinstance(batch.get(name), jax.core.Tracer | None):
                 check_tokens(name, batch[name], self.vocab_size)

@@ -416,11 +416,12 @@ class Step(LayerOrder):
 
     @functools.cached_property
     def evaluate(self) -> Checked:
-        """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of targets):
-        forward only, without the routers' own losses. Weights are as in ``abstract_in_model_order``
-        (`to_model_order`). With a pipeline or in the mode Auto it runs under XLA's partitioner, else (in the
-        mode Explicit, too) under `Manual`. With a pipeline every stage receives the layers of all others,
-        which may need memory for all of them."""
+        """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of
+        targets): forward only, without the routers' own losses (for a batch with advantages the sum
+        of its surrogate). Weights are as in ``abstract_in_model_order`` (`to_model_order`). With a
+        pipeline or in the mode Auto it runs under XLA's partitioner, else (in the mode Explicit,
+        too) under `Manual`. With a pipeline every stage receives the layers of all others, which
+        may need memory for all of them."""
         plan = self.plan
 
         def loss_and_count(par: Solo, params: Tree, batch: Batch):
