@@ -32,7 +32,10 @@ _SKIPPED = {
     *"then elif else for while until do done { } ! time export local declare readonly".split(),
     *"env eval exec command -a -A -g -i -r -x".split(),  # and options of declare
 }
-_LAUNCHED = ("NNODES", "NPROC_PER_NODE", "NGPU")  # variables that launchers read themselves
+# variables that programs read themselves: launchers, accelerate, MaxText (M_ and a key of its configuration)
+_LAUNCHED = (
+    r"(NNODES|NPROC_PER_NODE|NGPU)=\d+|((ACCELERATE|FSDP|PARALLELISM_CONFIG)_\w+|M_[A-Z]\w*)=\S+"
+)
 _PASTED = {
     r"(?<!\S)[\u2013\u2014](?=[a-z])": "--",
     r"(?m)^[ \t]*```[ \t]*\w*[ \t]*$": "",
@@ -57,8 +60,8 @@ def script_commands(text: str) -> list[list[str]]:
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
-    sizes = [f"{x}={script.values[x]}" for x in _LAUNCHED if script.values.get(x, "").isdigit()]
-    run = [[*sizes, *words] for words in script.run]
+    own = [x for x in map("=".join, script.values.items()) if re.fullmatch(_LAUNCHED, x)]
+    run = [[*own, *words] for words in script.run]
     return [*run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
 
 
