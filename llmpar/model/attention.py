@@ -153,15 +153,15 @@ def ids_are_valid(
 
         when serving, with a cache
         in a ring that makes all n - 1 hops
-        where a rank has all keys, with the kernel flash, or with positions
-        that are not in order (`Resolved.positions_in_order`)
+        where a rank has all keys, if the kernel is flash or the plan's
+        positions are not in order (`Resolved.positions_in_order`)
 
     Elsewhere it leaves out tiles or hops by their place in the row alone
     (`Resolved.assumes_order`). Then either positions rise along the row; or
     segments never fall, and positions rise within each segment. With
-    `Plan.documents` ``whole`` JAX's own kernels get no mask (`by_kernel`):
-    then the row must be one segment of rising positions, in steps of 1 if
-    there is a window."""
+    `Plan.documents` ``whole`` cudnn gets no mask (`by_kernel`; with other
+    kernels `checks.unused` resets the field): then the row must be one
+    segment of rising positions, in steps of 1 if there is a window."""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or not plan.assumes_order(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
@@ -732,11 +732,11 @@ def by_kernel(
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (which keeps the
     whole score matrix).
 
-    The mask is an array of b s t, one for all heads. With `in_order` a kernel may skip later positions. With
-    `in_order` and `whole`, one document a row (`ids_are_valid`), no mask is needed, and none is built. There
-    is no lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and
-    0.12). `checks` refuses these kernels for models with sinks.
-    """
+    The mask is an array of b s t, one for all heads. With `in_order` a kernel may skip later
+    positions. With `in_order` and `whole` (one document a row, `ids_are_valid`; a model's plan has
+    it with cudnn alone) no mask is needed, and none is built. There is no lse: the kernel rounds it
+    to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and 0.12). `checks`
+    refuses these kernels for models with sinks."""
     if whole and in_order:
         window = (mask.window - 1, 0) if mask.window else None
         options: dict[str, Any] = dict(local_window_size=window)

@@ -486,8 +486,8 @@ class Block(Part):
         if self.config.reads_one_norm:
             to_ffn = to_mix
         else:
-            # remat saves what is named STREAM: x here, and what goes into a
-            # post_norm (`added`); with an attention_post_norm that is enough
+            # remat saves what is named STREAM: `added` names what goes into a
+            # post_norm; a block without an attention_post_norm names x here
             if not self.attention_post_norm:
                 x = checkpoint_name(x, STREAM)
             to_ffn = normed(self.ffn_norm, x)

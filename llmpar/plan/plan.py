@@ -655,7 +655,7 @@ class Resolved(Plan):
         every such size becomes 2 here, and 2 times 2 with an inner axis."""
         two = lambda axis: 2 if self.mesh.sizes.get(axis, 1) > 1 else 1
         sizes: dict[str, Any] = {part: two(part) for part in INNER_AXES.values()}
-        # a field of `MeshShape` holds outer times inner; without an inner axis that is two(None), 1
+        # a field of `MeshShape` holds outer times inner; without an inner axis the second is two(None), 1
         sizes |= {axis: two(axis) * two(INNER_AXES.get(axis)) for axis in AXES}
         return dataclasses.replace(
             self,
@@ -752,7 +752,7 @@ class Resolved(Plan):
     def _decided(self) -> Resolved:
         """Return the plan with every ``auto`` decided for its devices. Refuse what they cannot do."""
         assert self.devices
-        # SUITS lists the fields with values that only some platforms support
+        # SUITS: the values that a field may have on each platform; the first is what ``auto`` means
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), self.devices) for name in SUITS
         }

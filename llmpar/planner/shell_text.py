@@ -45,6 +45,17 @@ _PASTED = {
 }
 """What pages add to a line, or take away: fences, blanks behind a backslash, the backslash before a line of
 flags, prompts (bash -x's, too), dashes for two hyphens."""
+_SBATCH = re.compile(
+    r"(?m)^#SBATCH[ \t]+((?:--(?:nodes|ntasks-per-node|gpus-per-node|gres)\b|-N)[^#\n]*?)[ \t\r]*$"
+)
+_SLURM = {
+    r"(?:--nodes[= ]|-N ?)(\d+)": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    r"(?:--gpus-per-node|--gres)[= ](?:gpu:)?(?:\w+:)?(\d+)": (
+        "SLURM_GPUS_ON_NODE",
+        "SLURM_GPUS_PER_NODE",
+    ),
+}
+"""What sbatch reads of a script's first lines, and what it sets by that: srun takes its options, too."""
 _BLANKS = str.maketrans(" \n\t\1\2\3", "\1\2\3 \n\t")  # there and back
 _SCRIPT = re.compile(r"\s(--?[A-Za-z]|\S+\.py\s|[a-z][\w.]*=)")
 
@@ -54,7 +65,11 @@ def script_commands(text: str) -> list[list[str]]:
     variables that no command uses. A variable that nothing sets has its default in ${X:-default} and stays
     $X elsewhere, and so does one that is set on a condition: none is decided. Raises ValueError for a
     quotation without an end."""
-    script = _Script()
+    script, options = _Script(), " ".join(_SBATCH.findall(text))
+    text = re.sub(r"\bsrun\b", f"srun {options}", text)
+    for pattern, names in _SLURM.items():
+        for value in re.findall(pattern, options)[-1:]:
+            script.values |= dict.fromkeys(names, value)
     for pasted, typed in _PASTED.items():
         text = re.sub(pasted, typed, text)
     script.read(re.sub(_IF_EMPTY, lambda x: f"{x[1] or x[2]}=${{{x[1] or x[2]}:-{x[3]}}}", text))

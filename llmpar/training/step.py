@@ -310,8 +310,8 @@ class Step(LayerOrder):
         loss, tally = loss_and_tally
         targets = (batch["targets"] >= 0).sum()
         if isinstance(self.par, Manual):
-            # `sum_over_devices` counts each value once. Squares are added before that, and leaves differ in
-            # the axes over which they are replicated.
+            # Leaves differ in the axes over which they are replicated. So each leaf's square is counted once
+            # here, before they are added up; `sum_over_devices` can do that only for their sum.
             square = sum(self.par.count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, targets.astype(jnp.float32), square, tally
             loss, targets, square, tally = self.par.sum_over_devices(values)
