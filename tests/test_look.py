@@ -65,6 +65,7 @@ TWO = P("X"), P()
 in_own = jax.jit(total, in_shardings=NamedSharding(AUTO, P("X")))
 scattered = lambda x: lax.psum_scatter(x, "X", scatter_dimension=1, tiled=True)
 some = lambda x: lax.psum(x, "X", axis_index_groups=[[0, 1], [2, 3]])
+counted = lambda x: x + lax.while_loop(lambda i: i < 5, lambda i: i + 1, 0)  # one value is carried
 pmapped = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
 
 
@@ -92,7 +93,7 @@ PROGRAMS = {  # a program, and its rows: the arrow; the collective, its axes, ho
         blocks_of(scattered, P(None, "X")),
         "f32[4,4]{U:X} -> f32[4,4@X]; reduce-scatter X 1 48",
     ),
-    "largest": (blocks_of(lambda x: lax.pmax(x, ("X", "Y")), P()), "; all-reduce X,Y 1 112"),
+    "largest": (blocks_of(lambda x: lax.pmax(counted(x), ("X", "Y")), P()), "; all-reduce X,Y 1 112"),
     "part of an axis": (blocks_of(some), "among 2 of X's 4; all-reduce other 1 64"),
     "unknown trip count": ((manual(twice, TWO, P("X")), X, COUNT), "hop along X; collective-permute X 5 320"),
     "branches": (  # the last row is the other branch's

@@ -266,6 +266,11 @@ MISTAKES = {
         "the same random key on every rank of {axes}: each draws the same numbers for its shard",
         "jax.random.fold_in(key, lax.axis_index({names}))",
     ),
+    "shared key": Mistake(
+        "same random key",
+        "the same random key on several ranks of {axes}: each draws the same numbers for its own shard",
+        "jax.random.fold_in(key, lax.axis_index({names}))",
+    ),
     "another key": Mistake(
         "different random keys",
         "a different random key on every rank of {axes}, for a value that is the same on all",
@@ -466,7 +471,11 @@ class _Case:
             if not reference:
                 raise ValueError(f"{self.why}; {_ASK}") from error
         if reference and self.draws:
-            self.notes.append("random numbers are drawn: compared with itself on one device")
+            self.refuse_shapes("itself on a mesh of ones, as its random keys may differ by rank,")
+            self.notes.append(
+                "random keys may differ by rank: it is compared with itself on one device, and not"
+                " with the reference"
+            )
         elif reference:
             if self.one:
                 close_hops(self.one)
@@ -895,10 +904,14 @@ class _Reading:
             each = {"same slice": same}
         else:
             mend = draw_shard(step.params, over, sizes, cuts)
-            each = {"another key": [a for a in differs if a not in sum(cuts, ())], "same key": same}
+            cut = [*sum(cuts, ())]
+            each = {"another key": [a for a in differs if a not in cut], "same key": same}
+            each = each if any(each.values()) else {"shared key": cut}
         cures = {s: (s.takes, mend) for s in self.everywhere({step: mend})}
         yield from (
-            self.finding(key, step, i, axes[:1], cures) for key, axes in each.items() if axes
+            self.finding(key, step, i, axes if key == "shared key" else axes[:1], cures)
+            for key, axes in each.items()
+            if axes
         )
 
     def finding(

@@ -236,12 +236,13 @@ class Module:
         if noted := integers(loop.attrs, r'"known_trip_count":\{"n":"'):
             return noted[0]
         condition, body = loop.called("condition", "body")
-        indices = range(len(shapes(loop.type)))
-        carried = [self.value(comp, loop.operands[0], i, lambda *_: None) for i in indices]
+        # one value alone is carried without a tuple
+        indices = range(len(shapes(loop.type))) if loop.type.startswith("(") else [None]
+        carried = {i: self.value(comp, loop.operands[0], i, lambda *_: None) for i in indices}
         for trips in range(MAX_TRIPS):
             if not (go_on := self.value(condition, ROOT, None, lambda _, i: carried[i])):
                 return None if go_on is None else trips
-            carried[:] = [self.value(body, ROOT, i, lambda _, i: carried[i]) for i in indices]
+            carried.update({i: self.value(body, ROOT, i, lambda _, i: carried[i]) for i in indices})
         return None
 
 

@@ -433,27 +433,38 @@ def hops(program: Program, value: int, axis: str) -> float:
 def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]] = {}) -> bool:
     """Let ranks draw the random numbers of one device, each its shard of them, where their keys differ: a
     program that folds its rank into a key is right, though its numbers are others. ``given``: along which
-    axes arguments differ. Return whether any are drawn."""
+    axes arguments differ. Return whether any keys may differ."""
     pair = twins(many, one)
     makers = {i: step for _, step in one.all_steps() for i in step.gives}
     differs = defaultdict[int, frozenset[str]](frozenset, given)  # along which axes a value may
-    drawn = False
+    shared = False
     for program, step in many.all_steps():
         axes = frozenset(step.axes) if step.name == "axis_index" else frozenset()
         axes = axes.union(*(differs[x] for x in step.takes))
         differs |= dict.fromkeys(step.gives, axes)
         other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
-        drawn |= step.name == "random_bits"
         for (part, takes), (twin, _) in zip(step.parts, other.parts if other else (), strict=False):
             inside = {i: differs[x] for i, x in zip(part.takes, takes, strict=True)}
-            drawn |= share_draws(part, twin, inside)
-        if step.name == "random_bits" and program.sizes and other:
-            whole, part = other.params["shape"], step.params["shape"]
-            if cuts := cuts_of_shape(part, whole, program.sizes, axes):
+            shared |= share_draws(part, twin, inside)
+        is_own = step.name == "random_bits" and bool(axes)
+        shared |= is_own
+        if is_own and other:
+            local, whole = (x.eqn.outvars[0].aval.shape for x in (step, other))
+            if cuts := cuts_of_shape(local, whole, program.sizes, axes):
                 own = [[a for a in cut if a in axes] for cut in cuts]
                 rest = axes.difference(*cuts)
-                step.call = draw_shard(step.params, whole, program.sizes, own, rest)
-    return drawn
+                share = draw_shard(step.params, whole, program.sizes, own, rest)
+                step.call = functools.partial(_draw, step.call, share, sum(own, []))
+                other.call = draw_shard(other.params, whole, {}, [()] * len(whole))
+    return shared
+
+
+def _draw(draw: Callable, share: Callable, axes: list[str], key: Any) -> Any:
+    """Draw this rank's share of one device's numbers; what its key gives, where another rank along these axes
+    has the same key: the numbers of two shards are then equal."""
+    data = jax.random.key_data(key)
+    equal = lax.all_gather(data, tuple(axes)) == data if axes else jnp.ones((1, 1), bool)
+    return jnp.where(equal.all(range(1, equal.ndim)).sum() > 1, draw(key), share(key))
 
 
 def close_hops(one: Program) -> None:
@@ -485,17 +496,18 @@ def draw_shard(
     params: dict, whole: tuple, sizes: dict, cuts: list, rest: Iterable[str] = ()
 ) -> Callable[..., Any]:
     """Return what draws as the first rank does, in the shape of one device, and takes this rank's shard along
-    ``cuts``. Along the axes ``rest`` each rank draws other numbers for the same values."""
+    ``cuts``. Of several keys the first draws for all. Along the axes ``rest`` each rank draws other numbers
+    for the same values."""
 
-    def draw(key: Any) -> Any:
+    def draw(keys: Any) -> Any:
         data = functools.reduce(
-            lambda x, a: lax.all_gather(x, a)[0], sizes, jax.random.key_data(key)
+            lambda x, a: lax.all_gather(x, a)[0], sizes, jax.random.key_data(keys.ravel()[0])
         )
-        key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+        key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
         for axis in sorted(rest):
             key = jax.random.fold_in(key, lax.axis_index(axis))
         bits = jax.random.bits(key, whole, f"uint{params['bit_width']}")
-        return own_shard(bits, params["shape"], cuts)
+        return own_shard(bits, (*keys.shape, *params["shape"]), cuts)
 
     return draw
 
