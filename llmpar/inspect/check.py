@@ -51,6 +51,7 @@ from llmpar.predict.tolerance import FACTOR
 _NOISE = 2.0**-22
 # So many cures are tried at most for one mistake, and so many mistakes at most: each is compiled.
 _TRIED, _ROUNDS = 6, 3
+_JUMPS = "round floor ceil sign argmax argmin eq ne lt le gt ge convert_element_type".split()
 _ASK = "give the function for one device as reference"
 
 # ------------------------------------------------------------------------------------------ kinds of mistakes
@@ -750,6 +751,8 @@ class _Reading:
         step = self.makers[first[0] if first else [*self.makers][-1]]
         if not {*step.takes} <= self.twin_of.keys() | self.case.many.consts.keys():
             place = f"{place} or before, where ranks have values that one device has not"
+        if step.name in _JUMPS and any(_is_float(x.aval) for x in step.eqn.invars):
+            place = f"{place}, {step.name}, where a rounding of what it takes may make values jump"
         one = self.finding("unknown", step, -1, (), place=place)
         return one.row | {"line": lines[0], "operands": one.row["operands"] if first else ""}
 
