@@ -285,7 +285,7 @@ class Manual(Solo):
         x = self.carry_out(x, physical)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, *, invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow (`llmpar.plan.layout.Arrow.moves`) in
         order, then type the result as varying over the axes of the region where the arrow
         ends (`Arrow.varying`). ``invariant``: type what an all-gather returns as the same

@@ -57,7 +57,7 @@ class Auto(Solo):
         """Pin a value's layout."""
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
 
-    def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, *, invariant: bool = False) -> Array:
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)
 
@@ -140,7 +140,7 @@ class Explicit(Auto):
             )
             return lax.optimization_barrier(x)
 
-    def carry_out(self, x: Array, arrow: Arrow, invariant: bool = False) -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, *, invariant: bool = False) -> Array:
         """Return ``x`` with the type of a physical arrow's last layout."""
         return self.note(self.lay(x, arrow.after, arrow.name()), arrow.text, arrow.after)
 

@@ -259,7 +259,7 @@ class Step(LayerOrder):
     def _carry_out(self, tree: Tree, arrow_of: Callable, invariant: bool = False) -> Tree:
         """Carry out for each leaf the arrow that ``arrow_of`` takes from its `WeightLayouts`. ``invariant``
         is that of `Manual.carry_out`."""
-        one = lambda x, layouts: self.par.carry_out(x, arrow_of(layouts), invariant)
+        one = lambda x, layouts: self.par.carry_out(x, arrow_of(layouts), invariant=invariant)
         return jax.tree.map(one, tree, self.weight_layouts)
 
     def _zeros(self) -> tuple[LossAndTally, Tree]:

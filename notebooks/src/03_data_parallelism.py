@@ -544,15 +544,17 @@ def unasked(weights, x, counted):
 
 par = Manual(Plan(f"dp={N}", zero=0).resolve())
 SCALAR = parse_arrow("+dp -> whole")
+ROWS = dataclasses.replace(SCALAR, text="rows that count")
+LOSS = dataclasses.replace(SCALAR, text="loss")
 GRADS = {"up": parse_arrow("d m +dp -> d m"), "down": parse_arrow("m d +dp -> m d")}
 
 
 def by_package(weights, x, counted):
-    total = par.carry_out(counted.sum(), SCALAR, "rows that count")
+    total = par.carry_out(counted.sum(), ROWS)
     own = jax.tree.map(lambda w: vary(w, ("dp",)), weights)
     loss, grads = jax.value_and_grad(lambda w: squares(w, x, counted) / total)(own)
     grads = {name: par.carry_out(g, GRADS[name]) for name, g in grads.items()}
-    return par.carry_out(loss, SCALAR, "loss"), grads
+    return par.carry_out(loss, LOSS), grads
 
 
 # %% tags=["plumbing"]
@@ -573,8 +575,8 @@ say("by arrows: " + "; ".join(f"{arrow}: {size} B" for arrow, size in arrows.ite
 
 # %%
 def added_twice(weights, x, counted):
-    once = par.carry_out(counted.sum(), SCALAR, "rows that count")
-    return par.carry_out(once, SCALAR, "rows that count")
+    once = par.carry_out(counted.sum(), ROWS)
+    return par.carry_out(once, ROWS)
 
 
 try:

@@ -57,10 +57,9 @@ from llmpar.lessons.lesson import (
     verdicts,
 )
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
-from llmpar.plan import plan as plan_file
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import LoraConfig
-from llmpar.plan.plan import Plan
+from llmpar.plan.plan import Plan, WeightLayouts
 from llmpar.plan.presets import preset
 from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
@@ -728,8 +727,8 @@ assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 # Not marked is the last message: if *reduced* differs from *stored* (stages 1 and 2), the updated weight is gathered.
 
 # %% tags=["plumbing", "nbval-check-output"]
-table = re.search(r"zero  stored.*?(?=\n\n)", plan_file.__doc__, re.S)[0]
-table = table.replace("\n    ", "\n")
+table = re.search(r"zero  stored.*?(?=\n\n)", WeightLayouts.__doc__, re.S)[0]
+table = table.replace("\n        ", "\n")
 PARTS = ("stored", "used", "unreduced", "accumulated", "reduced")
 header, *lines = table.splitlines()
 print(header)
